@@ -1,0 +1,32 @@
+"""Matrix products with weights in their storage type and float32 activations and accumulation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+# Rows of a bf16 or fp16 weight are widened this many elements at a time, so that the float32 copy stays in the cache.
+_WIDEN_ELEMENTS = 1 << 20
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x W^T + bias.
+
+    Shapes: x float32 [..., K], weight [N, K] of any floating type, bias [N] or None, y float32 [..., N].
+    """
+    bias = None if bias is None else bias.to(x.dtype)
+    if weight.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+    step = max(1, _WIDEN_ELEMENTS // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        torch.mm(rows, weight[start : start + step].to(x.dtype).t(), out=out[:, start : start + step])
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def embedding(token_ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of weight [V, H] for ids [N] -> dtype [N, H]."""
+    return F.embedding(token_ids, weight).to(dtype)

@@ -1,0 +1,5 @@
+"""Attention over a paged cache of keys and values."""
+
+from llm.layers.attention.attention import Attention
+
+__all__ = ["Attention"]

@@ -1,0 +1,61 @@
+"""The attention layer: declares its state, writes this step's keys and values, attends over the cache.
+
+Does not own the cache: it arrives in the `ForwardBatch`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from llm.forward import ForwardBatch, KVCacheSpec
+from llm.kernels.reference.attention import paged_attention, write_kv_cache
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention of layer `layer_index`.
+
+    Args:
+        layer_index: position of this layer among the model's attention layers.
+        scale: what dot products are multiplied by before the softmax.
+        sliding_window: how many positions a token sees, itself included; None: all.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        layer_index: int,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.layer_index = layer_index
+        self.scale = scale
+        self.sliding_window = sliding_window
+
+    def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        return KVCacheSpec(self.num_kv_heads, self.head_size, dtype, self.sliding_window)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """query [N, heads * head_size], key and value [N, kv_heads * head_size] -> [N, heads * head_size]."""
+        tokens = query.shape[0]
+        key_cache, value_cache = batch.kv_caches[self.layer_index]
+        metadata = batch.attention[self.layer_index]
+        heads = (tokens, self.num_kv_heads, self.head_size)
+        # Every row's keys are written before any row reads: rows of one step may share blocks (prefix hits).
+        write_kv_cache(key.view(heads), value.view(heads), key_cache, value_cache, metadata.slot_mapping)
+        out = paged_attention(
+            query.view(tokens, self.num_heads, self.head_size),
+            key_cache,
+            value_cache,
+            metadata,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+        )
+        return out.view(tokens, -1)

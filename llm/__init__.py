@@ -1,0 +1,65 @@
+"""offline-llm: run language models in your own process.
+
+Owns the public names. They load on first use, so `import llm` costs milliseconds and does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from llm import _conflict
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from llm.api import LLM as LLM
+    from llm.errors import EngineClosedError as EngineClosedError
+    from llm.errors import GenerationInterrupted as GenerationInterrupted
+    from llm.errors import LLMError as LLMError
+    from llm.errors import ValidationError as ValidationError
+    from llm.inputs import PromptType as PromptType
+    from llm.inputs import TextPrompt as TextPrompt
+    from llm.inputs import TokensPrompt as TokensPrompt
+    from llm.models.registry import ModelRegistry as ModelRegistry
+    from llm.models.registry import register_model as register_model
+    from llm.outputs import CompletionOutput as CompletionOutput
+    from llm.outputs import Logprob as Logprob
+    from llm.outputs import RequestOutput as RequestOutput
+    from llm.sampling_params import RequestOutputKind as RequestOutputKind
+    from llm.sampling_params import SamplingParams as SamplingParams
+
+# Public name -> the module that defines it.
+_PUBLIC = {
+    "LLM": "llm.api",
+    "SamplingParams": "llm.sampling_params",
+    "RequestOutputKind": "llm.sampling_params",
+    "RequestOutput": "llm.outputs",
+    "CompletionOutput": "llm.outputs",
+    "Logprob": "llm.outputs",
+    "PromptType": "llm.inputs",
+    "TextPrompt": "llm.inputs",
+    "TokensPrompt": "llm.inputs",
+    "ModelRegistry": "llm.models.registry",
+    "register_model": "llm.models.registry",
+    "LLMError": "llm.errors",
+    "ValidationError": "llm.errors",
+    "EngineClosedError": "llm.errors",
+    "GenerationInterrupted": "llm.errors",
+}
+
+__all__ = [*_PUBLIC, "__version__"]
+
+_conflict.check()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'llm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

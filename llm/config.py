@@ -1,0 +1,243 @@
+"""The engine's configuration: what was asked (`EngineArgs`), what was decided (`EngineConfig`), and why.
+
+Owns defaults and the decisions that need only numbers (memory, lengths, batch sizes). Everything is resolved once,
+frozen, and carries its reason; nothing is changed afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from llm.errors import OutOfMemoryError, ValidationError
+
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_BLOCK_SIZE = 16
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """What the user asked, under vLLM's names; None: not said. `LLM.__init__` documents each."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: Any = "auto"
+    quantization: Any = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: Any = "auto"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    seed: int | None = 0
+    revision: str | None = None
+    hf_overrides: Mapping[str, Any] | None = None
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    chat_template: str | None = None
+    use_tqdm_on_load: bool = True
+    max_logprobs: int = -1
+    device: str = "auto"
+    generation_config: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+            check_positive(name, getattr(self, name))
+        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
+            raise _invalid("seed", self.seed, "an integer of at least 0, or None")
+        choices = {"load_format": ("auto", "safetensors", "dummy"), "generation_config": ("auto", "vllm")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise _invalid(name, getattr(self, name), " or ".join(map(repr, allowed)))
+        if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
+            raise _invalid("max_logprobs", self.max_logprobs, "an integer of at least -1 (-1: no limit)")
+        if self.quantization is not None:
+            raise _invalid("quantization", self.quantization, "None: this release computes unquantized weights only")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """`dtype` is the type of activations; `weight_dtype` that of stored weights."""
+
+    model: str
+    tokenizer: str
+    model_type: str
+    architecture: str
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    quantization: str | None
+    load_format: str
+    max_logprobs: int
+    seed: int
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """`num_blocks` counts the blocks of one KV group that can be handed out."""
+
+    block_size: int
+    num_blocks: int
+    kv_cache_memory_bytes: int
+    kv_cache_dtype: torch.dtype
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool = True
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that was decided. `print(llm.config)` shows each value with its reason.
+
+    Attributes:
+        invariant: whether answers are bit-identical however requests were batched.
+        reasons: field name -> why it has its value.
+    """
+
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    device: str
+    invariant: bool
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
+        for part in (self.model_config, self.cache_config, self.scheduler_config):
+            lines += [self._line(item.name, getattr(part, item.name)) for item in fields(part)]
+        return "\n".join(lines)
+
+    def _line(self, name: str, value: Any) -> str:
+        shown = f"{value / GIB:.3f} GiB" if name.endswith("_bytes") else str(value).removeprefix("torch.")
+        reason = self.reasons.get(name)
+        return f"{name:<24} {shown}" + (f"  ({reason})" if reason else "")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the KV budget allows. `num_blocks` as in `CacheConfig`; `reasons` by field name."""
+
+    max_model_len: int
+    num_blocks: int
+    kv_cache_memory_bytes: int
+    reasons: dict[str, str]
+
+
+def plan_memory(
+    *,
+    bytes_per_token: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    longest: int,
+    requested_bytes: int | None,
+    free_bytes: int,
+) -> MemoryPlan:
+    """Choose the KV budget and, when `max_model_len` is None, the longest sequence that fits it.
+
+    Args:
+        bytes_per_token: of all layers together.
+        longest: the most positions the model was made for.
+        requested_bytes: `kv_cache_memory_bytes`, or None.
+        free_bytes: what is free once the weights are loaded.
+
+    Raises:
+        ValidationError: `max_model_len` is beyond what the model was made for.
+        OutOfMemoryError: not even one sequence fits; says what would.
+    """
+    if max_model_len is not None and max_model_len > longest:
+        raise _invalid("max_model_len", max_model_len, f"at most {longest}, what the model was made for")
+    block_bytes = bytes_per_token * block_size
+    per_sequence = -(-(max_model_len or longest) // block_size)
+    useful = max_num_seqs * per_sequence * block_bytes
+    budget, reason = _kv_budget(requested_bytes, useful, free_bytes)
+    num_blocks = min(budget, useful) // block_bytes
+    if num_blocks < (1 if max_model_len is None else per_sequence):
+        raise OutOfMemoryError(
+            f"one sequence of max_model_len={max_model_len or block_size} needs "
+            f"{(per_sequence if max_model_len else 1) * block_bytes:,} bytes of KV cache, and the budget is {budget:,} "
+            f"({reason}); {_what_would_fit(num_blocks * block_size)}"
+        )
+    reasons = {
+        "kv_cache_memory_bytes": f"{reason}; memory is touched when used",
+        "num_blocks": f"{block_bytes:,} bytes each",
+    }
+    if max_model_len is not None:
+        reasons["max_model_len"] = "asked for"
+        return MemoryPlan(max_model_len, num_blocks, num_blocks * block_bytes, reasons)
+    fitted = min(longest, num_blocks * block_size)
+    reasons["max_model_len"] = (
+        "what the model was made for"
+        if fitted == longest
+        else f"the KV budget holds no longer sequence; the model was made for {longest}"
+    )
+    return MemoryPlan(fitted, num_blocks, num_blocks * block_bytes, reasons)
+
+
+def _kv_budget(requested: int | None, useful: int, free: int) -> tuple[int, str]:
+    if requested is not None:
+        return requested, "asked for"
+    if useful <= free // 2:
+        return useful, "all that max_num_seqs sequences of max_model_len can use"
+    return free // 2, f"half of the {free / GIB:.2f} GiB that are free beside the weights"
+
+
+def _what_would_fit(tokens: int) -> str:
+    if tokens == 0:
+        return "raise kv_cache_memory_bytes or free memory."
+    return f"max_model_len={tokens} would fit, or raise kv_cache_memory_bytes."
+
+
+def plan_scheduler(args: EngineArgs, max_model_len: int) -> tuple[SchedulerConfig, dict[str, str]]:
+    """Batch sizes and their reasons; raises `ValidationError` when whole prompts would not fit a step."""
+    reasons = {
+        "max_num_seqs": "default" if args.max_num_seqs is None else "asked for",
+        "max_num_batched_tokens": "default" if args.max_num_batched_tokens is None else "asked for",
+    }
+    tokens = args.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+    if not args.enable_chunked_prefill and tokens < max_model_len:
+        if args.max_num_batched_tokens is not None:
+            right = f"at least max_model_len ({max_model_len}) when enable_chunked_prefill=False"
+            raise _invalid("max_num_batched_tokens", tokens, right)
+        tokens = max_model_len
+        reasons["max_num_batched_tokens"] = "max_model_len, for enable_chunked_prefill=False"
+    config = SchedulerConfig(args.max_num_seqs or DEFAULT_MAX_NUM_SEQS, tokens, args.enable_chunked_prefill)
+    return config, reasons
+
+
+def resolve_dtype(
+    name: str, value: Any, auto: torch.dtype, allowed: tuple[torch.dtype, ...]
+) -> tuple[torch.dtype, str]:
+    """A dtype given as "auto", a name or a torch.dtype -> (dtype, reason); raises `ValidationError`."""
+    if value == "auto":
+        return auto, "auto"
+    known = {**DTYPES, "float": torch.float32, "half": torch.float16}
+    dtype = value if isinstance(value, torch.dtype) else known.get(value)
+    if dtype not in allowed:
+        names = ", ".join(str(kind).removeprefix("torch.") for kind in allowed)
+        raise _invalid(name, value, f"'auto' or one of {names} on this device")
+    return dtype, "asked for"
+
+
+def check_positive(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise _invalid(name, value, "an integer of at least 1, or None")
+
+
+def _invalid(name: str, value: Any, right: str) -> ValidationError:
+    return ValidationError(f"{name} must be {right}, got {value!r}.", parameter=name, value=value)

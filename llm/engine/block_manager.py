@@ -1,0 +1,244 @@
+"""Who owns which KV block.
+
+Owns reference counts, the free list and the prefix cache, per KV group. No tensors: a block is an index into the
+runner's cache. `check_integrity()` audits all of it.
+
+A block's life:   free list --allocate--> owned by 1..n requests --release--> free list
+                       ^                                                        |
+                       +-- hashed blocks keep their content there until they are evicted, oldest first
+
+Block 0 of every group is never handed out: it stands in tables for blocks that were freed out of a sliding window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from itertools import takewhile
+
+from llm.engine.request import Request
+
+NULL_BLOCK = 0
+
+
+class IntegrityError(RuntimeError):
+    """The books of the block manager do not add up: a defect of the engine, never of the caller."""
+
+
+class BlockPool:
+    """The blocks of one KV group.
+
+    A cached block is found by its chain hash; its tokens are compared on a hit, so that a collision cannot serve
+    another prompt's keys.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        # In the order of reuse: never hashed first, then least recently released.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self.by_hash: dict[bytes, int] = {}
+        self.content: dict[int, tuple[bytes, bytes]] = {}  # block -> (hash, tokens)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks off the free list; the caller has checked that there are as many."""
+        taken = []
+        for _ in range(count):
+            block, _ = self.free.popitem(last=False)
+            self._forget(block)
+            self.ref_counts[block] = 1
+            taken.append(block)
+        return taken
+
+    def share(self, block: int) -> None:
+        """One more owner of a cached block, which may be on the free list."""
+        if self.ref_counts[block] == 0:
+            del self.free[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        if block == NULL_BLOCK:
+            return
+        if self.ref_counts[block] <= 0:
+            raise IntegrityError(f"block {block} freed twice")
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            self.free[block] = None
+            if block not in self.content:
+                self.free.move_to_end(block, last=False)
+
+    def remember(self, block: int, digest: bytes, tokens: bytes) -> None:
+        """Make a full block findable; the first of two blocks with equal content stays the one that is found."""
+        if digest not in self.by_hash and block not in self.content:
+            self.by_hash[digest] = block
+            self.content[block] = (digest, tokens)
+
+    def find(self, digest: bytes, tokens: bytes) -> int:
+        """The block that holds these tokens after this prefix, -1 when none does."""
+        block = self.by_hash.get(digest, -1)
+        return block if block >= 0 and self.content[block][1] == tokens else -1
+
+    def reset_cache(self) -> None:
+        self.by_hash.clear()
+        self.content.clear()
+
+    def _forget(self, block: int) -> None:
+        content = self.content.pop(block, None)
+        if content is not None:
+            del self.by_hash[content[0]]
+
+    def check_integrity(self, owners: Counter[int]) -> None:
+        """`owners`: how many live requests hold each block. Raises `IntegrityError` on any disagreement."""
+        for block in range(1, self.num_blocks):
+            if self.ref_counts[block] != owners[block]:
+                raise IntegrityError(f"block {block} counts {self.ref_counts[block]} owners, has {owners[block]}")
+            if (self.ref_counts[block] == 0) != (block in self.free):
+                raise IntegrityError(f"block {block} with {self.ref_counts[block]} owners is on the wrong side")
+        if NULL_BLOCK in self.free or self.ref_counts[NULL_BLOCK]:
+            raise IntegrityError("the null block was handed out")
+        if {digest: block for block, (digest, _) in self.content.items()} != self.by_hash:
+            raise IntegrityError("the prefix cache's two directions disagree")
+
+
+class BlockManager:
+    """Blocks of all groups, in units of whole requests.
+
+    Args:
+        num_blocks: per pool, the null block included.
+        windows: the sliding window of each KV group, None for full attention.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, num_blocks: int, windows: list[int | None], block_size: int) -> None:
+        self.block_size = block_size
+        self.windows = windows
+        self.pools = [BlockPool(num_blocks) for _ in windows]
+
+    def num_free_blocks(self) -> int:
+        return min(len(pool.free) for pool in self.pools)
+
+    def match_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
+        """Longest cached prefix: (tokens, block ids per group). At least one token is always left to compute."""
+        limit = (request.num_tokens - 1) // self.block_size
+        if request.cache_key is None or limit == 0:
+            return 0, [[] for _ in self.pools]
+        self._extend_hashes(request)
+        length = limit
+        shortened = True
+        while shortened:
+            found = [self._match_group(pool, window, request, length) for pool, window in self._groups()]
+            shortest = min(len(blocks) for blocks in found)
+            shortened, length = shortest < length, shortest
+        return length * self.block_size, found
+
+    def allocate(self, request: Request, num_tokens: int) -> list[list[int]] | None:
+        """Grow the request's tables to hold `num_tokens`; the new ids per group, or None when blocks are short."""
+        if not request.blocks:
+            request.blocks = [[] for _ in self.pools]
+        wanted = -(-num_tokens // self.block_size)
+        self._release_out_of_window(request)
+        missing = [wanted - len(blocks) for blocks in request.blocks]
+        if any(count > len(pool.free) for count, pool in zip(missing, self.pools, strict=True)):
+            return None
+        new = [pool.allocate(max(0, count)) for count, pool in zip(missing, self.pools, strict=True)]
+        for blocks, more in zip(request.blocks, new, strict=True):
+            blocks.extend(more)
+        return new
+
+    def admit(self, request: Request, num_tokens: int, prefix: tuple[int, list[list[int]]]) -> bool:
+        """Give a request without blocks its cached prefix and room for `num_tokens`; False when it does not fit."""
+        cached_tokens, hits = prefix
+        wanted = -(-num_tokens // self.block_size) - cached_tokens // self.block_size
+        for pool, blocks in zip(self.pools, hits, strict=True):
+            revived = sum(block != NULL_BLOCK and pool.ref_counts[block] == 0 for block in blocks)
+            if wanted + revived > len(pool.free):
+                return False
+        for pool, blocks in zip(self.pools, hits, strict=True):
+            for block in blocks:
+                if block != NULL_BLOCK:
+                    pool.share(block)
+        request.blocks = [list(blocks) for blocks in hits]
+        request.num_computed_tokens = cached_tokens
+        return self.allocate(request, num_tokens) is not None
+
+    def remember(self, request: Request, num_tokens: int) -> None:
+        """Make the full blocks among the first `num_tokens` findable.
+
+        Called when a step that computes them is scheduled: rows later in the same step may already share them, for
+        attention writes every row's keys before any row reads. If the step fails, `reset_prefix_cache` must follow.
+        """
+        if request.cache_key is None:
+            return
+        full = num_tokens // self.block_size
+        first = request.num_computed_tokens // self.block_size
+        if full == first:
+            return
+        self._extend_hashes(request)
+        for pool, blocks in zip(self.pools, request.blocks, strict=True):
+            for index in range(first, full):
+                if blocks[index] != NULL_BLOCK:
+                    pool.remember(blocks[index], request.block_hashes[index], self._tokens(request, index))
+
+    def free(self, request: Request) -> None:
+        """Release everything the request holds, last block first, so that the tails of prefixes are evicted first."""
+        for pool, blocks in zip(self.pools, request.blocks, strict=False):
+            for block in reversed(blocks):
+                pool.release(block)
+        request.blocks = []
+
+    def reset_prefix_cache(self) -> None:
+        for pool in self.pools:
+            pool.reset_cache()
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Audit every pool against the requests that hold blocks; raises `IntegrityError`."""
+        owners = [Counter[int]() for _ in self.pools]
+        for request in requests:
+            for count, blocks in zip(owners, request.blocks, strict=False):
+                count.update(block for block in blocks if block != NULL_BLOCK)
+        for pool, count in zip(self.pools, owners, strict=True):
+            pool.check_integrity(count)
+
+    def _groups(self) -> Iterable[tuple[BlockPool, int | None]]:
+        return zip(self.pools, self.windows, strict=True)
+
+    def _match_group(self, pool: BlockPool, window: int | None, request: Request, limit: int) -> list[int]:
+        """Block ids of the longest usable prefix of at most `limit` blocks. A window needs only its last blocks."""
+        if window is None:
+            return list(takewhile(lambda block: block >= 0, (self._find(pool, request, i) for i in range(limit))))
+        found = [self._find(pool, request, index) for index in range(limit)]
+        for length in range(limit, 0, -1):
+            first = self._first_seen_block(length * self.block_size, window)
+            if min(found[first:length]) >= 0:
+                return [NULL_BLOCK] * first + found[first:length]
+        return []
+
+    def _find(self, pool: BlockPool, request: Request, index: int) -> int:
+        return pool.find(request.block_hashes[index], self._tokens(request, index))
+
+    def _first_seen_block(self, position: int, window: int) -> int:
+        """The first block that a token at `position` or later still sees."""
+        return max(0, position - window + 1) // self.block_size
+
+    def _release_out_of_window(self, request: Request) -> None:
+        for (pool, window), blocks in zip(self._groups(), request.blocks, strict=True):
+            if window is None:
+                continue
+            index = min(self._first_seen_block(request.num_computed_tokens, window), len(blocks)) - 1
+            while index >= 0 and blocks[index] != NULL_BLOCK:
+                pool.release(blocks[index])
+                blocks[index] = NULL_BLOCK
+                index -= 1
+
+    def _extend_hashes(self, request: Request) -> None:
+        """Chain of SHA-256 over (parent hash, cache key, tokens) for every full block."""
+        hashes = request.block_hashes
+        for index in range(len(hashes), request.num_tokens // self.block_size):
+            parent = hashes[-1] if hashes else request.cache_key or b""
+            hashes.append(hashlib.sha256(parent + self._tokens(request, index)).digest())
+
+    def _tokens(self, request: Request, index: int) -> bytes:
+        start = index * self.block_size
+        return array("q", request.token_ids[start : start + self.block_size]).tobytes()

@@ -1,0 +1,229 @@
+"""From `EngineArgs` to a running engine.
+
+Owns the order of start-up: read config.json, decide, build the model, load it, allocate the cache. Every phase is
+timed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from llm.config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_SEQS,
+    DTYPES,
+    CacheConfig,
+    EngineArgs,
+    EngineConfig,
+    MemoryPlan,
+    ModelConfig,
+    plan_memory,
+    plan_scheduler,
+    resolve_dtype,
+)
+from llm.engine.block_manager import BlockManager
+from llm.engine.engine import Engine
+from llm.engine.kv_cache import group_layers
+from llm.engine.model_runner import ModelRunner
+from llm.engine.scheduler import Scheduler
+from llm.errors import CheckpointError
+from llm.forward import KVCacheSpec
+from llm.layers.custom_op import constructing_for
+from llm.loading.checkpoint import Checkpoint, read_json
+from llm.loading.loader import load_dummy_weights, load_weights
+from llm.loading.resolve import resolve_model as resolve_folder
+from llm.models.config_reader import ConfigReader
+from llm.models.interface import BuildOptions
+from llm.models.registry import resolve_model
+from llm.platforms import select_platform
+from llm.sampling_params import SamplingParams
+from llm.tokenizer import Tokenizer
+
+_CONFIG_BYTES = 16 << 20
+_NOT_INVARIANT = "PyTorch's own kernels compute: their rounding depends on the batch"
+
+
+class StartupTimes(dict[str, float]):
+    """Phase name -> seconds, in order."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self[name] = self.get(name, 0.0) + perf_counter() - started
+
+
+@dataclass
+class BuiltEngine:
+    engine: Engine
+    default_params: SamplingParams
+    startup: StartupTimes
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model folder, read but not loaded. `weight_dtype` is what most of its bytes are stored as."""
+
+    folder: Path
+    model_class: Any
+    model: Any
+    reader: ConfigReader
+    checkpoint: Checkpoint | None
+    weight_dtype: torch.dtype
+
+
+def build_engine(args: EngineArgs) -> BuiltEngine:
+    """Build and load; raises the errors of `llm.errors`, before memory is allocated wherever that is possible."""
+    times = StartupTimes()
+    with times.phase("read config"):
+        platform, platform_reason = select_platform(args.device)
+        source = _read_source(args)
+    try:
+        with times.phase("tokenizer"):
+            tokenizer = _tokenizer(args, source.folder)
+            generation = _generation_config(source.folder)
+        with times.phase("plan"):
+            config, specs = _resolve(args, source, platform)
+            config.reasons["device"] = platform_reason
+        with times.phase("build model"), constructing_for(platform):
+            options = BuildOptions(config.model_config.max_model_len, source.weight_dtype)
+            model = source.model_class(source.model, options)
+        with times.phase("load weights"):
+            if source.checkpoint is None:
+                load_dummy_weights(model, config.model_config.seed)
+            else:
+                load_weights(model, source.checkpoint, show_progress=args.use_tqdm_on_load)
+    finally:
+        if source.checkpoint is not None:
+            source.checkpoint.close()
+    with times.phase("allocate KV cache"):
+        runner = ModelRunner(model, specs, config)
+    windows = [spec.sliding_window for spec in group_layers(specs)[0]]
+    blocks = BlockManager(config.cache_config.num_blocks + 1, windows, config.cache_config.block_size)
+    eos = frozenset(_eos_token_ids(source.reader, generation))
+    engine = Engine(config, Scheduler(config.scheduler_config, blocks), runner, tokenizer, eos)
+    return BuiltEngine(engine, _default_params(args, generation), times)
+
+
+def _read_source(args: EngineArgs) -> _Source:
+    folder = resolve_folder(args.model, args.revision)
+    path = folder / "config.json"
+    if not path.exists():
+        raise CheckpointError(f"{folder} has no config.json; is it a Hugging Face model folder?")
+    raw = dict(read_json(path, limit_bytes=_CONFIG_BYTES))
+    raw.update(args.hf_overrides or {})
+    reader = ConfigReader(raw)
+    model_class = resolve_model(list(raw.get("architectures") or []), reader.family)
+    model = model_class.read_config(reader)
+    checkpoint = None if args.load_format == "dummy" else Checkpoint.open(folder)
+    weight_dtype = reader.dtype() if checkpoint is None else _stored_dtype(checkpoint)
+    return _Source(folder, model_class, model, reader, checkpoint, weight_dtype)
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The floating type that most bytes of the checkpoint are in."""
+    sizes: Counter[torch.dtype] = Counter()
+    for info in checkpoint.tensors.values():
+        if info.dtype in DTYPES.values():
+            sizes[info.dtype] += info.nbytes
+    if not sizes:
+        raise CheckpointError("the checkpoint holds no float32, bfloat16 or float16 tensors.")
+    return sizes.most_common(1)[0][0]
+
+
+def _resolve(args: EngineArgs, source: _Source, platform: Any) -> tuple[EngineConfig, list[KVCacheSpec]]:
+    """Every decision, with its reason."""
+    allowed = platform.supported_dtypes()
+    dtype, dtype_reason = resolve_dtype("dtype", args.dtype, allowed[0], allowed)
+    kv_types = tuple(DTYPES.values())
+    kv_dtype, kv_reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, source.weight_dtype, kv_types)
+    specs = list(source.model_class.kv_cache_specs(source.model, kv_dtype))
+    memory = _plan_memory(args, source, specs, platform.memory_free())
+    scheduler, reasons = plan_scheduler(args, memory.max_model_len)
+    reasons |= memory.reasons | {
+        "dtype": f"{dtype_reason}; activations and accumulation are float32 on a CPU",
+        "weight_dtype": "as the checkpoint stores them" if source.checkpoint else "config.json",
+        "kv_cache_dtype": "the checkpoint's type" if kv_reason == "auto" else kv_reason,
+        "block_size": "default" if args.block_size is None else "asked for",
+        "invariant": _NOT_INVARIANT,
+    }
+    seed = args.seed
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), "little")
+        reasons["seed"] = "drawn at start, for seed=None"
+    model = ModelConfig(
+        model=str(args.model),
+        tokenizer=str(args.tokenizer or args.model),
+        model_type=source.reader.family,
+        architecture=source.model_class.__name__,
+        dtype=dtype,
+        weight_dtype=source.weight_dtype,
+        max_model_len=memory.max_model_len,
+        vocab_size=source.model.vocab_size,
+        quantization=None,
+        load_format=args.load_format,
+        max_logprobs=args.max_logprobs,
+        seed=seed,
+        revision=args.revision,
+    )
+    cache = CacheConfig(
+        block_size=args.block_size or DEFAULT_BLOCK_SIZE,
+        num_blocks=memory.num_blocks,
+        kv_cache_memory_bytes=memory.kv_cache_memory_bytes,
+        kv_cache_dtype=kv_dtype,
+        enable_prefix_caching=args.enable_prefix_caching,
+    )
+    return EngineConfig(model, cache, scheduler, platform.device_type, False, reasons), specs
+
+
+def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], free: int) -> MemoryPlan:
+    weights = source.checkpoint.total_bytes if source.checkpoint else 0
+    return plan_memory(
+        bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
+        block_size=args.block_size or DEFAULT_BLOCK_SIZE,
+        max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        max_model_len=args.max_model_len,
+        longest=source.model.max_position_embeddings,
+        requested_bytes=args.kv_cache_memory_bytes,
+        free_bytes=max(0, free - weights),
+    )
+
+
+def _tokenizer(args: EngineArgs, folder: Path) -> Tokenizer | None:
+    if args.skip_tokenizer_init:
+        return None
+    where = folder if args.tokenizer is None else resolve_folder(args.tokenizer, None)
+    return Tokenizer(where, args.chat_template)
+
+
+def _generation_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "generation_config.json"
+    return read_json(path, limit_bytes=_CONFIG_BYTES) if path.exists() else {}
+
+
+def _eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """EOS of config.json and of generation_config.json together."""
+    value = generation.get("eos_token_id") or []
+    return (*reader.eos_token_ids(), *(value if isinstance(value, list) else [value]))
+
+
+def _default_params(args: EngineArgs, generation: Mapping[str, Any]) -> SamplingParams:
+    """What `generate` uses when it is given no params: the model's generation_config.json, unless told not to."""
+    if args.generation_config == "vllm":
+        return SamplingParams()
+    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+    given = {ours: generation[theirs] for theirs, ours in names.items() if generation.get(theirs) is not None}
+    if generation.get("max_new_tokens") is not None:
+        given["max_tokens"] = generation["max_new_tokens"]
+    return SamplingParams(**given)

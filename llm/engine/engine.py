@@ -1,0 +1,154 @@
+"""The loop: schedule, execute, append, check, finish.
+
+Owns the requests in flight and nothing that a worker owns: the runner is reached only through `execute`. The engine
+runs in the caller's thread; between calls nothing runs at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from llm.config import EngineConfig
+from llm.engine.model_runner import ModelRunner, RunnerOutput
+from llm.engine.output import Completion, PromptState
+from llm.engine.preprocess import Row
+from llm.engine.request import Request
+from llm.engine.scheduler import Scheduler, SchedulerOutput
+from llm.tokenizer import Tokenizer
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was built.
+
+    Attributes:
+        seconds: in `step`, of which `model_seconds` in forward, LM head and sampler; the rest is the engine's own.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    model_seconds: float = 0.0
+
+
+class Engine:
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.stats = EngineStats()
+        self._completions: dict[str, Completion] = {}
+        self._added = 0
+
+    def add(self, row: Row, *, streaming: bool = False) -> PromptState:
+        """Queue a row's `n` completions; the first computes the prompt, the others share its blocks."""
+        prompt_id = str(self._added)
+        self._added += 1
+        completions = [self._add_completion(prompt_id, index, row, streaming) for index in range(row.params.n)]
+        return PromptState(prompt_id, row.prompt, row.token_ids, row.seed, completions)
+
+    def step(self) -> None:
+        """One step of everything that is queued. If it fails every request is dropped and the engine is usable."""
+        started = perf_counter()
+        try:
+            plan = self.scheduler.schedule()
+            result = self.runner.execute(plan)
+            self._update(result)
+        except BaseException:
+            self.reset()
+            raise
+        self._count(plan, result, perf_counter() - started)
+
+    def run(self, prompts: Sequence[PromptState], between_steps: Callable[[], None]) -> None:
+        """Step until these prompts are done; rows of suspended streams advance along with them."""
+        while not all(prompt.finished for prompt in prompts):
+            self.step()
+            between_steps()
+
+    def abort(self, prompts: Sequence[PromptState]) -> None:
+        """Drop what is unfinished of these prompts and free its blocks."""
+        ids = [completion.request.request_id for prompt in prompts for completion in prompt.completions]
+        self.scheduler.abort(ids)
+        for request_id in ids:
+            self._completions.pop(request_id, None)
+
+    def reset(self) -> None:
+        """Drop every request and all cached prefixes: blocks may have been promised that were never computed."""
+        self.scheduler.abort(list(self.scheduler.requests))
+        self.scheduler.blocks.reset_prefix_cache()
+        self.scheduler.forget_removed()
+        self.runner.reset()
+        self._completions.clear()
+
+    def close(self) -> None:
+        """Let go of everything large; what the user still holds (outputs, configs) refers to none of it."""
+        self.scheduler.abort(list(self.scheduler.requests))
+        self._completions.clear()
+        self.runner.close()
+
+    def _add_completion(self, prompt_id: str, index: int, row: Row, streaming: bool) -> Completion:
+        limit = self.config.model_config.max_model_len
+        if row.params.max_tokens is not None:
+            limit = min(limit, len(row.token_ids) + row.params.max_tokens)
+        request = Request(
+            f"{prompt_id}-{index}",
+            row.token_ids,
+            row.params,
+            seed=row.seed,
+            sample_index=index,
+            max_total_tokens=limit,
+            eos_token_ids=self.eos_token_ids,
+            cache_key=self._cache_key(prompt_id, row.params.n),
+        )
+        completion = Completion(request, self.tokenizer, streaming)
+        self._completions[request.request_id] = completion
+        self.scheduler.add(request)
+        return completion
+
+    def _cache_key(self, prompt_id: str, n: int) -> bytes | None:
+        """With prefix caching off, only the completions of one prompt share blocks."""
+        if self.config.cache_config.enable_prefix_caching:
+            return b""
+        return f"prompt {prompt_id}".encode() if n > 1 else None
+
+    def _update(self, result: RunnerOutput) -> None:
+        """Append what was sampled; finish what has ended."""
+        any_finished = False
+        for request_id, tokens in result.sampled_token_ids.items():
+            completion = self._completions[request_id]
+            request = completion.request
+            for token in tokens:
+                request.append(token)
+                if completion.incremental:
+                    completion.push(token)
+                if request.finish_reason is not None:
+                    break
+            if request_id in result.logprobs:
+                completion.add_logprobs(result.logprobs[request_id])
+            if request.finish_reason is not None:
+                any_finished = True
+                self.scheduler.finish(request)
+                completion.finish()
+                del self._completions[request_id]
+        if any_finished:
+            self.scheduler.remove_finished()
+
+    def _count(self, plan: SchedulerOutput, result: RunnerOutput, seconds: float) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.tokens += sum(plan.num_scheduled_tokens.values())
+        stats.generated_tokens += sum(map(len, result.sampled_token_ids.values()))
+        stats.seconds += seconds
+        stats.model_seconds += result.model_seconds

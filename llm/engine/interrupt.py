@@ -1,0 +1,43 @@
+"""Ctrl-C during a call.
+
+Owns the SIGINT handler, which is installed only inside a call on the main thread and restored after. The first Ctrl-C
+sets a flag that is checked between steps; a second one raises at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class InterruptGuard:
+    """Context manager; `requested` turns True when the user pressed Ctrl-C inside it."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: Any = None
+        self._installed = False
+
+    def __enter__(self) -> InterruptGuard:
+        # Python delivers signals to the main thread only, and installing a handler elsewhere is an error.
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.getsignal(signal.SIGINT)
+            # A program that ignores or has replaced SIGINT (None: not from Python) keeps its own way.
+            if previous is signal.default_int_handler:
+                self._previous = signal.signal(signal.SIGINT, self._handle)
+                self._installed = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, self._previous)
+            self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True

@@ -1,0 +1,37 @@
+"""The tensors behind the block tables.
+
+Owns grouping layers by their `KVCacheSpec` and the memory of the caches: zeroed, but touched only when first written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from llm.forward import KVCacheSpec
+from llm.kernels.reference.attention import kv_cache_shape
+
+
+def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[list[KVCacheSpec], list[int]]:
+    """The distinct specs, one per group, and for each layer the index of its group."""
+    groups = list(dict.fromkeys(specs))
+    return groups, [groups.index(spec) for spec in specs]
+
+
+def allocate_kv_caches(
+    specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(key cache, value cache) per layer, zeros; `num_blocks` includes the null block."""
+    shapes = [kv_cache_shape(spec, num_blocks, block_size) for spec in specs]
+    return [
+        (_lazy_zeros(shape, spec.dtype), _lazy_zeros(shape, spec.dtype))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros by calloc: `torch.zeros` would write, and so occupy, every page at once."""
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,154 @@
+"""From token ids to what the user gets.
+
+Owns the state of a prompt and its completions: incremental text where streaming or stop strings need it (otherwise the
+text is decoded once, at the end), logprobs, and the finished `RequestOutput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llm.engine.request import Request
+from llm.outputs import CompletionOutput, Logprob, RequestOutput
+from llm.sampling.sampler import TokenLogprobs
+from llm.tokenizer import Tokenizer
+
+
+class Completion:
+    """One of a prompt's `n` completions while it runs.
+
+    Attributes:
+        pieces: text ready to be streamed, in order; only grows when `streaming`.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, streaming: bool) -> None:
+        self.request = request
+        self.pieces: list[str] = []
+        self._tokenizer = tokenizer if request.params.detokenize else None
+        self._streaming = streaming
+        self._logprobs: list[TokenLogprobs] = []
+        self._stops = request.params.stop_strings
+        self._text: str | None = None  # set once known in full
+        self._emitted = 0
+        self._stream = None
+        if self._tokenizer is not None and (streaming or self._stops):
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            self._stream = self._tokenizer.stream(prompt, request.params.skip_special_tokens)
+
+    @property
+    def incremental(self) -> bool:
+        """Whether `push` must see every token as it comes."""
+        return self._stream is not None
+
+    def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        self._logprobs.extend(logprobs)
+
+    def push(self, token: int) -> None:
+        """Extend the text by a token; finishes the request when a stop string is complete."""
+        request, stream = self.request, self._stream
+        if stream is None or (_ended_by_token(request) and not request.params.include_stop_str_in_output):
+            return
+        new = len(stream.push(token))
+        if self._stops and new and request.num_output_tokens > request.params.min_tokens:
+            self._find_stop(stream.text, new)
+        self._emit(stream.text if self._text is None else self._text, last=self._text is not None)
+
+    def finish(self) -> None:
+        """The request has ended: release what was held back."""
+        if self._stream is not None and self._text is None:
+            self._stream.finish()
+            self._text = self._stream.text
+            self._emit(self._text, last=True)
+
+    def output(self) -> CompletionOutput:
+        request = self.request
+        return CompletionOutput(
+            index=request.sample_index,
+            text=self._final_text(),
+            token_ids=request.output_token_ids,
+            cumulative_logprob=self._cumulative_logprob(),
+            logprobs=self._decode_logprobs(),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+    def _find_stop(self, text: str, new: int) -> None:
+        """Cut the text at the stop string that was completed first."""
+        found = [(text.find(stop, max(0, len(text) - new - len(stop) + 1)), stop) for stop in self._stops]
+        complete = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if complete:
+            end, start, stop = min(complete)
+            self._text = text[: end if self.request.params.include_stop_str_in_output else start]
+            self.request.finish("stop", stop)
+
+    def _emit(self, text: str, last: bool) -> None:
+        """Hand out text, except what may yet turn out to be the start of a stop string."""
+        held = 0 if last else max((len(stop) for stop in self._stops), default=1) - 1
+        ready = text[self._emitted : max(self._emitted, len(text) - held)]
+        if ready and self._streaming:
+            self._emitted += len(ready)
+            self.pieces.append(ready)
+
+    def _final_text(self) -> str:
+        if self._text is not None or self._tokenizer is None:
+            return self._text or ""
+        request = self.request
+        tokens = request.output_token_ids
+        if _ended_by_token(request) and not request.params.include_stop_str_in_output:
+            tokens = tokens[:-1]
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        return self._tokenizer.decode_continuation(prompt, tokens, request.params.skip_special_tokens)
+
+    def _cumulative_logprob(self) -> float | None:
+        return None if self.request.params.logprobs is None else sum(item.logprobs[0] for item in self._logprobs)
+
+    def _decode_logprobs(self) -> list[dict[int, Logprob]] | None:
+        if self.request.params.logprobs is None:
+            return None
+        return [self._decode_position(item) for item in self._logprobs]
+
+    def _decode_position(self, item: TokenLogprobs) -> dict[int, Logprob]:
+        position: dict[int, Logprob] = {}
+        for token, logprob, rank in zip(item.token_ids, item.logprobs, item.ranks, strict=True):
+            if token not in position:
+                text = self._tokenizer.decode([token], False) if self._tokenizer is not None else None
+                position[token] = Logprob(logprob, rank, text)
+        return position
+
+
+class PromptState:
+    """A prompt and its completions, until the last of them is done."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        seed: int,
+        completions: Sequence[Completion],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.seed = seed
+        self.completions = completions
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.request.finish_reason is not None for completion in self.completions)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion.output() for completion in self.completions],
+            finished=self.finished,
+            num_cached_tokens=self.completions[0].request.num_cached_tokens or 0,
+            seed=self.seed,
+        )
+
+
+def _ended_by_token(request: Request) -> bool:
+    """Whether the last token is an EOS or a stop token, which the text leaves out."""
+    return request.finish_reason == "stop" and not isinstance(request.stop_reason, str)

@@ -1,0 +1,77 @@
+"""The progress bar of one call.
+
+Owns what the bar counts: tokens, prompt and generated, so that it moves while long rows run. The total is an estimate
+that improves as rows finish, and so is the time left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from llm.engine.output import PromptState
+from llm.engine.request import Request
+
+_REFRESH_SECONDS = 0.1
+
+
+class Progress:
+    """A bar over the tokens of some prompts.
+
+    Args:
+        use_tqdm: False: nothing is printed; True: `tqdm.auto`; a callable makes the bar (`total=`, `desc=`, ...).
+    """
+
+    def __init__(self, prompts: Sequence[PromptState], use_tqdm: bool | Callable[..., Any]) -> None:
+        self._requests = [completion.request for prompt in prompts for completion in prompt.completions]
+        self._bar: Any = None
+        self._next = 0.0
+        if use_tqdm is not False and prompts:
+            make = _Bar if use_tqdm is True else use_tqdm
+            self._bar = make(total=self._estimate()[1], desc="Generating", unit=" tokens", dynamic_ncols=True)
+
+    def update(self, force: bool = False) -> None:
+        """Show where things stand; at most ten times a second."""
+        if self._bar is None or (not force and monotonic() < self._next):
+            return
+        self._next = monotonic() + _REFRESH_SECONDS
+        done, total = self._estimate()
+        finished = sum(request.finish_reason is not None for request in self._requests)
+        running = sum(request.finish_reason is None and request.num_computed_tokens > 0 for request in self._requests)
+        self._bar.total = total
+        self._bar.set_postfix_str(f"rows {finished}/{len(self._requests)} done, {running} running", refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self.update(force=True)
+            self._bar.close()
+
+    def _estimate(self) -> tuple[int, int]:
+        """(tokens done, tokens expected): an unfinished row is expected to be as long as finished ones were."""
+        finished = [request.num_output_tokens for request in self._requests if request.finish_reason is not None]
+        typical = sum(finished) / len(finished) if finished else None
+        done = sum(_tokens_done(request) for request in self._requests)
+        return done, round(sum(_tokens_expected(request, typical) for request in self._requests))
+
+
+class _Bar(tqdm):
+    """A bar without tqdm's monitor thread."""
+
+    monitor_interval = 0
+
+
+def _tokens_done(request: Request) -> int:
+    # A preempted row starts over, but its output is not lost.
+    return min(max(request.num_computed_tokens, request.num_output_tokens), request.num_tokens)
+
+
+def _tokens_expected(request: Request, typical: float | None) -> float:
+    if request.finish_reason is not None:
+        return _tokens_done(request)
+    most = request.max_total_tokens - request.num_prompt_tokens
+    output = most if typical is None else min(most, max(typical, request.num_output_tokens + 1))
+    return request.num_prompt_tokens + output

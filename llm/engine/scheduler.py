@@ -1,0 +1,174 @@
+"""Which tokens are computed next.
+
+Owns the policy: first come first served, a token budget per step, chunked prompts, preemption by recomputation. No
+tensors, no clocks. What it decides leaves as a `SchedulerOutput`, plain data that could cross a process boundary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from llm.config import SchedulerConfig
+from llm.engine.block_manager import BlockManager
+from llm.engine.request import Request, RequestStatus
+from llm.sampling_params import SamplingParams
+
+
+@dataclass
+class NewRow:
+    """A request that enters the runner's batch: new, or resumed after preemption (then `token_ids` has outputs too)."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    blocks: list[list[int]]
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    suppressed_token_ids: list[int]
+
+
+@dataclass
+class SchedulerOutput:
+    """One step's work.
+
+    Attributes:
+        num_scheduled_tokens: request id -> tokens to compute now, in the order of scheduling.
+        new_rows: requests that enter the batch this step.
+        new_blocks: request id -> block ids per group appended to the table of a request already in the batch.
+        removed: requests that left the batch since the last step (finished, aborted or preempted).
+    """
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served under `max_num_batched_tokens` tokens and `max_num_seqs` rows a step."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.requests: dict[str, Request] = {}
+        self._removed: list[str] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose this step's tokens: running requests first, then, unless one was preempted, waiting ones."""
+        plan = SchedulerOutput()
+        budget = self.config.max_num_batched_tokens
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            while (new_blocks := self.blocks.allocate(request, request.num_computed_tokens + count)) is None:
+                preempted = True
+                if self._preempt_last() is request:
+                    break
+            else:
+                if any(new_blocks):
+                    plan.new_blocks[request.request_id] = new_blocks
+                self._schedule(plan, request, count)
+                budget -= count
+                index += 1
+        while self.waiting and not preempted and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            prefix = self.blocks.match_prefix(request)
+            count = request.num_tokens - prefix[0]
+            if count > budget and not self.config.enable_chunked_prefill:
+                break
+            # Room for the whole prompt is reserved, not only for this chunk: half-admitted prompts would thrash.
+            if not self.blocks.admit(request, request.num_tokens, prefix):
+                break
+            count = min(count, budget)
+            self._start(plan, self.waiting.popleft())
+            self._schedule(plan, request, count)
+            budget -= count
+        plan.removed, self._removed = self._removed, []
+        return plan
+
+    def finish(self, request: Request) -> None:
+        """Take a request whose `finish_reason` is set out of the engine and free its blocks."""
+        if request.status is RequestStatus.RUNNING:
+            self._removed.append(request.request_id)
+        self.blocks.free(request)
+        del self.requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+
+    def remove_finished(self) -> None:
+        """Drop finished requests from the queues; once per step, so that finishing one is O(1)."""
+        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        if any(request.status is RequestStatus.FINISHED for request in self.waiting):
+            self.waiting = deque(request for request in self.waiting if request.status is RequestStatus.WAITING)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests wherever they are; unknown ids are requests that had finished."""
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                request.finish("abort")
+                self.finish(request)
+        self.remove_finished()
+
+    def forget_removed(self) -> None:
+        """The runner's batch was emptied by other means: do not tell it again who left."""
+        self._removed = []
+
+    def check_integrity(self) -> None:
+        """Audit blocks and queues; raises `IntegrityError` or RuntimeError."""
+        self.blocks.check_integrity(self.requests.values())
+        queued = [request.request_id for request in (*self.running, *self.waiting)]
+        if sorted(queued) != sorted(self.requests):
+            raise RuntimeError("a request is in no queue, or in two")
+
+    def _schedule(self, plan: SchedulerOutput, request: Request, count: int) -> None:
+        plan.num_scheduled_tokens[request.request_id] = count
+        end = request.num_computed_tokens + count
+        self.blocks.remember(request, end)
+        request.num_computed_tokens = end
+
+    def _start(self, plan: SchedulerOutput, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self.running.append(request)
+        plan.new_rows.append(
+            NewRow(
+                request.request_id,
+                list(request.token_ids),
+                request.num_prompt_tokens,
+                request.num_computed_tokens,
+                [list(blocks) for blocks in request.blocks],
+                request.params,
+                request.seed,
+                request.sample_index,
+                sorted(request.eos_token_ids | request.stop_token_ids),
+            )
+        )
+
+    def _preempt_last(self) -> Request:
+        """Send the last arrived running request back to the head of the queue; it recomputes what it had."""
+        request = self.running.pop()
+        self.blocks.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        self.num_preemptions += 1
+        self._removed.append(request.request_id)
+        self.waiting.appendleft(request)
+        return request

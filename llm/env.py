@@ -1,0 +1,42 @@
+"""The environment variables this project reads, in one table.
+
+Owns names, meanings and parsing. A malformed value raises; it is never swallowed. Values are read when asked for, so a
+notebook can set one before `LLM(...)`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from llm.errors import ValidationError
+
+VARIABLES: dict[str, str] = {
+    "LLM_LOG_LEVEL": "logging level of the `llm` logger: DEBUG, INFO, WARNING (default) or ERROR",
+    "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
+}
+
+
+def get(name: str) -> str | None:
+    """Return the raw value of a variable of `VARIABLES`, None when unset or empty."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not in llm.env.VARIABLES")
+    return os.environ.get(name) or None
+
+
+def get_bool(name: str) -> bool:
+    """Return a 0/1 variable; anything else raises `ValidationError`."""
+    raw = (get(name) or "0").strip().lower()
+    if raw in {"1", "true", "yes", "on"}:
+        return True
+    if raw in {"0", "false", "no", "off"}:
+        return False
+    raise ValidationError(f"{name}={raw!r} is not a yes or no; use 1 or 0.", parameter=name, value=raw)
+
+
+def get_choice(name: str, choices: tuple[str, ...], default: str) -> str:
+    """Return a variable that takes one of `choices` (upper case); anything else raises `ValidationError`."""
+    raw = (get(name) or default).strip().upper()
+    if raw not in choices:
+        message = f"{name}={raw!r} is not known; use one of {', '.join(choices)}."
+        raise ValidationError(message, parameter=name, value=raw)
+    return raw

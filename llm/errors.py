@@ -1,0 +1,68 @@
+"""Every exception this project raises on purpose.
+
+Owns the exception types and the one-sentence style: what was wrong, the value, what would be right. Does not own the
+checks; each stands next to the thing it checks. Messages never contain prompt text.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class LLMError(Exception):
+    """Base of every error of this project."""
+
+
+class ValidationError(LLMError, ValueError):
+    """A value the user passed is not usable.
+
+    Attributes:
+        parameter: the name of the argument or field, as the user wrote it.
+        value: what was passed.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None):
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+
+class CheckpointError(LLMError, ValueError):
+    """A model folder cannot be loaded: a file is missing, malformed, or does not match the architecture."""
+
+
+class UnsupportedModelError(LLMError, ValueError):
+    """The checkpoint asks for an architecture or an option that no registered model computes."""
+
+
+class OutOfMemoryError(LLMError, MemoryError):
+    """A limit was checked before allocation and does not fit (the KV budget, for example)."""
+
+
+class EngineClosedError(LLMError, RuntimeError):
+    """A method was called on an `LLM` after `close()`."""
+
+
+class EngineBusyError(LLMError, RuntimeError):
+    """A call was made from inside another call of the same engine."""
+
+
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a call: the step in progress was finished, the call's rows were dropped, the engine is usable.
+
+    Attributes:
+        outputs: one entry per prompt in order; a `RequestOutput` for rows that had finished, else None.
+    """
+
+    def __init__(self, outputs: list[Any]):
+        done = sum(output is not None for output in outputs)
+        super().__init__(f"interrupted with {done} of {len(outputs)} prompts finished; they are in `.outputs`")
+        self.outputs = outputs
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the known name closest to `name`, or "" when none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

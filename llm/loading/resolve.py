@@ -1,0 +1,162 @@
+"""Where a model lives on this machine: a local folder as it is, a hub name by way of the Hugging Face cache.
+
+Owns the only place that may touch the network, and it does so only for a hub name that the cache cannot serve. Does
+not own what is in the folder. huggingface_hub is imported only when a hub name has to be resolved.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from llm.errors import CheckpointError, ValidationError
+from llm.loading.checkpoint import find_index, read_weight_map
+
+# Weights, configuration, tokenizer, chat template: data only, never *.bin or *.py.
+ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model")
+# A pattern's * also matches "/"; subfolders and consolidated.safetensors hold the same weights in other formats.
+IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def resolve_model(model: str | Path, revision: str | None = None) -> Path:
+    """Return the local folder of a model.
+
+    Args:
+        model: a folder, or a hub name `org/name` (a `Path` is always a folder).
+        revision: a branch, tag or commit of a hub model.
+
+    Raises:
+        CheckpointError: there is no such folder, or the hub's model cannot be had.
+        ValidationError: `model` is no path or name, or `revision` is given for a local folder.
+    """
+    if not isinstance(model, (str, Path)) or not str(model):
+        raise ValidationError(f"model must be a folder or a hub name, not {model!r}", parameter="model", value=model)
+    path = Path(os.path.expanduser(model))
+    if path.is_dir():
+        _refuse_revision(model, revision)
+        return path
+    if path.exists():
+        raise CheckpointError(f"model {str(model)!r} is a file; pass the folder that holds config.json and the weights")
+    if isinstance(model, str) and _HUB_NAME.fullmatch(model):
+        return _from_hub(model, revision)
+    raise CheckpointError(
+        f"model {str(model)!r} does not exist; pass an existing folder, or a hub name of the form 'org/name'"
+    )
+
+
+def _refuse_revision(model: str | Path, revision: str | None) -> None:
+    if revision is not None:
+        raise ValidationError(
+            f"revision={revision!r} applies to hub models, but {str(model)!r} is a local folder; leave revision out",
+            parameter="revision",
+            value=revision,
+        )
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    cached = _cached_snapshot(name, revision)
+    if cached is not None and not _missing_files(cached) and _has_tokenizer(cached):
+        return cached
+    folder = _download(name, revision)
+    missing = _missing_files(folder)
+    if missing:
+        raise CheckpointError(
+            f"the copy of hub model {name!r} in {folder} lacks {' and '.join(missing)}; if the hub has it, connect to "
+            "the network (and unset HF_HUB_OFFLINE) and try again, else convert the model to safetensors elsewhere"
+        )
+    return folder
+
+
+def _cached_snapshot(name: str, revision: str | None) -> Path | None:
+    """Return what the cache holds of this revision, possibly not all of it; never touches the network."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _snapshot(name, revision, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+    except Exception as error:
+        raise CheckpointError(_explain(name, revision, error)) from error
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """Fetch what the cache lacks; with no network, settle for a cached copy that can be loaded."""
+    try:
+        return _snapshot(name, revision)
+    # The exceptions of the transport below huggingface_hub (requests, httpx, ...) change with its version.
+    except Exception as error:
+        partial = getattr(error, "snapshot_path", None)
+        if partial is None or _missing_files(Path(partial)):
+            raise CheckpointError(_explain(name, revision, error)) from error
+        warnings.warn(f"using the cached copy of {name!r}, which is not complete: {_first_line(error)}", stacklevel=2)
+        return Path(partial)
+
+
+def _snapshot(name: str, revision: str | None, **options: Any) -> Path:
+    import huggingface_hub
+
+    folder = huggingface_hub.snapshot_download(
+        name,
+        revision=revision,
+        allow_patterns=list(ALLOW_PATTERNS),
+        ignore_patterns=list(IGNORE_PATTERNS),
+        tqdm_class=_progress_bar(),
+        **options,
+    )
+    return Path(folder)
+
+
+def _progress_bar() -> Any:
+    """The hub's own bar without tqdm's monitor, a thread that would outlive the call."""
+    from huggingface_hub.utils import tqdm
+
+    return type("DownloadProgress", (tqdm,), {"monitor_interval": 0})
+
+
+def _missing_files(folder: Path) -> list[str]:
+    """Return what no model can be loaded without and the folder lacks."""
+    index = find_index(folder)
+    weights = sorted(set(read_weight_map(index).values())) if index else []
+    missing = [name for name in ("config.json", *weights) if not (folder / name).is_file()]
+    if index is None and not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors weights")
+    return missing
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _explain(name: str, revision: str | None, error: Exception) -> str:
+    """One sentence for the ways in which the hub says no, most specific first."""
+    from huggingface_hub import errors
+
+    what = f"{name!r} is not a local folder, and the hub model of that name"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{what} is gated: accept its terms on https://huggingface.co/{name}, log in with `hf auth login`, retry"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{what} does not exist or is private: check the spelling, or log in with `hf auth login`"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{what} has no revision {revision!r}: pass a branch, tag or commit of it"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"{what} is not (completely) in the cache {_no_network()}"
+    return f"{what} could not be fetched ({_first_line(error)}): check the name and the network, or pass a local folder"
+
+
+def _no_network() -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "while HF_HUB_OFFLINE forbids the network: unset it once to download the model, or pass a local folder"
+    return "and the hub cannot be reached: connect to the network and try again, or pass a local folder"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

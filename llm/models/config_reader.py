@@ -1,0 +1,130 @@
+"""Strict, typed reading of config.json.
+
+Owns the rule that every key is either read by the family, known not to matter for inference, or an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from llm.errors import UnsupportedModelError
+from llm.layers.rotary import RopeParameters
+
+T = TypeVar("T")
+_REQUIRED: Any = object()
+
+# Keys of config.json that do not change what a decoder computes at inference, for every family.
+_HARMLESS = frozenset(
+    """
+    model_type architectures dtype torch_dtype transformers_version _name_or_path use_cache initializer_range
+    bos_token_id eos_token_id pad_token_id attention_dropout pretraining_tp output_attentions output_hidden_states
+    return_dict is_encoder_decoder id2label label2id problem_type chunk_size_feed_forward tokenizer_class
+    _attn_implementation _attn_implementation_autoset gradient_checkpointing torchscript name_or_path unsloth_version
+    unsloth_fixed task_specific_params prefix finetuning_task mlp_dropout hidden_dropout resid_pdrop embd_pdrop
+    attn_pdrop language_model_type use_bfloat16 tf_legacy_loss
+    """.split()
+)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ConfigReader:
+    """Reads one config.json; `finish()` raises on keys that nobody read.
+
+    Args:
+        raw: the decoded file, `hf_overrides` applied; a key whose value is None counts as absent.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = {key: value for key, value in raw.items() if value is not None}
+        self.family = str(self.raw.get("model_type", "?"))
+        self._read: set[str] = set()
+
+    def integer(self, key: str, default: int = _REQUIRED) -> int:
+        return self._get(key, int, default)
+
+    def boolean(self, key: str, default: bool = _REQUIRED) -> bool:
+        return self._get(key, bool, default)
+
+    def string(self, key: str, default: str = _REQUIRED) -> str:
+        return self._get(key, str, default)
+
+    def number(self, key: str, default: float = _REQUIRED) -> float:
+        value = self._get(key, (int, float), default)
+        return float(value)
+
+    def positive(self, key: str, default: int = _REQUIRED) -> int:
+        value = self.integer(key, default)
+        if value < 1:
+            raise self.error(key, value, "an integer of at least 1")
+        return value
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """The key, when present, must have one of these values: others would change what is computed."""
+        self._read.add(key)
+        if key in self.raw and self.raw[key] not in allowed:
+            raise self.error(key, self.raw[key], " or ".join(map(repr, allowed)))
+
+    def dtype(self) -> torch.dtype:
+        """Storage type of the checkpoint's weights; float32 when the file does not say."""
+        name = str(self.raw.get("dtype", self.raw.get("torch_dtype", "float32"))).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise self.error("dtype", name, " or ".join(_DTYPES))
+        return _DTYPES[name]
+
+    def rope(self, default_theta: float = 10000.0) -> RopeParameters:
+        """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
+        self._read |= {"rope_parameters", "rope_scaling", "rope_theta"}
+        parameters = self.raw.get("rope_parameters", self.raw.get("rope_scaling", {}))
+        if not isinstance(parameters, Mapping):
+            raise self.error("rope_parameters", parameters, "an object")
+        inner = ConfigReader(parameters)
+        theta = inner.number("rope_theta", float(self.raw.get("rope_theta", default_theta)))
+        kind = inner.string("rope_type", inner.string("type", "default"))
+        rope = RopeParameters(theta=theta)
+        if kind == "llama3":
+            rope = RopeParameters(
+                theta=theta,
+                rope_type=kind,
+                factor=inner.number("factor"),
+                low_freq_factor=inner.number("low_freq_factor"),
+                high_freq_factor=inner.number("high_freq_factor"),
+                original_max_position_embeddings=inner.positive("original_max_position_embeddings"),
+            )
+        elif kind != "default":
+            raise self.error("rope_type", kind, "'default' or 'llama3'")
+        inner.finish()
+        return rope
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        value = self.raw.get("eos_token_id", [])
+        return tuple(value) if isinstance(value, list) else (value,)
+
+    def finish(self) -> None:
+        """Raise `UnsupportedModelError` when keys are left that nobody read."""
+        if "quantization_config" in self.raw:
+            raise UnsupportedModelError(
+                "the checkpoint is quantized (config.json has quantization_config) and this release loads "
+                "unquantized checkpoints only; use the original weights."
+            )
+        left = sorted(set(self.raw) - self._read - _HARMLESS)
+        if left:
+            raise UnsupportedModelError(
+                f"config.json of this {self.family} model has keys that are not understood: {', '.join(left)}; if they "
+                f"do not change what is computed, pass hf_overrides={{{left[0]!r}: None, ...}}."
+            )
+
+    def error(self, key: str, value: Any, right: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"config.json: {key} is {value!r}, must be {right}.")
+
+    def _get(self, key: str, kind: Any, default: Any) -> Any:
+        self._read.add(key)
+        value = self.raw.get(key, default)
+        if value is _REQUIRED:
+            raise UnsupportedModelError(f"config.json has no {key}, which {self.family} models need.")
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.error(key, value, f"of type {getattr(kind, '__name__', 'number')}")
+        return value

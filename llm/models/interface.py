@@ -1,0 +1,73 @@
+"""What the engine asks of a model class.
+
+A user's own model implements this and is passed to `register_model`; it need not be built from `blocks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from llm.forward import ForwardBatch, KVCacheSpec
+from llm.models.config_reader import ConfigReader
+from llm.quantization.base import QuantizationConfig
+
+
+class ModelArchitecture(Protocol):
+    """The numbers every model config must have; the rest is the family's own."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a model is built.
+
+    Attributes:
+        max_model_len: positions it must serve; rotary tables are computed for these.
+        params_dtype: storage type of unquantized weights.
+        quant_config: picks quant methods per layer; None: unquantized.
+    """
+
+    max_model_len: int
+    params_dtype: torch.dtype
+    quant_config: QuantizationConfig | None = None
+
+
+class CausalLM(Protocol):
+    """A decoder-only language model, an `nn.Module`.
+
+    Class attributes, as data:
+        packed_modules_mapping: fused module name -> the checkpoint's names, in order of the layer's shard ids.
+        renames: (from, to) pairs of dotted path prefixes, checkpoint -> model.
+        ignored_weights: last path segments of tensors that a checkpoint may hold and nobody needs.
+    """
+
+    packed_modules_mapping: ClassVar[dict[str, list[str]]]
+    renames: ClassVar[tuple[tuple[str, str], ...]]
+    ignored_weights: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> Any:
+        """Read config.json; must end with `reader.finish()`."""
+
+    @classmethod
+    def kv_cache_specs(cls, config: Any, dtype: torch.dtype) -> Sequence[KVCacheSpec]:
+        """One spec per attention layer, in order of `layer_index`."""
+
+    def __init__(self, config: Any, options: BuildOptions) -> None: ...
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [N] -> float32 [N, H]."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """-> hidden states float32 [N, H] after the final norm. No `.item()`, no Python branch on tensor values."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [L, H] -> float32 [L, vocab]."""

@@ -1,0 +1,1 @@
+"""How weights are stored and multiplied: configs route, schemes compute, kernels do the arithmetic."""
