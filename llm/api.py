@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,8 +18,9 @@ from llm.engine.engine import Engine, EngineStats
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.preprocess import Preprocessor, Row
-from llm.engine.progress import Progress
+from llm.engine.progress import Progress, check_use_tqdm
 from llm.errors import EngineBusyError, EngineClosedError, GenerationInterrupted, LLMError, ValidationError
+from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutput
 from llm.platforms import select_platform
 from llm.sampling_params import SamplingParams
@@ -27,8 +28,6 @@ from llm.sampling_params import SamplingParams
 logger = logging.getLogger("llm")
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
-
-Message = dict[str, Any]
 
 
 class LLM:
@@ -102,16 +101,15 @@ class LLM:
         **kwargs: Any,
     ) -> None:
         self._engine: Engine | None = None
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._lock = threading.RLock()
         self._dropped: list[PromptState] = []
         _refuse_unless_none("compilation_config", compilation_config)
         _refuse_unless_none("logits_processors", logits_processors)
         _set_log_level(verbose)
         notes = check_arguments(kwargs)
         args = EngineArgs(
-            model=str(model),
-            tokenizer=None if tokenizer is None else str(tokenizer),
+            model=model,
+            tokenizer=tokenizer,
             dtype=dtype,
             quantization=quantization,
             max_model_len=None if max_model_len == -1 else max_model_len,
@@ -120,8 +118,8 @@ class LLM:
             block_size=block_size,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kv_cache_dtype=kv_cache_dtype,
-            enable_prefix_caching=enable_prefix_caching is not False,
-            enable_chunked_prefill=enable_chunked_prefill is not False,
+            enable_prefix_caching=True if enable_prefix_caching is None else enable_prefix_caching,
+            enable_chunked_prefill=True if enable_chunked_prefill is None else enable_chunked_prefill,
             seed=seed,
             revision=revision,
             hf_overrides=hf_overrides,
@@ -166,9 +164,15 @@ class LLM:
         """
         _refuse_unless_none("lora_request", lora_request)
         _refuse_unless_none("priority", priority)
-        with self._call() as engine:
+        check_use_tqdm(use_tqdm)
+        # The guard comes first: Ctrl-C must not leave a lock held or a part of the rows behind.
+        with InterruptGuard() as guard, self._exclusive():
+            engine = self._begin()
             rows = self._preprocessor.rows(prompts, sampling_params, self.get_default_sampling_params)
-            return self._run(engine, rows, use_tqdm)
+            outputs = self._run(engine, rows, use_tqdm, guard)
+        if guard.requested:
+            raise GenerationInterrupted(outputs)
+        return outputs
 
     def chat(
         self,
@@ -188,17 +192,35 @@ class LLM:
         The model's chat template, given `chat_template_kwargs`, turns each into a prompt; then as `generate`.
         """
         _refuse_unless_none("lora_request", lora_request)
-        with self._call() as engine:
-            options = dict(chat_template_kwargs or {})
-            options |= {
-                "chat_template": chat_template,
-                "add_generation_prompt": add_generation_prompt,
-                "continue_final_message": continue_final_message,
-                "tools": tools,
-            }
-            prompts = self._render(_list_conversations(messages), options)
-            rows = self._preprocessor.tokenized(prompts, sampling_params, self.get_default_sampling_params)
-            return self._run(engine, rows, use_tqdm)
+        prompts = self.render_chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(
+        self,
+        messages: Sequence[Any],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[TokensPrompt]:
+        """What `chat` gives to `generate`, one prompt per conversation; `stream` takes one of them too."""
+        self._open_engine()
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        return self._preprocessor.render_chat(messages, options, chat_template_kwargs or {})
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion's text piece by piece. Leaving the loop early drops the row and frees its blocks.
@@ -212,29 +234,28 @@ class LLM:
 
     def stream_state(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[PromptState]:
         """As `stream`, but yields the request's state whenever there is new text, and once when it has ended."""
-        with self._call() as engine:
-            rows = self._preprocessor.rows(prompt, sampling_params, self.get_default_sampling_params)
-            if len(rows) != 1 or rows[0].params.n != 1:
-                raise ValidationError(
-                    f"stream takes one prompt and n=1, got {len(rows)} prompts; use generate() for more.",
-                    parameter="prompt",
-                    value=len(rows),
-                )
-            state = engine.add(rows[0], streaming=True)
+        state: PromptState | None = None
         try:
-            while not state.finished:
-                with self._call() as engine, InterruptGuard() as guard:
+            with InterruptGuard() as guard, self._exclusive():
+                engine = self._begin()
+                rows = self._preprocessor.rows(prompt, sampling_params, self.get_default_sampling_params)
+                state = engine.add(_only_row(rows), streaming=True)
+            while not guard.requested and not state.finished:
+                with InterruptGuard() as guard, self._exclusive():
+                    engine = self._begin()
                     if not state.finished:
                         engine.step()
-                    if guard.requested:
-                        raise GenerationInterrupted([None])
-                if state.completions[0].pieces:
+                if state.completions[0].pieces and not guard.requested:
                     yield state
+            if guard.requested:
+                raise GenerationInterrupted([state.output() if state.finished else None])
             if state.completions[0].request.finish_reason == "abort":
+                self._open_engine()
                 raise LLMError("the stream was dropped because another call on this LLM failed; start it again.")
             yield state
         finally:
-            self._drop(state)
+            if state is not None:
+                self._drop(state)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers' class."""
@@ -256,7 +277,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False, and nothing done, while a stream is suspended."""
-        with self._call() as engine:
+        with self._exclusive():
+            engine = self._begin()
             if engine.scheduler.has_unfinished():
                 return False
             engine.scheduler.blocks.reset_prefix_cache()
@@ -269,6 +291,8 @@ class LLM:
                 return
             self._engine.close()
             self._engine = None
+            del self._preprocessor  # it holds the tokenizer
+            self._dropped.clear()
         select_platform("cpu")[0].release_memory()
 
     def __enter__(self) -> LLM:
@@ -280,56 +304,69 @@ class LLM:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # The model's parts refer to each other: without this, `del llm` frees nothing until Python looks for cycles.
+        if getattr(self, "_engine", None) is not None and not sys.is_finalizing():
+            self.close()
+
     def __repr__(self) -> str:
         if self._engine is None:
             return "LLM(closed)"
         return f"LLM({self.config.model_config.model!r}, max_model_len={self.config.model_config.max_model_len})"
 
-    def _run(self, engine: Engine, rows: list[Row], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+    def _run(
+        self, engine: Engine, rows: list[Row], use_tqdm: bool | Callable[..., Any], guard: InterruptGuard
+    ) -> list[RequestOutput]:
         prompts: list[PromptState] = []
-        # The guard comes first: a Ctrl-C while rows are being added must not leave some of them behind.
-        with InterruptGuard() as guard:
-            try:
-                for row in rows:
-                    prompts.append(engine.add(row))
-                _run_with_progress(engine, prompts, use_tqdm, guard)
-            except BaseException:
-                engine.abort(prompts)
-                raise
-            outputs = [prompt.output() for prompt in prompts]
-        if guard.requested:
-            raise GenerationInterrupted(outputs)
-        return outputs
-
-    def _render(
-        self, conversations: list[list[Message]], options: dict[str, Any]
-    ) -> list[tuple[str | None, list[int]]]:
-        tokenizer = self._open_engine().tokenizer
-        if tokenizer is None:
-            raise ValidationError(
-                "chat needs a tokenizer: skip_tokenizer_init=True.", parameter="skip_tokenizer_init", value=True
-            )
-        texts = [tokenizer.render_chat(conversation, **options) for conversation in conversations]
-        return list(zip(texts, tokenizer.encode_rendered(texts), strict=True))
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One call at a time: other threads wait, a call from inside a call is refused."""
-        if self._owner == threading.get_ident():
-            raise EngineBusyError("this LLM is in the middle of a call; a callback cannot call it again.")
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None
-
-    @contextmanager
-    def _call(self) -> Iterator[Engine]:
-        with self._exclusive():
-            engine = self._open_engine()
+        try:
+            for row in rows:
+                prompts.append(engine.add(row))
+            self._run_with_progress(engine, prompts, Progress(prompts, use_tqdm), guard)
+            return [prompt.output() for prompt in prompts]
+        except GenerationInterrupted:
+            engine.abort(prompts)
+            raise
+        except BaseException:  # of a callback, of the user's own signal handler, of a second Ctrl-C: anywhere
+            guard.end()
+            engine.reset()
+            raise
+        finally:
             self._abort_dropped(engine)
-            yield engine
+
+    def _run_with_progress(
+        self, engine: Engine, prompts: list[PromptState], progress: Progress, guard: InterruptGuard
+    ) -> None:
+        def between_steps() -> None:
+            self._abort_dropped(engine)
+            progress.update()
+            if guard.requested:
+                guard.end()
+                raise GenerationInterrupted([prompt.output() if prompt.finished else None for prompt in prompts])
+
+        try:
+            engine.run(prompts, between_steps)
+        finally:
+            progress.close()
+
+    def _exclusive(self) -> Any:
+        """The lock of a call: those of other threads wait, one from inside a call is refused.
+
+        It is entered by `with` itself, not by a function of ours: no signal can come in between and leave it locked.
+        """
+        if self._is_in_call():
+            raise EngineBusyError("this LLM is in the middle of a call; a callback cannot call it again.")
+        return self._lock
+
+    def _is_in_call(self) -> bool:
+        """Whether this thread is inside a call."""
+        lock: Any = self._lock
+        return lock._is_owned()
+
+    def _begin(self) -> Engine:
+        """What every call starts with; the lock is held."""
+        engine = self._open_engine()
+        self._abort_dropped(engine)
+        return engine
 
     def _open_engine(self) -> Engine:
         if self._engine is None:
@@ -338,56 +375,34 @@ class LLM:
 
     def _drop(self, state: PromptState) -> None:
         """End a stream's row. A generator can be collected in the middle of any call, so the work may have to wait."""
-        if state.finished or self._engine is None:
+        if state.finished:
             return
         self._dropped.append(state)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._abort_dropped(self._engine)
-            finally:
-                self._lock.release()
+        with InterruptGuard() as guard:
+            if not self._is_in_call() and self._lock.acquire(blocking=False):
+                try:
+                    if self._engine is not None:
+                        self._abort_dropped(self._engine)
+                finally:
+                    self._lock.release()
+        if guard.requested:
+            raise KeyboardInterrupt
 
     def _abort_dropped(self, engine: Engine) -> None:
         while self._dropped:
             engine.abort([self._dropped.pop()])
 
 
-def _run_with_progress(
-    engine: Engine, prompts: list[PromptState], use_tqdm: bool | Callable[..., Any], guard: InterruptGuard
-) -> None:
-    progress = Progress(prompts, use_tqdm)
-
-    def between_steps() -> None:
-        progress.update()
-        if guard.requested:
-            finished = [prompt.output() if prompt.finished else None for prompt in prompts]
-            raise GenerationInterrupted(finished)
-
-    try:
-        engine.run(prompts, between_steps)
-    finally:
-        progress.close()
-
-
-def _list_conversations(messages: Sequence[Any]) -> list[list[Message]]:
-    if isinstance(messages, Sequence) and messages and not isinstance(messages, str):
-        if all(isinstance(message, Mapping) for message in messages):
-            messages = [messages]
-        if all(_is_conversation(item) for item in messages):
-            return [list(item) for item in messages]
-    raise ValidationError(
-        "messages must be a non-empty list of {'role': ..., 'content': ...}, or a list of such lists.",
-        parameter="messages",
-        value=type(messages).__name__,
-    )
-
-
-def _is_conversation(item: Any) -> bool:
-    return (
-        isinstance(item, list | tuple)
-        and bool(item)
-        and all(isinstance(message, Mapping) and "role" in message for message in item)
-    )
+def _only_row(rows: list[Row]) -> Row:
+    if len(rows) != 1:
+        raise ValidationError(
+            f"stream takes one prompt, got {len(rows)}; use generate() for many.", parameter="prompt", value=len(rows)
+        )
+    if rows[0].params.n != 1:
+        raise ValidationError(
+            f"stream takes n=1, got {rows[0].params.n}; use generate() for more.", parameter="n", value=rows[0].params.n
+        )
+    return rows[0]
 
 
 def _refuse_unless_none(name: str, value: Any) -> None:
@@ -398,8 +413,9 @@ def _refuse_unless_none(name: str, value: Any) -> None:
 
 
 def _set_log_level(verbose: bool) -> None:
-    level = env.get_choice("LLM_LOG_LEVEL", ("DEBUG", "INFO", "WARNING", "ERROR"), "INFO" if verbose else "WARNING")
-    logger.setLevel(level)
+    """LLM_LOG_LEVEL first, then `verbose`; with neither, the program's own settings stand (Python shows warnings)."""
+    if env.get("LLM_LOG_LEVEL") is not None or verbose:
+        logger.setLevel(env.get_choice("LLM_LOG_LEVEL", ("DEBUG", "INFO", "WARNING", "ERROR"), "INFO"))
     if verbose and not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 from llm import __version__
-from llm.errors import LLMError
+from llm.errors import LLMError, ValidationError
 
 _DEFAULT_MAX_TOKENS = 128
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # The reader went away (`| head`): Python would complain again when it flushes stdout at exit.
-        sys.stdout = None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
@@ -40,45 +41,68 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"offline-llm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_bench(commands)
     return parser
 
 
+def _add_bench(commands: Any) -> None:
+    from llm.bench.command import add_command
+
+    add_command(commands)
+
+
 def _add_generate(commands: Any) -> None:
-    command = commands.add_parser("generate", help="continue a prompt, streaming to the terminal")
+    command = commands.add_parser(
+        "generate",
+        help="continue a prompt, streaming to the terminal",
+        description="Continue a prompt: the text goes to standard output as it comes, all else to standard error.",
+        epilog="Where no default is given, the model's generation_config.json decides.",
+    )
     command.set_defaults(run=_generate)
     command.add_argument("prompt", help="the text to continue; - reads it from standard input")
-    command.add_argument("--model", help="model folder or hub name (default: the embedded model)")
-    command.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
+    command.add_argument("--chat", action="store_true", help="send the prompt as a user's message and show the answer")
+    command.add_argument("--model", metavar="NAME", help="model folder or hub name (default: the embedded model)")
     command.add_argument(
-        "--max-tokens", type=int, default=_DEFAULT_MAX_TOKENS, help="most tokens (default: %(default)s)"
+        "--max-tokens", metavar="N", type=int, default=_DEFAULT_MAX_TOKENS, help="end here (default: %(default)s)"
     )
-    for name in ("temperature", "top-p", "min-p"):
-        command.add_argument(f"--{name}", type=float, help="default: what the model's generation_config.json says")
-    command.add_argument("--top-k", type=int, help="default: what the model's generation_config.json says")
-    command.add_argument("--seed", type=int, help="makes the answer reproducible")
-    command.add_argument("--stop", action="append", help="end at this string; may be repeated")
-    command.add_argument("--max-model-len", type=int, help="most tokens of prompt and output together")
+    command.add_argument("--stop", metavar="TEXT", action="append", help="end at this text; may be given several times")
+    command.add_argument("--temperature", metavar="T", type=float, help="0: always the likeliest token; up to 2")
+    command.add_argument("--top-k", metavar="K", type=int, help="draw among the K likeliest tokens")
+    command.add_argument("--top-p", metavar="P", type=float, help="draw among the likeliest that sum to P")
+    command.add_argument("--min-p", metavar="P", type=float, help="drop tokens below P times the likeliest")
+    command.add_argument("--seed", metavar="N", type=int, help="makes the answer reproducible")
+    command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and output together")
     command.add_argument("--verbose", action="store_true", help="show what was decided, and why")
 
 
 def _generate(args: argparse.Namespace) -> int:
     from llm.api import EMBEDDED_MODEL, LLM
 
-    prompt: Any = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = _read_stdin() if args.prompt == "-" else args.prompt
     with LLM(
-        args.model or EMBEDDED_MODEL,
+        EMBEDDED_MODEL if args.model is None else args.model,
         max_model_len=args.max_model_len,
         max_num_seqs=1,
-        seed=args.seed if args.seed is not None else None,
+        seed=args.seed,
         verbose=args.verbose,
     ) as llm:
         params = _sampling_params(llm, args)
         if args.chat:
-            prompt = _chat_prompt(llm, prompt)
+            (prompt,) = llm.render_chat([{"role": "user", "content": text}])
+            _stream(llm, prompt, params, echo="")
         else:
-            print(prompt, end="", flush=True)
-        _stream(llm, prompt, params)
+            _stream(llm, text, params, echo=text)
     return 0
+
+
+def _read_stdin() -> str:
+    """All of standard input, without the newline that ends it."""
+    try:
+        return sys.stdin.read().removesuffix("\n") if sys.stdin is not None else ""
+    except UnicodeDecodeError as error:
+        raise ValidationError(
+            f"standard input is not text: byte {error.start} cannot be decoded as {error.encoding}.", parameter="prompt"
+        ) from error
 
 
 def _sampling_params(llm: Any, args: argparse.Namespace) -> Any:
@@ -88,20 +112,19 @@ def _sampling_params(llm: Any, args: argparse.Namespace) -> Any:
     return dataclasses.replace(llm.get_default_sampling_params(), **given)
 
 
-def _chat_prompt(llm: Any, text: str) -> dict[str, Any]:
-    tokenizer = llm.get_tokenizer()
-    messages = [{"role": "user", "content": text}]
-    return {"prompt_token_ids": tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)}
-
-
-def _stream(llm: Any, prompt: Any, params: Any) -> None:
+def _stream(llm: Any, prompt: Any, params: Any, echo: str) -> None:
+    """Print `echo` and what follows it as it comes; a mistake in the prompt is told before anything is printed."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?" and the run goes on
     started = perf_counter()
     tokens, reason = 0, None
     for state in llm.stream_state(prompt, params):
         completion = state.completions[0]
         tokens, reason = completion.request.num_output_tokens, completion.request.finish_reason
-        while completion.pieces:
-            print(completion.pieces.pop(0), end="", flush=True)
+        pieces, completion.pieces[:] = "".join(completion.pieces), []
+        print(echo + pieces, end="", flush=True)
+        echo = ""
     seconds = perf_counter() - started
-    print()
-    print(f"[{tokens} tokens, {tokens / seconds:.1f} tokens/s, finish reason: {reason}]", file=sys.stderr)
+    print(flush=True)
+    count = "1 token" if tokens == 1 else f"{tokens} tokens"
+    print(f"[{count}, {tokens / seconds:.1f} tokens/s, finish reason: {reason}]", file=sys.stderr)

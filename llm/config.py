@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ GIB = 1 << 30
 class EngineArgs:
     """What the user asked, under vLLM's names; None: not said. `LLM.__init__` documents each."""
 
-    model: str
-    tokenizer: str | None = None
+    model: str | Path
+    tokenizer: str | Path | None = None
     dtype: Any = "auto"
     quantization: Any = None
     max_model_len: int | None = None
@@ -51,8 +52,13 @@ class EngineArgs:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
             check_positive(name, getattr(self, name))
-        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "skip_tokenizer_init", "use_tqdm_on_load"):
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(name, getattr(self, name), "True or False")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise _invalid("seed", self.seed, "an integer of at least 0, or None")
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
+            raise _invalid("hf_overrides", self.hf_overrides, "a dict of config.json's keys, or None")
         choices = {"load_format": ("auto", "safetensors", "dummy"), "generation_config": ("auto", "vllm")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -61,6 +67,11 @@ class EngineArgs:
             raise _invalid("max_logprobs", self.max_logprobs, "an integer of at least -1 (-1: no limit)")
         if self.quantization is not None:
             raise _invalid("quantization", self.quantization, "None: this release computes unquantized weights only")
+
+    def why(self, name: str) -> str:
+        """The reason of an argument that is taken as it is."""
+        default = {item.name: item.default for item in fields(self)}[name]
+        return "default" if getattr(self, name) == default else "asked for"
 
 
 @dataclass(frozen=True)
@@ -167,11 +178,14 @@ def plan_memory(
     useful = max_num_seqs * per_sequence * block_bytes
     budget, reason = _kv_budget(requested_bytes, useful, free_bytes)
     num_blocks = min(budget, useful) // block_bytes
-    if num_blocks < (1 if max_model_len is None else per_sequence):
+    least = 1 if max_model_len is None else per_sequence
+    if num_blocks < least:
+        what = f"one block ({block_size} tokens)" if max_model_len is None else f"max_model_len={max_model_len}"
+        holds = least * block_bytes
+        within_reach = requested_bytes is not None or holds <= free_bytes
         raise OutOfMemoryError(
-            f"one sequence of max_model_len={max_model_len or block_size} needs "
-            f"{(per_sequence if max_model_len else 1) * block_bytes:,} bytes of KV cache, and the budget is {budget:,} "
-            f"({reason}); {_what_would_fit(num_blocks * block_size)}"
+            f"a sequence of {what} needs {holds} bytes of KV cache and the budget is {budget} ({reason}); "
+            f"{_what_would_fit(num_blocks * block_size, holds if within_reach else None)}."
         )
     reasons = {
         "kv_cache_memory_bytes": f"{reason}; memory is touched when used",
@@ -197,18 +211,16 @@ def _kv_budget(requested: int | None, useful: int, free: int) -> tuple[int, str]
     return free // 2, f"half of the {free / GIB:.2f} GiB that are free beside the weights"
 
 
-def _what_would_fit(tokens: int) -> str:
-    if tokens == 0:
-        return "raise kv_cache_memory_bytes or free memory."
-    return f"max_model_len={tokens} would fit, or raise kv_cache_memory_bytes."
+def _what_would_fit(tokens: int, holds: int | None) -> str:
+    """`tokens`: the longest sequence that fits; `holds`: the budget that would be enough, None: more than is free."""
+    ways = [f"max_model_len={tokens} would fit"] if tokens else []
+    ways.append("free memory" if holds is None else f"kv_cache_memory_bytes={holds} would be enough")
+    return ", or ".join(ways)
 
 
 def plan_scheduler(args: EngineArgs, max_model_len: int) -> tuple[SchedulerConfig, dict[str, str]]:
     """Batch sizes and their reasons; raises `ValidationError` when whole prompts would not fit a step."""
-    reasons = {
-        "max_num_seqs": "default" if args.max_num_seqs is None else "asked for",
-        "max_num_batched_tokens": "default" if args.max_num_batched_tokens is None else "asked for",
-    }
+    reasons = {name: args.why(name) for name in ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")}
     tokens = args.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
     if not args.enable_chunked_prefill and tokens < max_model_len:
         if args.max_num_batched_tokens is not None:

@@ -2,15 +2,16 @@
 
 Owns fields, defaults and ranges (vLLM's names and semantics, `max_tokens=None` excepted: the default is the room that
 is left, not 16). Does not own what needs a model to judge (token ids in range, room in the context): see
-`llm/engine/validate.py`.
+`llm/engine/preprocess.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from llm.errors import ValidationError
@@ -79,15 +80,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._normalise()
         self.validate()
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
 
     def _normalise(self) -> None:
-        if self.stop is None:
-            self.stop = []
-        elif isinstance(self.stop, str):
-            self.stop = [self.stop]
-        else:
-            self.stop = list(self.stop)
-        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
+        for item in dataclasses.fields(self):
+            setattr(self, item.name, _plain_number(getattr(self, item.name)))
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        self.stop = _as_list("stop", stop, "a string or a list of them")
+        tokens = _as_list("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        self.stop_token_ids = [_plain_number(token) for token in tokens]
         if self.seed == -1:
             self.seed = None
         if self.top_k == -1:
@@ -141,10 +142,8 @@ class SamplingParams:
         return self.stop if isinstance(self.stop, list) else []
 
     def clone(self) -> SamplingParams:
-        """A validated copy that shares no list with this one (`extra_args` values are shared)."""
-        copy = dataclasses.replace(self)
-        copy.extra_args = dict(self.extra_args) if self.extra_args is not None else None
-        return copy
+        """A validated copy that shares no list or dict with this one; other objects in `extra_args` are shared."""
+        return dataclasses.replace(self, extra_args=_copy_containers(self.extra_args))
 
 
 def _refuse(name: str, value: Any, right: str) -> NoReturn:
@@ -158,6 +157,28 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
 
 
 def _real(name: str, value: Any, low: float, high: float) -> None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not valid or not low <= value <= high:
+    valid = isinstance(value, int | float) and not isinstance(value, bool)
+    if not valid or not low <= value <= high:  # NaN is on no side
         _refuse(name, value, f"a number from {low:g} to {high:g}")
+
+
+def _plain_number(value: Any) -> Any:
+    """NumPy's numbers as Python's; anything else unchanged."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _as_list(name: str, value: Any, right: str) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        _refuse(name, value, right)
+    return list(value)
+
+
+def _copy_containers(value: Any) -> Any:
+    """Lists and dicts copied all the way down, whatever they hold shared."""
+    if type(value) is dict:
+        return {key: _copy_containers(item) for key, item in value.items()}
+    return [_copy_containers(item) for item in value] if type(value) is list else value

@@ -1,22 +1,28 @@
 """Text to token ids and back.
 
-Owns the fast path, `tokenizers` on the folder's tokenizer.json, which needs no transformers; chat templates and
-tokenizers without that file are transformers' business and imported only then.
+Owns the fast path, `tokenizers` on the folder's tokenizer.json, which needs no transformers, and text that grows token
+by token; chat templates and tokenizers without that file are transformers' business and imported only then.
 """
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import ByteLevel
 
 from llm.errors import CheckpointError, ValidationError
 from llm.loading.checkpoint import read_json
 
-# A decoded piece can depend on the tokens before it; so many tokens of the prompt give that context.
+# A decoded piece can depend on the tokens before it; so many give that context, looked for among the last ones.
 _CONTEXT_TOKENS = 6
+_CONTEXT_SEARCH_TOKENS = 64
+# Text that ends in U+FFFD may end inside a character; after so many tokens it is taken for what it says.
+_MAX_HELD_TOKENS = 16
 _MAX_CONFIG_BYTES = 64 << 20
 
 
@@ -29,15 +35,17 @@ class Tokenizer:
 
     Raises:
         CheckpointError: the folder has no tokenizer, or one that cannot be read.
+        ValidationError: `chat_template` is neither the text of a template nor a readable file.
     """
 
-    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+    def __init__(self, folder: Path, chat_template: str | Path | None = None) -> None:
         self.folder = folder
-        self._chat_template = chat_template
+        self._chat_template = None if chat_template is None else _template_text(chat_template)
         self._hf: Any = None
         path = folder / "tokenizer_config.json"
         self.config = read_json(path, limit_bytes=_MAX_CONFIG_BYTES) if path.exists() else {}
         self._backend: Backend = self._open_backend()
+        self._bytes = _TokenBytes(self._backend.fast)
 
     @property
     def vocab_size(self) -> int:
@@ -56,15 +64,22 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens)
 
     def decode_continuation(self, prompt: Sequence[int], output: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text that `output` adds after `prompt`: a leading space that only a continuation has is kept."""
-        context = list(prompt[-_CONTEXT_TOKENS:])
+        """Text that `output` adds after `prompt`, a leading space that only a continuation has included.
+
+        The same text that `stream` gives piece by piece; decoded at once wherever that cannot make a difference.
+        """
+        context = self._context(prompt, skip_special_tokens)
         before = self.decode(context, skip_special_tokens)
         text = self.decode([*context, *output], skip_special_tokens)
-        # A prompt cut inside a character decodes differently once the rest has come.
-        return text[len(before) :] if text.startswith(before) else self.decode(output, skip_special_tokens)
+        all_is_text = text.startswith(before) and "\ufffd" not in text
+        if all_is_text and self._backend.fast is not None:  # one in Python may drop what is no text
+            return text[len(before) :]
+        stream = self.stream(context, skip_special_tokens)
+        return "".join([*map(stream.push, output), stream.finish()])
 
     def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
-        return TextStream(self, list(prompt), skip_special_tokens)
+        context = self._context(prompt, skip_special_tokens)
+        return TextStream(self._backend, self._bytes, context, skip_special_tokens)
 
     def huggingface(self) -> Any:
         """The same tokenizer as transformers' class, for `apply_chat_template` and whatever else users know of it."""
@@ -73,36 +88,55 @@ class Tokenizer:
 
             fast = (self.folder / "tokenizer.json").exists()
             loader = PreTrainedTokenizerFast if fast else AutoTokenizer
-            self._hf = loader.from_pretrained(str(self.folder), local_files_only=True)
+            # Left at its default, trust_remote_code asks on the terminal whether to run the folder's own Python.
+            hf = loader.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
             if self._chat_template is not None:
-                self._hf.chat_template = _template_text(self._chat_template)
+                hf.chat_template = self._chat_template
+            self._hf = hf
         return self._hf
 
-    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """One conversation as the prompt text of the model's chat template (rendered in an immutable sandbox)."""
+    def render_chat(
+        self, messages: list[dict[str, Any]], *, chat_template: str | Path | None = None, **options: Any
+    ) -> str:
+        """One conversation as the prompt text of the chat template (rendered in an immutable sandbox).
+
+        A template is a program that comes with the model: it can raise anything.
+
+        Raises:
+            ValidationError: there is no template.
+        """
         hf = self.huggingface()
-        if not hf.chat_template:
+        if chat_template is None and not hf.chat_template:
             raise ValidationError(
                 "this model's tokenizer has no chat template; pass chat_template= or use generate().",
                 parameter="chat_template",
                 value=None,
             )
-        return hf.apply_chat_template(messages, tokenize=False, **options)
+        template = None if chat_template is None else _template_text(chat_template)
+        return hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+
+    def _context(self, prompt: Sequence[int], skip_special_tokens: bool) -> list[int]:
+        """The last tokens of the prompt that have a text."""
+        near = prompt[-_CONTEXT_SEARCH_TOKENS:]
+        return [token for token in near if self._bytes.get(token, skip_special_tokens) != b""][-_CONTEXT_TOKENS:]
 
     def _open_backend(self) -> Backend:
         path = self.folder / "tokenizer.json"
         if not path.exists():
             return _HuggingFaceBackend(self)
         try:
-            backend = _FastBackend(FastTokenizer.from_file(str(path)))
+            # Which special tokens are added is what tokenizer.json says; like transformers 5, we do not ask
+            # add_bos_token in tokenizer_config.json when there is a tokenizer.json.
+            return _FastBackend(FastTokenizer.from_file(str(path)))
         except Exception as error:  # tokenizers raises bare Exception
             raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library can read: {error}") from error
-        # Some classes of transformers add a BOS that their tokenizer.json does not: leave those to transformers.
-        wants_bos = self.config.get("add_bos_token") is True
-        return _HuggingFaceBackend(self) if wants_bos and not backend.encode([""], True)[0] else backend
 
 
 class Backend(Protocol):
+    """`fast`: the library's tokenizer behind it, None for one written in Python."""
+
+    fast: FastTokenizer | None
+
     def vocab_size(self) -> int: ...
     def encode(self, texts: list[str], special: bool) -> list[list[int]]: ...
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
@@ -113,6 +147,7 @@ class _FastBackend:
         # A saved tokenizer can carry training-time truncation and padding; a prompt is never cut or padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        self.fast: FastTokenizer | None = tokenizer
         self.tokenizer = tokenizer
 
     def vocab_size(self) -> int:
@@ -129,11 +164,13 @@ class _HuggingFaceBackend:
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
             self.tokenizer = tokenizer.huggingface()
+            self._check_files(tokenizer.folder)
         except (OSError, ValueError, ImportError) as error:
             raise CheckpointError(
                 f"{tokenizer.folder} has no tokenizer that can be loaded ({type(error).__name__}); put a "
                 "tokenizer.json there, pass tokenizer=, or use skip_tokenizer_init=True with token ids."
             ) from error
+        self.fast: FastTokenizer | None = getattr(self.tokenizer, "backend_tokenizer", None)
 
     def vocab_size(self) -> int:
         return len(self.tokenizer)
@@ -146,41 +183,143 @@ class _HuggingFaceBackend:
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def _check_files(self, folder: Path) -> None:
+        """transformers makes an empty tokenizer of a class whose vocabulary files are all missing."""
+        names = set(self.tokenizer.vocab_files_names.values())
+        if names and not any((folder / name).exists() for name in names):
+            raise FileNotFoundError(f"none of {sorted(names)}")
+
+
+class _TokenBytes:
+    """The bytes of those tokens that are bytes, perhaps a part of a character only, whatever stands before them.
+
+    Two kinds of tokenizer have such tokens: byte-level ones, where every token is written in an alphabet of 256 letters
+    (GPT-2), and SentencePiece's with byte fallback, where 256 tokens are called <0x00> to <0xFF>.
+
+    Attributes:
+        stand_in: with byte fallback, a byte token that can stand for any others as context.
+    """
+
+    def __init__(self, fast: FastTokenizer | None) -> None:
+        self._fast = fast
+        self._byte_level = fast is not None and isinstance(fast.decoder, ByteLevel)
+        self._special = set() if fast is None else {i for i, t in fast.get_added_tokens_decoder().items() if t.special}
+        self._known: dict[int, bytes | None] = {}
+        letter = None if fast is None else fast.token_to_id("<0x41>")
+        falls_back = fast is not None and letter is not None and fast.decode([letter]) == "A"
+        self.stand_in = letter if falls_back else None
+
+    def get(self, token: int, skip_special_tokens: bool) -> bytes | None:
+        """Its bytes, none if it has no text at all; None when its text depends on what stands before it."""
+        if skip_special_tokens and token in self._special:
+            return b""
+        if token not in self._known:
+            self._known[token] = self._look_up(token)
+        return self._known[token]
+
+    def _look_up(self, token: int) -> bytes | None:
+        if self._fast is None:
+            return None
+        name = self._fast.id_to_token(token)
+        if name is None:  # a model can have more ids than its tokenizer
+            return b""
+        if self._byte_level:
+            known = all(letter in _BYTE_OF_LETTER for letter in name)
+            return bytes(_BYTE_OF_LETTER[letter] for letter in name) if known else name.encode()
+        is_byte = self.stand_in is not None and re.fullmatch("<0x[0-9A-F]{2}>", name)
+        return bytes.fromhex(name[3:5]) if is_byte else None
+
 
 class TextStream:
-    """Text of a growing sequence, token by token; what it has returned so far is a prefix of the final text."""
+    """Text of a growing sequence, token by token. What it has returned is never taken back.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._prompt = prompt
-        self._output: list[int] = []
-        self._read = 0  # output tokens whose text has been returned
+    Bytes go through an incremental UTF-8 decoder. Any other token is decoded behind the few that precede it, for its
+    text can depend on them: a leading space is dropped where a text begins.
+
+    Attributes:
+        text: all that was returned.
+    """
+
+    def __init__(self, backend: Backend, token_bytes: _TokenBytes, context: Sequence[int], skip_special_tokens: bool):
         self.text = ""
+        self._backend = backend
+        self._bytes = token_bytes
+        self._skip = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context: list[int] = []
+        self._context_text = ""
+        self._held: list[int] = []  # tokens behind the context whose text may end inside a character
+        for token in context:
+            self._decode(token)
 
     def push(self, token: int) -> str:
         """The text that `token` completes: "" while it ends inside a character."""
-        self._output.append(token)
-        window = [*self._prompt[-_CONTEXT_TOKENS:], *self._output[: self._read]][-_CONTEXT_TOKENS:]
-        before = self._tokenizer.decode(window, self._skip)
-        text = self._tokenizer.decode([*window, *self._output[self._read :]], self._skip)
-        if text.endswith("\ufffd") or not text.startswith(before):
-            return ""
-        self._read = len(self._output)
-        piece = text[len(before) :]
-        self.text += piece
-        return piece
+        return self._return(self._decode(token))
 
     def finish(self) -> str:
-        """What was held back: the final text is that of all tokens at once."""
-        final = self._tokenizer.decode_continuation(self._prompt, self._output, self._skip)
-        piece = final[len(self.text) :] if final.startswith(self.text) else ""
-        self.text = final
+        """What was held back."""
+        return self._return(self._release_held() + self._utf8.decode(b"", True))
+
+    def _return(self, piece: str) -> str:
+        # With no other reference to it, a string is extended in place; `self.text += piece` would copy it every time.
+        text, self.text = self.text, ""
+        text += piece
+        self.text = text
         return piece
 
+    def _decode(self, token: int) -> str:
+        data = self._bytes.get(token, self._skip)
+        if data is None:
+            return self._utf8.decode(b"", True) + self._decode_behind_context(token)
+        if not data:
+            return ""
+        piece = self._release_held()
+        if self._bytes.stand_in is not None:
+            self._set_context([self._bytes.stand_in])
+        return piece + self._utf8.decode(data)
 
-def _template_text(template: str) -> str:
-    """A template given as text, or as the path of a file."""
-    path = Path(template)
-    is_file = "\n" not in template and "{" not in template and len(template) < 4096 and path.is_file()
-    return path.read_text(encoding="utf-8") if is_file else template
+    def _decode_behind_context(self, token: int) -> str:
+        self._held.append(token)
+        text = self._backend.decode([*self._context, *self._held], self._skip)
+        inside_character = text.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS
+        return "" if inside_character else self._release(text)
+
+    def _release_held(self) -> str:
+        return self._release(self._backend.decode([*self._context, *self._held], self._skip)) if self._held else ""
+
+    def _release(self, text: str) -> str:
+        """What `text`, decoded from context and held tokens, adds to the context's own."""
+        extends = text.startswith(self._context_text)
+        piece = text[len(self._context_text) :] if extends else self._backend.decode(self._held, self._skip)
+        self._set_context([*self._context, *self._held][-_CONTEXT_TOKENS:])
+        self._held = []
+        return piece
+
+    def _set_context(self, tokens: list[int]) -> None:
+        if tokens != self._context:
+            self._context = tokens
+            self._context_text = self._backend.decode(tokens, self._skip)
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's alphabet: bytes that print stand for themselves, the others for the letters from U+0100 on."""
+    prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in prints]
+    return {chr(byte): byte for byte in prints} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_letters()
+
+
+def _template_text(template: str | Path) -> str:
+    """A template given as text, or as the path of a file: what has neither a brace nor a line break is a path."""
+    if isinstance(template, str) and ("{" in template or "\n" in template):
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValidationError(
+            f"chat_template must be the text of a template or the path of a readable file, got {str(template)!r}.",
+            parameter="chat_template",
+            value=template,
+        ) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -114,4 +116,20 @@ def test_importing_llm_warns(tmp_path: Path) -> None:
     (tmp_path / "site-packages" / "llm-0.36.dist-info").mkdir(parents=True)
     code = f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r}); import llm"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stderr.count("The unrelated PyPI package `llm`") == 1
+
+
+def test_the_other_package_installed_last_warns_through_the_models(tmp_path: Path) -> None:
+    # Its __init__.py has replaced ours and imports `.models`: a module there, our package here.
+    package = tmp_path / "llm"
+    (package / "models").mkdir(parents=True)
+    (package / "__init__.py").write_text("from .models import EmbeddingModel\n")
+    (package / "hookspecs.py").touch()
+    for name in ("_conflict.py", "models/__init__.py"):
+        shutil.copy(ROOT / "llm" / name, package / name)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", "import llm"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "EmbeddingModel" in result.stderr.splitlines()[-1]
     assert result.stderr.count("The unrelated PyPI package `llm`") == 1

@@ -38,11 +38,10 @@ def write_cache(cache: Path, files: dict[str, str], ref: str = "main", commit: s
 
 def write_tree(cache: Path, names: list[str]) -> None:
     """The listing of a snapshot's files that huggingface_hub 2 keeps, so that it knows what is missing."""
-    from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
-
+    trees: Any = pytest.importorskip("huggingface_hub._tree_cache")
     fields = {"size": 1, "blob_id": "0" * 40, "lfs_sha256": None, "lfs_size": None, "xet_hash": None}
-    tree = {name: TreeCacheEntry(**fields) for name in names}
-    write_tree_cache(str(cache / f"models--{NAME.replace('/', '--')}"), COMMIT, tree)
+    tree = {name: trees.TreeCacheEntry(**fields) for name in names}
+    trees.write_tree_cache(str(cache / f"models--{NAME.replace('/', '--')}"), COMMIT, tree)
 
 
 @pytest.fixture
@@ -95,6 +94,11 @@ def test_a_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_what_is_neither_folder_nor_hub_name_is_refused(model: str | Path, offline: Path) -> None:
     refuse(model, repr(str(model)), "does not exist", "'org/name'")
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "nul\0", "\x1b[31m"])
+def test_what_no_file_can_be_called_is_refused(model: str) -> None:
+    refuse(model, "does not exist")
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:

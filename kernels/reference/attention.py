@@ -1,11 +1,13 @@
 """Attention over a paged cache, in plain PyTorch.
 
 Owns the cache layout of this implementation and the plan it derives once a step: rows with one new token are gathered
-into padded batches of similar length, every other row is computed by itself.
+into padded batches of similar length, every other row is computed by itself. Only slots that a row may see are read:
+the others can hold another request's NaN, and 0 * NaN is NaN.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,8 @@ from llm.forward import AttentionMetadata, KVCacheSpec
 
 # Query tokens of one row that are masked at a time, to bound the mask's memory.
 _QUERY_CHUNK = 512
+# Elements of the keys that are gathered at a time, to stay in the processor's cache.
+_GATHER_ELEMENTS = 1 << 20
 
 
 def kv_cache_shape(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -42,21 +46,25 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v, causal, over what the cache holds for each row.
 
     Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shape`; returns [N, heads, head_size].
-    A token at position p sees positions max(0, p - sliding_window + 1) to p.
+    A token at position p sees positions max(0, p - sliding_window + 1) to p. With `soft_cap` a score s becomes
+    soft_cap * tanh(s / soft_cap) before the softmax.
     """
     if metadata.plan is None:
-        metadata.plan = _plan(metadata, sliding_window)
+        metadata.plan = _plan(metadata, sliding_window, key_cache.shape[0] * key_cache.shape[2])
     out = torch.empty_like(query)
+    key_buffer, value_buffer = metadata.plan.buffers
     for group in metadata.plan.decode:
-        key, value = _gather(key_cache, group.slots), _gather(value_cache, group.slots)
-        out[group.tokens] = _attend_decode(query[group.tokens], key, value, group.mask, scale)
+        key = _gather_into(key_buffer, key_cache, group.slots)
+        value = _gather_into(value_buffer, value_cache, group.slots)
+        out[group.tokens] = _attend_decode(query[group.tokens], key, value, group.mask, scale, soft_cap)
     for row in metadata.plan.prefill:
         key, value = _gather(key_cache, row.slots), _gather(value_cache, row.slots)
-        out[row.start : row.end] = _attend_row(query[row.start : row.end], key, value, scale, sliding_window)
+        out[row.start : row.end] = _attend_row(query[row.start : row.end], key, value, scale, sliding_window, soft_cap)
     return out
 
 
@@ -71,7 +79,7 @@ class _DecodeGroup:
 
 @dataclass
 class _PrefillRow:
-    """One row with several query tokens, start to end in the batch. slots int64 [keys]."""
+    """One row with several query tokens, start to end in the batch. slots int64 [keys], those any of them sees."""
 
     start: int
     end: int
@@ -80,74 +88,108 @@ class _PrefillRow:
 
 @dataclass
 class _Plan:
+    """`buffers` hold the gathered keys and values of a decode group, float32.
+
+    They live as long as the step: memory this large goes back to the operating system when it is freed, and fetching
+    its pages anew in every layer can take longer than attention.
+    """
+
     decode: list[_DecodeGroup]
     prefill: list[_PrefillRow]
+    buffers: tuple[torch.Tensor, torch.Tensor]
 
 
-def _plan(metadata: AttentionMetadata, sliding_window: int | None) -> _Plan:
-    by_width: dict[int, list[int]] = {}
-    prefill: list[_PrefillRow] = []
+def _plan(metadata: AttentionMetadata, sliding_window: int | None, elements_per_token: int) -> _Plan:
+    prefill = []
+    # Exponent of the number of blocks a row sees -> (row, first block it sees, how many from there).
+    by_width: dict[int, list[tuple[int, int, int]]] = {}
+    size = metadata.block_size
     starts = [0]
     for row, (count, length) in enumerate(zip(metadata.query_lens_list, metadata.seq_lens_list, strict=True)):
         starts.append(starts[-1] + count)
+        seen_from = 0 if sliding_window is None else max(0, length - count - sliding_window + 1)
+        first = seen_from // size
         if count == 1:
-            by_width.setdefault((length - 1).bit_length(), []).append(row)
+            width = -(-length // size) - first
+            by_width.setdefault((width - 1).bit_length(), []).append((row, first, width))
         else:
-            slots = _slots(metadata, torch.tensor([row]), length).view(-1)
-            if sliding_window is not None:
-                slots[: max(0, length - count - sliding_window + 1)] = 0
+            slots = _slots(metadata.block_table[row, first:], size)[seen_from - first * size : length - first * size]
             prefill.append(_PrefillRow(starts[row], starts[row + 1], slots))
-    decode = [_decode_group(metadata, rows, starts, sliding_window) for rows in by_width.values()]
-    return _Plan(decode, prefill)
+    decode = []
+    for rows in by_width.values():
+        at_once = max(1, _GATHER_ELEMENTS // (elements_per_token * size * max(width for _, _, width in rows)))
+        for some in range(0, len(rows), at_once):
+            decode.append(_decode_group(metadata, rows[some : some + at_once], starts, sliding_window))
+    largest = max((len(group.slots) for group in decode), default=0) * elements_per_token
+    return _Plan(decode, prefill, (torch.empty(largest), torch.empty(largest)))
 
 
 def _decode_group(
-    metadata: AttentionMetadata, rows: list[int], starts: list[int], sliding_window: int | None
+    metadata: AttentionMetadata, rows: list[tuple[int, int, int]], starts: list[int], sliding_window: int | None
 ) -> _DecodeGroup:
-    index = torch.tensor(rows)
-    longest = max(metadata.seq_lens_list[row] for row in rows)
-    lengths = metadata.seq_lens[index].unsqueeze(1)
-    positions = torch.arange(longest)
+    """`rows` as in `_plan`: (row, first block it sees, how many from there)."""
+    size = metadata.block_size
+    index, first, _ = torch.tensor(rows).unsqueeze(-1).unbind(1)  # int64 [R, 1] each
+    width = max(width for _, _, width in rows)
+    columns = (first + torch.arange(width)).clamp_(max=metadata.block_table.shape[1] - 1)
+    slots = _slots(metadata.block_table[index, columns], size)
+    positions = first * size + torch.arange(width * size)
+    lengths = metadata.seq_lens[index]
     mask = positions < lengths
     if sliding_window is not None:
         mask &= positions >= lengths - sliding_window
-    # Slots this row may not see can hold another request's NaN, and 0 * NaN is NaN: read slot 0, which nobody writes.
-    slots = _slots(metadata, index, longest).masked_fill_(~mask, 0)
-    return _DecodeGroup(torch.tensor([starts[row] for row in rows]), slots.view(-1), mask.unsqueeze(1))
+    slots.masked_fill_(~mask, 0)  # slot 0: nobody writes it
+    return _DecodeGroup(torch.tensor([starts[row] for row, _, _ in rows]), slots.view(-1), mask.unsqueeze(1))
 
 
-def _slots(metadata: AttentionMetadata, rows: torch.Tensor, length: int) -> torch.Tensor:
-    """int64 [rows, length]: cache slot of each position."""
-    size = metadata.block_size
-    blocks = metadata.block_table[rows, : -(-length // size)].long()
-    return (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)[:, :length]
+def _slots(blocks: torch.Tensor, size: int) -> torch.Tensor:
+    """Block ids [..., blocks] -> int64 [..., blocks * size], the cache slots of their positions."""
+    return (blocks.long().unsqueeze(-1) * size + torch.arange(size)).flatten(-2)
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """float32 [kv_heads, slots, head_size]."""
     return cache.index_select(1, slots).float()
 
 
+def _gather_into(buffer: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The same, in the buffer's memory."""
+    shape = (cache.shape[0], len(slots), cache.shape[2])
+    out = buffer[: math.prod(shape)].view(shape)
+    if cache.dtype == out.dtype:
+        return torch.index_select(cache, 1, slots, out=out)
+    return out.copy_(cache.index_select(1, slots))
+
+
 def _attend_decode(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """query [R, heads, d], key and value [kv_heads, R * L, d], mask [R, 1, L] -> [R, heads, d]."""
     rows, heads, size = query.shape
     kv_heads = key.shape[0]
-    grouped = query.view(rows, kv_heads, -1, size).transpose(0, 1).reshape(kv_heads * rows, -1, size)
-    scores = torch.bmm(grouped * scale, key.view(kv_heads * rows, -1, size).transpose(1, 2))
-    scores = scores.view(kv_heads, rows, heads // kv_heads, -1).masked_fill_(~mask, float("-inf"))
-    weights = scores.softmax(dim=-1).view(kv_heads * rows, heads // kv_heads, -1)
-    out = torch.bmm(weights, value.view(kv_heads * rows, -1, size))
-    return out.view(kv_heads, rows, -1, size).transpose(0, 1).reshape(rows, heads, size)
+    grouped = query.view(rows, kv_heads, -1, size).transpose(0, 1)
+    by_row = (kv_heads, rows, -1, size)
+    out = _attend_explicitly(grouped, key.view(by_row), value.view(by_row), mask, scale, soft_cap)
+    return out.transpose(0, 1).reshape(rows, heads, size)
 
 
 def _attend_row(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sliding_window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """query [count, heads, d], the last `count` of the keys; key and value [kv_heads, keys, d] -> [count, heads, d]."""
     count, keys = query.shape[0], key.shape[1]
     query = query.transpose(0, 1)
-    if count == keys and sliding_window is None:
+    if count == keys and sliding_window is None and soft_cap is None:
         return _sdpa(query, key, value, scale, None).transpose(0, 1)
     chunks = []
     for start in range(0, count, _QUERY_CHUNK):
@@ -156,14 +198,46 @@ def _attend_row(
         mask = torch.arange(keys) <= positions
         if sliding_window is not None:
             mask &= torch.arange(keys) > positions - sliding_window
-        chunks.append(_sdpa(query[:, start:end], key, value, scale, mask))
+        chunks.append(_attend_masked(query[:, start:end], key, value, mask, scale, soft_cap))
     return torch.cat(chunks, dim=1).transpose(0, 1)
+
+
+def _attend_masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """query [heads, q, d], key and value [kv_heads, k, d], mask [q, k] -> [heads, q, d]."""
+    if soft_cap is None:
+        return _sdpa(query, key, value, scale, mask)
+    grouped = query.unflatten(0, (key.shape[0], -1))
+    groups = grouped.shape[1]
+    key, value = (tensor.unsqueeze(1).expand(-1, groups, -1, -1) for tensor in (key, value))
+    return _attend_explicitly(grouped, key, value, mask, scale, soft_cap).flatten(0, 1)
+
+
+def _attend_explicitly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """query [a, b, q, d], key and value [a, b, k, d], mask broadcast to [a, b, q, k] -> [a, b, q, d]."""
+    scores = torch.matmul(query * scale, key.transpose(2, 3))
+    if soft_cap is not None:
+        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    return torch.matmul(scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1), value)
 
 
 def _sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """[heads, q, d] x [kv_heads, k, d] -> [heads, q, d]; mask None: causal, the same number of queries and keys."""
+    """[heads, q, d] x [kv_heads, k, d] -> [heads, q, d]; mask None: causal, as many queries as keys."""
     out = F.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),

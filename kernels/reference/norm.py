@@ -1,19 +1,17 @@
-"""Root-mean-square normalisation, computed in float32 whatever the type of the weight."""
+"""Normalisation over the last dimension, computed in float32 whatever the type of the weight."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """float32 [..., d], weight [d] -> float32 [..., d]."""
+    """float32 [..., d], weight [d] -> float32 [..., d]: x / sqrt(mean(x^2) + eps) * weight."""
     variance = x.square().mean(dim=-1, keepdim=True)
     return (x * torch.rsqrt(variance + eps)).mul_(weight)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual)."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """float32 [..., d], weight and bias [d] -> float32 [..., d]: (x - mean) / sqrt(variance + eps) * weight + bias."""
+    return F.layer_norm(x, x.shape[-1:], weight.float(), bias.float(), eps)

@@ -19,6 +19,7 @@ class Attention(nn.Module):
         layer_index: position of this layer among the model's attention layers.
         scale: what dot products are multiplied by before the softmax.
         sliding_window: how many positions a token sees, itself included; None: all.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they do not.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Attention(nn.Module):
         layer_index: int,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -38,6 +40,7 @@ class Attention(nn.Module):
         self.layer_index = layer_index
         self.scale = scale
         self.sliding_window = sliding_window
+        self.soft_cap = soft_cap
 
     def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         return KVCacheSpec(self.num_kv_heads, self.head_size, dtype, self.sliding_window)
@@ -57,5 +60,6 @@ class Attention(nn.Module):
             metadata,
             scale=self.scale,
             sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
         )
         return out.view(tokens, -1)

@@ -93,8 +93,10 @@ class InputBatch:
         self.num_tokens[step.sampled_rows] += 1
 
     def clear(self) -> None:
-        for request_id in list(self.request_ids):
-            self._remove(request_id)
+        """Forget every row, even when a removal was cut short half way."""
+        self.request_ids.clear()
+        self.index.clear()
+        self.sampling.min_tokens.clear()
 
     def _attention(
         self,

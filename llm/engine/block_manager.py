@@ -167,7 +167,8 @@ class BlockManager:
         """Make the full blocks among the first `num_tokens` findable.
 
         Called when a step that computes them is scheduled: rows later in the same step may already share them, for
-        attention writes every row's keys before any row reads. If the step fails, `reset_prefix_cache` must follow.
+        attention writes every row's keys before any row reads. If the step fails, its promises are void: the engine
+        then starts with a new manager.
         """
         if request.cache_key is None:
             return
@@ -211,7 +212,7 @@ class BlockManager:
         found = [self._find(pool, request, index) for index in range(limit)]
         for length in range(limit, 0, -1):
             first = self._first_seen_block(length * self.block_size, window)
-            if min(found[first:length]) >= 0:
+            if all(block >= 0 for block in found[first:length]):
                 return [NULL_BLOCK] * first + found[first:length]
         return []
 

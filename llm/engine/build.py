@@ -35,7 +35,7 @@ from llm.engine.engine import Engine
 from llm.engine.kv_cache import group_layers
 from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, OutOfMemoryError, ValidationError
 from llm.forward import KVCacheSpec
 from llm.layers.custom_op import constructing_for
 from llm.loading.checkpoint import Checkpoint, read_json
@@ -49,6 +49,7 @@ from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
 
 _CONFIG_BYTES = 16 << 20
+_TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching quantization load_format max_logprobs seed revision".split()
 _NOT_INVARIANT = "PyTorch's own kernels compute: their rounding depends on the batch"
 
 
@@ -108,12 +109,26 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         if source.checkpoint is not None:
             source.checkpoint.close()
     with times.phase("allocate KV cache"):
-        runner = ModelRunner(model, specs, config)
+        runner = _make_runner(model, specs, config)
     windows = [spec.sliding_window for spec in group_layers(specs)[0]]
-    blocks = BlockManager(config.cache_config.num_blocks + 1, windows, config.cache_config.block_size)
+
+    def make_scheduler() -> Scheduler:
+        blocks = BlockManager(config.cache_config.num_blocks + 1, windows, config.cache_config.block_size)
+        return Scheduler(config.scheduler_config, blocks)
+
     eos = frozenset(_eos_token_ids(source.reader, generation))
-    engine = Engine(config, Scheduler(config.scheduler_config, blocks), runner, tokenizer, eos)
+    engine = Engine(config, make_scheduler, runner, tokenizer, eos)
     return BuiltEngine(engine, _default_params(args, generation), times)
+
+
+def _make_runner(model: Any, specs: list[KVCacheSpec], config: EngineConfig) -> ModelRunner:
+    try:
+        return ModelRunner(model, specs, config)
+    except MemoryError as error:  # only when the budget was asked for: the one we choose is within what is free
+        size = config.cache_config.kv_cache_memory_bytes
+        raise OutOfMemoryError(
+            f"kv_cache_memory_bytes={size} cannot be allocated; lower it, max_num_seqs or max_model_len."
+        ) from error
 
 
 def _read_source(args: EngineArgs) -> _Source:
@@ -155,9 +170,14 @@ def _resolve(args: EngineArgs, source: _Source, platform: Any) -> tuple[EngineCo
         "dtype": f"{dtype_reason}; activations and accumulation are float32 on a CPU",
         "weight_dtype": "as the checkpoint stores them" if source.checkpoint else "config.json",
         "kv_cache_dtype": "the checkpoint's type" if kv_reason == "auto" else kv_reason,
-        "block_size": "default" if args.block_size is None else "asked for",
         "invariant": _NOT_INVARIANT,
+        "model_type": "config.json",
+        "architecture": "registered for config.json's architectures or model_type",
+        "vocab_size": "config.json",
+        "tokenizer": "the model's own" if args.tokenizer is None else "asked for",
     }
+    for name in _TAKEN_AS_THEY_ARE:
+        reasons[name] = args.why(name)
     seed = args.seed
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
@@ -226,4 +246,9 @@ def _default_params(args: EngineArgs, generation: Mapping[str, Any]) -> Sampling
     given = {ours: generation[theirs] for theirs, ours in names.items() if generation.get(theirs) is not None}
     if generation.get("max_new_tokens") is not None:
         given["max_tokens"] = generation["max_new_tokens"]
-    return SamplingParams(**given)
+    try:
+        return SamplingParams(**given)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"generation_config.json of the model is not usable ({error}); pass generation_config='vllm' to do without."
+        ) from error

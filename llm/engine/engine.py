@@ -35,29 +35,40 @@ class EngineStats:
 
 
 class Engine:
+    """The requests of one `LLM`.
+
+    Args:
+        make_scheduler: a scheduler with every block free; called at the start and again after a failure.
+    """
+
     def __init__(
         self,
         config: EngineConfig,
-        scheduler: Scheduler,
+        make_scheduler: Callable[[], Scheduler],
         runner: ModelRunner,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
     ) -> None:
         self.config = config
-        self.scheduler = scheduler
+        self.scheduler = make_scheduler()
         self.runner = runner
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.stats = EngineStats()
+        self._make_scheduler = make_scheduler
         self._completions: dict[str, Completion] = {}
         self._added = 0
 
     def add(self, row: Row, *, streaming: bool = False) -> PromptState:
-        """Queue a row's `n` completions; the first computes the prompt, the others share its blocks."""
+        """Queue a row's `n` completions; the first computes the prompt, the others share it. Fails as `step`."""
         prompt_id = str(self._added)
         self._added += 1
-        completions = [self._add_completion(prompt_id, index, row, streaming) for index in range(row.params.n)]
-        return PromptState(prompt_id, row.prompt, row.token_ids, row.seed, completions)
+        try:
+            completions = [self._add_completion(prompt_id, index, row, streaming) for index in range(row.params.n)]
+            return PromptState(prompt_id, row.prompt, row.token_ids, row.seed, completions)
+        except BaseException:
+            self.reset()
+            raise
 
     def step(self) -> None:
         """One step of everything that is queued. If it fails every request is dropped and the engine is usable."""
@@ -73,9 +84,10 @@ class Engine:
 
     def run(self, prompts: Sequence[PromptState], between_steps: Callable[[], None]) -> None:
         """Step until these prompts are done; rows of suspended streams advance along with them."""
-        while not all(prompt.finished for prompt in prompts):
-            self.step()
-            between_steps()
+        for completion in (completion for prompt in prompts for completion in prompt.completions):
+            while completion.request.finish_reason is None:
+                self.step()
+                between_steps()
 
     def abort(self, prompts: Sequence[PromptState]) -> None:
         """Drop what is unfinished of these prompts and free its blocks."""
@@ -85,18 +97,26 @@ class Engine:
             self._completions.pop(request_id, None)
 
     def reset(self) -> None:
-        """Drop every request and all cached prefixes: blocks may have been promised that were never computed."""
-        self.scheduler.abort(list(self.scheduler.requests))
-        self.scheduler.blocks.reset_prefix_cache()
-        self.scheduler.forget_removed()
+        """Drop every request and all cached prefixes, after an error anywhere.
+
+        A step that was cut short may have left its bookkeeping half done, and blocks may have been promised that were
+        never computed: the scheduler is made anew, for nothing in the old one can be relied on.
+        """
+        self._abort_all()
+        self.scheduler = self._make_scheduler()
         self.runner.reset()
-        self._completions.clear()
 
     def close(self) -> None:
-        """Let go of everything large; what the user still holds (outputs, configs) refers to none of it."""
-        self.scheduler.abort(list(self.scheduler.requests))
-        self._completions.clear()
+        """Let go of everything large, also when something still refers to this engine, as a traceback can."""
+        self._abort_all()
         self.runner.close()
+        del self.runner, self.scheduler, self.tokenizer
+
+    def _abort_all(self) -> None:
+        """Tell every request that it has ended, also one that had reached its last token but not its last text."""
+        for completion in self._completions.values():
+            completion.request.finish("abort")
+        self._completions.clear()
 
     def _add_completion(self, prompt_id: str, index: int, row: Row, streaming: bool) -> Completion:
         limit = self.config.model_config.max_model_len

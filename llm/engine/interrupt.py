@@ -1,7 +1,8 @@
 """Ctrl-C during a call.
 
 Owns the SIGINT handler, which is installed only inside a call on the main thread and restored after. The first Ctrl-C
-sets a flag that is checked between steps; a second one raises at once.
+sets a flag that is checked between steps; a second one raises at once; those after it are ignored, for the call is
+ending and they could only tear its cleanup apart.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ class InterruptGuard:
 
     def __init__(self) -> None:
         self.requested = False
+        self._ending = False
         self._previous: Any = None
         self._installed = False
+
+    def end(self) -> None:
+        """The call is ending, by `requested` or by an error: from now on Ctrl-C raises nothing."""
+        self._ending = True
 
     def __enter__(self) -> InterruptGuard:
         # Python delivers signals to the main thread only, and installing a handler elsewhere is an error.
@@ -38,6 +44,7 @@ class InterruptGuard:
             self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested and not self._ending:
+            self._ending = True
             raise KeyboardInterrupt
         self.requested = True

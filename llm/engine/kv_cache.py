@@ -34,4 +34,6 @@ def allocate_kv_caches(
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros by calloc: `torch.zeros` would write, and so occupy, every page at once."""
     count = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+    storage = torch.from_numpy(np.zeros(count, dtype=np.uint8)).untyped_storage()
+    # Not a view: a view holds its base, and `ModelRunner.close` could not free what somebody else refers to.
+    return torch.empty(0, dtype=dtype).set_(storage).resize_(shape)

@@ -71,9 +71,10 @@ class ModelRunner:
         self.batch.clear()
 
     def close(self) -> None:
-        """Free weights and caches even if somebody still refers to the runner."""
-        for parameter in self.model.parameters():
-            parameter.data = torch.empty(0)
+        """Free weights and caches whoever still refers to them: the traceback of an error can, until the next one."""
+        caches = [tensor for layer in self.kv_caches for tensor in layer]
+        for tensor in (*self.model.parameters(), *self.model.buffers(), *caches):
+            tensor.data = torch.empty(0)
         self.model = None
         self.kv_caches = []
 

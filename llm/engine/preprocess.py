@@ -1,7 +1,7 @@
 """From what the user passed to rows that are known to be good.
 
-Owns the normalisation of prompts and parameters and every check that needs the model: all rows are judged before any
-work starts, and one error tells of all that are bad.
+Owns the normalisation of prompts, conversations and parameters and every check that needs the model: all rows are
+judged before any work starts, and one error tells of all that are bad.
 """
 
 from __future__ import annotations
@@ -9,12 +9,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, NamedTuple
 
 from llm.config import ModelConfig
-from llm.errors import ValidationError
+from llm.errors import LLMError, ValidationError
+from llm.inputs import TokensPrompt
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
+
+_MAX_PROBLEMS_LISTED = 10
+# Of the renderer's arguments, those that are not the template's: they decide what rendering returns.
+_RESERVED_FOR_RENDERING = frozenset(
+    "conversation messages tokenize padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+
+
+class _Parsed(NamedTuple):
+    """A prompt's text, and its token ids or None when the text is still to be tokenized."""
+
+    text: str | None
+    token_ids: list[int] | None
 
 
 @dataclass
@@ -41,18 +57,20 @@ class Preprocessor:
 
     def rows(self, prompts: Any, params: Any, default: Callable[[], SamplingParams]) -> list[Row]:
         """Validate and tokenize all prompts; raises `ValidationError` that names every bad row."""
-        listed = list_prompts(prompts)
-        return self.tokenized(self._tokenize(listed), params, default)
-
-    def tokenized(
-        self, prompts: list[tuple[str | None, list[int]]], params: Any, default: Callable[[], SamplingParams]
-    ) -> list[Row]:
-        """The same for prompts that are (text or None, token ids)."""
-        per_row = _per_row_params(params, len(prompts), default)
+        problems: dict[int, ValidationError] = {}
+        parsed: list[_Parsed] = []
+        for index, prompt in enumerate(list_prompts(prompts)):
+            try:
+                parsed.append(_parse(prompt))
+            except ValidationError as error:
+                problems[index] = error
+                parsed.append(_Parsed(None, []))
+        per_row = _per_row_params(params, len(parsed), default)
         call, self._calls = self._calls, self._calls + 1
         rows = []
-        problems: dict[int, ValidationError] = {}
-        for index, ((text, token_ids), given) in enumerate(zip(prompts, per_row, strict=True)):
+        for index, ((text, token_ids), given) in enumerate(zip(self._tokenize(parsed), per_row, strict=True)):
+            if index in problems:
+                continue
             try:
                 own = given.clone()
                 self._check(token_ids, own)
@@ -60,20 +78,38 @@ class Preprocessor:
                 rows.append(Row(text, token_ids, own, seed))
             except ValidationError as error:
                 problems[index] = error
-        _raise_problems(problems, len(prompts))
+        _raise_problems(problems, len(parsed))
         return rows
 
-    def _tokenize(self, prompts: list[Any]) -> list[tuple[str | None, list[int]]]:
+    def render_chat(
+        self, messages: Any, options: Mapping[str, Any], template_arguments: Mapping[str, Any]
+    ) -> list[TokensPrompt]:
+        """Conversations as the prompts that the chat template makes of them.
+
+        Args:
+            options: the renderer's arguments that `LLM.chat` has parameters for.
+            template_arguments: further ones, the template's own.
+
+        Raises:
+            ValidationError: `messages` is no conversation, an argument is not the template's, or the template refuses.
+        """
+        conversations = list_conversations(messages)
+        for name in template_arguments:
+            if name in options or name in _RESERVED_FOR_RENDERING:
+                raise _bad("chat_template_kwargs", name, "arguments of the template alone")
+        if self.tokenizer is None:
+            raise _no_tokenizer("chat needs one; give generate() token ids.")
+        arguments = {**options, **template_arguments}
+        texts = [_render(self.tokenizer, conversation, arguments) for conversation in conversations]
+        encoded = self.tokenizer.encode_rendered([_check_text(text) for text in texts])
+        return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
+
+    def _tokenize(self, parsed: list[_Parsed]) -> list[tuple[str | None, list[int]]]:
         """All texts in one call of the tokenizer."""
-        parsed = [_parse(index, prompt) for index, prompt in enumerate(prompts)]
         texts = [text for text, token_ids in parsed if token_ids is None and text is not None]
         if texts and self.tokenizer is None:
-            raise ValidationError(
-                "text prompts need a tokenizer, and skip_tokenizer_init=True left it out; pass prompt_token_ids.",
-                parameter="prompts",
-                value=None,
-            )
-        encoded = iter(self.tokenizer.encode(texts) if self.tokenizer is not None else [])
+            raise _no_tokenizer("text prompts need one; pass prompt_token_ids.")
+        encoded = iter(self.tokenizer.encode(texts) if self.tokenizer is not None and texts else [])
         return [(text, next(encoded) if token_ids is None else token_ids) for text, token_ids in parsed]
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
@@ -127,39 +163,84 @@ def list_prompts(prompts: Any) -> list[Any]:
     raise _bad("prompts", type(prompts).__name__, "a string, token ids, a dict, or a list of those")
 
 
+def list_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or many, as a list of them; raises `ValidationError`."""
+    if isinstance(messages, Sequence) and messages and not isinstance(messages, str):
+        listed = [messages] if all(isinstance(message, Mapping) for message in messages) else messages
+        if all(_is_conversation(item) for item in listed):
+            return [[dict(message) for message in item] for item in listed]
+    raise _bad("messages", type(messages).__name__, "a list of {'role': ..., 'content': ...}, or a list of such lists")
+
+
+def _is_conversation(item: Any) -> bool:
+    return (
+        isinstance(item, list | tuple)
+        and bool(item)
+        and all(isinstance(message, Mapping) and "role" in message for message in item)
+    )
+
+
+def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+    try:
+        return tokenizer.render_chat(conversation, **arguments)
+    except LLMError:
+        raise
+    except Exception as error:  # a template is a program that came with the model: it can raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise ValidationError(
+            f"the chat template cannot render these messages ({type(error).__name__}: {reason}).", parameter="messages"
+        ) from error
+
+
 def _is_token_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(_is_integer(item) for item in value)
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def _parse(index: int, prompt: Any) -> tuple[str | None, list[int] | None]:
-    """(text, token ids): ids None when the text is still to be tokenized."""
+def _parse(prompt: Any) -> _Parsed:
     if isinstance(prompt, str):
-        return prompt, None
+        return _Parsed(_check_text(prompt), None)
     if isinstance(prompt, Mapping):
-        return _parse_mapping(index, prompt)
-    if isinstance(prompt, list | tuple) and all(_is_integer(item) for item in prompt):
-        return None, list(prompt)
-    raise _bad(f"prompts[{index}]", type(prompt).__name__, "a string, a list of token ids, or a dict")
+        return _parse_mapping(prompt)
+    if isinstance(prompt, list | tuple):
+        return _Parsed(None, _token_ids("a prompt", prompt))
+    raise _bad_prompt("a prompt", type(prompt).__name__, "a string, a list of token ids, or a dict")
 
 
-def _parse_mapping(index: int, prompt: Mapping[str, Any]) -> tuple[str | None, list[int] | None]:
-    unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+def _parse_mapping(prompt: Mapping[str, Any]) -> _Parsed:
+    unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
     if unknown:
-        raise _bad(f"prompts[{index}]", unknown[0], "a dict with 'prompt' or 'prompt_token_ids' and no other key")
+        raise _bad_prompt("the keys of a prompt", unknown[0], "'prompt' or 'prompt_token_ids' and no other")
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
-        raise _bad(f"prompts[{index}]['prompt']", type(text).__name__, "a string")
-    if token_ids is None:
-        if text is None:
-            raise _bad(f"prompts[{index}]", sorted(prompt), "a dict with 'prompt' or 'prompt_token_ids'")
-        return text, None
-    if not isinstance(token_ids, list | tuple) or not all(_is_integer(item) for item in token_ids):
-        raise _bad(f"prompts[{index}]['prompt_token_ids']", type(token_ids).__name__, "a list of integers")
-    return text, list(token_ids)
+        raise _bad_prompt("'prompt'", type(text).__name__, "a string")
+    if token_ids is not None:
+        return _Parsed(text, _token_ids("'prompt_token_ids'", token_ids))
+    if text is None:
+        raise _bad_prompt("the keys of a prompt", "a dict without text and ids", "'prompt' or 'prompt_token_ids'")
+    return _Parsed(_check_text(text), None)
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    if not isinstance(value, list | tuple):
+        raise _bad_prompt(name, type(value).__name__, "a list of integers")
+    for item in value:
+        if not _is_integer(item):
+            raise _bad_prompt(name, f"a list with a {type(item).__name__}", "a string or a list of token ids")
+    return [int(item) for item in value]
+
+
+def _check_text(text: str) -> str:
+    """Strings can hold halves of surrogate pairs (of a file name, of a broken decoding), which are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at position {error.start}"
+        raise _bad_prompt("a prompt", found, "text that UTF-8 can express") from None
+    return text
 
 
 def _per_row_params(params: Any, count: int, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
@@ -177,11 +258,22 @@ def _per_row_params(params: Any, count: int, default: Callable[[], SamplingParam
 def _raise_problems(problems: dict[int, ValidationError], count: int) -> None:
     if not problems:
         return
-    index, first = next(iter(problems.items()))
+    index, *others = sorted(problems)
+    first = problems[index]
     where = f"prompt {index}: " if count > 1 else ""
-    others = ", ".join(map(str, list(problems)[1:11])) + (", ..." if len(problems) > 11 else "")
-    more = f" (also bad: {others})" if len(problems) > 1 else ""
+    listed = ", ".join(map(str, others[:_MAX_PROBLEMS_LISTED])) + (", ..." if others[_MAX_PROBLEMS_LISTED:] else "")
+    more = f" (also bad: {listed})" if others else ""
     raise ValidationError(f"{where}{first}{more}", parameter=first.parameter, value=first.value) from first
+
+
+def _no_tokenizer(message: str) -> ValidationError:
+    return ValidationError(
+        f"there is no tokenizer, for skip_tokenizer_init=True; {message}", parameter="skip_tokenizer_init", value=True
+    )
+
+
+def _bad_prompt(what: str, value: Any, right: str) -> ValidationError:
+    return ValidationError(f"{what} must be {right}, got {value}.", parameter="prompts", value=value)
 
 
 def _bad(name: str, value: Any, right: str) -> ValidationError:

@@ -6,6 +6,7 @@ that improves as rows finish, and so is the time left.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
@@ -14,8 +15,21 @@ from tqdm.auto import tqdm
 
 from llm.engine.output import PromptState
 from llm.engine.request import Request
+from llm.errors import ValidationError
 
 _REFRESH_SECONDS = 0.1
+# A refresh looks at every row: so many times what it took must pass before the next, or large calls would pay for it.
+_REFRESH_COST_FACTOR = 200
+
+
+def check_use_tqdm(use_tqdm: Any) -> None:
+    """Raise `ValidationError` unless it is a bool or a callable."""
+    if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+        raise ValidationError(
+            f"use_tqdm must be True, False or a callable that makes a bar, got {use_tqdm!r}.",
+            parameter="use_tqdm",
+            value=use_tqdm,
+        )
 
 
 class Progress:
@@ -28,6 +42,7 @@ class Progress:
     def __init__(self, prompts: Sequence[PromptState], use_tqdm: bool | Callable[..., Any]) -> None:
         self._requests = [completion.request for prompt in prompts for completion in prompt.completions]
         self._bar: Any = None
+        self._shown = 0
         self._next = 0.0
         if use_tqdm is not False and prompts:
             make = _Bar if use_tqdm is True else use_tqdm
@@ -37,13 +52,17 @@ class Progress:
         """Show where things stand; at most ten times a second."""
         if self._bar is None or (not force and monotonic() < self._next):
             return
-        self._next = monotonic() + _REFRESH_SECONDS
+        started = monotonic()
         done, total = self._estimate()
         finished = sum(request.finish_reason is not None for request in self._requests)
         running = sum(request.finish_reason is None and request.num_computed_tokens > 0 for request in self._requests)
         self._bar.total = total
         self._bar.set_postfix_str(f"rows {finished}/{len(self._requests)} done, {running} running", refresh=False)
-        self._bar.update(done - self._bar.n)
+        # A preempted row computes its prompt again: the bar waits, it does not go back.
+        self._bar.update(max(0, done - self._shown))
+        self._shown = max(done, self._shown)
+        now = monotonic()
+        self._next = now + max(_REFRESH_SECONDS, _REFRESH_COST_FACTOR * (now - started))
 
     def close(self) -> None:
         if self._bar is not None:
@@ -59,19 +78,22 @@ class Progress:
 
 
 class _Bar(tqdm):
-    """A bar without tqdm's monitor thread."""
+    """A bar without tqdm's monitor thread, and without its lock of multiprocessing, which can start a process."""
 
     monitor_interval = 0
+    _lock = threading.RLock()
 
 
 def _tokens_done(request: Request) -> int:
-    # A preempted row starts over, but its output is not lost.
+    # The last token of a finished row is never computed, and a preempted row starts over without losing its output.
+    if request.finish_reason is not None:
+        return request.num_tokens
     return min(max(request.num_computed_tokens, request.num_output_tokens), request.num_tokens)
 
 
 def _tokens_expected(request: Request, typical: float | None) -> float:
     if request.finish_reason is not None:
-        return _tokens_done(request)
+        return request.num_tokens
     most = request.max_total_tokens - request.num_prompt_tokens
     output = most if typical is None else min(most, max(typical, request.num_output_tokens + 1))
     return request.num_prompt_tokens + output

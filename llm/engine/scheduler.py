@@ -125,10 +125,6 @@ class Scheduler:
                 self.finish(request)
         self.remove_finished()
 
-    def forget_removed(self) -> None:
-        """The runner's batch was emptied by other means: do not tell it again who left."""
-        self._removed = []
-
     def check_integrity(self) -> None:
         """Audit blocks and queues; raises `IntegrityError` or RuntimeError."""
         self.blocks.check_integrity(self.requests.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def _is_plain_name(name: Any) -> bool:
 
 def _shards(index: Path, weight_map: dict[str, str]) -> list[Path]:
     shards = [index.parent / name for name in sorted(set(weight_map.values()))]
-    missing = [shard.name for shard in shards if not shard.exists()]
+    missing = [shard.name for shard in shards if not os.path.exists(shard)]
     if missing:
         raise CheckpointError(f"{index} needs files that are missing: {list_names(missing)}; download the model again")
     return shards
@@ -343,7 +344,7 @@ def _blob_folders(folder: Path) -> list[Path]:
     if folder.parent.name != "snapshots" or not repository.name.startswith("models--"):
         return []
     shared = repository.parent / "blobs"
-    is_shared_store = (shared / ".huggingface-shared-blobs").is_file()
+    is_shared_store = os.path.isfile(shared / ".huggingface-shared-blobs")
     return [repository / "blobs", *([shared] if is_shared_store else [])]
 
 
@@ -380,10 +381,10 @@ def list_names(names: Iterable[str], limit: int = 8) -> str:
 
 
 def _quote(name: Any) -> str:
-    return f"'{_clip(str(name))}'"
+    return f"'{_clip(str(name), 100)}'"
 
 
-def _clip(text: str, limit: int = 160) -> str:
+def _clip(text: str, limit: int = 200) -> str:
     """Make text from a file safe to print: no control characters, not too long."""
     printable = "".join(char if char.isprintable() else "?" for char in text[:limit])
     return printable if len(text) <= limit else f"{printable}..."

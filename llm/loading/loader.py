@@ -7,6 +7,7 @@ Owns the bookkeeping and the errors; where a tensor goes is `weight_map.py`, how
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, show_progress: boo
     for name, tensor in _with_progress(checkpoint, show_progress):
         target = weight_map.target(name)
         if target.parameter in parameters:
+            tensor = tensor.t() if weight_map.transposed(target.parameter) else tensor
             filled[target.parameter] += _copy(name, parameters[target.parameter], tensor, target.shard_id)
         elif _tied_parameter(model, name) is not None:
             tied_copies.append((name, tensor))
@@ -90,6 +92,8 @@ class _QuietTqdm(tqdm):
     """A bar without tqdm's monitor thread."""
 
     monitor_interval = 0
+    # tqdm's default lock starts a helper process under the "spawn" start method.
+    _lock = threading.RLock()
 
 
 def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any) -> int:

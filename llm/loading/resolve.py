@@ -38,10 +38,11 @@ def resolve_model(model: str | Path, revision: str | None = None) -> Path:
     if not isinstance(model, (str, Path)) or not str(model):
         raise ValidationError(f"model must be a folder or a hub name, not {model!r}", parameter="model", value=model)
     path = Path(os.path.expanduser(model))
-    if path.is_dir():
+    # os.path's tests say no where Path's raise: a name too long, a NUL, no permission.
+    if os.path.isdir(path):
         _refuse_revision(model, revision)
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(f"model {str(model)!r} is a file; pass the folder that holds config.json and the weights")
     if isinstance(model, str) and _HUB_NAME.fullmatch(model):
         return _from_hub(model, revision)
@@ -123,14 +124,14 @@ def _missing_files(folder: Path) -> list[str]:
     """Return what no model can be loaded without and the folder lacks."""
     index = find_index(folder)
     weights = sorted(set(read_weight_map(index).values())) if index else []
-    missing = [name for name in ("config.json", *weights) if not (folder / name).is_file()]
+    missing = [name for name in ("config.json", *weights) if not os.path.isfile(folder / name)]
     if index is None and not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors weights")
     return missing
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return any(os.path.isfile(folder / name) for name in _TOKENIZER_FILES)
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> str:

@@ -25,12 +25,13 @@ class WeightMap:
         declared: Any = model
         self._renames: tuple[tuple[str, str], ...] = getattr(declared, "renames", ())
         self._ignored = frozenset(getattr(declared, "ignored_weights", ()))
+        self._transposed = frozenset(getattr(declared, "transposed_weights", ()))
         packed: dict[str, list[str]] = getattr(declared, "packed_modules_mapping", {})
         self._fused = {part: (name, index) for name, parts in packed.items() for index, part in enumerate(parts)}
         self._modules = dict(model.named_modules())
 
     def ignores(self, name: str) -> bool:
-        return name.rpartition(".")[2] in self._ignored
+        return _ends_with(name, self._ignored)
 
     def target(self, name: str) -> Target:
         """The target of one checkpoint tensor; it may name no parameter, which the loader reports."""
@@ -44,9 +45,31 @@ class WeightMap:
                     return Target(".".join([*path, *segments[position + 1 :]]), shard_ids[index])
         return Target(".".join(segments), None)
 
+    def transposed(self, parameter: str) -> bool:
+        """Whether the checkpoint stores this weight [K, N] instead of [N, K]."""
+        return _ends_with(parameter, self._transposed)
+
     def _rename(self, name: str) -> str:
+        segments = name.split(".")
         for source, target in self._renames:
-            if name == source or name.startswith(source + "."):
-                rest = name[len(source) :].lstrip(".")
-                return ".".join(part for part in (target, rest) if part)
+            pattern = source.split(".")
+            wild = _match(pattern, segments)
+            if wild is not None:
+                filled = [wild.pop(0) if part == "*" else part for part in target.split(".")]
+                return ".".join([*filled, *segments[len(pattern) :]])
         return name
+
+
+def _match(pattern: list[str], segments: list[str]) -> list[str] | None:
+    """What each "*" of the pattern stands for, when the leading segments match it; else None."""
+    if len(segments) < len(pattern):
+        return None
+    pairs = list(zip(pattern, segments, strict=False))
+    if any(wanted not in ("*", got) for wanted, got in pairs):
+        return None
+    return [got for wanted, got in pairs if wanted == "*"]
+
+
+def _ends_with(name: str, endings: frozenset[str]) -> bool:
+    """Whether the name ends with one of the endings, by whole segments."""
+    return any(name == ending or name.endswith("." + ending) for ending in endings)

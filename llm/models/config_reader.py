@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from llm.errors import UnsupportedModelError
-from llm.layers.rotary import RopeParameters
+from llm.layers.rotary import RECIPES, RopeParameters
 
 T = TypeVar("T")
 _REQUIRED: Any = object()
@@ -25,6 +25,7 @@ _HARMLESS = frozenset(
     _attn_implementation _attn_implementation_autoset gradient_checkpointing torchscript name_or_path unsloth_version
     unsloth_fixed task_specific_params prefix finetuning_task mlp_dropout hidden_dropout resid_pdrop embd_pdrop
     attn_pdrop language_model_type use_bfloat16 tf_legacy_loss
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     """.split()
 )
 
@@ -39,6 +40,7 @@ class ConfigReader:
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.given = frozenset(raw)
         self.raw = {key: value for key, value in raw.items() if value is not None}
         self.family = str(self.raw.get("model_type", "?"))
         self._read: set[str] = set()
@@ -75,29 +77,40 @@ class ConfigReader:
             raise self.error("dtype", name, " or ".join(_DTYPES))
         return _DTYPES[name]
 
-    def rope(self, default_theta: float = 10000.0) -> RopeParameters:
-        """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
-        self._read |= {"rope_parameters", "rope_scaling", "rope_theta"}
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """An integer, or None where the file says null; `default` where it says nothing."""
+        if key not in self.given:
+            self._read.add(key)
+            return default
+        return self.integer(key) if key in self.raw else None
+
+    def optional_number(self, key: str) -> float | None:
+        return self.number(key) if key in self.raw else None
+
+    def names(self, key: str) -> list[str] | None:
+        """A list of strings, None when absent."""
+        return self._list(key, str)
+
+    def integers(self, key: str) -> list[int] | None:
+        """A list of integers, None when absent."""
+        return self._list(key, int)
+
+    def rope(self, default_theta: float = 10000.0, layer_type: str | None = None) -> RopeParameters:
+        """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
+
+        Args:
+            layer_type: the entry of `rope_parameters` to read, for models that have one per kind of layer.
+        """
+        self._read |= {"rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"}
         parameters = self.raw.get("rope_parameters", self.raw.get("rope_scaling", {}))
+        if layer_type is not None and isinstance(parameters, Mapping):
+            parameters = parameters.get(layer_type, {})
         if not isinstance(parameters, Mapping):
             raise self.error("rope_parameters", parameters, "an object")
-        inner = ConfigReader(parameters)
-        theta = inner.number("rope_theta", float(self.raw.get("rope_theta", default_theta)))
-        kind = inner.string("rope_type", inner.string("type", "default"))
-        rope = RopeParameters(theta=theta)
-        if kind == "llama3":
-            rope = RopeParameters(
-                theta=theta,
-                rope_type=kind,
-                factor=inner.number("factor"),
-                low_freq_factor=inner.number("low_freq_factor"),
-                high_freq_factor=inner.number("high_freq_factor"),
-                original_max_position_embeddings=inner.positive("original_max_position_embeddings"),
-            )
-        elif kind != "default":
-            raise self.error("rope_type", kind, "'default' or 'llama3'")
-        inner.finish()
-        return rope
+        outer = {"rope_theta": default_theta, "partial_rotary_factor": 1.0} | self.raw
+        defaults = {key: outer[key] for key in ("rope_theta", "partial_rotary_factor")}
+        self._read.add("partial_rotary_factor")
+        return _read_rope(ConfigReader(defaults | dict(parameters)), self)
 
     def eos_token_ids(self) -> tuple[int, ...]:
         value = self.raw.get("eos_token_id", [])
@@ -117,6 +130,15 @@ class ConfigReader:
                 f"do not change what is computed, pass hf_overrides={{{left[0]!r}: None, ...}}."
             )
 
+    def _list(self, key: str, kind: type[T]) -> list[T] | None:
+        self._read.add(key)
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise self.error(key, value, f"a list of {kind.__name__}")
+        return value
+
     def error(self, key: str, value: Any, right: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"config.json: {key} is {value!r}, must be {right}.")
 
@@ -128,3 +150,45 @@ class ConfigReader:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, value, f"of type {getattr(kind, '__name__', 'number')}")
         return value
+
+
+def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
+    """One set of rope parameters; `model` is the whole config.json, where some families keep the original length."""
+    kind = reader.string("rope_type", reader.string("type", "default"))
+    # Phi-3's first release called longrope by two other names.
+    kind = "longrope" if kind == "su" or (kind == "yarn" and model.family == "phi3") else kind
+    if kind not in RECIPES:
+        raise reader.error("rope_type", kind, " or ".join(map(repr, RECIPES)))
+    longest = int(model.raw.get("max_position_embeddings", 0))
+    original = reader.positive("original_max_position_embeddings", longest or 1)
+    original = int(model.raw.get("original_max_position_embeddings", original))
+    ratio = longest / original if longest else 1.0
+    default_factor = ratio if kind in ("yarn", "longrope") else (_REQUIRED if kind != "default" else 1.0)
+    rope = RopeParameters(
+        theta=reader.number("rope_theta"),
+        rope_type=kind,
+        factor=reader.number("factor", default_factor),
+        partial_rotary_factor=reader.number("partial_rotary_factor"),
+        max_position_embeddings=longest,
+        original_max_position_embeddings=original,
+        low_freq_factor=reader.number("low_freq_factor", 1.0),
+        high_freq_factor=reader.number("high_freq_factor", 4.0),
+        attention_factor=reader.optional_number("attention_factor"),
+        mscale=reader.number("mscale", 0.0),
+        mscale_all_dim=reader.number("mscale_all_dim", 0.0),
+        beta_fast=reader.number("beta_fast", 32.0) or 32.0,
+        beta_slow=reader.number("beta_slow", 1.0) or 1.0,
+        truncate=reader.boolean("truncate", True),
+        short_factor=_numbers(reader, "short_factor"),
+        long_factor=_numbers(reader, "long_factor"),
+    )
+    reader.finish()
+    return rope
+
+
+def _numbers(reader: ConfigReader, key: str) -> tuple[float, ...]:
+    values = reader.raw.get(key, [])
+    reader.expect(key, values)
+    if not isinstance(values, list) or not all(isinstance(item, int | float) for item in values):
+        raise reader.error(key, values, "a list of numbers")
+    return tuple(map(float, values))

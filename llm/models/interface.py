@@ -45,8 +45,10 @@ class CausalLM(Protocol):
 
     Class attributes, as data:
         packed_modules_mapping: fused module name -> the checkpoint's names, in order of the layer's shard ids.
-        renames: (from, to) pairs of dotted path prefixes, checkpoint -> model.
-        ignored_weights: last path segments of tensors that a checkpoint may hold and nobody needs.
+        renames: (from, to) pairs of leading path segments, checkpoint -> model; "*" stands for one segment; the first
+            that matches is used.
+        ignored_weights: trailing path segments of tensors that a checkpoint may hold and nobody needs.
+        transposed_weights (optional): trailing path segments of parameters that the checkpoint stores transposed.
     """
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]]

@@ -11,12 +11,25 @@ from typing import Any
 
 from llm.errors import UnsupportedModelError, ValidationError, nearest
 
-_BUILT_IN = {
-    "llama": "llm.models.llama:LlamaForCausalLM",
-    "LlamaForCausalLM": "llm.models.llama:LlamaForCausalLM",
+# model_type -> the class in the file of that name. Architectures are known by the class's name.
+_FAMILIES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "granite": "GraniteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 
-_models: dict[str, Any] = dict(_BUILT_IN)
+_models: dict[str, Any] = {
+    name: f"llm.models.{family}:{cls}" for family, cls in _FAMILIES.items() for name in (family, cls)
+}
 
 
 def register_model(name: str, model: Any) -> None:

@@ -5,7 +5,7 @@ The steps, in order (vLLM V1's):
  2. raw logprobs, for the rows that asked for them;
  3. min_tokens: EOS and stop tokens get -inf until enough tokens are out;
  4. greedy rows take the argmax and are done;
- 5. temperature;  6. min_p;  7. top_k;  8. top_p on what is left;
+ 5. temperature;  6. min_p;  7. top_k, of equal ones those with the lowest ids;  8. top_p on what is left;
  9. draw, by the inverse of the cumulative distribution at one uniform number keyed by (seed, sample index, position);
 10. gather the logprobs and rank of the drawn token and the top ones.
 """
@@ -23,6 +23,7 @@ from llm.sampling_params import MIN_TEMPERATURE, SamplingParams
 
 # top_k up to here is cut by torch.topk; beyond, the row is sorted.
 _TOPK_LIMIT = 1024
+_INT64_MAX = 2**63 - 1
 NO_LOGPROBS = -2
 
 
@@ -51,12 +52,12 @@ class SamplingRows:
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int, suppressed: list[int]) -> None:
         self.temperature[row] = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
-        self.top_k[row] = params.top_k
+        self.top_k[row] = min(params.top_k, _INT64_MAX)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = seed
         self.sample_index[row] = sample_index
-        self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else min(params.logprobs, _INT64_MAX)
         self.min_tokens.pop(row, None)
         if params.min_tokens and suppressed:
             self.min_tokens[row] = (params.min_tokens, suppressed)
@@ -119,10 +120,11 @@ class Sampler:
     def _suppress(self, logits: torch.Tensor, params: SamplingRows, rows: np.ndarray, outputs: np.ndarray) -> None:
         if not params.min_tokens:
             return
+        vocab = logits.shape[-1]
         for line, row in enumerate(rows.tolist()):
             minimum, ids = params.min_tokens.get(row, (0, []))
             if outputs[line] < minimum:
-                logits[line, ids] = -math.inf
+                logits[line, [token for token in ids if token < vocab]] = -math.inf
 
     def _draw(
         self, logits: torch.Tensor, params: SamplingRows, rows: np.ndarray, outputs: np.ndarray, lines: np.ndarray
@@ -184,7 +186,7 @@ def _draw_rows(
     logits = logits.masked_fill(logits < top + min_p.log(), -math.inf)
     ids = None
     if cut == "topk":
-        logits, ids = torch.topk(logits, min(int(top_k.max()), logits.shape[-1]), dim=-1)
+        logits, ids = _likeliest(logits, top_k)
     elif cut == "sort":
         logits, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     weights = (logits - top).double().exp_()
@@ -199,3 +201,22 @@ def _draw_rows(
     last = (weights > 0).double().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
     index = torch.minimum(index, last)
     return (index if ids is None else ids.gather(1, index)).squeeze(1).numpy()
+
+
+def _likeliest(logits: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """At least the `top_k` [n, 1] likeliest of each row, equal ones in order of id: (logits, ids) [n, width].
+
+    `torch.topk` takes and orders equal values as it likes, differently for different widths, and the width is the
+    companions' affair. So its ids are put in order, and a row whose equals may be beyond the edge is sorted as a whole.
+    """
+    width = min(int(top_k.max()) + 1, logits.shape[-1])
+    values, ids = torch.topk(logits, width, dim=-1)
+    ids, by_id = ids.sort(dim=-1)
+    values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    least = values.gather(1, (top_k - 1).clamp(max=width - 1))
+    cut_off = ((values[:, -1:] == least) & (least > -math.inf)).squeeze(1)
+    if width < logits.shape[-1] and cut_off.any():
+        whole, whole_ids = torch.sort(logits[cut_off], dim=-1, descending=True, stable=True)
+        values[cut_off], ids[cut_off] = whole[:, :width], whole_ids[:, :width]
+    return values, ids

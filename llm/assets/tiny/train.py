@@ -569,7 +569,7 @@ def generation_config_json() -> dict[str, object]:
         "eos_token_id": [SPECIAL_TOKENS.index(EOS), SPECIAL_TOKENS.index(END)],
         "pad_token_id": SPECIAL_TOKENS.index(EOS),
         "do_sample": True,
-        "temperature": 0.7,
+        "temperature": 0.8,
         "top_p": 0.9,
     }
 

@@ -1,0 +1,134 @@
+"""The same workloads by `transformers.generate`, in this process and on the same weights.
+
+Owns the rival and the verdict: how much faster, and whether both said the same. The rival computes in float32 as we do
+and gets prompts padded on the left, which is how transformers batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm.bench.measure import Figure, Tokens
+from llm.engine.engine import EngineStats
+
+_SEED = 1234
+# Wide enough that random weights do not say the same token over and over.
+_WEIGHT_STD = 0.04
+_BIAS_STD = 0.02
+
+
+class Transformers:
+    """`transformers.generate` as a contestant: greedy, a static batch, scaled-dot-product attention, float32."""
+
+    name = "transformers"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.float().eval()
+        self.model.generation_config.eos_token_id = None
+        self.model.generation_config.pad_token_id = 0
+
+    @classmethod
+    def load(cls, folder: Path) -> Transformers:
+        from transformers import AutoModelForCausalLM
+
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
+            )
+        return cls(model)
+
+    @classmethod
+    def from_config(cls, folder: Path, weight_dtype: torch.dtype) -> Transformers:
+        """Random weights for the config.json in `folder`, also written there as a checkpoint of `weight_dtype`."""
+        config = (folder / "config.json").read_text(encoding="utf-8")
+        with _quiet():
+            model = _random_model(folder).to(weight_dtype)
+            model.save_pretrained(folder)
+        # transformers writes its own version of the file, with its defaults spelled out; ours is the published one.
+        (folder / "config.json").write_text(config, encoding="utf-8")
+        return cls(model)
+
+    def generate(self, prompts: Tokens, max_tokens: int) -> Tokens:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.inference_mode():
+            outputs = self.model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, use_cache=True
+            )
+        return outputs[:, longest:].tolist()
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether two engines said the same.
+
+    Attributes:
+        equal_tokens: share of positions with the same token. Where two tokens are nearly as likely, rounding decides,
+            and from there on the row goes its own way.
+        equal_rows: rows that are the same to the end.
+        distinct_tokens: different tokens in our output; with one or two, agreeing means little.
+    """
+
+    equal_tokens: float
+    equal_rows: int
+    rows: int
+    distinct_tokens: int
+
+
+def agreement(ours: Sequence[Tokens], theirs: Sequence[Tokens]) -> Agreement:
+    """Compare the outputs of several runs; a position that one of them lacks counts as different."""
+    pairs = [pair for mine, other in zip(ours, theirs, strict=True) for pair in zip(mine, other, strict=True)]
+    positions = sum(max(len(mine), len(other)) for mine, other in pairs)
+    equal = sum(a == b for mine, other in pairs for a, b in zip(mine, other, strict=False))
+    return Agreement(
+        equal / positions,
+        sum(mine == other for mine, other in pairs),
+        len(pairs),
+        len({token for mine, _ in pairs for token in mine}),
+    )
+
+
+def advantage(ours: Figure, theirs: Figure) -> float:
+    """The ratio of medians, above 1 where ours is better."""
+    ratio = ours.median / theirs.median
+    return ratio if ours.higher_is_better else 1 / ratio
+
+
+def _random_model(folder: Path) -> Any:
+    """float32, deterministic; the global random state is left as it was."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.initializer_range = _WEIGHT_STD
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(0.0, _BIAS_STD)
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars, whose place is ours."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()

@@ -1,0 +1,191 @@
+"""Running workloads and turning times into figures with their floors.
+
+Owns the protocol. A stream's prefill is a run of its own with other tokens and one new token; what the whole run takes
+beyond that is shared among the other steps. A batch is judged by its wall time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol
+
+from llm.api import LLM
+from llm.bench.calibrate import CpuWatch
+from llm.bench.cost import ModelCost, Rates, decode_cost, prefill_cost
+from llm.bench.workloads import Workload, make_workload
+from llm.engine.engine import EngineStats
+from llm.sampling_params import SamplingParams
+
+_PREFILL_REPS = 100  # a stream's prefill run uses the tokens of this many repetitions later
+
+Tokens = list[list[int]]
+
+
+class Contestant(Protocol):
+    """Whoever can run a workload."""
+
+    name: str
+
+    def generate(self, prompts: Tokens, max_tokens: int) -> Tokens:
+        """Continue every prompt greedily by exactly `max_tokens`."""
+
+    def stats(self) -> EngineStats:
+        """Counters so far; of an engine that has none, zeros."""
+
+
+class Ours:
+    """This engine as a contestant."""
+
+    name = "llm"
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.vocab_size = llm.config.model_config.vocab_size
+
+    def generate(self, prompts: Tokens, max_tokens: int) -> Tokens:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        rows = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(rows, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def stats(self) -> EngineStats:
+        return dataclasses.replace(self.llm.stats)
+
+
+@dataclass
+class Run:
+    """One repetition of a workload.
+
+    Attributes:
+        seconds: of the whole run.
+        prefill_seconds: of a stream's separate prefill run; None for a batch.
+        stats: what the engine counted during the whole run.
+        other_cores: cores other processes used meanwhile; None: unknown.
+    """
+
+    workload: Workload
+    seconds: float
+    prefill_seconds: float | None
+    outputs: Tokens
+    stats: EngineStats
+    other_cores: float | None
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a stream, per step after the first."""
+        return (self.seconds - (self.prefill_seconds or 0.0)) / max(1, self.workload.recipe.max_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured quantity.
+
+    Attributes:
+        values: one per repetition.
+        floor: the best the machine allows; None: unknown.
+        higher_is_better: False for times.
+    """
+
+    unit: str
+    values: tuple[float, ...]
+    floor: float | None = None
+    higher_is_better: bool = False
+
+    @property
+    def median(self) -> float:
+        return median(self.values)
+
+    @property
+    def share(self) -> float | None:
+        """How near the median is to the floor: 1 is as good as can be."""
+        if self.floor is None:
+            return None
+        return self.median / self.floor if self.higher_is_better else self.floor / self.median
+
+
+def run_workload(contestant: Contestant, name: str, rep: int, vocab_size: int) -> Run:
+    """Run one repetition; ids are folded into `vocab_size`."""
+    workload = make_workload(name, rep, vocab_size)
+    prefill = None
+    with CpuWatch() as watch:
+        if workload.recipe.is_stream:
+            prompts = make_workload(name, rep + _PREFILL_REPS, vocab_size).prompts
+            prefill = _timed(contestant, prompts, 1)[0]
+        before = contestant.stats()
+        seconds, outputs = _timed(contestant, workload.prompts, workload.recipe.max_tokens)
+    stats = _difference(contestant.stats(), before)
+    return Run(workload, seconds, prefill, outputs, stats, watch.other_cores)
+
+
+def speed_figures(runs: Sequence[Run], cost: ModelCost, rates: Rates | None) -> dict[str, Figure]:
+    """What a user waits for: prefill and step times of a stream, throughput of a batch."""
+    workload = runs[0].workload
+    prefill = prefill_cost(cost, workload).floor_seconds(rates) if rates else None
+    decode = decode_cost(cost, workload).floor_seconds(rates) if rates else None
+    if workload.recipe.is_stream:
+        return _stream_figures(runs, prefill, decode)
+    return _batch_figures(runs, None if prefill is None or decode is None else prefill + decode)
+
+
+def engine_figures(runs: Sequence[Run]) -> dict[str, Figure]:
+    """The engine's own time: all that is not forward, LM head or sampler."""
+    steps = [max(1, run.stats.steps) for run in runs]
+    own = [run.stats.seconds - run.stats.model_seconds for run in runs]
+    outside = [run.seconds - run.stats.seconds for run in runs]
+    return {
+        "steps": Figure("", tuple(map(float, steps))),
+        "step": Figure("ms", tuple(1e3 * run.stats.seconds / n for run, n in zip(runs, steps, strict=True))),
+        "own_per_step": Figure("ms", tuple(1e3 * seconds / n for seconds, n in zip(own, steps, strict=True))),
+        "own_share": Figure("%", tuple(100 * s / run.stats.seconds for s, run in zip(own, runs, strict=True))),
+        "outside_steps": Figure("ms", tuple(1e3 * seconds for seconds in outside)),
+    }
+
+
+def _stream_figures(runs: Sequence[Run], prefill: float | None, decode: float | None) -> dict[str, Figure]:
+    steps = max(1, runs[0].workload.recipe.max_tokens - 1)
+    rows = len(runs[0].workload.prompts)
+    step_floor = None if decode is None else decode / steps
+    return {
+        "prefill": Figure("ms", tuple(1e3 * (run.prefill_seconds or 0.0) for run in runs), _times(prefill, 1e3)),
+        "step": Figure("ms", tuple(1e3 * run.step_seconds for run in runs), _times(step_floor, 1e3)),
+        "decode": Figure("tok/s", tuple(rows / run.step_seconds for run in runs), _per(rows, step_floor), True),
+    }
+
+
+def _batch_figures(runs: Sequence[Run], floor: float | None) -> dict[str, Figure]:
+    workload = runs[0].workload
+    total = workload.prompt_tokens + workload.output_tokens
+    return {
+        "seconds": Figure("s", tuple(run.seconds for run in runs), floor),
+        "output": _rate_figure(workload.output_tokens, runs, floor),
+        "total": _rate_figure(total, runs, floor),
+    }
+
+
+def _rate_figure(tokens: int, runs: Sequence[Run], floor: float | None) -> Figure:
+    return Figure("tok/s", tuple(tokens / run.seconds for run in runs), _per(tokens, floor), True)
+
+
+def _times(seconds: float | None, factor: float) -> float | None:
+    return None if seconds is None else seconds * factor
+
+
+def _per(count: int, seconds: float | None) -> float | None:
+    return None if seconds is None else count / seconds
+
+
+def _timed(contestant: Contestant, prompts: Tokens, max_tokens: int) -> tuple[float, Tokens]:
+    started = perf_counter()
+    outputs = contestant.generate(prompts, max_tokens)
+    return perf_counter() - started, outputs
+
+
+def _difference(after: EngineStats, before: EngineStats) -> EngineStats:
+    changes: dict[str, Any] = {
+        item.name: getattr(after, item.name) - getattr(before, item.name) for item in dataclasses.fields(after)
+    }
+    return EngineStats(**changes)

@@ -1,0 +1,211 @@
+"""One run of the benchmark, in order: calibrate, open the model, warm up, repeat the workloads, profile.
+
+Owns the order, and what runs beside what: memory is watched from the first tensor on, contestants alternate within a
+repetition, and the profiled run is an extra one that no figure counts.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from llm.api import EMBEDDED_MODEL, LLM
+from llm.bench.calibrate import Calibration, busy_warning, calibrate
+from llm.bench.compare import Agreement, Transformers, agreement
+from llm.bench.cost import ModelCost, Rates, count_model
+from llm.bench.measure import Contestant, Figure, Ours, Run, engine_figures, run_workload, speed_figures
+from llm.bench.memory import MemoryLog, MemoryUse, peak_resident_bytes, private_bytes
+from llm.bench.options import BenchOptions
+from llm.bench.profile import Profile, profile
+from llm.bench.shapes import write_config
+from llm.bench.workloads import find_recipe, make_workload
+from llm.config import DTYPES, EngineConfig
+from llm.loading.resolve import resolve_model
+
+Say = Callable[[str], None]
+
+_PROFILE_REP = 1000  # tokens that no timed run has left in the prefix cache
+
+
+@dataclass
+class WorkloadResult:
+    """Runs and figures by contestant name; this engine is "llm"."""
+
+    runs: dict[str, list[Run]]
+    speed: dict[str, dict[str, Figure]]
+    engine: dict[str, Figure]
+    agreement: Agreement | None = None
+    profile: Profile | None = None
+
+
+@dataclass
+class BenchResult:
+    """Everything that was measured.
+
+    Attributes:
+        imports: seconds by module; empty when they had been imported before.
+        startup: seconds by phase of building the engine.
+        first_tokens_seconds: a prompt of 8 and 2 new tokens, right after.
+        memory: by phase; empty where it cannot be known, and beside a rival, whose memory is in the same process.
+        peak_resident: most memory ever resident, file pages included; None: unknown.
+    """
+
+    options: BenchOptions
+    calibration: Calibration | None
+    imports: dict[str, float]
+    startup: dict[str, float]
+    first_tokens_seconds: float
+    config: EngineConfig
+    cost: ModelCost
+    memory: dict[str, MemoryUse]
+    workloads: dict[str, WorkloadResult] = field(default_factory=dict)
+    peak_resident: int | None = None
+
+    @property
+    def rates(self) -> Rates | None:
+        return self.calibration.rates if self.calibration else None
+
+    @property
+    def warnings(self) -> list[str]:
+        found = self.calibration.warnings() if self.calibration else []
+        for name, result in self.workloads.items():
+            busy = [run.other_cores or 0.0 for runs in result.runs.values() for run in runs]
+            found += busy_warning(f"running {name}", max(busy))
+        return found
+
+
+class Progress:
+    """Lines on stderr, each with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._started = perf_counter()
+
+    def __call__(self, line: str) -> None:
+        print(f"[{perf_counter() - self._started:6.1f} s] {line}", file=sys.stderr, flush=True)
+
+
+def run_session(options: BenchOptions, imports: dict[str, float], say: Say) -> BenchResult:
+    """Measure; `say` gets a line whenever something long begins or ends."""
+    log = MemoryLog(private_bytes() if options.against is None else None)
+    with ExitStack() as stack:
+        stack.enter_context(_computing_with(options.threads))
+        calibration = _calibrate(options, say)
+        stack.enter_context(log)
+        llm, rival = _open(options, say)
+        stack.enter_context(llm)
+        cost = count_model(_engine(llm).runner.model, llm.config.cache_config.kv_cache_dtype)
+        _note_memory(log, "load", llm, cost)
+        first_tokens = _first_tokens(Ours(llm), rival)
+        result = BenchResult(options, calibration, imports, dict(llm.startup), first_tokens, llm.config, cost, log.uses)
+        for name in options.workloads:
+            result.workloads[name] = _measure(name, llm, rival, result, say)
+            _note_memory(log, name, llm, cost)
+            if options.profile:
+                result.workloads[name].profile = _profile(name, llm, say)
+                log.start_over()
+        result.peak_resident = peak_resident_bytes()
+    return result
+
+
+def _calibrate(options: BenchOptions, say: Say) -> Calibration | None:
+    if not options.calibrate_seconds:
+        return None
+    say("calibrating: read bandwidth and float32 GEMM rate")
+    return calibrate(options.calibrate_seconds)
+
+
+def _open(options: BenchOptions, say: Say) -> tuple[LLM, Transformers | None]:
+    """Build the engine, and before it the rival when there is one: both on the same weights."""
+    longest = max(find_recipe(name).longest for name in (*options.workloads, "tiny"))
+    arguments: dict[str, Any] = {"max_model_len": longest, "use_tqdm_on_load": False}
+    if options.against is not None:
+        # A cache in bfloat16 would round what the rival keeps in float32.
+        arguments["kv_cache_dtype"] = "float32"
+    if options.shape is not None:
+        return _open_shape(options, arguments | options.engine, say)
+    say(f"loading {options.model or 'the embedded model'}")
+    rival = None
+    if options.against is not None:
+        rival = Transformers.load(resolve_model(options.model or EMBEDDED_MODEL, options.engine.get("revision")))
+    return LLM(**{"model": options.model or EMBEDDED_MODEL, **arguments, **options.engine}), rival
+
+
+def _open_shape(options: BenchOptions, arguments: dict[str, Any], say: Say) -> tuple[LLM, Transformers | None]:
+    """Random weights: made in place, or, for two engines to share them, written once to a temporary folder."""
+    say(f"building {options.shape} with random {options.weight_dtype} weights")
+    with tempfile.TemporaryDirectory(prefix="llm-bench-") as name:
+        folder = Path(name)
+        write_config(str(options.shape), options.weight_dtype, folder)
+        arguments = {"model": folder, "skip_tokenizer_init": True, **arguments}
+        if options.against is None:
+            return LLM(**{"load_format": "dummy", **arguments}), None
+        rival = Transformers.from_config(folder, DTYPES[options.weight_dtype])
+        return LLM(**arguments), rival
+
+
+def _first_tokens(ours: Ours, rival: Transformers | None) -> float:
+    """Seconds of our first tokens; the rival gets its own warm-up."""
+    workload = make_workload("tiny", 0, ours.vocab_size)
+    if rival is not None:
+        rival.generate(workload.prompts, workload.recipe.max_tokens)
+    started = perf_counter()
+    ours.generate(workload.prompts, workload.recipe.max_tokens)
+    return perf_counter() - started
+
+
+def _measure(name: str, llm: LLM, rival: Transformers | None, so_far: BenchResult, say: Say) -> WorkloadResult:
+    contestants: list[Contestant] = [Ours(llm), *([] if rival is None else [rival])]
+    runs = _alternate(contestants, name, so_far.options.reps, llm.config.model_config.vocab_size, say)
+    speed = {who: speed_figures(its_runs, so_far.cost, so_far.rates) for who, its_runs in runs.items()}
+    result = WorkloadResult(runs, speed, engine_figures(runs[Ours.name]))
+    if rival is not None:
+        outputs = [[run.outputs for run in runs[who]] for who in (Ours.name, rival.name)]
+        result.agreement = agreement(*outputs)
+    return result
+
+
+def _alternate(
+    contestants: Sequence[Contestant], name: str, reps: int, vocab_size: int, say: Say
+) -> dict[str, list[Run]]:
+    """Every repetition runs all contestants, in turning order: slow drifts of the machine hit them alike."""
+    runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
+    for rep in range(reps):
+        for contestant in contestants[:: 1 if rep % 2 == 0 else -1]:
+            run = run_workload(contestant, name, rep, vocab_size)
+            runs[contestant.name].append(run)
+            say(f"{name} run {rep + 1} of {reps}, {contestant.name}: {run.seconds:.2f} s")
+    return runs
+
+
+def _profile(name: str, llm: LLM, say: Say) -> Profile:
+    say(f"{name} profiled")
+    ours = Ours(llm)
+    workload = make_workload(name, _PROFILE_REP, ours.vocab_size)
+    return profile(_engine(llm), lambda: ours.generate(workload.prompts, workload.recipe.max_tokens))
+
+
+def _note_memory(log: MemoryLog, phase: str, llm: LLM, cost: ModelCost) -> None:
+    caches = [tensor for pair in _engine(llm).runner.kv_caches for tensor in pair]
+    log.note(phase, cost.weight_bytes, caches)
+
+
+def _engine(llm: LLM) -> Any:
+    return llm._engine
+
+
+@contextmanager
+def _computing_with(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

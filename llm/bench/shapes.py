@@ -1,0 +1,99 @@
+"""Published model shapes, measured with dummy weights: what a model costs depends on its shape alone.
+
+Owns a table of config.json files and writing one into a folder. No weights are downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llm.errors import ValidationError, nearest
+
+WEIGHT_DTYPES = ("float32", "bfloat16")
+
+
+def _decoder(
+    family: str, sizes: tuple[int, ...], positions: int, theta: float, eps: float, **other: Any
+) -> dict[str, Any]:
+    """A config.json with the keys that all families here share; see `SHAPES` for the order of `sizes`."""
+    hidden, layers, heads, kv_heads, intermediate, vocab = sizes
+    return {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "rope_theta": theta,
+        "rms_norm_eps": eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+        **other,
+    }
+
+
+def _llama(*sizes: int, positions: int, theta: float, **other: Any) -> dict[str, Any]:
+    return _decoder("llama", sizes, positions, theta, 1e-5, **other)
+
+
+def _llama3(factor: float, *sizes: int, **other: Any) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return _llama(*sizes, positions=131072, theta=5e5, rope_scaling=scaling, **other)
+
+
+def _qwen2(*sizes: int, **other: Any) -> dict[str, Any]:
+    return _decoder("qwen2", sizes, 32768, 1e6, 1e-6, **other)
+
+
+def _qwen3(*sizes: int) -> dict[str, Any]:
+    return _decoder("qwen3", sizes, 40960, 1e6, 1e-6, head_dim=128, attention_bias=False)
+
+
+_UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+
+# Sizes: hidden, layers, query heads, key and value heads, intermediate, vocabulary.
+SHAPES: dict[str, dict[str, Any]] = {
+    "small-llama": _llama(512, 8, 8, 4, 1536, 8192, positions=4096, theta=1e4, **_UNTIED),
+    "smollm2-135m": _llama(576, 30, 9, 3, 1536, 49152, positions=8192, theta=1e5),
+    "smollm2-360m": _llama(960, 32, 15, 5, 2560, 49152, positions=8192, theta=1e5),
+    "smollm2-1.7b": _llama(2048, 24, 32, 32, 8192, 49152, positions=8192, theta=1.3e5),
+    "tinyllama-1.1b": _llama(2048, 22, 32, 4, 5632, 32000, positions=2048, theta=1e4, **_UNTIED),
+    "llama-3.2-1b": _llama3(32.0, 2048, 16, 32, 8, 8192, 128256),
+    "llama-3.2-3b": _llama3(32.0, 3072, 28, 24, 8, 8192, 128256),
+    "llama-3.1-8b": _llama3(8.0, 4096, 32, 32, 8, 14336, 128256, **_UNTIED),
+    "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 4864, 151936),
+    "qwen2.5-1.5b": _qwen2(1536, 28, 12, 2, 8960, 151936),
+    "qwen2.5-7b": _qwen2(3584, 28, 28, 4, 18944, 152064, **_UNTIED),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, 151936),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, 151936),
+    "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, 151936),
+}
+
+
+def find_shape(name: str) -> dict[str, Any]:
+    if name not in SHAPES:
+        raise ValidationError(
+            f"shape must be one of {', '.join(SHAPES)}, got {name!r}.{nearest(name, SHAPES)}",
+            parameter="shape",
+            value=name,
+        )
+    return SHAPES[name]
+
+
+def write_config(name: str, weight_dtype: str, folder: Path) -> None:
+    """Write the shape's config.json, its weights being stored as `weight_dtype`."""
+    config = {**find_shape(name), "dtype": weight_dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,0 +1,98 @@
+"""The workloads: token ids that are the same for every engine and on every machine.
+
+Owns the recipes and the generator of ids. Content changes with `rep`, so that no run finds another's prefixes in a
+cache; lengths do not. The ids of a name and a rep never change: figures of other engines were taken with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from llm.errors import ValidationError, nearest
+
+_LOWEST_ID = 3  # below are the special tokens of most vocabularies
+_VOCABULARY = 8000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a workload is made of.
+
+    Attributes:
+        rows: number of prompts.
+        lengths: shortest and longest prompt, without the shared prefix.
+        max_tokens: tokens generated per row.
+        shared_prefix: tokens that all prompts begin with.
+        is_stream: judged by prefill time and time per step; else by throughput.
+    """
+
+    about: str
+    rows: int
+    lengths: tuple[int, int]
+    max_tokens: int
+    shared_prefix: int = 0
+    is_stream: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, prompt and output."""
+        return self.shared_prefix + self.lengths[1] + self.max_tokens
+
+
+RECIPES: dict[str, Recipe] = {
+    "w1": Recipe("one stream: a prompt of 128, 128 new", 1, (128, 128), 128, is_stream=True),
+    "w2": Recipe("a batch: 32 prompts of 32 to 256, 64 new", 32, (32, 256), 64),
+    "w3": Recipe("a shared prefix: 32 prompts of 512 shared and 32 own, 16 new", 32, (32, 32), 16, 512),
+    "w4": Recipe("many rows: 256 prompts of 16 to 64, 64 new", 256, (16, 64), 64),
+    "s1": Recipe("steps of 1 row: a prompt of 16, 65 new", 1, (16, 16), 65, is_stream=True),
+    "s32": Recipe("steps of 32 rows: prompts of 16, 65 new", 32, (16, 16), 65, is_stream=True),
+    "tiny": Recipe("a prompt of 8, 2 new", 1, (8, 8), 2, is_stream=True),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One run's prompts, as token ids, and how many tokens each row generates."""
+
+    name: str
+    recipe: Recipe
+    prompts: list[list[int]]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.prompts) * self.recipe.max_tokens
+
+
+def make_workload(name: str, rep: int = 0, vocab_size: int = _VOCABULARY) -> Workload:
+    """The prompts of repetition `rep`; a vocabulary smaller than 8000 gets the same ids folded into it."""
+    recipe = find_recipe(name)
+    content = Random(f"{name.upper()}-{rep}")
+    lengths = Random(f"len-{name.upper()}")
+    shared = _tokens(content, recipe.shared_prefix)
+    prompts = [shared + _tokens(content, lengths.randint(*recipe.lengths)) for _ in range(recipe.rows)]
+    return Workload(name, recipe, [_fold(prompt, vocab_size) for prompt in prompts])
+
+
+def find_recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise ValidationError(
+            f"workload must be one of {', '.join(RECIPES)}, got {name!r}.{nearest(name, RECIPES)}",
+            parameter="workload",
+            value=name,
+        )
+    return RECIPES[name]
+
+
+def _tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(_LOWEST_ID, _VOCABULARY) for _ in range(count)]
+
+
+def _fold(tokens: list[int], vocab_size: int) -> list[int]:
+    if vocab_size >= _VOCABULARY:
+        return tokens
+    return [_LOWEST_ID + (token - _LOWEST_ID) % max(1, vocab_size - _LOWEST_ID) for token in tokens]

@@ -1,0 +1,36 @@
+"""Gemma 3, text only: Gemma 2 with normalised queries and keys, and two ropes: windowed layers have their own base."""
+
+from __future__ import annotations
+
+from llm.layers.rotary import RopeParameters
+from llm.models.blocks import DecoderConfig, DecoderForCausalLM, LayerConfig, layer_windows
+from llm.models.config_reader import ConfigReader
+from llm.models.gemma2 import gemma_parameters
+
+
+class Gemma3ForCausalLM(DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        full, sliding = _ropes(reader)
+        count = reader.positive("num_hidden_layers")
+        pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 6))
+        window = reader.optional_integer("sliding_window", 4096)
+        windows = layer_windows(reader, count, window, [(index + 1) % pattern != 0 for index in range(count)])
+        config = DecoderConfig(
+            **gemma_parameters(reader),
+            max_position_embeddings=reader.positive("max_position_embeddings", 131072),
+            layers=tuple(LayerConfig(size, full if size is None else sliding) for size in windows),
+            qk_norm="head",
+            attention_soft_cap=reader.optional_number("attn_logit_softcapping"),
+            logits_soft_cap=reader.optional_number("final_logit_softcapping"),
+        )
+        reader.finish()
+        return config
+
+
+def _ropes(reader: ConfigReader) -> tuple[RopeParameters, RopeParameters]:
+    """(full attention, sliding attention): by layer type since transformers 5, in keys of their own before."""
+    if "full_attention" in reader.raw.get("rope_parameters", {}):
+        return reader.rope(1_000_000.0, "full_attention"), reader.rope(10_000.0, "sliding_attention")
+    local = reader.number("rope_local_base_freq", 10_000.0)
+    return reader.rope(1_000_000.0), RopeParameters(theta=local)

@@ -1,0 +1,68 @@
+"""GPT-2: learned positions, LayerNorm, biases, and weights that the checkpoint stores transposed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from llm.models.blocks import DecoderConfig, DecoderForCausalLM, LayerConfig
+from llm.models.config_reader import ConfigReader
+
+_LAYER = (
+    ("ln_1", "input_layernorm"),
+    ("ln_2", "post_attention_layernorm"),
+    ("attn.c_attn", "self_attn.qkv_proj"),
+    ("attn.c_proj", "self_attn.o_proj"),
+    ("mlp.c_fc", "mlp.up_proj"),
+    ("mlp.c_proj", "mlp.down_proj"),
+)
+_MODEL = (("wte", "model.embed_tokens"), ("wpe", "model.embed_positions"), ("ln_f", "model.norm"))
+
+
+class GPT2LMHeadModel(DecoderForCausalLM):
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+    # The first checkpoints lack the "transformer." in front.
+    renames: ClassVar[tuple[tuple[str, str], ...]] = tuple(
+        (f"{prefix}{source}", target)
+        for prefix in ("transformer.", "")
+        for source, target in (*((f"h.*.{old}", f"model.layers.*.{new}") for old, new in _LAYER), *_MODEL)
+    )
+    # Causal masks that old checkpoints carry as tensors.
+    ignored_weights: ClassVar[tuple[str, ...]] = ("attn.bias", "attn.masked_bias")
+    transposed_weights: ClassVar[tuple[str, ...]] = (
+        "qkv_proj.weight",
+        "o_proj.weight",
+        "up_proj.weight",
+        "down_proj.weight",
+    )
+
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        hidden, heads = reader.positive("n_embd"), reader.positive("n_head")
+        positions = reader.positive("n_positions", 1024)
+        reader.expect("n_ctx", positions)
+        reader.expect("scale_attn_weights", True)
+        reader.expect("scale_attn_by_inverse_layer_idx", False)
+        reader.expect("add_cross_attention", False)
+        # Only the precision of the scores, which is float32 here anyway.
+        reader.boolean("reorder_and_upcast_attn", False)
+        config = DecoderConfig(
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=reader.positive("n_inner", 4 * hidden),
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_size=hidden // heads,
+            max_position_embeddings=positions,
+            norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+            layers=(LayerConfig(),) * reader.positive("n_layer"),
+            norm="layer_norm",
+            activation=reader.string("activation_function", "gelu_new"),
+            gated_mlp=False,
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+            learned_positions=positions,
+            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
+        )
+        reader.finish()
+        return config

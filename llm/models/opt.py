@@ -1,0 +1,60 @@
+"""OPT: learned positions, LayerNorm, biases everywhere, a feed-forward without a gate."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from llm.models.blocks import DecoderConfig, DecoderForCausalLM, LayerConfig
+from llm.models.config_reader import ConfigReader
+
+# The table of positions starts two rows late: a relic of its training code's padding ids.
+_POSITION_OFFSET = 2
+
+
+class OPTForCausalLM(DecoderForCausalLM):
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model.decoder.layers.*.self_attn.out_proj", "model.layers.*.self_attn.o_proj"),
+        ("model.decoder.layers.*.self_attn_layer_norm", "model.layers.*.input_layernorm"),
+        ("model.decoder.layers.*.final_layer_norm", "model.layers.*.post_attention_layernorm"),
+        ("model.decoder.layers.*.fc1", "model.layers.*.mlp.up_proj"),
+        ("model.decoder.layers.*.fc2", "model.layers.*.mlp.down_proj"),
+        ("model.decoder.final_layer_norm", "model.norm"),
+        ("model.decoder", "model"),
+        ("decoder", "model"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
+        positions = reader.positive("max_position_embeddings", 2048)
+        # opt-350m alone has norms after the blocks and a narrower embedding.
+        reader.expect("do_layer_norm_before", True)
+        reader.expect("word_embed_proj_dim", hidden)
+        reader.expect("layer_norm_elementwise_affine", True)
+        reader.expect("_remove_final_layer_norm", False)
+        for key in ("dropout", "layerdrop", "init_std", "activation_dropout"):
+            reader.expect(key, reader.raw.get(key))
+        bias = reader.boolean("enable_bias", True)
+        config = DecoderConfig(
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=reader.positive("ffn_dim"),
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_size=hidden // heads,
+            max_position_embeddings=positions,
+            norm_eps=1e-5,
+            layers=(LayerConfig(),) * reader.positive("num_hidden_layers"),
+            norm="layer_norm",
+            activation=reader.string("activation_function", "relu"),
+            gated_mlp=False,
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=bias,
+            learned_positions=positions + _POSITION_OFFSET,
+            position_offset=_POSITION_OFFSET,
+            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
+        )
+        reader.finish()
+        return config

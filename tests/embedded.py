@@ -1,0 +1,85 @@
+"""The embedded model for tests of the API: how it is opened, and what must hold whenever no call is running.
+
+Owns no tests. Tests that use it assert nothing about what the model says, only about how the engine says it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm import LLM, RequestOutput, SamplingParams
+from llm.api import EMBEDDED_MODEL
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = ["In the beginning", "And the LORD said unto Moses", "The king"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=12)
+
+
+@contextmanager
+def open_llm(*args: Any, **kwargs: Any) -> Iterator[LLM]:
+    """An `LLM`, on one thread: for models this small more threads cost more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with LLM(*args, **kwargs) as llm:
+            yield llm
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """Ids of the first completion of each."""
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def engine_of(llm: LLM) -> Any:
+    engine: Any = llm._engine
+    return engine
+
+
+def free_blocks(llm: LLM) -> list[int]:
+    return [len(pool.free) for pool in engine_of(llm).scheduler.blocks.pools]
+
+
+def assert_idle(llm: LLM) -> None:
+    """No request, every block free, and the books add up."""
+    engine = engine_of(llm)
+    engine.scheduler.check_integrity()
+    assert not engine.scheduler.requests
+    assert not engine._completions
+    assert free_blocks(llm) == [llm.config.cache_config.num_blocks] * len(free_blocks(llm))
+
+
+def copy_model(folder: Path, **files: dict[str, Any]) -> Path:
+    """A copy of the embedded model; `config=` and `generation_config=` change keys of those files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in EMBEDDED_MODEL.glob("*"):
+        if path.suffix in {".json", ".safetensors", ".jinja"}:
+            shutil.copy(path, folder / path.name)
+    for name, changes in files.items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def python(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that imports this checkout, from an empty environment as far as this project reads one."""
+    kept = {name: value for name, value in os.environ.items() if name != "LLM_LOG_LEVEL" and not name.startswith("HF_")}
+    env = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    command = [sys.executable, *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300, **options)

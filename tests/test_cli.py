@@ -1,0 +1,204 @@
+"""`python -m llm generate`: what a user at a terminal sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+import torch
+from embedded import ROOT, copy_model, open_llm, python, run
+
+from llm import SamplingParams, cli
+from llm.cli import main
+
+PROMPT = "In the beginning"
+CLOSING = re.compile(r"^\[(\d+) tokens?, (\d+\.\d) tokens/s, finish reason: (\w+)\]\n$")
+SHORT = ["--max-tokens", "6", "--temperature", "0"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def expected(prompt: str = PROMPT, max_tokens: int = 6) -> str:
+    with open_llm() as llm:
+        return run(llm, prompt, SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
+
+
+def test_text_then_one_closing_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, *SHORT]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{PROMPT}{expected()}\n"
+    closing = CLOSING.match(err)
+    assert closing
+    assert closing.groups()[0::2] == ("6", "length")
+    assert float(closing[2]) > 0
+
+
+def test_from_an_empty_folder(tmp_path: Path) -> None:
+    result = python("-m", "llm", "generate", PROMPT, "--seed", "1", cwd=tmp_path)
+    assert result.returncode == 0
+    assert result.stdout.startswith(PROMPT)
+    assert len(result.stdout) > len(PROMPT) + 20
+    assert CLOSING.match(result.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def stdin_of(data: bytes) -> TextIOWrapper:
+    return TextIOWrapper(BytesIO(data), encoding="utf-8")
+
+
+def test_the_prompt_may_come_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin_of(PROMPT.encode() + b"\n"))
+    assert main(["generate", "-", *SHORT]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{expected()}\n"  # the last newline ends the input, not the prompt
+
+
+def test_chat_prints_the_answer_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Who was Moses?", "--chat", *SHORT]) == 0
+    with open_llm() as llm:
+        message = {"role": "user", "content": "Who was Moses?"}
+        [output] = llm.chat([message], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    assert capsys.readouterr().out == f"{output.outputs[0].text}\n"
+
+
+def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    word = expected()[:8].split()[0]
+    assert main(["generate", PROMPT, *SHORT, "--stop", "#", "--stop", word]) == 0
+    out, err = capsys.readouterr()
+    assert word not in out.removeprefix(PROMPT)
+    assert "finish reason: stop" in err
+    sampled = ["generate", PROMPT, "--max-tokens", "8", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01"]
+    answers = []
+    for seed in ("3", "3", "4"):
+        main([*sampled, "--temperature", "1.5", "--seed", seed])
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_without_a_seed_answers_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        main(["generate", PROMPT, "--max-tokens", "20", "--temperature", "1.5"])
+    first, second = capsys.readouterr().out.removeprefix(PROMPT).split(f"\n{PROMPT}")
+    assert first != second.rstrip("\n")
+
+
+def test_one_token_is_not_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, "--max-tokens", "1"]) == 0
+    assert capsys.readouterr().err.startswith("[1 token, ")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([PROMPT, "--model", "/no/such/folder"], "'/no/such/folder' does not exist"),
+        ([PROMPT, "--model", ""], "model must be"),
+        ([PROMPT, "--max-tokens", "0"], "max_tokens must be an integer of at least 1, got 0"),
+        ([PROMPT, "--temperature", "7"], "temperature must be"),
+        ([PROMPT, "--seed", "-5"], "seed must be"),
+        ([PROMPT, "--stop", ""], "stop must be"),
+        ([PROMPT, "--max-model-len", "5000"], "max_model_len must be at most 2048"),
+        ([PROMPT, "--max-model-len", "3"], "max_model_len is 3"),
+        (["\udcff"], "U+DCFF"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["generate", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""  # not even the prompt
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("data, message", [(b"\xff\xfe", "not text: byte 0"), (b"", "empty")])
+def test_bad_input(
+    data: bytes, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A tokenizer that adds nothing, so that no text is no prompt.
+    model = copy_model(tmp_path / "model")
+    tokenizer = model / "tokenizer.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"post_processor": None}))
+    monkeypatch.setattr(sys, "stdin", stdin_of(data))
+    assert main(["generate", "-", "--model", str(model)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_chat_with_a_model_that_has_no_template(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = copy_model(tmp_path / "model", tokenizer_config={"chat_template": None})
+    assert main(["generate", "Who?", "--chat", "--model", str(model)]) == 1
+    assert capsys.readouterr().err.startswith("error: this model's tokenizer has no chat template")
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate"], ["write"], ["generate", "a", "--max-tokens", "many"]])
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: python -m llm")
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["generate", "--help"], ["--version"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "generate" in out
+    assert "(default: 128)" in out
+    assert "offline-llm 0." in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_narrow_terminal_encoding_does_not_stop_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["generate", "Ω", *SHORT]) == 0
+    screen.seek(0)
+    assert screen.read().startswith("?")
+
+
+def started(*arguments: str) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "llm", "generate", PROMPT, *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_reader_that_goes_away_ends_it_quietly() -> None:
+    process = started("--max-tokens", "2000")
+    assert process.stdout and process.stderr
+    assert process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+def test_ctrl_c_is_no_traceback() -> None:
+    process = started("--max-tokens", "2000", "--temperature", "2")
+    assert process.stdout and process.stderr
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert err == b"\ninterrupted\n"
+    assert process.returncode == 130
+
+
+def test_a_defect_of_ours_is_not_dressed_up_as_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_sampling_params", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", PROMPT])

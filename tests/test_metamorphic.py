@@ -1,0 +1,299 @@
+"""An answer depends on its request alone: not on the batch, the order, the chunks, the cache or preemption.
+
+Every row of `tiny_models.TINY_MODELS` answers the same requests once each by itself and then in every setting of
+`SETTINGS`, twice over in different orders, so that the second pass hits the prefix cache. `assert_same` is the only
+comparison. The negative controls plant defects of the kinds that batching, caching and paging invite.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import TINY_MODELS, TinyModel, make_prompts, one_thread, tiny_checkpoint
+
+from llm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from llm.engine.batch import InputBatch
+from llm.engine.block_manager import BlockPool
+from llm.sampling.sampler import SamplingRows
+
+# PyTorch's kernels round differently with the number of rows; invariant kernels make this 0.
+TOLERANCE = 1e-4
+LONGEST_OUTPUT = 10
+
+SETTINGS: dict[str, Mapping[str, Any]] = {
+    "one-batch": {},
+    "whole-prompts-no-prefix-caching": {"enable_chunked_prefill": False, "enable_prefix_caching": False},
+    "chunks-of-1-blocks-of-4": {"max_num_batched_tokens": 1, "block_size": 4},
+    "chunks-of-3-blocks-of-1": {"max_num_batched_tokens": 3, "block_size": 1},
+    "chunks-of-7": {"max_num_batched_tokens": 7},
+    "chunks-of-64-two-rows": {"max_num_batched_tokens": 64, "max_num_seqs": 2},
+    "one-row-blocks-of-4": {"max_num_seqs": 1, "block_size": 4},
+}
+# A step computes so little here that these take long: they get half of the requests.
+SLOW = {"chunks-of-1-blocks-of-4", "one-row-blocks-of-4"}
+# The KV cache holds little more than the longest sequence.
+PREEMPTED: dict[str, Mapping[str, Any]] = {
+    "preempted-blocks-of-4": {"block_size": 4},
+    "preempted-blocks-of-1": {"block_size": 1},
+    "preempted-in-chunks-no-prefix-caching": {
+        "block_size": 4,
+        "max_num_batched_tokens": 16,
+        "enable_prefix_caching": False,
+    },
+}
+SPARE_TOKENS = 8
+
+Request = tuple[list[int], SamplingParams]
+
+
+def make_requests(row: TinyModel) -> list[Request]:
+    """Greedy and seeded, one completion and several, prompts that repeat and that share prefixes, uneven lengths."""
+    prompts = make_prompts(row)
+    longest = max(prompts, key=len)
+    prompts += [longest, longest[:20] + prompts[1][:9], longest[:-3] + prompts[0][:3]]
+    requests = [(prompt, _params(index, temperature=0)) for index, prompt in enumerate(prompts)]
+    requests += [(prompts[index], _params(index, top_k=20, seed=index)) for index in (0, 3, 4)]
+    requests += [(prompts[2], _params(1, top_k=20, seed=5, n=3))]
+    return requests
+
+
+def _params(index: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=LONGEST_OUTPUT - index % 4, logprobs=5, ignore_eos=True, **fields)
+
+
+@dataclass
+class Case:
+    """One row of the table and what it answers to each request by itself."""
+
+    row: TinyModel
+    folder: Path
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        return make_requests(self.row)
+
+    @cached_property
+    def max_model_len(self) -> int:
+        longest = max(len(prompt) for prompt, _ in self.requests) + LONGEST_OUTPUT
+        return self.row.engine.get("max_model_len", longest)
+
+    @cached_property
+    def alone(self) -> list[RequestOutput]:
+        with self.load({"enable_prefix_caching": False}) as llm:
+            return [generate(llm, [request])[0] for request in self.requests]
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        with self.load({}) as llm:
+            cache = llm.config.cache_config
+            return cache.kv_cache_memory_bytes // (cache.num_blocks * cache.block_size)
+
+    def load(self, setting: Mapping[str, Any]) -> LLM:
+        # A bf16 cache would turn a rounding difference into one of a whole bf16 step.
+        exact = {"max_model_len": self.max_model_len, "kv_cache_dtype": "float32"}
+        arguments = {**self.row.engine, **exact, **setting}
+        return LLM(self.folder, skip_tokenizer_init=True, **arguments)
+
+    def load_tight(self, setting: Mapping[str, Any]) -> LLM:
+        """With a KV cache of one longest sequence and a little more."""
+        block_size = setting["block_size"]
+        blocks = -(-(self.max_model_len + SPARE_TOKENS) // block_size)
+        return self.load({"kv_cache_memory_bytes": blocks * block_size * self.bytes_per_token, **setting})
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    with one_thread():
+        yield Case(TINY_MODELS[request.param], tiny_checkpoint(request.param, tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    """For what needs no more than one row."""
+    with one_thread():
+        yield Case(TINY_MODELS["llama"], tiny_checkpoint("llama", tmp_path_factory))
+
+
+def generate(llm: LLM, requests: Sequence[Request]) -> list[RequestOutput]:
+    return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
+
+
+def assert_same(expected: CompletionOutput, actual: CompletionOutput) -> None:
+    """The comparison of this file, and the only one."""
+    assert actual.token_ids == expected.token_ids
+    assert actual.finish_reason == expected.finish_reason
+    assert np.abs(_logprob_table(actual) - _logprob_table(expected)).max() <= TOLERANCE
+
+
+def _logprob_table(completion: CompletionOutput) -> np.ndarray:
+    """[tokens, 6]: the logprob of each token, then the five largest of its position."""
+    table = []
+    for token, position in zip(completion.token_ids, completion.logprobs or [], strict=True):
+        largest = sorted((item.logprob for item in position.values()), reverse=True)[:5]
+        table.append([position[token].logprob, *largest])
+    return np.array(table)
+
+
+def check_orders(case: Case, llm: LLM, name: str = "") -> int:
+    """All requests in a random order and back, in one engine; returns the prompt tokens that came from the cache."""
+    count = len(case.requests) // (2 if name in SLOW else 1)
+    order = random.Random(name).sample(range(len(case.requests)), count)
+    cached = 0
+    for permuted in (order, order[::-1]):
+        outputs = generate(llm, [case.requests[index] for index in permuted])
+        for index, output in zip(permuted, outputs, strict=True):
+            cached += output.num_cached_tokens
+            for expected, actual in zip(case.alone[index].outputs, output.outputs, strict=True):
+                assert_same(expected, actual)
+        assert_idle(llm)
+    return cached
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing is owned by anybody any more."""
+    scheduler = _scheduler(llm)
+    scheduler.check_integrity()
+    assert not scheduler.has_unfinished()
+    assert scheduler.blocks.num_free_blocks() == llm.config.cache_config.num_blocks
+
+
+def _scheduler(llm: LLM) -> Any:
+    engine: Any = llm._engine
+    return engine.scheduler
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_do_not_depend_on(case: Case, name: str) -> None:
+    with case.load(SETTINGS[name]) as llm:
+        cached = check_orders(case, llm, name)
+        assert (cached > 0) == llm.config.cache_config.enable_prefix_caching
+
+
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_answers_do_not_depend_on_being(case: Case, name: str) -> None:
+    with case.load_tight(PREEMPTED[name]) as llm:
+        check_orders(case, llm, name)
+        assert _scheduler(llm).num_preemptions > 0
+
+
+def test_completions_of_one_prompt(case: Case) -> None:
+    """The first seeded completion is what n=1 draws, the others differ; greedy ones are all the greedy answer."""
+    prompt, params = case.requests[-1]
+    single, greedy = replace(params, n=1), replace(params, temperature=0)
+    with case.load({}) as llm:
+        drawn, first, same = (
+            output.outputs for output in generate(llm, [case.requests[-1], (prompt, single), (prompt, greedy)])
+        )
+    assert_same(first[0], drawn[0])
+    assert len({tuple(completion.token_ids) for completion in drawn}) == params.n
+    for completion in same:
+        assert_same(same[0], completion)
+
+
+# Negative controls: one batch with a planted defect is not the same any more.
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _patch_metadata(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    build = InputBatch._attention
+
+    def planted(self: InputBatch, *args: Any) -> Any:
+        metadata = build(self, *args)
+        change(metadata)
+        return metadata
+
+    monkeypatch.setattr(InputBatch, "_attention", planted)
+
+
+def slot_of_one_row_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(metadata: Any) -> None:
+        metadata.slot_mapping[-metadata.query_lens_list[-1] :] += 1
+
+    _patch_metadata(monkeypatch, change)
+
+
+def one_stale_slot_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(metadata: Any) -> None:
+        metadata.seq_lens += 1
+
+    _patch_metadata(monkeypatch, change)
+
+
+def positions_start_over_in_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = InputBatch.build
+
+    def planted(self: InputBatch, plan: Any) -> Any:
+        step = build(self, plan)
+        step.forward_batch.positions = torch.cat([torch.arange(count) for count in step.counts])
+        return step
+
+    monkeypatch.setattr(InputBatch, "build", planted)
+
+
+def prefix_hit_gives_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = BlockPool.find
+
+    def planted(self: BlockPool, digest: bytes, tokens: bytes) -> int:
+        block = find(self, digest, tokens)
+        return block if block < 0 else next((other for other in self.content if other != block), block)
+
+    monkeypatch.setattr(BlockPool, "find", planted)
+
+
+def moved_row_leaves_its_blocks_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = InputBatch._move
+
+    def planted(self: InputBatch, source: int, target: int) -> None:
+        kept = [table[target].copy() for table in self.block_tables]
+        move(self, source, target)
+        for table, blocks in zip(self.block_tables, kept, strict=True):
+            table[target] = blocks
+
+    monkeypatch.setattr(InputBatch, "_move", planted)
+
+
+def draws_depend_on_the_batch_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SamplingRows.set
+
+    def planted(self: SamplingRows, row: int, params: SamplingParams, seed: int, index: int, *rest: Any) -> None:
+        original(self, row, params, seed, row, *rest)
+
+    monkeypatch.setattr(SamplingRows, "set", planted)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        slot_of_one_row_off_by_one,
+        one_stale_slot_is_seen,
+        positions_start_over_in_every_chunk,
+        prefix_hit_gives_a_wrong_block,
+        moved_row_leaves_its_blocks_behind,
+        draws_depend_on_the_batch_row,
+    ],
+)
+def test_planted_defects_are_seen(llama: Case, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llama.alone
+    with llama.load({}) as llm:
+        plant(monkeypatch)
+        with pytest.raises(AssertionError):
+            check_orders(llama, llm)
+
+
+def test_the_comparison_sees_one_logprob(llama: Case) -> None:
+    with llama.load({"enable_prefix_caching": False}) as llm:
+        changed = generate(llm, llama.requests[:1])[0].outputs[0]
+    assert_same(llama.alone[0].outputs[0], changed)
+    assert changed.logprobs is not None
+    changed.logprobs[-1][changed.token_ids[-1]].logprob += 10 * TOLERANCE
+    with pytest.raises(AssertionError):
+        assert_same(llama.alone[0].outputs[0], changed)

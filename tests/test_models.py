@@ -1,0 +1,144 @@
+"""Our models are transformers' models: the same tokens, the same logprobs, alone and in a ragged batch.
+
+Every row of `tiny_models.TINY_MODELS` is held against transformers in float32. transformers is fed the tokens that we
+generated (teacher forcing): where its likeliest token is ours at every position, its greedy tokens are ours too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, TinyModel, make_prompts, one_thread, reference_logprobs, tiny_checkpoint
+
+from llm import LLM, RequestOutput, SamplingParams
+
+TOLERANCE = 1e-4
+TOP = 5
+OUTPUT_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, logprobs=TOP, ignore_eos=True)
+
+
+@dataclass
+class Case:
+    """One row of the table, loaded. The KV cache is float32, whatever the weights are stored as."""
+
+    row: TinyModel
+    folder: Path
+
+    @cached_property
+    def llm(self) -> LLM:
+        return self.load()
+
+    def load(self, **more: Any) -> LLM:
+        arguments = {"kv_cache_dtype": "float32", "enable_prefix_caching": False, **self.row.engine, **more}
+        return LLM(self.folder, skip_tokenizer_init=True, **arguments)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return make_prompts(self.row)
+
+    @cached_property
+    def alone(self) -> list[RequestOutput]:
+        return [output for prompt in self.prompts for output in self.generate([prompt])]
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[RequestOutput]:
+        return self.llm.generate(prompts, params, use_tqdm=False)
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        engine: Any = self.llm._engine
+        return dict(engine.runner.model.named_parameters())
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    case = Case(TINY_MODELS[request.param], tiny_checkpoint(request.param, tmp_path_factory))
+    with one_thread():
+        yield case
+    if "llm" in vars(case):
+        case.llm.close()
+
+
+def deviation(folder: Path, outputs: Sequence[RequestOutput]) -> float:
+    """The largest difference between our logprobs and transformers', infinite where the greedy tokens differ."""
+    return max(_row_deviation(folder, output) for output in outputs)
+
+
+def _row_deviation(folder: Path, output: RequestOutput) -> float:
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    expected = reference_logprobs(folder, output.prompt_token_ids, completion.token_ids)
+    if expected.argmax(dim=-1).tolist() != completion.token_ids:
+        return math.inf
+    worst = 0.0
+    for line, token, ours in zip(expected, completion.token_ids, completion.logprobs, strict=True):
+        assert token in ours and len(ours) == TOP
+        top = line.topk(TOP).values.tolist()
+        worst = max(worst, *(abs(line[index].item() - item.logprob) for index, item in ours.items()))
+        # By rank as well: these are the five likeliest, not just any five.
+        worst = max(worst, *(abs(top[item.rank - 1] - item.logprob) for item in ours.values() if item.rank))
+    return worst
+
+
+def test_alone(case: Case) -> None:
+    assert deviation(case.folder, case.alone) < TOLERANCE
+
+
+def test_in_a_ragged_batch(case: Case) -> None:
+    assert deviation(case.folder, case.generate(case.prompts[::-1])) < TOLERANCE
+
+
+def test_the_row_is_decisive(case: Case) -> None:
+    """Logprobs within the tolerance cannot flip a greedy token, and the tokens are not a few over and over."""
+    completions = [output.outputs[0] for output in case.alone]
+    for position in (position for completion in completions for position in completion.logprobs or []):
+        first, second = sorted((item.logprob for item in position.values()), reverse=True)[:2]
+        assert first - second > 2 * TOLERANCE, "a margin is thin: give the row another seed"
+    tokens = [token for completion in completions for token in completion.token_ids]
+    assert len(set(tokens)) > len(tokens) // 8, "degenerate: give the row another seed"
+
+
+def test_every_parameter_counts(case: Case) -> None:
+    """The negative control of this file: with any one parameter forgotten, the comparison fails."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=TOP)
+    longest = max(case.prompts, key=len)
+    for name, parameter in case.parameters.items():
+        kept = parameter.data
+        parameter.data = torch.ones_like(kept) if _is_norm_weight(name, kept) else torch.zeros_like(kept)
+        outputs = case.generate([longest], params)
+        parameter.data = kept
+        assert deviation(case.folder, outputs) > TOLERANCE, f"{name} does not matter"
+
+
+@pytest.mark.parametrize("case", [name for name, row in TINY_MODELS.items() if row.control], indirect=True)
+def test_what_is_special_counts(case: Case) -> None:
+    with case.load(hf_overrides=case.row.control) as llm:
+        outputs = llm.generate([max(case.prompts, key=len)], GREEDY, use_tqdm=False)
+    assert deviation(case.folder, outputs) > TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case", [name for name, row in TINY_MODELS.items() if row.dtype != torch.float32], indirect=True
+)
+def test_cache_in_the_type_of_the_weights(case: Case) -> None:
+    """By default keys and values are rounded to the checkpoint's type: not the same answer, but close to it."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=TOP)
+    with case.load(kv_cache_dtype="auto") as llm:
+        assert llm.config.cache_config.kv_cache_dtype == case.row.dtype
+        outputs = llm.generate(case.prompts, params, use_tqdm=False)
+    assert TOLERANCE < deviation(case.folder, outputs) < 0.25
+
+
+def _is_norm_weight(name: str, data: torch.Tensor) -> bool:
+    return data.dim() == 1 and name.endswith("weight")
+
+
+def test_weights_stay_as_stored(case: Case) -> None:
+    assert {parameter.dtype for parameter in case.parameters.values()} == {case.row.dtype}

@@ -1,0 +1,380 @@
+"""The sampler: the right distribution, and draws that depend on nothing but the row's own logits, parameters and seed.
+
+Distributions are tested by chi-square against a reference in float64, with fixed seeds, so that a run is red always or
+never; a biased draw must turn it red.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm.sampling import sampler as sampler_module
+from llm.sampling.philox import philox4x32, uniform
+from llm.sampling.sampler import NO_LOGPROBS, Sampler, SamplerOutput, SamplingRows, TokenLogprobs
+from llm.sampling_params import SamplingParams
+
+DRAWS = 20_000
+TOY = torch.tensor([1.2, -0.3, 0.7, 2.0, -1.1, 0.0, 1.9, 0.4, -0.6, 1.5])
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    return philox4x32(np.array([counter], dtype=np.uint32), np.array([key], dtype=np.uint32))[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_philox_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+    """The vectors that Random123 is distributed with."""
+    assert philox(counter, key) == expected
+
+
+def draw_uniform(seed: int, sample_index: int, position: int) -> float:
+    arrays = np.array([seed], dtype=np.uint64), np.array([sample_index]), np.array([position])
+    return float(uniform(*arrays)[0])
+
+
+@given(seed=st.integers(0, 2**64 - 1), sample_index=st.integers(0, 16383), position=st.integers(0, 2**31))
+def test_uniform_is_in_the_half_open_interval_and_every_part_of_the_key_counts(
+    seed: int, sample_index: int, position: int
+) -> None:
+    value = draw_uniform(seed, sample_index, position)
+    assert 0.0 <= value < 1.0
+    for other in ((seed ^ 1, sample_index, position), (seed ^ 1 << 63, sample_index, position)):
+        assert draw_uniform(*other) != value
+    assert draw_uniform(seed, sample_index + 1, position) != value
+    assert draw_uniform(seed, sample_index, position + 1) != value
+
+
+def test_the_largest_uniform_is_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = np.full((1, 4), 0xFFFFFFFF, dtype=np.uint32)
+    monkeypatch.setattr("llm.sampling.philox.philox4x32", lambda counter, key: largest)
+    assert draw_uniform(0, 0, 0) == 1.0 - 2.0**-53
+
+
+def rows_of(
+    params: list[SamplingParams], seeds: list[int] | None = None, suppressed: tuple[int, ...] = ()
+) -> SamplingRows:
+    """Batch rows with these parameters; each row's seed is its own."""
+    rows = SamplingRows(len(params))
+    for row, own in enumerate(params):
+        rows.set(row, own, row if seeds is None else seeds[row], 0, list(suppressed))
+    return rows
+
+
+def sample(
+    logits: torch.Tensor, rows: SamplingRows, lines: list[int] | None = None, outputs: list[int] | None = None
+) -> SamplerOutput:
+    """`lines`: the batch row of each line of `logits`. The sampler may overwrite its input, so it gets a copy."""
+    batch_rows = np.arange(len(logits)) if lines is None else np.array(lines)
+    counts = np.zeros(len(logits), dtype=np.int64) if outputs is None else np.array(outputs)
+    return Sampler()(logits.clone(), rows, batch_rows, counts)
+
+
+def draw_many(logits: torch.Tensor, params: SamplingParams, seed: int = 1234, count: int = DRAWS) -> np.ndarray:
+    """Draws of one row at the positions 0, 1, 2 ..."""
+    lines = logits.expand(count, -1)
+    return sample(lines, rows_of([params], [seed]), [0] * count, list(range(count))).tokens.numpy()
+
+
+def reference(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """What each token's probability should be: temperature, then min_p, top_k and top_p on what is left."""
+    weights = np.exp(logits.double().numpy() / max(params.temperature, 0.01))
+    weights[weights < params.min_p * weights.max()] = 0.0
+    order = np.argsort(-weights, kind="stable")
+    if params.top_k:
+        weights[order[params.top_k :]] = 0.0
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= params.top_p * weights.sum()]] = 0.0
+    return weights / weights.sum()
+
+
+def fits(tokens: np.ndarray, expected: np.ndarray) -> bool:
+    """Chi-square goodness of fit at a level of one in a million (Wilson and Hilferty's approximation)."""
+    observed = np.bincount(tokens, minlength=len(expected))
+    if observed[expected == 0].any():
+        return False
+    possible = expected > 0
+    counts = expected[possible] * len(tokens)
+    assert counts.min() >= 5, "too few draws for this vocabulary"
+    freedom = int(possible.sum()) - 1
+    if freedom == 0:
+        return True
+    statistic = float(((observed[possible] - counts) ** 2 / counts).sum())
+    spread = 2.0 / (9.0 * freedom)
+    return statistic <= freedom * (1.0 - spread + 4.75 * math.sqrt(spread)) ** 3
+
+
+MIXTURES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 1.7},
+    {"top_k": 1},
+    {"top_k": 4},
+    {"top_k": 10},
+    {"top_k": 5000},
+    {"top_p": 0.6},
+    {"top_p": 0.95},
+    {"top_p": 1e-9},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"top_k": 5, "top_p": 0.8},
+    {"top_k": 3, "min_p": 0.15},
+    {"top_p": 0.7, "min_p": 0.1},
+    {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1.5, "top_k": 5000, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("options", MIXTURES, ids=str)
+def test_draws_have_the_distribution_of_the_reference(options: dict[str, Any]) -> None:
+    params = SamplingParams(**options)
+    assert fits(draw_many(TOY, params), reference(TOY, params))
+
+
+def test_draws_of_different_seeds_and_samples_are_independent_draws() -> None:
+    params = SamplingParams()
+    by_seed = rows_of([params] * DRAWS)
+    assert fits(sample(TOY.expand(DRAWS, -1), by_seed).tokens.numpy(), reference(TOY, params))
+    by_sample = SamplingRows(DRAWS)
+    for index in range(DRAWS):
+        by_sample.set(index, params, 7, index, [])
+    assert fits(sample(TOY.expand(DRAWS, -1), by_sample).tokens.numpy(), reference(TOY, params))
+
+
+@pytest.mark.parametrize("options", [{"top_k": 4, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.05}, {}], ids=str)
+def test_a_biased_draw_does_not_fit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the tests above: draws pushed towards 0 by a tenth of a power are caught."""
+    monkeypatch.setattr(sampler_module, "uniform", lambda *key: uniform(*key) ** 1.1)
+    params = SamplingParams(**options)
+    assert not fits(draw_many(TOY, params), reference(TOY, params))
+
+
+@pytest.mark.parametrize(
+    ("asked", "computed"),
+    [({"top_p": 0.6}, {"top_p": 0.8}), ({"top_k": 4}, {"top_k": 3}), ({"min_p": 0.1}, {"min_p": 0.2})],
+    ids=str,
+)
+def test_a_wrong_cut_does_not_fit(asked: dict[str, Any], computed: dict[str, Any]) -> None:
+    assert not fits(draw_many(TOY, SamplingParams(**computed)), reference(TOY, SamplingParams(**asked)))
+
+
+# On a grid, so that equal logits are common: which of them is cut must not depend on the companions.
+LOGITS = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).integers(-6, 6, (12, 40)) / 2.0)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 1e-3, 0.3, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 1, 2, 5, 20, 40, 2000]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+        "logprobs": st.sampled_from([None, 0, 3, -1]),
+    }
+)
+
+
+def draws_alone_and_together(
+    values: np.ndarray, options: list[dict[str, Any]], order: list[int]
+) -> list[tuple[Any, Any]]:
+    """(alone, together in this order) for each row: its token and its logprobs."""
+    logits = torch.from_numpy(values).float()
+    params = [SamplingParams(**own) for own in options]
+    together = sample(logits[order], rows_of([params[row] for row in order], order))
+    pairs = []
+    for line, row in enumerate(order):
+        alone = sample(logits[row : row + 1], rows_of([params[row]], [row]))
+        pairs.append(
+            (
+                (alone.tokens.tolist()[0], alone.logprobs.get(0)),
+                (together.tokens.tolist()[line], together.logprobs.get(line)),
+            )
+        )
+    return pairs
+
+
+@given(values=LOGITS, options=st.lists(OPTIONS, min_size=12, max_size=12), order=st.permutations(range(12)))
+@settings(max_examples=40)
+def test_a_draw_is_the_same_alone_in_a_batch_and_in_any_order(
+    values: np.ndarray, options: list[dict[str, Any]], order: list[int]
+) -> None:
+    for alone, together in draws_alone_and_together(values, options, order):
+        assert alone == together
+
+
+def test_torch_topk_alone_would_let_companions_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above, and the reason of `_likeliest`."""
+    monkeypatch.setattr(
+        sampler_module, "_likeliest", lambda logits, top_k: torch.topk(logits, min(int(top_k.max()), 40))
+    )
+    values = np.random.default_rng(0).integers(-3, 3, (12, 40)) / 2.0
+    options: list[dict[str, Any]] = [{"top_k": 1 + 3 * row} for row in range(12)]
+    pairs = draws_alone_and_together(values, options, list(range(12)))
+    assert any(alone != together for alone, together in pairs)
+
+
+@given(values=LOGITS, top_k=st.lists(st.integers(1, 60), min_size=12, max_size=12), hidden=st.integers(0, 40))
+@settings(max_examples=60)
+def test_the_likeliest_are_those_of_a_stable_sort(values: np.ndarray, top_k: list[int], hidden: int) -> None:
+    logits = torch.from_numpy(values).float()
+    logits[:, :hidden] = -math.inf
+    found_values, found_ids = sampler_module._likeliest(logits, torch.tensor(top_k).unsqueeze(1))
+    sorted_values, sorted_ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    for row, count in enumerate(top_k):
+        finite = min(count, 40 - hidden)
+        assert found_values[row, :count].tolist() == sorted_values[row, :count].tolist()
+        assert found_ids[row, :finite].tolist() == sorted_ids[row, :finite].tolist()
+
+
+def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
+    params = SamplingParams()
+    first, again, other = (draw_many(TOY, params, seed, 200).tolist() for seed in (5, 5, 6))
+    assert first == again
+    assert first != other
+    siblings = SamplingRows(2)
+    for index in range(2):
+        siblings.set(index, params, 5, index, [])
+    lines = [0] * 200 + [1] * 200
+    drawn = sample(TOY.expand(400, -1), siblings, lines, list(range(200)) * 2).tokens.tolist()
+    assert drawn[:200] == first
+    assert drawn[200:] != first
+
+
+def test_greedy_takes_the_first_of_the_likeliest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    rows = rows_of([SamplingParams(temperature=0)] * 2)
+    assert sample(logits, rows).tokens.tolist() == [1, 0]
+
+
+def test_draws_leave_the_users_generators_alone() -> None:
+    def states() -> list[Any]:
+        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # type: ignore[index]
+
+    before = states()
+    for options in MIXTURES:
+        draw_many(TOY, SamplingParams(**options), count=10)
+    assert states() == before
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_forbids_the_ends_until_enough_is_out(temperature: float) -> None:
+    logits = torch.tensor([0.0, 9.0, 8.0, 1.0])
+    params = SamplingParams(temperature=temperature, min_tokens=2, logprobs=0)
+    # A configuration can name ends that the model has no logits for.
+    rows = rows_of([params, SamplingParams(temperature=0)], suppressed=(1, 2, 4))
+    for position in range(100):
+        output = sample(logits.expand(2, -1), rows, [0, 1], [position % 4, 0])
+        token, unrestricted = output.tokens.tolist()
+        assert token not in (1, 2) if position % 4 < 2 else token in (1, 2)
+        assert unrestricted == 1
+        # What is reported is the model's own: raw, before anything was forbidden.
+        assert output.logprobs[0].logprobs == [float(logits.log_softmax(-1)[token])]
+
+
+def check_logprobs(found: TokenLogprobs, logits: torch.Tensor, token: int, count: int) -> None:
+    expected = logits.float().log_softmax(dim=-1)
+    assert found.token_ids[0] == token
+    assert found.logprobs == expected[found.token_ids].tolist()
+    assert found.ranks[0] == 1 + int((expected > expected[token]).sum())
+    assert found.logprobs[1:] == sorted(expected.tolist(), reverse=True)[:count]
+    assert found.ranks[1:] == list(range(1, count + 1))
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    wanted=st.sampled_from([0, 1, 5, 29, 30, 31, -1, 10**30]),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+@settings(max_examples=40)
+def test_logprobs_are_the_log_softmax_of_the_raw_logits(seed: int, wanted: int, temperature: float) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).permutation(30)).float() / 7
+    params = SamplingParams(temperature=temperature, top_k=10**30, min_p=0.1, logprobs=wanted)
+    output = sample(logits.expand(2, -1), rows_of([SamplingParams(), params]))
+    assert list(output.logprobs) == [1]
+    count = 30 if wanted == -1 else min(wanted, 30)
+    check_logprobs(output.logprobs[1], logits, int(output.tokens[1]), count)
+    whole = np.log(reference(logits, SamplingParams()))
+    assert output.logprobs[1].logprobs == pytest.approx(whole[output.logprobs[1].token_ids], abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_logprobs_are_float32_whatever_the_logits_are(dtype: torch.dtype) -> None:
+    logits = TOY.to(dtype)
+    output = sample(logits.unsqueeze(0), rows_of([SamplingParams(temperature=0, logprobs=-1)]))
+    check_logprobs(output.logprobs[0], logits, 3, len(TOY))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 8}, {"top_k": 5000}, {"top_p": 0.999}, {"min_p": 0.01}], ids=str)
+def test_impossible_tokens_are_never_drawn(options: dict[str, Any]) -> None:
+    logits = TOY.clone()
+    logits[[0, 3, 6, 9]] = -math.inf
+    params = SamplingParams(**options)
+    assert fits(draw_many(logits, params), reference(logits, params))
+    only = torch.full((10,), -math.inf)
+    only[7] = -3.0
+    assert set(draw_many(only, params, count=100).tolist()) == {7}
+
+
+@pytest.mark.parametrize("draw", [0.0, 1.0 - 2.0**-53])
+@pytest.mark.parametrize("options", [{}, {"top_k": 8}, {"top_p": 0.999}], ids=str)
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(
+    draw: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "uniform", lambda seeds, *rest: np.full(len(seeds), draw))
+    logits = torch.tensor([-math.inf, 0.0, 1.0, 2.0, -math.inf, -math.inf])
+    (token,) = sample(logits.unsqueeze(0), rows_of([SamplingParams(**options)])).tokens.tolist()
+    assert logits[token] > -math.inf
+
+
+BATCH_OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), OPTIONS, st.integers(0, 2**64 - 1), st.integers(0, 3)),
+        st.tuples(st.just("remove"), st.integers(0, 7)),
+    ),
+    max_size=30,
+)
+
+
+@given(operations=BATCH_OPERATIONS)
+@settings(max_examples=60)
+def test_parameters_move_with_their_rows(operations: list[Any]) -> None:
+    """As the persistent batch does it: a new row goes last, a removed one is filled by the last."""
+    rows = SamplingRows(8)
+    live: list[tuple[SamplingParams, int, int]] = []
+    for operation in operations:
+        if operation[0] == "add" and len(live) < 8:
+            _, options, seed, min_tokens = operation
+            params = SamplingParams(**options, min_tokens=min_tokens)
+            rows.set(len(live), params, seed, min_tokens, [seed % 5])
+            live.append((params, seed, min_tokens))
+        elif operation[0] == "remove" and operation[1] < len(live):
+            last = len(live) - 1
+            if operation[1] != last:
+                rows.move(last, operation[1])
+                live[operation[1]] = live[last]
+            live.pop()
+            rows.clear(last)
+    for row, (params, seed, min_tokens) in enumerate(live):
+        assert (rows.top_k[row], rows.top_p[row], rows.seed[row]) == (params.top_k, params.top_p, seed)
+        assert rows.min_p[row] == np.float32(params.min_p)
+        assert rows.temperature[row] == np.float32(0.0 if params.greedy else max(params.temperature, 0.01))
+        assert rows.sample_index[row] == min_tokens
+        assert rows.logprobs[row] == (NO_LOGPROBS if params.logprobs is None else params.logprobs)
+        assert rows.min_tokens.get(row) == ((min_tokens, [seed % 5]) if min_tokens else None)
+    assert set(rows.min_tokens) <= set(range(len(live)))

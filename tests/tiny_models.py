@@ -1,0 +1,183 @@
+"""Tiny random checkpoints, one per row of `TINY_MODELS`: what every family is tested on.
+
+Owns the table, the recipe that fills the weights, and transformers' side of every comparison. No tests.
+
+A new family joins by one line: the name of its transformers config class and keyword arguments that are small, odd and
+cross the thresholds that matter (a window, an original context length) within the row's `lengths`.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+VOCAB = 257
+# Of the matrices in the layers: more makes greedy tokens vary more, and rounding errors grow faster.
+GAIN = 1.5
+# Odd sizes, head_dim != hidden_size / num_attention_heads, grouped queries.
+BASE: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 91,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# With head_dim 10 one wavelength is kept, one interpolated, and the rest are divided.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """How to write one checkpoint.
+
+    Attributes:
+        config_class: a class of transformers, by name.
+        config: its arguments, on top of `BASE`; None removes one that the class does not take.
+        seed: of the weights; change it when a row is not decisive (`test_models.py` says so).
+        dtype: what the weights are stored as.
+        shards: split the weights over several files.
+        rewrite_config: edits the config.json that transformers wrote.
+        lengths: of the prompts.
+        engine: arguments of `LLM` that this row always needs.
+        control: `hf_overrides` that must change the answers: what is special about the row is felt at its lengths.
+    """
+
+    config_class: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    shards: bool = False
+    rewrite_config: Callable[[dict[str, Any]], None] = lambda config: None
+    lengths: tuple[int, ...] = (1, 5, 16, 23, 40)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    control: Mapping[str, Any] | None = None
+
+
+def transformers_4(config: dict[str, Any]) -> None:
+    """config.json as transformers 4 wrote it: `rope_theta` beside `rope_scaling`, `torch_dtype`."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    config["torch_dtype"] = config.pop("dtype")
+    config["pretraining_tp"] = 1
+
+
+TINY_MODELS: dict[str, TinyModel] = {
+    "llama": TinyModel("LlamaConfig"),
+    "llama-biases-one-kv-head": TinyModel(
+        "LlamaConfig", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}, seed=1
+    ),
+    "llama-tied": TinyModel("LlamaConfig", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "llama-rope-llama3": TinyModel(
+        "LlamaConfig",
+        {"rope_parameters": LLAMA3},
+        lengths=(1, 5, 16, 33, 80),
+        control={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "llama-transformers-4": TinyModel(
+        "LlamaConfig",
+        {"rope_parameters": LLAMA3, "head_dim": 16},
+        rewrite_config=transformers_4,
+        control={"rope_scaling": None},
+    ),
+    "llama-bf16": TinyModel("LlamaConfig", {"tie_word_embeddings": True}, dtype=torch.bfloat16),
+    "llama-sharded": TinyModel("LlamaConfig", {"attention_bias": True}, shards=True),
+}
+
+
+def tiny_checkpoint(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a row's checkpoint, written by the first test of the session that asks for it."""
+    folder = tmp_path_factory.getbasetemp() / "tiny-models" / name
+    if not folder.exists():
+        partial = folder.with_name(f"{name}.partial")
+        write_checkpoint(TINY_MODELS[name], partial)
+        partial.rename(folder)
+    return folder
+
+
+def write_checkpoint(row: TinyModel, folder: Path) -> None:
+    """Write config.json and safetensors with transformers' `save_pretrained`."""
+    import transformers
+
+    arguments = {key: value for key, value in {**BASE, **row.config}.items() if value is not None}
+    config = getattr(transformers, row.config_class)(**arguments)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomise(model, row.seed)
+    model.to(row.dtype).save_pretrained(folder, max_shard_size="40KB" if row.shards else "1GB")
+    path = folder / "config.json"
+    saved = json.loads(path.read_text())
+    row.rewrite_config(saved)
+    path.write_text(json.dumps(saved))
+
+
+@torch.no_grad()
+def randomise(model: Any, seed: int) -> None:
+    """Weights that make every parameter matter.
+
+    Vectors (norm weights, biases) get noise on top of what they start from, matrices keep the scale of what flows
+    through them. Embeddings are small, or a tied model would repeat its last token for ever; the last norm makes up for
+    it, for logits with a deviation of about three: greedy tokens vary, with clear margins.
+    """
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        noise = torch.randn(parameter.shape, generator=generator)
+        of_a_layer = any(part.isdigit() for part in name.split("."))
+        if parameter.dim() == 1:
+            parameter += 0.3 * noise + (0 if of_a_layer or name.endswith("bias") else 2)
+        else:
+            parameter.copy_(noise * (GAIN if of_a_layer else 1) / parameter.shape[-1] ** 0.5)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, and where cores are busy the threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_prompts(row: TinyModel) -> list[list[int]]:
+    """One prompt per length of the row; tokens 0 to 2 (special in `BASE`) do not occur."""
+    generator = torch.Generator().manual_seed(len(row.lengths))
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in row.lengths]
+
+
+@lru_cache(maxsize=2)
+def reference_model(folder: Path) -> Any:
+    """transformers' model, the stored weights widened to float32."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def reference_logprobs(folder: Path, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+    """float32 [len(output), vocab]: transformers' logprobs at each position of `output`, the whole row fed at once."""
+    ids = torch.tensor([[*prompt, *output]])
+    logits = reference_model(folder)(input_ids=ids, use_cache=False).logits[0].float()
+    return logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
