@@ -113,12 +113,12 @@ class DecoderConfig:
         rotary_dim = int(self.head_size * rope.partial_rotary_factor)
         if rotary_dim % 2:
             raise UnsupportedModelError(
-                f"config.json: {rotary_dim} rotated channels per head is odd; pairs are needed."
+                f"config.json: {rotary_dim} rotated channels per head is odd, must be even."
             )
         divisors = {len(rope.short_factor), len(rope.long_factor)}
         if rope.rope_type == "longrope" and divisors != {rotary_dim // 2}:
             raise UnsupportedModelError(
-                f"config.json: short_factor and long_factor need {rotary_dim // 2} numbers each, have {sorted(divisors)}."
+                f"config.json: short_factor and long_factor need {rotary_dim // 2} numbers, have {sorted(divisors)}."
             )
 
     def make_norm(self, size: int, options: BuildOptions) -> nn.Module:
@@ -357,7 +357,7 @@ def decoder_sizes(reader: ConfigReader, *, default_kv_heads: int | None = None) 
 
 
 def longest_sequence(reader: ConfigReader, rope: RopeParameters, default: int = 2048) -> int:
-    """Positions a model serves: `max_position_embeddings`, stretched by the scalings that config.json leaves out of it."""
+    """Positions a model serves: `max_position_embeddings`, stretched by the scalings that it leaves out."""
     longest = reader.positive("max_position_embeddings", default)
     if rope.rope_type in ("linear", "dynamic"):
         return int(longest * rope.factor)
