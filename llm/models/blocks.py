@@ -112,9 +112,7 @@ class DecoderConfig:
     def _check_rope(self, rope: RopeParameters) -> None:
         rotary_dim = int(self.head_size * rope.partial_rotary_factor)
         if rotary_dim % 2:
-            raise UnsupportedModelError(
-                f"config.json: {rotary_dim} rotated channels per head is odd, must be even."
-            )
+            raise UnsupportedModelError(f"config.json: {rotary_dim} rotated channels per head is odd, must be even.")
         divisors = {len(rope.short_factor), len(rope.long_factor)}
         if rope.rope_type == "longrope" and divisors != {rotary_dim // 2}:
             raise UnsupportedModelError(
