@@ -108,6 +108,176 @@ TINY_MODELS: dict[str, TinyModel] = {
     "llama-sharded": TinyModel("LlamaConfig", {"attention_bias": True}, shards=True),
 }
 
+DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+TINY_MODELS = TINY_MODELS | {
+    "mistral": TinyModel("MistralConfig", {"sliding_window": 7}, control={"sliding_window": 30}),
+    "mistral-full": TinyModel("MistralConfig", {"sliding_window": None}),
+    "qwen2": TinyModel("Qwen2Config", {"head_dim": None}),
+    "qwen2-window": TinyModel(
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "head_dim": None},
+        control={"max_window_layers": 2, "layer_types": None},
+    ),
+    "qwen3": TinyModel("Qwen3Config", {"num_key_value_heads": 1}),
+    "qwen3-bias": TinyModel("Qwen3Config", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": TinyModel(
+        "Gemma2Config",
+        {"sliding_window": 7, "query_pre_attn_scalar": 14, "tie_word_embeddings": True},
+        seed=6,
+        control={"sliding_window": 30},
+    ),
+    "gemma2-caps": TinyModel(
+        "Gemma2Config",
+        {"sliding_window": 7, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 7.0},
+        control={"attn_logit_softcapping": 4.0},
+    ),
+    "gemma3": TinyModel(
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 14,
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        control={"sliding_window": 30},
+    ),
+    "phi3": TinyModel("Phi3Config", {"head_dim": None, "sliding_window": 11}, control={"sliding_window": 30}),
+    "phi3-partial": TinyModel(
+        "Phi3Config",
+        {
+            "head_dim": None,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3-longrope-long": TinyModel(
+        "Phi3Config",
+        {
+            "head_dim": None,
+            "num_attention_heads": 6,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+                "original_max_position_embeddings": 32,
+            },
+        },
+        lengths=(33, 35, 40, 47, 60),
+        engine={"max_model_len": 100},
+    ),
+    "phi3-longrope-short": TinyModel(
+        "Phi3Config",
+        {
+            "head_dim": None,
+            "num_attention_heads": 6,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+                "original_max_position_embeddings": 64,
+            },
+        },
+        engine={"max_model_len": 64},
+    ),
+    "granite": TinyModel(
+        "GraniteConfig",
+        {
+            "head_dim": None,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.5,
+        },
+        control={"residual_multiplier": 1.0},
+    ),
+    "granite-bias": TinyModel("GraniteConfig", {"head_dim": None, "attention_bias": True, "mlp_bias": True}),
+    "olmo2": TinyModel("Olmo2Config", {"head_dim": None}),
+    "smollm3": TinyModel(
+        "SmolLM3Config",
+        {"head_dim": None, "no_rope_layer_interval": 2, "num_hidden_layers": 4},
+        control={"no_rope_layers": [1, 1, 1, 1]},
+    ),
+    "opt": TinyModel(
+        "OPTConfig",
+        {
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "intermediate_size": None,
+            "rms_norm_eps": None,
+            "ffn_dim": 91,
+            "word_embed_proj_dim": 48,
+            "tie_word_embeddings": True,
+        },
+        seed=1,
+    ),
+    "gpt2": TinyModel(
+        "GPT2Config",
+        {
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "n_positions": 256,
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 6,
+            "n_inner": 91,
+            "hidden_size": None,
+            "intermediate_size": None,
+            "num_hidden_layers": None,
+            "num_attention_heads": None,
+            "max_position_embeddings": None,
+            "rms_norm_eps": None,
+            "layer_norm_epsilon": 1e-3,
+            "tie_word_embeddings": True,
+        },
+        seed=2,
+    ),
+    "llama-linear": TinyModel(
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}},
+        control={"rope_parameters": DEFAULT},
+    ),
+    "llama-dynamic": TinyModel(
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
+        },
+        engine={"max_model_len": 64},
+    ),
+    "llama-dynamic-scaled": TinyModel(
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
+        },
+        engine={"max_model_len": 64},
+        lengths=(52, 52, 52),
+        control={"rope_parameters": DEFAULT, "max_position_embeddings": 64},
+    ),
+    "llama-yarn": TinyModel(
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        control={"rope_parameters": DEFAULT},
+    ),
+}
+
 
 def tiny_checkpoint(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a row's checkpoint, written by the first test of the session that asks for it."""
