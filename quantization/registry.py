@@ -1,0 +1,94 @@
+"""Which class reads which checkpoint format, and which computes which scheme.
+
+Owns both tables. Names registered by plugins come before the built-in ones, so a plugin may replace one. Built-in
+classes are named by "module:Class" and imported when first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from llm.errors import LLMError, ValidationError, nearest
+from llm.quantization.base import QuantizationConfig
+
+C = TypeVar("C", bound=type)
+
+_BUILTIN_CONFIGS: dict[str, str] = {}
+
+_plugin_configs: dict[str, type[QuantizationConfig]] = {}
+_schemes: dict[tuple[str, str], type] = {}
+
+
+def register_quantization_config(name: str) -> Callable[[C], C]:
+    """Class decorator: make a `QuantizationConfig` known as `quantization=name`; it replaces a built-in one.
+
+    Raises `ValidationError` when the class is no `QuantizationConfig`.
+    """
+
+    def decorate(config_class: C) -> C:
+        if not (isinstance(config_class, type) and issubclass(config_class, QuantizationConfig)):
+            raise ValidationError(
+                f"register_quantization_config({name!r}) takes a subclass of QuantizationConfig, got {config_class!r}.",
+                parameter="config_class",
+                value=config_class,
+            )
+        _plugin_configs[name] = config_class
+        return config_class
+
+    return decorate
+
+
+def quantization_methods() -> tuple[str, ...]:
+    """Every name of a checkpoint format, plugins first."""
+    return tuple(dict.fromkeys([*_plugin_configs, *_BUILTIN_CONFIGS]))
+
+
+def plugin_configs() -> dict[str, type[QuantizationConfig]]:
+    """What plugins registered, in order of registration."""
+    return dict(_plugin_configs)
+
+
+def get_quantization_config(name: str) -> type[QuantizationConfig]:
+    """The class for a format; an unknown name raises `ValidationError` that lists the known ones."""
+    if name in _plugin_configs:
+        return _plugin_configs[name]
+    if name in _BUILTIN_CONFIGS:
+        module, _, attribute = _BUILTIN_CONFIGS[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    known = quantization_methods()
+    raise ValidationError(
+        f"quantization={name!r} is not known.{nearest(name, known)} Known: {', '.join(known) or 'none'}.",
+        parameter="quantization",
+        value=name,
+    )
+
+
+def register_scheme(quant_type: str, kind: str) -> Callable[[C], C]:
+    """Class decorator: make a scheme serve layers of `kind` ("linear", "embedding", "moe", "attention").
+
+    Args:
+        quant_type: as the description file of a ModelSlim checkpoint spells it, e.g. "W8A8_DYNAMIC".
+
+    Raises `LLMError` when the pair is taken.
+    """
+
+    def decorate(scheme_class: C) -> C:
+        taken = _schemes.get((quant_type, kind))
+        if taken is not None:
+            raise LLMError(f"a scheme for {quant_type} {kind} layers is already registered: {taken.__name__}.")
+        _schemes[quant_type, kind] = scheme_class
+        return scheme_class
+
+    return decorate
+
+
+def get_scheme_class(quant_type: str, kind: str) -> Any:
+    """The scheme for a layer, None when there is none."""
+    return _schemes.get((quant_type, kind))
+
+
+def scheme_types(kind: str) -> tuple[str, ...]:
+    """The types that have a scheme for layers of `kind`."""
+    return tuple(quant_type for quant_type, its_kind in _schemes if its_kind == kind)
