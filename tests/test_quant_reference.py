@@ -73,7 +73,7 @@ def test_packing_is_exact(seed: int, n: int, k: int) -> None:
     ],
 )
 def test_what_cannot_be_packed_is_refused(pack: Any, weight: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="int4 values|a weight is|floating type"):
+    with pytest.raises(ValueError, match=r"int4 values|a weight is|floating type"):
         pack(weight)
 
 
