@@ -51,7 +51,7 @@ class PackedWeight:
 def pack_int8(weight: torch.Tensor) -> PackedWeight:
     """int8 [N, K] -> packed."""
     _check_weight(weight, torch.int8)
-    return PackedWeight(weight.contiguous(), *weight.shape, kind="int8")
+    return PackedWeight(weight.contiguous(), weight.shape[0], weight.shape[1], "int8")
 
 
 def pack_int4(weight: torch.Tensor) -> PackedWeight:
@@ -62,7 +62,7 @@ def pack_int4(weight: torch.Tensor) -> PackedWeight:
     even, odd = weight[:, 0::2], weight[:, 1::2]
     packed = even & 15
     packed[:, : odd.shape[1]] |= odd << 4
-    return PackedWeight(packed.contiguous(), *weight.shape, kind="int4")
+    return PackedWeight(packed.contiguous(), weight.shape[0], weight.shape[1], "int4")
 
 
 def pack_float(weight: torch.Tensor) -> PackedWeight:
@@ -70,7 +70,7 @@ def pack_float(weight: torch.Tensor) -> PackedWeight:
     if not weight.is_floating_point():
         raise ValueError(f"pack_float takes a floating type, got {weight.dtype}")
     _check_weight(weight, weight.dtype)
-    return PackedWeight(weight.contiguous(), *weight.shape, kind="float")
+    return PackedWeight(weight.contiguous(), weight.shape[0], weight.shape[1], "float")
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
