@@ -16,6 +16,7 @@ import pytest
 from embedded import GREEDY, PROMPTS, SAMPLED, assert_idle, copy_model, engine_of, open_llm, run, tokens
 
 from llm import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from llm.errors import ValidationError
 
 LONG = "In the beginning God created the heaven and the earth, and the earth was without form, and void. " * 3
 
@@ -353,6 +354,15 @@ CONVERSATION = [
     {"role": "assistant", "content": "A prophet."},
     {"role": "user", "content": "And Abraham?"},
 ]
+
+
+def test_the_embedded_template_renders_every_message_or_refuses(llm: LLM) -> None:
+    system, user, answer = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
+    [prompt] = llm.render_chat([system, user, answer, user])
+    assert prompt["prompt"] == "<|bos|><|user|>s\nu<|end|><|assistant|>a<|end|><|user|>u<|end|><|assistant|>"
+    for conversation in ([system], [system, answer], [user, system, user], [{"role": "tool", "content": "t"}]):
+        with pytest.raises(ValidationError, match="knows the roles user and assistant"):
+            llm.render_chat(conversation)
 
 
 def test_chat_is_generate_on_the_rendered_template(llm: LLM) -> None:

@@ -158,6 +158,13 @@ def test_a_cache_that_lacks_a_shard_is_refused_offline(offline: Path) -> None:
     refuse(NAME, "lacks m-2.safetensors")
 
 
+def test_random_weights_and_a_tokenizer_alone_need_no_weights_of_the_hub(offline: Path) -> None:
+    files = {name: text for name, text in COMPLETE.items() if name != "model.safetensors"}
+    snapshot = write_cache(offline, files)
+    assert resolve_model(NAME, weights=False) == snapshot
+    refuse(NAME, "weights")
+
+
 def test_a_cache_without_a_tokenizer_is_completed_online_and_used_offline(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +209,7 @@ def play_hub(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], str]) -> list
         return answer()
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     return calls
 
 

@@ -114,6 +114,7 @@ class BlockManager:
     def __init__(self, num_blocks: int, windows: list[int | None], block_size: int) -> None:
         self.block_size = block_size
         self.windows = windows
+        self._any_window = any(window is not None for window in windows)
         self.pools = [BlockPool(num_blocks) for _ in windows]
 
     def num_free_blocks(self) -> int:
@@ -134,10 +135,15 @@ class BlockManager:
         return length * self.block_size, found
 
     def allocate(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """Grow the request's tables to hold `num_tokens`; the new ids per group, or None when blocks are short."""
+        """Grow the request's tables to hold `num_tokens`; the new ids per group, or None when blocks are short.
+
+        An empty list: they hold as many already.
+        """
         if not request.blocks:
             request.blocks = [[] for _ in self.pools]
         wanted = -(-num_tokens // self.block_size)
+        if not self._any_window and all(len(blocks) >= wanted for blocks in request.blocks):
+            return []  # most steps of most rows
         self._release_out_of_window(request)
         missing = [wanted - len(blocks) for blocks in request.blocks]
         if any(count > len(pool.free) for count, pool in zip(missing, self.pools, strict=True)):

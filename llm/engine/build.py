@@ -132,7 +132,7 @@ def _make_runner(model: Any, specs: list[KVCacheSpec], config: EngineConfig) -> 
 
 
 def _read_source(args: EngineArgs) -> _Source:
-    folder = resolve_folder(args.model, args.revision)
+    folder = resolve_folder(args.model, args.revision, weights=args.load_format != "dummy")
     path = folder / "config.json"
     if not path.exists():
         raise CheckpointError(f"{folder} has no config.json; is it a Hugging Face model folder?")
@@ -223,7 +223,7 @@ def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], fr
 def _tokenizer(args: EngineArgs, folder: Path) -> Tokenizer | None:
     if args.skip_tokenizer_init:
         return None
-    where = folder if args.tokenizer is None else resolve_folder(args.tokenizer, None)
+    where = folder if args.tokenizer is None else resolve_folder(args.tokenizer, weights=False)
     return Tokenizer(where, args.chat_template)
 
 

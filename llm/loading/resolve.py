@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
-def resolve_model(model: str | Path, revision: str | None = None) -> Path:
+def resolve_model(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
     """Return the local folder of a model.
 
     Args:
         model: a folder, or a hub name `org/name` (a `Path` is always a folder).
         revision: a branch, tag or commit of a hub model.
+        weights: False: config.json and the tokenizer are enough.
 
     Raises:
         CheckpointError: there is no such folder, or the hub's model cannot be had.
@@ -45,7 +47,7 @@ def resolve_model(model: str | Path, revision: str | None = None) -> Path:
     if os.path.exists(path):
         raise CheckpointError(f"model {str(model)!r} is a file; pass the folder that holds config.json and the weights")
     if isinstance(model, str) and _HUB_NAME.fullmatch(model):
-        return _from_hub(model, revision)
+        return _from_hub(model, revision, weights)
     raise CheckpointError(
         f"model {str(model)!r} does not exist; pass an existing folder, or a hub name of the form 'org/name'"
     )
@@ -60,12 +62,12 @@ def _refuse_revision(model: str | Path, revision: str | None) -> None:
         )
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
     cached = _cached_snapshot(name, revision)
-    if cached is not None and not _missing_files(cached) and _has_tokenizer(cached):
+    if cached is not None and not _missing_files(cached, weights) and _has_tokenizer(cached):
         return cached
-    folder = _download(name, revision)
-    missing = _missing_files(folder)
+    folder = _download(name, revision, weights)
+    missing = _missing_files(folder, weights)
     if missing:
         raise CheckpointError(
             f"the copy of hub model {name!r} in {folder} lacks {' and '.join(missing)}; if the hub has it, connect to "
@@ -86,14 +88,14 @@ def _cached_snapshot(name: str, revision: str | None) -> Path | None:
         raise CheckpointError(_explain(name, revision, error)) from error
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, weights: bool) -> Path:
     """Fetch what the cache lacks; with no network, settle for a cached copy that can be loaded."""
     try:
-        return _snapshot(name, revision)
+        return _snapshot(name, revision, ignore_patterns=[*IGNORE_PATTERNS, *([] if weights else ["*.safetensors"])])
     # The exceptions of the transport below huggingface_hub (requests, httpx, ...) change with its version.
     except Exception as error:
         partial = getattr(error, "snapshot_path", None)
-        if partial is None or _missing_files(Path(partial)):
+        if partial is None or _missing_files(Path(partial), weights):
             raise CheckpointError(_explain(name, revision, error)) from error
         warnings.warn(f"using the cached copy of {name!r}, which is not complete: {_first_line(error)}", stacklevel=2)
         return Path(partial)
@@ -106,26 +108,25 @@ def _snapshot(name: str, revision: str | None, **options: Any) -> Path:
         name,
         revision=revision,
         allow_patterns=list(ALLOW_PATTERNS),
-        ignore_patterns=list(IGNORE_PATTERNS),
         tqdm_class=_progress_bar(),
-        **options,
+        **{"ignore_patterns": list(IGNORE_PATTERNS), **options},
     )
     return Path(folder)
 
 
 def _progress_bar() -> Any:
-    """The hub's own bar without tqdm's monitor, a thread that would outlive the call."""
+    """The hub's own bar without what would outlive the call: tqdm's monitor thread and its multiprocessing lock."""
     from huggingface_hub.utils import tqdm
 
-    return type("DownloadProgress", (tqdm,), {"monitor_interval": 0})
+    return type("DownloadProgress", (tqdm,), {"monitor_interval": 0, "_lock": threading.RLock()})
 
 
-def _missing_files(folder: Path) -> list[str]:
+def _missing_files(folder: Path, weights: bool) -> list[str]:
     """Return what no model can be loaded without and the folder lacks."""
-    index = find_index(folder)
-    weights = sorted(set(read_weight_map(index).values())) if index else []
-    missing = [name for name in ("config.json", *weights) if not os.path.isfile(folder / name)]
-    if index is None and not any(folder.glob("*.safetensors")):
+    index = find_index(folder) if weights else None
+    shards = sorted(set(read_weight_map(index).values())) if index else []
+    missing = [name for name in ("config.json", *shards) if not os.path.isfile(folder / name)]
+    if weights and index is None and not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors weights")
     return missing
 

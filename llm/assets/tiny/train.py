@@ -39,11 +39,19 @@ TEXT_SHA256 = "cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d"
 EOS, BOS, USER, ASSISTANT, END = "<|endoftext|>", "<|bos|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = [EOS, BOS, USER, ASSISTANT, END]
 
+# The model knows no system messages: the text of one opens the user's next message.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{%- set system = namespace(text='') %}"
     "{%- for message in messages %}"
-    "{%- if message['role'] == 'user' %}{{ '<|user|>' + message['content'] + '<|end|>' }}"
-    "{%- elif message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + '<|end|>' }}"
+    "{%- if message['role'] == 'system' and loop.first and not loop.last %}"
+    "{%- set system.text = message['content'] + '\\n' %}"
+    "{%- elif message['role'] == 'user' %}"
+    "{{ '<|user|>' + system.text + message['content'] + '<|end|>' }}{%- set system.text = '' %}"
+    "{%- elif message['role'] == 'assistant' and not system.text %}"
+    "{{ '<|assistant|>' + message['content'] + '<|end|>' }}"
+    "{%- else %}"
+    "{{ raise_exception('this model knows the roles user and assistant, and one system message before a user') }}"
     "{%- endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"
