@@ -23,6 +23,7 @@ FLOORS = {
     "llm._conflict": 1,
     "llm.arguments": 1,
     "llm.config": 1,
+    "llm.bar": 1,
     "llm.env": 1,
     "llm.errors": 1,
     "llm.forward": 1,

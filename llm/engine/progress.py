@@ -6,13 +6,11 @@ that improves as rows finish, and so is the time left.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from tqdm.auto import tqdm
-
+from llm.bar import Bar
 from llm.engine.output import PromptState
 from llm.engine.request import Request
 from llm.errors import ValidationError
@@ -45,7 +43,7 @@ class Progress:
         self._shown = 0
         self._next = 0.0
         if use_tqdm is not False and prompts:
-            make = _Bar if use_tqdm is True else use_tqdm
+            make = Bar if use_tqdm is True else use_tqdm
             self._bar = make(total=self._estimate()[1], desc="Generating", unit=" tokens", dynamic_ncols=True)
 
     def update(self, force: bool = False) -> None:
@@ -75,13 +73,6 @@ class Progress:
         typical = sum(finished) / len(finished) if finished else None
         done = sum(_tokens_done(request) for request in self._requests)
         return done, round(sum(_tokens_expected(request, typical) for request in self._requests))
-
-
-class _Bar(tqdm):
-    """A bar without tqdm's monitor thread, and without its lock of multiprocessing, which can start a process."""
-
-    monitor_interval = 0
-    _lock = threading.RLock()
 
 
 def _tokens_done(request: Request) -> int:

@@ -7,14 +7,13 @@ Owns the bookkeeping and the errors; where a tensor goes is `weight_map.py`, how
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
+from llm.bar import Bar
 from llm.errors import CheckpointError
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.weight_map import WeightMap
@@ -73,7 +72,7 @@ def process_weights(model: nn.Module) -> None:
 
 def _with_progress(checkpoint: Checkpoint, show: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint's tensors, with a bar in bytes once loading has taken two seconds."""
-    bar = _QuietTqdm(
+    bar = Bar(
         total=checkpoint.total_bytes,
         unit="B",
         unit_scale=True,
@@ -86,14 +85,6 @@ def _with_progress(checkpoint: Checkpoint, show: bool) -> Iterator[tuple[str, to
         for name, tensor in checkpoint.stream():
             yield name, tensor
             bar.update(tensor.nbytes)
-
-
-class _QuietTqdm(tqdm):
-    """A bar without tqdm's monitor thread."""
-
-    monitor_interval = 0
-    # tqdm's default lock starts a helper process under the "spawn" start method.
-    _lock = threading.RLock()
 
 
 def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any) -> int:

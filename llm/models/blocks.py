@@ -106,7 +106,8 @@ class DecoderConfig:
         known = GATED_ACTIVATIONS if self.gated_mlp else ACTIVATIONS
         if self.activation not in known:
             raise UnsupportedModelError(
-                f"config.json: hidden_act (or activation_function) {self.activation!r} is not supported; known: {', '.join(known)}."
+                f"config.json: hidden_act (or activation_function) {self.activation!r} is not supported; known: "
+                f"{', '.join(known)}."
             )
 
     def _check_rope(self, rope: RopeParameters) -> None:
