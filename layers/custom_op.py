@@ -1,69 +1,376 @@
-"""CustomOp: an operation whose forward is bound once, at construction, to the best kernel for the platform.
+"""Operations and layers that can be switched, and replaced from outside.
 
-Owns the registry of in-tree operations and the binding. `forward_native` is plain PyTorch and the definition that every
-other `forward_*` is tested against.
+Owns the two registries, replacement by class (`CustomOp` and `PluggableLayer`), and dispatch (`CustomOp` alone): the
+forward is bound once, at construction, to the platform's kernel or to `forward_native`, and the reason is kept.
+`forward_native` is plain PyTorch and the definition that every other `forward_*` is tested against.
+
+Who may say what runs, in order: a replacement registered for the class; `compilation_config.custom_ops`; the platform;
+the operation itself, which may decline its kernel (`CustomOp.declines`).
 """
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
 
-from llm.errors import LLMError
+from llm.compilation import CompilationConfig
+from llm.errors import ValidationError, nearest
 from llm.platforms.interface import Platform
+from llm.plugins import plugin_of
 
 T = TypeVar("T", bound=type)
 
-op_registry: dict[str, type[CustomOp]] = {}
+# Registered name -> in-tree class, and in-tree class name -> the class that is constructed in its place.
+op_registry: dict[str, type[Replaceable]] = {}
+op_registry_oot: dict[str, type[Replaceable]] = {}
 
-# The platform that models under construction compute on. The one exception to "no module state": it is set only
-# inside `constructing_for`, and a constructor reads it once.
-_platform: ContextVar[Platform | None] = ContextVar("llm_construction_platform", default=None)
+# Platform's dispatch key -> methods to look for, the first that the operation has is bound.
+_METHODS = {
+    "cpu": ("forward_cpu",),
+    "cuda": ("forward_cuda",),
+    "hip": ("forward_hip", "forward_cuda"),
+    "xpu": ("forward_xpu",),
+    "tpu": ("forward_tpu",),
+    "oot": ("forward_oot",),
+    "native": (),
+}
+
+
+@dataclass(frozen=True)
+class Construction:
+    """What a constructor may want to know; `None`: no platform, as when an operation is made by hand."""
+
+    platform: Platform | None = None
+    compilation: CompilationConfig = CompilationConfig()
+
+
+# The one exception to "no module state": it is set only inside `constructing_for`, and a constructor reads it once.
+_construction: ContextVar[Construction] = ContextVar("llm_construction", default=Construction())  # noqa: B039 (frozen)
 
 
 @contextmanager
-def constructing_for(platform: Platform) -> Iterator[None]:
-    """Operations constructed inside this context are bound to `platform`; outside of it, to `forward_native`."""
-    token = _platform.set(platform)
+def constructing_for(platform: Platform, compilation: CompilationConfig | None = None) -> Iterator[None]:
+    """Operations constructed inside this context are bound for `platform`; outside of it, to `forward_native`."""
+    token = _construction.set(Construction(platform, compilation or CompilationConfig()))
     try:
         yield
     finally:
-        _platform.reset(token)
+        _construction.reset(token)
 
 
-class CustomOp(nn.Module):
-    """Base of operations with more than one implementation; bound when constructed, see `constructing_for`."""
+def construction() -> Construction:
+    """The platform and the compilation config of the model under construction."""
+    return _construction.get()
 
-    name: str = ""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._forward_method: Callable[..., Any] = self.dispatch_forward(_platform.get())
+class Replaceable(nn.Module):
+    """What `CustomOp` and `PluggableLayer` share: a name, and a class that may be constructed in this one's place.
+
+    Both keep their entries in the same two dictionaries, so either's `register_oot` replaces either.
+    """
+
+    name: ClassVar[str] = ""
+    op_registry: ClassVar[dict[str, type[Replaceable]]] = op_registry
+    op_registry_oot: ClassVar[dict[str, type[Replaceable]]] = op_registry_oot
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        replacement = op_registry_oot.get(cls.__name__, cls)
+        if issubclass(cls, replacement):
+            return super().__new__(cls)
+        if not issubclass(replacement, cls):
+            raise _not_a_subclass(replacement, cls.__name__)
+        return super().__new__(replacement)
 
     @classmethod
     def register(cls, name: str) -> Callable[[T], T]:
-        """Class decorator: make the operation known as `name`, e.g. "rms_norm"; a name taken raises `LLMError`."""
+        """Class decorator: make the class known as `name`, e.g. "rms_norm"; a name taken raises `ValidationError`."""
 
         def decorate(op_cls: T) -> T:
-            if name in op_registry:
-                raise LLMError(f"an operation named {name!r} is already registered: {op_registry[name].__name__}")
+            _check_class(op_cls, cls)
+            if _is_taken(op_registry, name, op_cls):
+                raise _duplicate(name, op_registry[name])
             op_cls.name = name  # type: ignore[attr-defined]
             op_registry[name] = op_cls
             return op_cls
 
         return decorate
 
-    def dispatch_forward(self, platform: Platform | None) -> Callable[..., Any]:
-        """The method to run: the platform's own when the class has it, else `forward_native`."""
-        key = "native" if platform is None else platform.dispatch_key
-        return getattr(self, f"forward_{key}", self.forward_native)
+    @classmethod
+    def register_oot(cls, _decorated_op_cls: Any = None, name: str | None = None) -> Any:
+        """Class decorator: construct the class in place of the in-tree class that it derives from.
+
+        All of these work: `@CustomOp.register_oot`, with `()`, with `("RMSNorm")` or `(name="RMSNorm")`, and
+        `@RMSNorm.register_oot`. The name is the in-tree class's, or the one it is registered under ("rms_norm").
+
+        Raises:
+            ValidationError: the class does not derive from what it replaces, something else replaces that already, or
+                no name is given and the class has none to take it from.
+        """
+        if isinstance(_decorated_op_cls, str):
+            _decorated_op_cls, name = None, _decorated_op_cls
+
+        def decorate(op_cls: T) -> T:
+            _check_class(op_cls, Replaceable)
+            target = _target(op_cls, cls, name)
+            if _is_taken(op_registry_oot, target.__name__, op_cls):
+                raise _duplicate(target.__name__, op_registry_oot[target.__name__])
+            op_registry_oot[target.__name__] = op_cls
+            return op_cls
+
+        return decorate if _decorated_op_cls is None else decorate(_decorated_op_cls)
+
+
+class PluggableLayer(Replaceable):
+    """Base of layers that a plugin may replace by class. There is no dispatch: the replacement's `forward` runs."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Which method an operation runs (`forward_cpu` ...), whether it was compiled, and why."""
+
+    method: str
+    reason: str
+    compiled: bool = False
+
+
+class _BoundOnceMade(ABCMeta):
+    """Binds an operation when its constructor has returned: `declines` may look at what the constructor set.
+
+    It derives from ABCMeta so that an operation may have abstract methods.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        op = super().__call__(*args, **kwargs)
+        op._bind()
+        return op
+
+
+class CustomOp(Replaceable, metaclass=_BoundOnceMade):
+    """Base of operations with more than one implementation.
+
+    An operation overrides `forward_native` and those of `forward_cpu`, `forward_cuda`, `forward_hip` (without it
+    `forward_cuda`), `forward_xpu`, `forward_tpu`, `forward_oot` that it has kernels for. A kernel inherited from a class
+    whose `forward_native` has been overridden since is never bound: it computes something else.
+
+    Args:
+        enforce_enable: on, whatever `custom_ops` says.
+        compile_native: False: `forward_native` is not compiled when the operation is off, whatever the mode.
+
+    Attributes:
+        binding: what was bound and why; `llm.explain()` shows it.
+    """
+
+    binding: Binding
+
+    def __init__(self, *, enforce_enable: bool = False, compile_native: bool = True) -> None:
+        super().__init__()
+        self._enforce_enable = enforce_enable
+        self._compile_native = compile_native
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward_method(*args, **kwargs)
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """The definition, in plain PyTorch."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward_native")
+
+    def declines(self, method: str) -> str | None:
+        """Why this instance cannot run `method` ("forward_cpu" ...), None when it can; asked once, when it is made.
+
+        For a kernel that was not compiled, or does not know this dtype or head size: `forward_native` is bound then.
+        """
+        return None
+
+    @classmethod
+    def enabled(cls) -> bool:
+        """Whether the config of the model under construction turns this operation on."""
+        return construction().compilation.judge(cls.name)[0]
+
+    @staticmethod
+    def default_on() -> bool:
+        """Whether operations that `custom_ops` does not name are on."""
+        return construction().compilation.base_mode == "all"
+
+    def _bind(self) -> None:
+        self.binding, self._forward_method = self._dispatch()
+
+    def _dispatch(self) -> tuple[Binding, Callable[..., Any]]:
+        """What to run and why, by the class, `custom_ops`, the platform and `declines`, in that order."""
+        config = construction().compilation
+        replaced = replaced_class(type(self))
+        prefix = f"{replacement_reason(type(self))}; " if replaced else ""
+        own = None if replaced is None else self._own_methods(replaced)
+        is_on, item = config.judge(self.name)
+        if not is_on and not self._enforce_enable:
+            return self._native(f"{prefix}disabled by {item}", compiled=self._compile_native and config.compiles)
+        if self._enforce_enable and not is_on:
+            prefix += "enforced; "
+        binding = self._choose_kernel(own)
+        return Binding(binding.method, prefix + binding.reason), getattr(self, binding.method)
+
+    def _choose_kernel(self, own: tuple[str, ...] | None) -> Binding:
+        """The platform's kernel when there is one; `own`: a replacement's methods, of which one must be bound."""
+        wanted = _wanted_methods(construction().platform)
+        if own is not None:
+            wanted = tuple(dict.fromkeys(("forward_oot", *wanted)))
+            method = next(method for method in (*wanted, "forward_native") if method in own)
+            declined = None if method == "forward_native" else self.declines(method)
+            return Binding("forward_native", f"{declined}, native") if declined else _kernel(method)
+        reasons: list[str] = []
+        for method in wanted:
+            missing = self._missing(method) or self.declines(method)
+            if missing is None:
+                return Binding(method, ", ".join([*reasons, _kernel(method).reason]))
+            reasons.append(missing)
+        if construction().platform is None:
+            reasons = ["made outside of an LLM"]
+        return Binding("forward_native", ", ".join([*reasons, "native"]))
+
+    def _missing(self, method: str) -> str | None:
+        """Why this class cannot run `method`, None when it can."""
+        definer, native = (_definer(type(self), name) for name in (method, "forward_native"))
+        if definer is None:
+            return f"no {method}"
+        if native is not None and issubclass(native, definer) and native is not definer:
+            return f"{method} is {definer.__name__}'s and {native.__name__} has a forward_native of its own"
+        return None
+
+    def _own_methods(self, replaced: type) -> tuple[str, ...]:
+        """The methods that a replacement overrides and a platform could bind here; none raises."""
+        wanted = ("forward_oot", *_wanted_methods(construction().platform), "forward_native")
+        cls = type(self)
+        own = tuple(name for name in wanted if getattr(cls, name, None) is not getattr(replaced, name, None))
+        if not own:
+            raise ValidationError(
+                f"{cls.__name__} replaces {replaced.__name__} and overrides none of {', '.join(dict.fromkeys(wanted))}: "
+                "what it inherits would run in its place; give it a forward_oot.",
+                parameter="register_oot",
+                value=cls,
+            )
+        return own
+
+    def _native(self, reason: str, *, compiled: bool) -> tuple[Binding, Callable[..., Any]]:
+        if not compiled:
+            return Binding("forward_native", reason), self.forward_native
+        backend = construction().compilation.backend
+        method = torch.compile(self.forward_native, dynamic=True, backend=backend)
+        return Binding("forward_native", f"{reason}, compiled by {backend}", compiled=True), method
+
+
+def replaced_class(cls: type) -> type | None:
+    """The in-tree class that `cls` is registered to replace, None when it replaces nothing."""
+    for key, replacement in op_registry_oot.items():
+        if replacement is cls:
+            return _base_named(cls, key)
+    return None
+
+
+def replacement_reason(cls: type) -> str:
+    """Who replaced the in-tree class by `cls`: "replaced by plugin acme: AcmeRMSNorm"."""
+    plugin = plugin_of(cls)
+    who = f"replaced by plugin {plugin}" if plugin else f"replaced from {cls.__module__}"
+    return f"{who}: {cls.__name__}"
+
+
+def check_registered(compilation: CompilationConfig) -> None:
+    """Raise `ValidationError` when `custom_ops` names something that is no operation, with names that are near."""
+    for name in compilation.mentioned:
+        found = op_registry.get(name)
+        if found is None:
+            classes = {cls.__name__: op for op, cls in op_registry.items()}
+            hint = f" Did you mean {classes[name]!r}?" if name in classes else nearest(name, op_registry)
+            problem = f"no operation is registered as {name!r}.{hint}"
+        elif not issubclass(found, CustomOp):
+            problem = f"{name!r} is a PluggableLayer: it has no kernels to turn on or off."
+        else:
+            continue
+        raise ValidationError(f"custom_ops: {problem}", parameter="custom_ops", value=name)
+
+
+def _wanted_methods(platform: Platform | None) -> tuple[str, ...]:
+    key = "native" if platform is None else platform.dispatch_key
+    if key not in _METHODS:
+        raise ValidationError(
+            f"platform {type(platform).__name__} has dispatch_key {key!r}; use one of {', '.join(_METHODS)}.",
+            parameter="dispatch_key",
+            value=key,
+        )
+    return _METHODS[key]
+
+
+def _kernel(method: str) -> Binding:
+    return Binding(method, "native" if method == "forward_native" else f"{method.removeprefix('forward_')} kernel")
+
+
+def _definer(cls: type, method: str) -> type | None:
+    """The class that defines `method` for `cls`, None when only `CustomOp` does or nobody."""
+    return next((base for base in cls.__mro__ if method in vars(base) and base is not CustomOp), None)
+
+
+def _target(op_cls: type, called_on: type, name: str | None) -> type:
+    """The in-tree class that `op_cls` is to replace."""
+    if name is not None:
+        key = op_registry[name].__name__ if name in op_registry else name
+        target = _base_named(op_cls, key)
+        if target is None:
+            raise _not_a_subclass(op_cls, key)
+        return target
+    if called_on not in (CustomOp, PluggableLayer, Replaceable):
+        if op_cls is called_on or not issubclass(op_cls, called_on):
+            raise _not_a_subclass(op_cls, called_on.__name__)
+        return called_on
+    base = op_cls.__mro__[1]
+    if base not in op_registry.values():
+        raise ValidationError(
+            f"what {op_cls.__name__} replaces is not clear: its base {base.__name__} is not registered; say it with "
+            "@CustomOp.register_oot(name='ItsClassName').",
+            parameter="name",
+            value=None,
+        )
+    return base
+
+
+def _base_named(cls: type, key: str) -> type | None:
+    return next((base for base in cls.__mro__[1:] if base.__name__ == key), None)
+
+
+def _check_class(op_cls: Any, base: type) -> None:
+    if not isinstance(op_cls, type) or not issubclass(op_cls, base):
+        raise ValidationError(
+            f"only classes derived from {base.__name__} can be registered, got {op_cls!r}.",
+            parameter="op_cls",
+            value=op_cls,
+        )
+
+
+def _is_taken(registry: dict[str, type[Replaceable]], name: str, op_cls: type) -> bool:
+    """Whether another class has the name. A notebook cell that is run again defines the same class anew."""
+    other = registry.get(name)
+    if other is None or other is op_cls:
+        return False
+    is_rerun = op_cls.__module__ == "__main__" and other.__module__ == "__main__"
+    return not (is_rerun and other.__qualname__ == op_cls.__qualname__)
+
+
+def _duplicate(name: str, other: type) -> ValidationError:
+    return ValidationError(
+        f"{name!r} is already registered: {other.__module__}.{other.__name__}; choose another name or remove that.",
+        parameter="name",
+        value=name,
+    )
+
+
+def _not_a_subclass(replacement: type, replaced: str) -> ValidationError:
+    return ValidationError(
+        f"{replacement.__name__} cannot replace {replaced}: it does not derive from it, so it would never be "
+        f"initialised; write class {replacement.__name__}({replaced}).",
+        parameter="register_oot",
+        value=replacement,
+    )
