@@ -156,8 +156,8 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
     """Base of operations with more than one implementation.
 
     An operation overrides `forward_native` and those of `forward_cpu`, `forward_cuda`, `forward_hip` (without it
-    `forward_cuda`), `forward_xpu`, `forward_tpu`, `forward_oot` that it has kernels for. A kernel inherited from a class
-    whose `forward_native` has been overridden since is never bound: it computes something else.
+    `forward_cuda`), `forward_xpu`, `forward_tpu`, `forward_oot` that it has kernels for. A kernel inherited from a
+    class whose `forward_native` has been overridden since is never bound: it computes something else.
 
     Args:
         enforce_enable: on, whatever `custom_ops` says.
@@ -249,8 +249,8 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         own = tuple(name for name in wanted if getattr(cls, name, None) is not getattr(replaced, name, None))
         if not own:
             raise ValidationError(
-                f"{cls.__name__} replaces {replaced.__name__} and overrides none of {', '.join(dict.fromkeys(wanted))}: "
-                "what it inherits would run in its place; give it a forward_oot.",
+                f"{cls.__name__} replaces {replaced.__name__} and overrides none of {', '.join(dict.fromkeys(wanted))}"
+                ": what it inherits would run in its place; give it a forward_oot.",
                 parameter="register_oot",
                 value=cls,
             )
