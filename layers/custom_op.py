@@ -14,7 +14,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -48,7 +48,7 @@ class Construction:
     """What a constructor may want to know; `None`: no platform, as when an operation is made by hand."""
 
     platform: Platform | None = None
-    compilation: CompilationConfig = CompilationConfig()
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
 
 
 # The one exception to "no module state": it is set only inside `constructing_for`, and a constructor reads it once.
