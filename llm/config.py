@@ -92,6 +92,10 @@ class ModelConfig:
     seed: int
     revision: str | None = None
 
+    def get_vocab_size(self) -> int:
+        """`vocab_size`, as code written for vLLM asks for it."""
+        return self.vocab_size
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -137,6 +141,10 @@ class EngineConfig:
         shown = f"{value / GIB:.3f} GiB" if name.endswith("_bytes") else str(value).removeprefix("torch.")
         reason = self.reasons.get(name)
         return f"{name:<24} {shown}" + (f"  ({reason})" if reason else "")
+
+
+# Under this name a logits processor written for vLLM imports it.
+VllmConfig = EngineConfig
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ FLOORS = {
     "llm.errors": 1,
     "llm.forward": 1,
     "llm.inputs": 1,
+    "llm.logger": 1,
     "llm.outputs": 1,
     "llm.plugins": 1,
     "llm.sampling_params": 1,

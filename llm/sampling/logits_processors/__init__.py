@@ -1,0 +1,25 @@
+"""Logits processors: the interface, the built-in ones, adapters for request-level callables, and loading."""
+
+from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
+from llm.sampling.logits_processors.interface import (
+    AddedRequest,
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+    MovedRequest,
+    RemovedRequest,
+)
+from llm.sampling.logits_processors.state import BatchUpdateBuilder, process_dict_updates
+
+__all__ = [
+    "AdapterLogitsProcessor",
+    "AddedRequest",
+    "BatchUpdate",
+    "BatchUpdateBuilder",
+    "LogitsProcessor",
+    "MoveDirectionality",
+    "MovedRequest",
+    "RemovedRequest",
+    "RequestLogitsProcessor",
+    "process_dict_updates",
+]

@@ -1,0 +1,114 @@
+"""Request-level logits processors, callables that see one row at a time, on the batch-level interface.
+
+Owns `AdapterLogitsProcessor`, the base class that wraps a factory of such callables. An exception that a callable or
+the factory raises ends the row it was raised for and no other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor
+from llm.sampling.logits_processors.state import process_dict_updates
+from llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llm.config import VllmConfig
+
+# (output token ids, logits [vocab]) -> logits, or (prompt token ids, output token ids, logits) -> logits
+RequestLogitsProcessor = (
+    Callable[[list[int], torch.Tensor], torch.Tensor] | Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
+)
+# logits [vocab] of one row -> the same, changed in place or not
+RowFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """Wraps request-level processors: implement `is_argmax_invariant` and `new_req_logits_processor`.
+
+    An `__init__` of a subclass takes the same three arguments and calls `super().__init__` with them. Rows whose
+    factory returns None cost nothing.
+
+    Attributes:
+        req_info: row -> its function of the row's logits.
+        row_errors: row -> what its callable raised; the engine takes these after `apply`.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.req_info: dict[int, RowFunction] = {}
+        self.row_errors: dict[int, Exception] = {}
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        """The callable for a request with these params, None when it needs none."""
+        raise NotImplementedError
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.req_info, batch_update, self._new_state)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, function in self.req_info.items():
+            try:
+                before = logits[row]
+                after = function(before)
+                if after is not before:
+                    logits[row] = checked_row(after, before)
+            except Exception as error:
+                self.row_errors[row] = error
+        return logits
+
+    def is_idle(self) -> bool:
+        return not self.req_info
+
+    def _new_state(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
+    ) -> RowFunction | None:
+        try:
+            processor = self.new_req_logits_processor(params)
+            return None if processor is None else bind(processor, prompt_ids, output_ids)
+        except Exception as error:
+            return _raising(error)
+
+
+def bind(processor: Any, prompt_ids: list[int] | None, output_ids: list[int]) -> RowFunction:
+    """A request-level callable with its token ids filled in; the output's list is live.
+
+    Raises:
+        ValueError: it takes the prompt's ids and there are none.
+    """
+    if count_arguments(processor) == 3:
+        if prompt_ids is None:
+            raise ValueError("Prompt token ids are required for this logits processor but were not provided.")
+        return lambda logits: processor(prompt_ids, output_ids, logits)
+    return lambda logits: processor(output_ids, logits)
+
+
+def count_arguments(processor: Any) -> int:
+    """How many positional arguments a call must give it; those with a default are left at it, if two are enough."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [item for item in inspect.signature(processor).parameters.values() if item.kind in kinds]
+    required = sum(item.default is inspect.Parameter.empty for item in parameters)
+    return required if required > 2 else min(len(parameters), 2)
+
+
+def checked_row(after: Any, before: torch.Tensor) -> torch.Tensor:
+    """What a callable returned, if it is logits [vocab]; TypeError or ValueError otherwise."""
+    if not isinstance(after, torch.Tensor):
+        raise TypeError(f"a logits processor must return the row's logits, got {type(after).__name__}")
+    if after.shape != before.shape:
+        raise ValueError(f"a logits processor must return {tuple(before.shape)} logits, got {tuple(after.shape)}")
+    return after
+
+
+def _raising(error: Exception) -> RowFunction:
+    """The function of a row whose factory failed: it fails the same way where the row can be ended."""
+
+    def function(logits: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    return function
