@@ -29,7 +29,7 @@ def test_the_builder_gives_the_lowest_removed_row_first_and_refuses_removals_aft
     assert builder.batch_changed and builder.has_removed()
     assert builder.peek_removed() == builder.pop_removed() == 1
     assert builder.removed == [7, 3]
-    with pytest.raises(RuntimeError, match="after self.removed has been read"):
+    with pytest.raises(RuntimeError, match="has been read"):
         builder.removed_append(5)
     builder.moved.append((9, 3, UNIDIRECTIONAL))
     update = builder.get_and_reset(8)
