@@ -42,7 +42,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_bench(commands)
+    _add_kernels(commands)
     return parser
+
+
+def _add_kernels(commands: Any) -> None:
+    from llm.kernels.command import add_command
+
+    add_command(commands)
 
 
 def _add_bench(commands: Any) -> None:

@@ -12,6 +12,7 @@ from llm.errors import ValidationError
 
 VARIABLES: dict[str, str] = {
     "LLM_LOG_LEVEL": "logging level of the `llm` logger: DEBUG, INFO, WARNING (default) or ERROR",
+    "LLM_CPU_ISA": "CPU kernels: plain, avx2, avx512 (default: the best here) or none (PyTorch's operations)",
     "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
 }
 

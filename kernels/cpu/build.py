@@ -1,0 +1,206 @@
+"""Compiling the CPU kernels: once per machine, into a per-user cache, or into the wheel when the package is built.
+
+Owns the targets (instruction sets and their flags), the compiler's command lines and the cache. Standard library only
+and no import of this package: setup.py loads this file by its path. The compiler is the one subprocess of the project.
+
+A library's name carries a key of what went into it (sources, compiler, flags), so a cached file is used only for
+exactly these. Compilation happens in a scratch folder under a lock and ends with an atomic rename: two processes build
+once, and a killed build leaves nothing that could be loaded.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+SOURCE_FOLDER = Path(__file__).resolve().parent
+# Where a wheel carries its libraries, beside the sources.
+PACKAGED_FOLDER = SOURCE_FOLDER / "compiled"
+
+# No fast-math and no contraction: every rounding is the one that is written.
+FLAGS = (
+    "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-fast-math -fno-exceptions -fno-rtti -Wall -Wextra"
+).split()
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+# Target -> flags; the later, the faster where the processor has it.
+TARGETS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
+}
+_CPU_FLAGS = {
+    "plain": "",
+    "avx2": "avx2 fma f16c",
+    "avx512": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq",
+    "avx512_vnni": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni",
+}
+_COMPILERS = ("c++", "g++", "clang++")
+_SECONDS_ALLOWED = 600
+_OUTPUT_SHOWN = 2000
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled here; the message says why and what to do."""
+
+
+def supported_targets(cpu_flags: set[str] | None = None) -> list[str]:
+    """The targets this processor runs, the fastest last."""
+    flags = read_cpu_flags() if cpu_flags is None else cpu_flags
+    return [target for target, needed in _CPU_FLAGS.items() if flags.issuperset(needed.split())]
+
+
+def machine_targets() -> list[str]:
+    """The targets a library for this kind of machine can be compiled for, whatever its processor."""
+    return list(TARGETS) if platform.machine().lower() in {"x86_64", "amd64"} else ["plain"]
+
+
+def read_cpu_flags() -> set[str]:
+    """The processor's feature flags as Linux names them; empty where it lists none (other architectures)."""
+    path = Path("/proc/cpuinfo")
+    if platform.machine().lower() not in {"x86_64", "amd64"} or not path.exists():
+        return set()
+    lines = (line.split(":", 1) for line in path.read_text().splitlines() if line.startswith("flags"))
+    return set(next(lines, ["", ""])[1].split())
+
+
+def sources() -> list[Path]:
+    return sorted(SOURCE_FOLDER.glob("*.cpp"))
+
+
+def source_key() -> str:
+    """A digest of every source and of the flags: what a packaged library's name carries."""
+    digest = hashlib.sha256(repr((FLAGS, TARGETS)).encode())
+    for path in sorted((*SOURCE_FOLDER.glob("*.cpp"), *SOURCE_FOLDER.glob("*.h"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def find_compiler() -> str:
+    """The C++ compiler: $CXX, or the first of c++, g++ and clang++; raises `BuildError`."""
+    for name in (os.environ.get("CXX") or "", *_COMPILERS):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise BuildError(
+        "no C++ compiler was found; install one (Debian and Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), "
+        "or name it in CXX"
+    )
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/offline-llm/kernels, by default under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "offline-llm" / "kernels"
+
+
+def packaged_library(target: str) -> Path | None:
+    """The library that the wheel carries for exactly these sources, if it does."""
+    path = PACKAGED_FOLDER / f"{target}-{source_key()}.so"
+    return path if path.exists() else None
+
+
+def cached_library(target: str, compiler: str, folder: Path | None = None) -> Path:
+    """Where the library of `target` is cached; it need not be there."""
+    # The compiler's file stands for its version: asking it would cost a subprocess at every start.
+    real = os.path.realpath(compiler)
+    stat = os.stat(real)
+    identity = f"{real}:{stat.st_size}:{stat.st_mtime_ns}:{platform.machine()}:{source_key()}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return (folder or cache_folder()) / f"{target}-{key}.so"
+
+
+def ensure_library(
+    target: str, *, announce: Callable[[str], None] | None = None, folder: Path | None = None, rebuild: bool = False
+) -> Path:
+    """The compiled library of `target`: packaged, cached, or compiled now.
+
+    Args:
+        announce: told one line before a compilation starts; by default it is printed to standard error.
+        folder: the cache, by default `cache_folder()`.
+        rebuild: compile even if it is there.
+
+    Raises:
+        BuildError: there is no compiler, it failed, or the cache cannot be written.
+    """
+    packaged = None if rebuild else packaged_library(target)
+    if packaged is not None:
+        return packaged
+    compiler = find_compiler()
+    path = cached_library(target, compiler, folder)
+    if path.exists() and not rebuild:
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(path.with_suffix(".lock")):
+            if rebuild or not path.exists():  # another process may have built it while this one waited
+                _announce(f"Compiling the CPU kernels ({target}), once, into {path.parent} ...", announce)
+                _compile_into(path, target, compiler)
+    except OSError as error:
+        raise BuildError(f"the kernel cache cannot be used ({error}); point XDG_CACHE_HOME elsewhere") from error
+    return path
+
+
+def compile_library(output: Path, target: str, compiler: str, extra_flags: tuple[str, ...] = ()) -> None:
+    """Compile the sources of `target` side by side and link them into the shared library `output`."""
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix="build-") as scratch:
+        objects = [Path(scratch, f"{path.stem}.o") for path in sources()]
+        flags = [*FLAGS, *TARGETS[target], *extra_flags]
+        commands = [
+            [compiler, *flags, "-c", str(path), "-o", str(out)] for path, out in zip(sources(), objects, strict=True)
+        ]
+        with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
+            list(pool.map(_run, commands))
+        linked = Path(scratch, "library.so")
+        # OpenMP is not linked: the kernels are handed the runtime that PyTorch loaded (library.py).
+        _run([compiler, "-shared", *extra_flags, "-Wl,--as-needed", *map(str, objects), "-o", str(linked)])
+        os.replace(linked, output)
+
+
+def _compile_into(path: Path, target: str, compiler: str) -> None:
+    # We hold the lock, so scratch folders found here belong to builds that were killed.
+    for stale in path.parent.glob(f"scratch-{target}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f"scratch-{target}-"))
+    try:
+        compile_library(scratch / "library.so", target, compiler)
+        os.replace(scratch / "library.so", path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        done = subprocess.run(command, stdin=nothing, stdout=pipe, stderr=subprocess.STDOUT, timeout=_SECONDS_ALLOWED)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the C++ compiler could not be run ({error})") from error
+    if done.returncode:
+        output = done.stdout.decode(errors="replace")[:_OUTPUT_SHOWN].strip()
+        raise BuildError(f"the C++ compiler failed ({' '.join(command)}):\n{output}")
+
+
+def _announce(line: str, announce: Callable[[str], None] | None) -> None:
+    if announce is not None:
+        announce(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """An advisory lock that the system releases when its holder dies."""
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,116 @@
+"""The compiled kernels in this process: which instruction set, loading, and the OpenMP runtime they run on.
+
+Owns `Library`, a loaded shared library, and `load_library`, which picks the instruction set by the processor's flags or
+LLM_CPU_ISA. Threads are those of the OpenMP runtime that PyTorch has loaded already: its entry points are handed to the
+kernels as pointers, so a second runtime can never come in. Without one (none found) the kernels run on one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm import env
+from llm.errors import ValidationError
+from llm.kernels.cpu import build
+
+ISA_CHOICES = ("plain", "avx2", "avx512", "none")
+_OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
+_OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
+
+POINTER = ctypes.c_void_p
+INT = ctypes.c_int64
+FLOAT = ctypes.c_float
+
+
+class Library:
+    """One loaded kernel library.
+
+    Attributes:
+        target: what it was compiled for: plain, avx2, avx512 or avx512_vnni.
+        path: the file.
+        openmp: the file of the OpenMP runtime its threads come from, None: one thread.
+    """
+
+    def __init__(self, target: str, path: Path) -> None:
+        self.target = target
+        self.path = path
+        self._handle = ctypes.CDLL(str(path))
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self.openmp = self._bind_openmp()
+
+    def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
+        """The C function `name`, with its argument types declared on first use."""
+        found = self._functions.get(name)
+        if found is None:
+            found = getattr(self._handle, name)
+            found.argtypes = argument_types
+            found.restype = result
+            self._functions[name] = found
+        return found
+
+    def _bind_openmp(self) -> str | None:
+        path = loaded_openmp()
+        if path is None:
+            return None
+        runtime = ctypes.CDLL(path)
+        entries = [ctypes.cast(getattr(runtime, name), POINTER) for name in _OPENMP_SYMBOLS]
+        self.function("llm_bind_openmp", POINTER, POINTER)(*entries)
+        return path
+
+
+def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[str, str]:
+    """(target, reason) for `isa` ("plain", "avx2", "avx512"; None: the best), or `ValidationError`.
+
+    "avx512" stands for the variant with VNNI where the processor has it.
+    """
+    supported = build.supported_targets(cpu_flags)
+    if isa is None:
+        return supported[-1], "the best this processor runs"
+    fitting = [target for target in supported if target == isa or target.startswith(f"{isa}_")]
+    if not fitting:
+        raise ValidationError(
+            f"LLM_CPU_ISA={isa!r} needs instructions that this processor does not have; it runs "
+            f"{', '.join(sorted({target.partition('_')[0] for target in supported}))}.",
+            parameter="LLM_CPU_ISA",
+            value=isa,
+        )
+    return fitting[-1], f"LLM_CPU_ISA={isa}"
+
+
+@functools.cache
+def load_library(target: str) -> Library:
+    """The library of `target`, compiled if need be; one per process. Raises `build.BuildError`."""
+    path = build.ensure_library(target)
+    try:
+        return Library(target, path)
+    except OSError as error:
+        if path.parent == build.PACKAGED_FOLDER:
+            raise build.BuildError(f"the packaged kernels cannot be loaded ({error})") from error
+    # A cached file that the loader refuses was damaged after it was written: once more.
+    return Library(target, build.ensure_library(target, rebuild=True))
+
+
+def requested_isa() -> str | None:
+    """LLM_CPU_ISA: "plain", "avx2", "avx512", "none" (PyTorch's operations), or None when it is not set."""
+    if env.get("LLM_CPU_ISA") is None:
+        return None
+    choices = tuple(choice.upper() for choice in ISA_CHOICES)
+    return env.get_choice("LLM_CPU_ISA", choices, "").lower()
+
+
+def loaded_openmp() -> str | None:
+    """The file of the OpenMP runtime in this process; PyTorch's own when there are several."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    mapped = dict.fromkeys(line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/" in line)
+    found = [path for path in mapped if Path(path).name.startswith(_OPENMP_NAMES)]
+    torch_folder = str(Path(torch.__file__).resolve().parent)
+    found.sort(key=lambda path: not path.startswith(torch_folder))
+    return found[0] if found else None

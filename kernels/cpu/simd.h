@@ -1,0 +1,268 @@
+// Sixteen float lanes on every instruction set: one AVX-512 register, two AVX2 registers, or an array.
+//
+// Kernels are written once, on F32 and I32 and the element type. Every operation rounds the same way on all three, and a
+// sum over lanes has one fixed tree, so the same kernel gives the same bits whatever it was compiled for. Comparisons
+// follow x86: max(a, b) is b when either is NaN.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define LLM_AVX512 1
+#elif defined(__AVX2__)
+#define LLM_AVX2 1
+#else
+#define LLM_PLAIN 1
+#endif
+#if !defined(LLM_PLAIN)
+#include <immintrin.h>
+#endif
+
+#define LLM_INLINE inline __attribute__((always_inline))
+#define LLM_UNROLL _Pragma("GCC unroll 32")
+
+namespace llm {
+namespace {  // one copy per object file: nothing of this can be merged with another instruction set's
+
+constexpr int LANES = 16;
+
+struct BF16 { uint16_t bits; };
+struct F16 { uint16_t bits; };
+
+LLM_INLINE float bits_to_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+LLM_INLINE float widen(float x) { return x; }
+LLM_INLINE float widen(BF16 x) { return bits_to_float(static_cast<uint32_t>(x.bits) << 16); }
+// binary16 -> binary32, exact; a signalling NaN becomes quiet, as the vcvtph2ps instruction does it.
+LLM_INLINE float widen(F16 x) {
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+    if (rest >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13 | (rest > 0x7c00u ? 0x400000u : 0));
+    if (rest >= 0x0400u) return bits_to_float(sign | ((rest << 13) + 0x38000000u));
+    const float denormal = static_cast<float>(rest) * 0x1p-24f;
+    return sign ? -denormal : denormal;
+}
+
+#if LLM_AVX512
+
+struct F32 { __m512 v; };
+struct I32 { __m512i v; };
+
+LLM_INLINE F32 zero() { return {_mm512_setzero_ps()}; }
+LLM_INLINE F32 set1(float x) { return {_mm512_set1_ps(x)}; }
+LLM_INLINE F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+LLM_INLINE void store(float* p, F32 x) { _mm512_storeu_ps(p, x.v); }
+LLM_INLINE F32 operator+(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+LLM_INLINE F32 operator-(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+LLM_INLINE F32 operator*(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+LLM_INLINE F32 operator/(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+LLM_INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+LLM_INLINE F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+LLM_INLINE F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
+LLM_INLINE F32 sqrt(F32 a) { return {_mm512_sqrt_ps(a.v)}; }
+LLM_INLINE F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
+LLM_INLINE F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a < b ? x : y, lane by lane (false for NaN)
+LLM_INLINE F32 select_less(F32 a, F32 b, F32 x, F32 y) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
+}
+LLM_INLINE F32 nan_to_zero(F32 a) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_ORD_Q), a.v)}; }
+
+LLM_INLINE I32 set1_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
+LLM_INLINE I32 load_i(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+LLM_INLINE void store_i(int32_t* p, I32 x) { _mm512_storeu_si512(p, x.v); }
+LLM_INLINE I32 operator+(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+LLM_INLINE I32 operator-(I32 a, I32 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+template <int N> LLM_INLINE I32 shift_left(I32 a) { return {_mm512_slli_epi32(a.v, N)}; }
+LLM_INLINE F32 as_float(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
+LLM_INLINE I32 as_int(F32 a) { return {_mm512_castps_si512(a.v)}; }
+LLM_INLINE F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// Rounds to even; a value out of range or NaN gives INT32_MIN.
+LLM_INLINE I32 to_int(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
+
+LLM_INLINE F32 load(const BF16* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+LLM_INLINE F32 load(const F16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+// 16 bf16 as bf16 panels store them: value c in the low half of word c, value c + 8 in its high half.
+LLM_INLINE F32 load_paired(const BF16* p) {
+    const __m512i order = _mm512_set_epi16(15, 0, 13, 0, 11, 0, 9, 0, 7, 0, 5, 0, 3, 0, 1, 0, 14, 0, 12, 0, 10, 0, 8, 0, 6,
+                                           0, 4, 0, 2, 0, 0, 0);
+    const __m512i raw = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
+    return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, order, raw))};
+}
+LLM_INLINE void store_int8(int8_t* p, I32 x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x.v)); }
+LLM_INLINE I32 load_int8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+
+#elif LLM_AVX2
+
+struct F32 { __m256 lo, hi; };
+struct I32 { __m256i lo, hi; };
+
+LLM_INLINE F32 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+LLM_INLINE F32 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+LLM_INLINE F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+LLM_INLINE void store(float* p, F32 x) { _mm256_storeu_ps(p, x.lo), _mm256_storeu_ps(p + 8, x.hi); }
+LLM_INLINE F32 operator+(F32 a, F32 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+LLM_INLINE F32 operator-(F32 a, F32 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+LLM_INLINE F32 operator*(F32 a, F32 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+LLM_INLINE F32 operator/(F32 a, F32 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+LLM_INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+LLM_INLINE F32 max(F32 a, F32 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+LLM_INLINE F32 min(F32 a, F32 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+LLM_INLINE F32 sqrt(F32 a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
+LLM_INLINE F32 abs(F32 a) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+LLM_INLINE F32 round_even(F32 a) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
+}
+LLM_INLINE F32 select_less(F32 a, F32 b, F32 x, F32 y) {
+    return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+            _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+}
+LLM_INLINE F32 nan_to_zero(F32 a) {
+    return {_mm256_and_ps(a.lo, _mm256_cmp_ps(a.lo, a.lo, _CMP_ORD_Q)),
+            _mm256_and_ps(a.hi, _mm256_cmp_ps(a.hi, a.hi, _CMP_ORD_Q))};
+}
+
+LLM_INLINE __m256i load_256(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+LLM_INLINE __m128i load_128(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
+LLM_INLINE I32 set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+LLM_INLINE I32 load_i(const int32_t* p) { return {load_256(p), load_256(p + 8)}; }
+LLM_INLINE void store_i(int32_t* p, I32 x) {
+    _mm256_storeu_si256((__m256i*)p, x.lo), _mm256_storeu_si256((__m256i*)(p + 8), x.hi);
+}
+LLM_INLINE I32 operator+(I32 a, I32 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+LLM_INLINE I32 operator-(I32 a, I32 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+template <int N> LLM_INLINE I32 shift_left(I32 a) { return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)}; }
+LLM_INLINE F32 as_float(I32 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+LLM_INLINE I32 as_int(F32 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+LLM_INLINE F32 to_float(I32 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+LLM_INLINE I32 to_int(F32 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+
+LLM_INLINE __m256 widen_bf16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+LLM_INLINE F32 load(const BF16* p) { return {widen_bf16(load_128(p)), widen_bf16(load_128(p + 8))}; }
+LLM_INLINE F32 load(const F16* p) { return {_mm256_cvtph_ps(load_128(p)), _mm256_cvtph_ps(load_128(p + 8))}; }
+LLM_INLINE F32 load_paired(const BF16* p) {
+    const __m256i raw = load_256(p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+// Truncates to the low byte, like a C cast.
+LLM_INLINE void store_int8(int8_t* p, I32 x) {
+    alignas(32) int32_t words[LANES];
+    store_i(words, x);
+    for (int i = 0; i < LANES; ++i) p[i] = static_cast<int8_t>(words[i]);
+}
+LLM_INLINE I32 load_int8(const int8_t* p) {
+    const __m128i raw = load_128(p);
+    return {_mm256_cvtepi8_epi32(raw), _mm256_cvtepi8_epi32(_mm_srli_si128(raw, 8))};
+}
+
+#else
+
+struct F32 { float v[LANES]; };
+struct I32 { int32_t v[LANES]; };
+
+template <class V, class Op> LLM_INLINE V lanes(const Op& op) {
+    V out;
+    for (int i = 0; i < LANES; ++i) out.v[i] = op(i);
+    return out;
+}
+LLM_INLINE F32 set1(float x) { return lanes<F32>([&](int) { return x; }); }
+LLM_INLINE F32 zero() { return set1(0.0f); }
+LLM_INLINE F32 load(const float* p) { return lanes<F32>([&](int i) { return p[i]; }); }
+LLM_INLINE F32 load(const BF16* p) { return lanes<F32>([&](int i) { return widen(p[i]); }); }
+LLM_INLINE F32 load(const F16* p) { return lanes<F32>([&](int i) { return widen(p[i]); }); }
+LLM_INLINE F32 load_paired(const BF16* p) { return lanes<F32>([&](int i) { return widen(p[i % 8 * 2 + i / 8]); }); }
+LLM_INLINE void store(float* p, F32 x) { std::memcpy(p, x.v, sizeof x.v); }
+LLM_INLINE F32 operator+(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] + b.v[i]; }); }
+LLM_INLINE F32 operator-(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] - b.v[i]; }); }
+LLM_INLINE F32 operator*(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] * b.v[i]; }); }
+LLM_INLINE F32 operator/(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] / b.v[i]; }); }
+LLM_INLINE F32 fma(F32 a, F32 b, F32 c) { return lanes<F32>([&](int i) { return std::fmaf(a.v[i], b.v[i], c.v[i]); }); }
+LLM_INLINE F32 max(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+LLM_INLINE F32 min(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+LLM_INLINE F32 sqrt(F32 a) { return lanes<F32>([&](int i) { return std::sqrt(a.v[i]); }); }
+LLM_INLINE F32 abs(F32 a) { return lanes<F32>([&](int i) { return std::fabs(a.v[i]); }); }
+LLM_INLINE F32 round_even(F32 a) { return lanes<F32>([&](int i) { return std::nearbyintf(a.v[i]); }); }
+LLM_INLINE F32 select_less(F32 a, F32 b, F32 x, F32 y) {
+    return lanes<F32>([&](int i) { return a.v[i] < b.v[i] ? x.v[i] : y.v[i]; });
+}
+LLM_INLINE F32 nan_to_zero(F32 a) { return lanes<F32>([&](int i) { return std::isnan(a.v[i]) ? 0.0f : a.v[i]; }); }
+
+// Wraps around, as the vector instructions do; signed overflow is undefined in C++.
+LLM_INLINE int32_t wrap_add(int32_t a, int32_t b) {
+    return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+}
+LLM_INLINE I32 set1_i(int32_t x) { return lanes<I32>([&](int) { return x; }); }
+LLM_INLINE I32 load_i(const int32_t* p) { return lanes<I32>([&](int i) { return p[i]; }); }
+LLM_INLINE void store_i(int32_t* p, I32 x) { std::memcpy(p, x.v, sizeof x.v); }
+LLM_INLINE I32 operator+(I32 a, I32 b) { return lanes<I32>([&](int i) { return wrap_add(a.v[i], b.v[i]); }); }
+LLM_INLINE I32 operator-(I32 a, I32 b) {
+    return lanes<I32>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) - static_cast<uint32_t>(b.v[i])); });
+}
+template <int N> LLM_INLINE I32 shift_left(I32 a) {
+    return lanes<I32>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N); });
+}
+LLM_INLINE F32 as_float(I32 a) {
+    F32 out;
+    std::memcpy(out.v, a.v, sizeof out.v);
+    return out;
+}
+LLM_INLINE I32 as_int(F32 a) {
+    I32 out;
+    std::memcpy(out.v, a.v, sizeof out.v);
+    return out;
+}
+LLM_INLINE F32 to_float(I32 a) { return lanes<F32>([&](int i) { return static_cast<float>(a.v[i]); }); }
+LLM_INLINE I32 to_int(F32 a) {
+    return lanes<I32>([&](int i) {
+        const float x = std::nearbyintf(a.v[i]);
+        return x >= -0x1p31f && x < 0x1p31f ? static_cast<int32_t>(x) : INT32_MIN;
+    });
+}
+LLM_INLINE void store_int8(int8_t* p, I32 x) {
+    for (int i = 0; i < LANES; ++i) p[i] = static_cast<int8_t>(x.v[i]);
+}
+LLM_INLINE I32 load_int8(const int8_t* p) { return lanes<I32>([&](int i) { return p[i]; }); }
+
+#endif
+
+// The first `count` lanes; the others are `fill` and not read.
+template <class T> LLM_INLINE F32 load_part(const T* p, int64_t count, float fill = 0.0f) {
+    if (count >= LANES) return load(p);
+    alignas(64) float lane[LANES];
+    for (int i = 0; i < LANES; ++i) lane[i] = i < count ? widen(p[i]) : fill;
+    return load(lane);
+}
+LLM_INLINE void store_part(float* p, F32 x, int64_t count) {
+    if (count >= LANES) return store(p, x);
+    alignas(64) float lane[LANES];
+    store(lane, x);
+    for (int i = 0; i < count; ++i) p[i] = lane[i];
+}
+// Lane i with lane i + 8, then i + 4, i + 2, i + 1: one tree for every instruction set.
+template <class Op> LLM_INLINE float reduce(F32 x, const Op& op) {
+    alignas(64) float lane[LANES];
+    store(lane, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) lane[i] = op(lane[i], lane[i + width]);
+    return lane[0];
+}
+LLM_INLINE float sum(F32 x) {
+    return reduce(x, [](float a, float b) { return a + b; });
+}
+LLM_INLINE float largest(F32 x) {
+    return reduce(x, [](float a, float b) { return a > b ? a : b; });
+}
+
+}  // namespace
+}  // namespace llm

@@ -1,0 +1,180 @@
+"""Compiling, caching and loading the CPU kernels: once per machine, whatever happens to the build."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm.errors import ValidationError
+from llm.kernels import select
+from llm.kernels.cpu import build, library
+from llm.platforms import select_platform
+
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def has_compiler() -> bool:
+    try:
+        build.find_compiler()
+    except build.BuildError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
+
+
+@pytest.mark.parametrize(
+    ("flags", "target"),
+    [
+        (set(), "plain"),
+        ({"avx2"}, "plain"),
+        (AVX2, "avx2"),
+        (AVX512, "avx512"),
+        (AVX512 | {"avx512_vnni"}, "avx512_vnni"),
+    ],
+)
+def test_the_best_instruction_set_is_chosen(flags: set[str], target: str) -> None:
+    assert library.choose_target(None, flags)[0] == target
+
+
+def test_an_instruction_set_can_be_forced() -> None:
+    flags = AVX512 | {"avx512_vnni"}
+    assert library.choose_target("plain", flags)[0] == "plain"
+    assert library.choose_target("avx2", flags)[0] == "avx2"
+    assert library.choose_target("avx512", flags)[0] == "avx512_vnni"
+    assert library.choose_target("avx512", AVX512)[0] == "avx512"
+    with pytest.raises(ValidationError, match=r"LLM_CPU_ISA='avx512' needs .* runs avx2, plain\."):
+        library.choose_target("avx512", AVX2)
+
+
+def test_a_wrong_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_CPU_ISA", "sse")
+    with pytest.raises(ValidationError, match="LLM_CPU_ISA"):
+        library.requested_isa()
+
+
+def test_none_means_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_CPU_ISA", "none")
+    kernels = select.kernels_for(select_platform("cpu")[0])
+    assert kernels.library is None
+    invariant, reason = kernels.invariant
+    assert not invariant and "LLM_CPU_ISA=none" in reason
+
+
+def compile_in(folder: str) -> str:
+    return str(build.ensure_library("plain", folder=Path(folder), announce=lambda line: print(line, flush=True)))
+
+
+@pytest.fixture
+def quick_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source folder with only the threads in it: what is tested here is the build."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for name in ("threads.cpp", "parallel.h"):
+        (folder / name).write_bytes((build.SOURCE_FOLDER / name).read_bytes())
+    monkeypatch.setattr(build, "SOURCE_FOLDER", folder)
+    return folder
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_again_when_a_source_changes(quick_sources: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    first = build.ensure_library("plain", folder=tmp_path, announce=lines.append)
+    assert build.ensure_library("plain", folder=tmp_path, announce=lines.append) == first
+    assert len(lines) == 1 and "once" in lines[0]
+    (quick_sources / "parallel.h").write_text((quick_sources / "parallel.h").read_text() + "\n// changed\n")
+    assert build.ensure_library("plain", folder=tmp_path, announce=lines.append) != first
+    assert len(lines) == 2
+
+
+@needs_compiler
+def test_two_processes_build_once(quick_sources: Path, tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        first, second = pool.map(compile_in, [str(tmp_path)] * 2)
+    assert first == second
+    assert [path.name for path in tmp_path.glob("*.so")] == [Path(first).name]
+    assert not list(tmp_path.glob("scratch-*"))
+
+
+@needs_compiler
+def test_what_a_killed_build_left_is_removed_and_never_loaded(quick_sources: Path, tmp_path: Path) -> None:
+    stale = tmp_path / "scratch-plain-killed"
+    stale.mkdir()
+    (stale / "library.so").write_text("half a library")
+    path = build.ensure_library("plain", folder=tmp_path, announce=lambda line: None)
+    assert not stale.exists()
+    assert library.Library("plain", path).openmp == library.loaded_openmp()
+
+
+@needs_compiler
+def test_a_damaged_cached_file_is_built_again(
+    quick_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = build.ensure_library("plain", announce=lambda line: None)
+    path.write_bytes(b"")
+    assert library.load_library.__wrapped__("plain").path == path
+
+
+def fake_compiler(folder: Path, script: str) -> str:
+    path = folder / "cxx"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_a_failing_compiler_is_reported_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo no such flag; exit 1"))
+    with pytest.raises(build.BuildError, match="no such flag"):
+        build.ensure_library("plain", folder=tmp_path, announce=lambda line: None)
+    assert not list(tmp_path.glob("*.so")) and not list(tmp_path.glob("scratch-*"))
+
+
+def test_without_a_compiler_one_warning_says_what_to_do(tmp_path: Path) -> None:
+    code = (
+        "import torch, warnings\n"
+        "from llm.kernels.select import kernels_for\n"
+        "from llm.platforms import select_platform\n"
+        "for _ in range(2): kernels = kernels_for(select_platform()[0])\n"
+        "print(kernels.library, kernels.invariant)\n"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("LLM_CPU_ISA", None)
+    if any(build.packaged_library(target) for target in build.TARGETS):
+        pytest.skip("the installed package carries compiled kernels")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("apt-get install g++") == 1
+    assert done.stdout.startswith("None (False,")
+
+
+@needs_compiler
+def test_the_kernels_run_on_the_runtime_pytorch_loaded() -> None:
+    kernels = select.kernels_for(select_platform("cpu")[0])
+    assert kernels.library is not None
+    teams = torch.full((64,), -1, dtype=torch.int32)
+    probe = kernels.library.function("llm_probe_threads", library.POINTER, library.INT, library.INT)
+    probe(teams.data_ptr(), 64, 3)
+    assert teams.tolist() == [3] * 64
+    probe(teams.data_ptr(), 64, 1)
+    assert set(teams.tolist()) <= {0, 1}
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    runtimes = {line.split()[-1] for line in maps if Path(line.split()[-1]).name.startswith(library._OPENMP_NAMES)}
+    assert runtimes == {kernels.library.openmp}
+
+
+def test_every_operation_has_its_implementations() -> None:
+    kernels = select.kernels_for(select_platform("cpu")[0])
+    for name in select.OPERATIONS:
+        assert callable(kernels.op(name)) and callable(select.REFERENCE.op(name))
+        assert select.REFERENCE.source(name) == "PyTorch"
