@@ -16,7 +16,9 @@ import torch
 from llm.errors import OutOfMemoryError, ValidationError
 
 DEFAULT_MAX_NUM_SEQS = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+# Enough rows for a GEMM to run at full speed. The temporaries of larger steps are too large for the heap: the C library
+# maps them anew for every operation, and fetching their pages costs more than the larger step saves.
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GIB = 1 << 30

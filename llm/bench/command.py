@@ -1,6 +1,7 @@
-"""`python -m llm bench`: arguments in, a table or JSON out.
+"""`python -m llm bench`: arguments in, tables or JSON out.
 
-Owns the subcommand. PyTorch and the engine are imported when it runs, by a clock.
+Owns the subcommand and checking what was asked. Imports no PyTorch: it and the engine are imported when the command
+runs, by a clock.
 """
 
 from __future__ import annotations
@@ -9,21 +10,126 @@ import argparse
 import importlib
 import json
 import sys
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from llm.bench.options import add_arguments, read_options
+from llm.bench.shapes import SHAPES, find_shape
+from llm.bench.workloads import PREFILL_REPS, RECIPES, find_recipe
+from llm.errors import ValidationError
+
+WEIGHT_DTYPES = ("float32", "bfloat16")
+RIVALS = ("transformers",)
 
 _IMPORTS = ("torch", "llm.api")
+# Arguments of LLM that the benchmark sets itself, and what sets them.
+_TAKEN = {"model": "--model", "load_format": "--shape", "dtype": "--dtype", "quantization": "--quantization"}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The command line's arguments; `add_command` documents each. `model` and `shape` None: the embedded model."""
+
+    model: str | None = None
+    shape: str | None = None
+    weight_dtype: str | None = None
+    workloads: tuple[str, ...] = ("w1", "w2")
+    reps: int = 3
+    threads: int | None = None
+    calibrate_seconds: float = 2.0
+    against: str | None = None
+    profile: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.workloads:
+            find_recipe(name)
+        if self.shape is not None:
+            find_shape(self.shape)
+            if self.model is not None:
+                raise _invalid("shape", self.shape, "left out when --model is given")
+        elif self.weight_dtype is not None:
+            right = "left out without --shape: a model's weights stay as stored"
+            raise _invalid("weight-dtype", self.weight_dtype, right)
+        if self.weight_dtype not in (None, *WEIGHT_DTYPES):
+            raise _invalid("weight-dtype", self.weight_dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
+        if self.against not in (None, *RIVALS):
+            raise _invalid("against", self.against, f"one of {', '.join(RIVALS)}")
+        if not 1 <= self.reps <= PREFILL_REPS:
+            raise _invalid("reps", self.reps, f"1 to {PREFILL_REPS}")
+        if self.threads is not None and self.threads < 1:
+            raise _invalid("threads", self.threads, "at least 1")
+        if not 0 <= self.calibrate_seconds < float("inf"):
+            raise _invalid("calibrate", self.calibrate_seconds, "a number of seconds, 0 for none")
 
 
 def add_command(commands: Any) -> None:
     """Add `bench` to the command line's subcommands."""
     command = commands.add_parser(
-        "bench", help="measure speed, start-up and memory, against what this machine can do", allow_abbrev=False
+        "bench",
+        help="measure speed, start-up and memory, against what this machine can do",
+        description="Measure speed, start-up and memory. First the machine's read bandwidth and float32 GEMM rate are "
+        "measured; every figure is shown with the best that they allow (its floor).",
+        epilog="Workloads: " + "; ".join(f"{name} = {recipe.about}" for name, recipe in RECIPES.items()) + ".",
+        allow_abbrev=False,
     )
     command.set_defaults(run=_bench)
-    add_arguments(command)
+    command.add_argument("--model", metavar="NAME", help="model folder or hub name (default: the embedded model)")
+    command.add_argument(
+        "--shape", metavar="NAME", help=f"a published shape with random weights instead: {', '.join(SHAPES)}"
+    )
+    command.add_argument("--weight-dtype", metavar="TYPE", help="a shape's weights: float32 (default) or bfloat16")
+    command.add_argument("--workload", metavar="NAMES", default="w1,w2", help="separated by commas (default: w1,w2)")
+    command.add_argument("--reps", metavar="N", type=int, default=3, help="runs of each; medians count (default: 3)")
+    command.add_argument("--threads", metavar="N", type=int, help="threads to compute with (default: PyTorch's choice)")
+    command.add_argument("--against", metavar="ENGINE", help="transformers: alternate with transformers.generate")
+    command.add_argument("--profile", action="store_true", help="one more run of each workload: time per operation")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    command.add_argument("--dtype", metavar="TYPE", help="as in LLM(dtype=...)")
+    command.add_argument("--quantization", metavar="NAME", help="as in LLM(quantization=...)")
+    command.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another argument of LLM(...), as JSON or text, e.g. max_num_batched_tokens=512; may be repeated",
+    )
+    command.add_argument(
+        "--calibrate",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="how long to measure each of the machine's two rates; 0: not, and show no floors (default: 2)",
+    )
+
+
+def read_options(args: argparse.Namespace) -> BenchOptions:
+    """Raises `ValidationError` for anything that cannot be measured."""
+    engine = dict(map(_parse_option, args.option))
+    engine |= {name: getattr(args, name) for name in ("dtype", "quantization") if getattr(args, name) is not None}
+    return BenchOptions(
+        model=args.model,
+        shape=args.shape,
+        weight_dtype=args.weight_dtype,
+        workloads=tuple(dict.fromkeys(name.strip().lower() for name in args.workload.split(","))),
+        reps=args.reps,
+        threads=args.threads,
+        calibrate_seconds=args.calibrate,
+        against=args.against,
+        profile=args.profile,
+        engine=engine,
+    )
+
+
+def time_imports() -> dict[str, float]:
+    """Seconds to import PyTorch, then this engine; nothing of what is imported already."""
+    seconds = {}
+    for name in _IMPORTS:
+        if name not in sys.modules:
+            started = perf_counter()
+            importlib.import_module(name)
+            seconds[name] = perf_counter() - started
+    return seconds
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -38,12 +144,17 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def time_imports() -> dict[str, float]:
-    """Seconds to import PyTorch, then this engine; nothing of what is imported already."""
-    seconds = {}
-    for name in _IMPORTS:
-        if name not in sys.modules:
-            started = perf_counter()
-            importlib.import_module(name)
-            seconds[name] = perf_counter() - started
-    return seconds
+def _parse_option(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise _invalid("option", text, "NAME=VALUE")
+    if name in _TAKEN:
+        raise _invalid("option", text, f"left out: {_TAKEN[name]} says that")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _invalid(name: str, value: Any, right: str) -> ValidationError:
+    return ValidationError(f"--{name} must be {right}, got {value!r}.", parameter=name, value=value)

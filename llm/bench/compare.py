@@ -1,7 +1,7 @@
 """The same workloads by `transformers.generate`, in this process and on the same weights.
 
-Owns the rival and the verdict: how much faster, and whether both said the same. The rival computes in float32 as we do
-and gets prompts padded on the left, which is how transformers batches.
+Owns the rival and the verdict: how much faster, and whether both said the same. Weights stored as bfloat16 have the
+same values on both sides, and both compute in float32 (transformers on a float32 copy, which it makes at load).
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ _BIAS_STD = 0.02
 
 
 class Transformers:
-    """`transformers.generate` as a contestant: greedy, a static batch, scaled-dot-product attention, float32."""
+    """`transformers.generate` as a contestant."""
 
     name = "transformers"
+    about = (
+        "transformers.generate in this process, on the same weights, computing in float32 as we do: "
+        "one static batch padded on the left, scaled-dot-product attention, greedy"
+    )
 
     def __init__(self, model: Any) -> None:
         self.model = model.float().eval()
@@ -45,14 +49,14 @@ class Transformers:
 
     @classmethod
     def from_config(cls, folder: Path, weight_dtype: torch.dtype) -> Transformers:
-        """Random weights for the config.json in `folder`, also written there as a checkpoint of `weight_dtype`."""
+        """Random weights for the config.json in `folder`, written there as a checkpoint of `weight_dtype`."""
         config = (folder / "config.json").read_text(encoding="utf-8")
         with _quiet():
-            model = _random_model(folder).to(weight_dtype)
-            model.save_pretrained(folder)
+            _random_model(folder).to(weight_dtype).save_pretrained(folder)
         # transformers writes its own version of the file, with its defaults spelled out; ours is the published one.
         (folder / "config.json").write_text(config, encoding="utf-8")
-        return cls(model)
+        # Not the model that was saved: its rope frequencies were rounded to `weight_dtype` along with the weights.
+        return cls.load(folder)
 
     def generate(self, prompts: Tokens, max_tokens: int) -> Tokens:
         longest = max(map(len, prompts))

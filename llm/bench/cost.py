@@ -1,8 +1,9 @@
 """What work costs whatever the engine: bytes read and operations done, and the least time a machine takes for them.
 
-Owns the arithmetic of floors. A floor is what no engine with these weights can beat: every step reads all weights that
-multiply (linear layers and LM head, a tied table once) and the keys and values its rows see, every token is multiplied
-by every linear layer, every sampled row by the LM head. Norms, rotations and softmax count as free.
+Owns the arithmetic of floors: max(operations / GEMM rate, bytes / read bandwidth), of prefill and of decode apart.
+Every step reads all weights that multiply (linear layers and LM head, a tied table once) and the keys and values its
+rows see; every token is multiplied by every linear layer, every sampled row by the LM head. Norms, rotations and
+softmax count as free. The GEMM rate is float32's: kernels that compute in fewer bits can be faster than this floor.
 """
 
 from __future__ import annotations
@@ -20,15 +21,6 @@ from llm.layers.attention import Attention
 
 
 @dataclass(frozen=True)
-class AttentionCost:
-    """One attention layer: operations per pair of query and key, KV cache bytes per token, and its window."""
-
-    operations_per_pair: int
-    bytes_per_token: int
-    window: int | None
-
-
-@dataclass(frozen=True)
 class Rates:
     """What the machine can do: bytes read per second, float32 operations per second (a multiply-add is two)."""
 
@@ -40,16 +32,23 @@ class Rates:
 class Phase:
     """The work of a part of a workload."""
 
-    matmul_operations: int
-    attention_operations: int
-    bytes_read: int
+    operations: int = 0
+    bytes_read: int = 0
 
-    @property
-    def operations(self) -> int:
-        return self.matmul_operations + self.attention_operations
+    def __add__(self, other: Phase) -> Phase:
+        return Phase(self.operations + other.operations, self.bytes_read + other.bytes_read)
 
     def floor_seconds(self, rates: Rates) -> float:
         return max(self.operations / rates.operations_per_s, self.bytes_read / rates.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """One attention layer: operations per pair of query and key, KV cache bytes per token, and its window."""
+
+    operations_per_pair: int
+    bytes_per_token: int
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -72,20 +71,22 @@ class ModelCost:
     weight_bytes: int
     attention: Counter[AttentionCost] = field(default_factory=Counter)
 
-    def matmul_operations(self, tokens: int, sampled: int) -> int:
-        return 2 * (self.linear_weights * tokens + self.head_weights * sampled)
-
-    def attention_operations(self, start: int, end: int) -> int:
-        """Of one row's tokens at positions start to end - 1."""
-        return sum(
-            count * layer.operations_per_pair * _pairs(start, end, layer.window)
+    def operations(self, spans: list[tuple[int, int]], sampled: int) -> int:
+        """Of rows that compute the positions start to end - 1 and sample `sampled` tokens together."""
+        tokens = sum(end - start for start, end in spans)
+        scores = sum(
+            count * layer.operations_per_pair * pairs(*span, layer.window)
             for layer, count in self.attention.items()
+            for span in spans
         )
+        return 2 * (self.linear_weights * tokens + self.head_weights * sampled) + scores
 
-    def kv_bytes(self, start: int, end: int) -> int:
-        """Read when one row's positions start to end - 1 are computed one by one."""
+    def kv_bytes(self, spans: list[tuple[int, int]]) -> int:
+        """Read when these positions are computed one by one."""
         return sum(
-            count * layer.bytes_per_token * _pairs(start, end, layer.window) for layer, count in self.attention.items()
+            count * layer.bytes_per_token * pairs(*span, layer.window)
+            for layer, count in self.attention.items()
+            for span in spans
         )
 
 
@@ -93,42 +94,30 @@ def prefill_cost(model: ModelCost, workload: Workload) -> Phase:
     """All prompts, in one pass over the weights, a shared prefix once, and one sampled token per row."""
     shared = workload.recipe.shared_prefix
     spans = [(shared if row else 0, len(prompt)) for row, prompt in enumerate(workload.prompts)]
-    tokens = sum(end - start for start, end in spans)
-    return Phase(
-        model.matmul_operations(tokens, len(spans)),
-        sum(model.attention_operations(*span) for span in spans),
-        model.bytes_per_step,
-    )
+    return Phase(model.operations(spans, len(spans)), model.bytes_per_step)
 
 
 def decode_cost(model: ModelCost, workload: Workload) -> Phase:
     """The tokens after each row's first, all rows in the same steps."""
     steps = workload.recipe.max_tokens - 1
     spans = [(len(prompt), len(prompt) + steps) for prompt in workload.prompts]
-    tokens = steps * len(spans)
-    return Phase(
-        model.matmul_operations(tokens, tokens),
-        sum(model.attention_operations(*span) for span in spans),
-        steps * model.bytes_per_step + sum(model.kv_bytes(*span) for span in spans),
-    )
+    return Phase(model.operations(spans, steps * len(spans)), steps * model.bytes_per_step + model.kv_bytes(spans))
 
 
 def count_model(model: nn.Module, kv_cache_dtype: torch.dtype) -> ModelCost:
-    """Count a built model, loaded or on the meta device, quantized or not."""
+    """Count a built model, quantized or not."""
     head = getattr(model, "lm_head", None)
-    quantized = [module for module in model.modules() if hasattr(module, "quant_kind")]
-    linear = [module for module in quantized if module.quant_kind == "linear"]
-    lookup_only = [module for module in quantized if module.quant_kind == "embedding" and module is not head]
+    layers = [module for module in model.modules() if hasattr(module, "quant_kind")]
+    lookup_only = [module for module in layers if module.quant_kind == "embedding" and module is not head]
+    attention = [module for module in model.modules() if isinstance(module, Attention)]
     total = _stored_bytes(model.modules())
     return ModelCost(
         parameters=sum(_elements(module) for module in model.modules()),
-        linear_weights=sum(_matrix_elements(module) for module in linear),
+        linear_weights=sum(_matrix_elements(module) for module in layers if module.quant_kind != "embedding"),
         head_weights=0 if head is None else _matrix_elements(head),
         bytes_per_step=total - _stored_bytes(iter(lookup_only)),
         weight_bytes=total,
-        attention=Counter(
-            _attention_cost(module, kv_cache_dtype) for module in model.modules() if isinstance(module, Attention)
-        ),
+        attention=Counter(attention_cost(module, kv_cache_dtype) for module in attention),
     )
 
 
@@ -139,6 +128,25 @@ def stored_tensors(module: Any) -> list[torch.Tensor]:
         found += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
         found += list(module.buffers(recurse=False))
     return found
+
+
+def matrix_sizes(layer: Any) -> tuple[int, int] | None:
+    """(inputs, outputs) of a layer with a `quant_method`; None for kinds that are no single matrix."""
+    if layer.quant_kind == "embedding":
+        return layer.hidden_size, layer.vocab_size
+    return (layer.input_size, layer.output_size) if layer.quant_kind == "linear" else None
+
+
+def attention_cost(layer: Attention, kv_cache_dtype: torch.dtype) -> AttentionCost:
+    bytes_per_token = layer.kv_cache_spec(kv_cache_dtype).bytes_per_token()
+    return AttentionCost(4 * layer.num_heads * layer.head_size, bytes_per_token, layer.sliding_window)
+
+
+def pairs(start: int, end: int, window: int | None) -> int:
+    """Keys seen by the positions start to end - 1 together; position p sees min(p + 1, window)."""
+    bend = end if window is None else min(max(window, start), end)
+    triangle = (bend * (bend + 1) - start * (start + 1)) // 2
+    return triangle + (end - bend) * (window or 0)
 
 
 def _stored_bytes(modules: Iterator[nn.Module]) -> int:
@@ -154,19 +162,6 @@ def _elements(module: Any) -> int:
     return _matrix_elements(module) + (0 if bias is None else bias.numel())
 
 
-def _matrix_elements(module: Any) -> int:
-    if module.quant_kind == "embedding":
-        return module.vocab_size * module.hidden_size
-    return module.input_size * module.output_size
-
-
-def _attention_cost(layer: Attention, kv_cache_dtype: torch.dtype) -> AttentionCost:
-    bytes_per_token = layer.kv_cache_spec(kv_cache_dtype).bytes_per_token()
-    return AttentionCost(4 * layer.num_heads * layer.head_size, bytes_per_token, layer.sliding_window)
-
-
-def _pairs(start: int, end: int, window: int | None) -> int:
-    """Keys seen by the positions start to end - 1 together; position p sees min(p + 1, window)."""
-    bend = end if window is None else min(max(window, start), end)
-    triangle = (bend * (bend + 1) - start * (start + 1)) // 2
-    return triangle + (end - bend) * (window or 0)
+def _matrix_elements(layer: Any) -> int:
+    sizes = matrix_sizes(layer)
+    return sizes[0] * sizes[1] if sizes else sum(tensor.numel() for tensor in stored_tensors(layer))

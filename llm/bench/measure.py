@@ -16,11 +16,9 @@ from typing import Any, Protocol
 from llm.api import LLM
 from llm.bench.calibrate import CpuWatch
 from llm.bench.cost import ModelCost, Rates, decode_cost, prefill_cost
-from llm.bench.workloads import Workload, make_workload
+from llm.bench.workloads import PREFILL_REPS, Workload, make_workload
 from llm.engine.engine import EngineStats
 from llm.sampling_params import SamplingParams
-
-_PREFILL_REPS = 100  # a stream's prefill run uses the tokens of this many repetitions later
 
 Tokens = list[list[int]]
 
@@ -113,7 +111,7 @@ def run_workload(contestant: Contestant, name: str, rep: int, vocab_size: int) -
     prefill = None
     with CpuWatch() as watch:
         if workload.recipe.is_stream:
-            prompts = make_workload(name, rep + _PREFILL_REPS, vocab_size).prompts
+            prompts = make_workload(name, rep + PREFILL_REPS, vocab_size).prompts
             prefill = _timed(contestant, prompts, 1)[0]
         before = contestant.stats()
         seconds, outputs = _timed(contestant, workload.prompts, workload.recipe.max_tokens)
@@ -124,11 +122,13 @@ def run_workload(contestant: Contestant, name: str, rep: int, vocab_size: int) -
 def speed_figures(runs: Sequence[Run], cost: ModelCost, rates: Rates | None) -> dict[str, Figure]:
     """What a user waits for: prefill and step times of a stream, throughput of a batch."""
     workload = runs[0].workload
-    prefill = prefill_cost(cost, workload).floor_seconds(rates) if rates else None
-    decode = decode_cost(cost, workload).floor_seconds(rates) if rates else None
+    if rates is None:
+        return _stream_figures(runs, None, None) if workload.recipe.is_stream else _batch_figures(runs, None)
+    prefill = prefill_cost(cost, workload).floor_seconds(rates)
+    decode = decode_cost(cost, workload).floor_seconds(rates)
     if workload.recipe.is_stream:
         return _stream_figures(runs, prefill, decode)
-    return _batch_figures(runs, None if prefill is None or decode is None else prefill + decode)
+    return _batch_figures(runs, prefill + decode)
 
 
 def engine_figures(runs: Sequence[Run]) -> dict[str, Figure]:

@@ -1,29 +1,34 @@
 """Where the time goes: a table of time per operation, and of everything that is none.
 
 Owns the instruments: while a profile runs, the operations of one live engine are wrapped, and nothing is left behind.
-Every row is exclusive time, so rows add up to the wall time by construction. An operation is a module without children
-or a `CustomOp`; what is computed elsewhere inside the model shows as "between operations". A call costs about a
-microsecond to watch. Times are of calls: on a device that computes asynchronously they would be of launches.
+Every row is exclusive time, so rows add up to the wall time by construction, whoever computes: PyTorch, a kernel of
+ours or a plugin's. What is watched is each layer's `quant_method.apply`, `CustomOp`s, attention and all other modules
+without children; what a model computes elsewhere shows as "between operations". Watching a call costs about a
+microsecond. Times are of calls: on a device that computes asynchronously they would be of launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import nn
 
-from llm.bench.cost import stored_tensors
+from llm.bench.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
+from llm.layers.attention import Attention
 from llm.layers.custom_op import CustomOp
-from llm.layers.logits import LogitsProcessor
 
 OPERATION, MODEL, ENGINE = "operation", "model", "engine"
 PREFILL, DECODE = "prefill", "decode"
 
 _ABSENT = object()
+
+# What a call computes, from its positional arguments.
+Work = Callable[[tuple[Any, ...]], Phase]
 
 
 @dataclass
@@ -32,8 +37,7 @@ class PhaseTime:
 
     calls: int = 0
     seconds: float = 0.0
-    operations: int = 0
-    bytes_read: int = 0
+    work: Phase = field(default_factory=Phase)
 
 
 @dataclass
@@ -42,8 +46,8 @@ class ProfileRow:
 
     name: str
     kind: str
-    prefill: PhaseTime
-    decode: PhaseTime
+    prefill: PhaseTime = field(default_factory=PhaseTime)
+    decode: PhaseTime = field(default_factory=PhaseTime)
 
     @property
     def seconds(self) -> float:
@@ -51,17 +55,8 @@ class ProfileRow:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a call computes: operations per row of its input, and the stored bytes it reads."""
-
-    operations_per_row: int
-    bytes_read: int
-    argument: int = 0  # which positional argument has the rows
-
-
-@dataclass(frozen=True)
 class Profile:
-    """`rows` by falling time; their seconds sum to `seconds`."""
+    """`rows` by falling time; their seconds sum to `seconds`, the wall time."""
 
     seconds: float
     rows: list[ProfileRow]
@@ -76,25 +71,29 @@ def profile(engine: Any, work: Callable[[], object]) -> Profile:
     """Run `work`, which drives `engine`, and say where its time went."""
     recorder = _Recorder()
     with _instruments(engine, recorder):
-        recorder.wrap(work, "outside of steps (checks, outputs)", ENGINE)()
-    rows = sorted(recorder.rows.values(), key=lambda row: -row.seconds)
-    return Profile(recorder.total_seconds, rows)
+        started = perf_counter()
+        recorder.wrap(work, "outside of steps", ENGINE)()
+        seconds = perf_counter() - started
+    rows = [row for row in recorder.rows.values() if row.prefill.calls or row.decode.calls]
+    return Profile(seconds, sorted(rows, key=lambda row: -row.seconds))
 
 
 class _Recorder:
-    """Exclusive time by row: a stack holds, for each call in progress, the time of the calls inside it."""
+    """Exclusive time by row: a stack holds, for each call in progress, the time of the calls inside it.
+
+    Attributes:
+        spans: of the step in progress, the positions (start, end) that each of its requests computes.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[str, ProfileRow] = {}
         self.phase = PREFILL
+        self.spans: list[tuple[int, int]] = []
+        self._attention: dict[int | None, tuple[int, int]] = {}
         self._inside = [0.0]
 
-    @property
-    def total_seconds(self) -> float:
-        return self._inside[0]
-
     def wrap(self, function: Callable[..., Any], name: str, kind: str, work: Work | None = None) -> Callable[..., Any]:
-        row = self.rows.setdefault(name, ProfileRow(name, kind, PhaseTime(), PhaseTime()))
+        row = self.rows.setdefault(name, ProfileRow(name, kind))
         inside = self._inside
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -109,26 +108,32 @@ class _Recorder:
                 time.seconds += seconds - inside.pop()
                 inside[-1] += seconds
                 if work is not None:
-                    _add_work(time, work, args)
+                    time.work += work(args)
 
         return timed
 
-    def note_phase(self, schedule: Callable[[], Any]) -> Callable[[], Any]:
+    def note_step(self, scheduler: Any) -> Callable[[], Any]:
         """Wrap `Scheduler.schedule`, which opens a step and whose plan tells the phase."""
+        schedule = scheduler.schedule
 
         def noted() -> Any:
             plan = schedule()
-            counts = plan.num_scheduled_tokens.values()
-            self.phase = PREFILL if any(count > 1 for count in counts) else DECODE
+            counts = plan.num_scheduled_tokens
+            ends = {request_id: scheduler.requests[request_id].num_computed_tokens for request_id in counts}
+            self.spans = [(ends[request_id] - count, ends[request_id]) for request_id, count in counts.items()]
+            self.phase = PREFILL if any(count > 1 for count in counts.values()) else DECODE
+            self._attention.clear()
             return plan
 
         return noted
 
-
-def _add_work(time: PhaseTime, work: Work, args: tuple[Any, ...]) -> None:
-    x = args[work.argument]
-    time.operations += work.operations_per_row * (x.numel() // x.shape[-1])
-    time.bytes_read += work.bytes_read
+    def seen(self, window: int | None) -> tuple[int, int]:
+        """Of the step in progress: pairs of query and key, and keys that any query sees."""
+        if window not in self._attention:
+            every = sum(pairs(start, end, window) for start, end in self.spans)
+            keys = sum(end if window is None else min(end, end - start + window - 1) for start, end in self.spans)
+            self._attention[window] = (every, keys)
+        return self._attention[window]
 
 
 @contextmanager
@@ -136,11 +141,11 @@ def _instruments(engine: Any, recorder: _Recorder) -> Iterator[None]:
     """Everything of `engine` wrapped; taken off in reverse order."""
     runner, scheduler = engine.runner, engine.scheduler
     with ExitStack() as stack:
-        stack.enter_context(_replaced(scheduler, "schedule", recorder.note_phase(scheduler.schedule)))
-        for module in runner.model.modules():
-            if isinstance(module, CustomOp) or not any(True for _ in module.children()):
-                wrapped = recorder.wrap(module.forward, *_describe(module, runner.model))
-                stack.enter_context(_replaced(module, "forward", wrapped))
+        stack.enter_context(_replaced(scheduler, "schedule", recorder.note_step(scheduler)))
+        for target, attribute, name, work in _operations(engine, recorder):
+            wrapped = recorder.wrap(getattr(target, attribute), name, OPERATION, work)
+            stack.enter_context(_replaced(target, attribute, wrapped))
+        stack.enter_context(_matrices(runner.model, recorder))
         for target, attribute, name, kind in (
             (runner.model, "forward", "between operations", MODEL),
             (runner.model, "compute_logits", "between operations", MODEL),
@@ -150,11 +155,74 @@ def _instruments(engine: Any, recorder: _Recorder) -> Iterator[None]:
             (runner.batch, "build", "batch: input of a step", ENGINE),
             (runner.batch, "advance", "batch: sampled tokens", ENGINE),
             (runner, "execute", "runner", ENGINE),
-            (engine, "step", "rest of a step (append, finish)", ENGINE),
+            (engine, "step", "rest of a step", ENGINE),
         ):
             wrapped = recorder.wrap(getattr(target, attribute), name, kind)
             stack.enter_context(_replaced(target, attribute, wrapped))
         yield
+
+
+def _operations(engine: Any, recorder: _Recorder) -> Iterator[tuple[Any, str, str, Work | None]]:
+    """(module, "forward", row, work) of every operation but products with a weight; see `_matrices`."""
+    kv_cache_dtype = engine.config.cache_config.kv_cache_dtype
+    for module in engine.runner.model.modules():
+        if isinstance(module, Attention):
+            yield module, "forward", "attention", _attention_work(module, kv_cache_dtype, recorder)
+        elif isinstance(module, CustomOp):
+            yield module, "forward", module.name, None
+        elif getattr(module, "quant_kind", "") == "embedding":
+            yield module, "forward", "embedding", None
+        elif not hasattr(module, "quant_kind") and not any(True for _ in module.children()):
+            yield module, "forward", type(module).__name__, None
+
+
+@contextmanager
+def _matrices(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Every layer's `quant_method.apply` wrapped. Layers may share a method, so rows go by its first argument."""
+    methods: dict[int, tuple[Any, dict[int, Callable[..., Any]]]] = {}
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if method is not None:
+            timed = recorder.wrap(method.apply, _matrix_name(module), OPERATION, _matrix_work(module))
+            methods.setdefault(id(method), (method, {}))[1][id(module)] = timed
+    with ExitStack() as stack:
+        for method, by_layer in methods.values():
+            stack.enter_context(_replaced(method, "apply", _by_layer(by_layer)))
+        yield
+
+
+def _by_layer(timed: dict[int, Callable[..., Any]]) -> Callable[..., Any]:
+    return lambda layer, *args, **kwargs: timed[id(layer)](layer, *args, **kwargs)
+
+
+def _matrix_name(layer: Any) -> str:
+    """Layers with the same role and shape share a row."""
+    role = "lm head" if layer.quant_kind == "embedding" else f"{layer.quant_kind} {layer.prefix.rpartition('.')[2]}"
+    sizes = matrix_sizes(layer)
+    return f"{role} {sizes[0]} -> {sizes[1]}" if sizes else role
+
+
+def _matrix_work(layer: nn.Module) -> Work | None:
+    sizes = matrix_sizes(layer)
+    if sizes is None:
+        return None
+    per_row, stored = 2 * sizes[0] * sizes[1], sum(tensor.nbytes for tensor in stored_tensors(layer))
+
+    def work(args: tuple[Any, ...]) -> Phase:
+        x: torch.Tensor = args[1]
+        return Phase(per_row * (x.numel() // x.shape[-1]), stored)
+
+    return work
+
+
+def _attention_work(layer: Attention, kv_cache_dtype: torch.dtype, recorder: _Recorder) -> Work:
+    cost = attention_cost(layer, kv_cache_dtype)
+
+    def work(args: tuple[Any, ...]) -> Phase:
+        every, keys = recorder.seen(cost.window)
+        return Phase(cost.operations_per_pair * every, cost.bytes_per_token * keys)
+
+    return work
 
 
 @contextmanager
@@ -169,28 +237,3 @@ def _replaced(target: Any, attribute: str, value: Any) -> Iterator[None]:
             delattr(target, attribute)
         else:
             setattr(target, attribute, before)
-
-
-def _describe(module: nn.Module, model: nn.Module) -> tuple[str, str, Work | None]:
-    """A name that layers with the same role and shape share, the row's kind, and what a call computes."""
-    described: Any = module
-    if isinstance(module, LogitsProcessor):
-        head: Any = getattr(model, "lm_head", None)
-        if head is None:
-            return "lm head", OPERATION, None
-        name, sizes = "lm head", (head.hidden_size, head.vocab_size)
-        return f"{name} {_arrow(sizes)}", OPERATION, _matrix_work(head, sizes, argument=1)
-    kind = getattr(module, "quant_kind", "")
-    if kind == "linear":
-        role, sizes = described.prefix.rpartition(".")[2], (described.input_size, described.output_size)
-        return f"linear {role} {_arrow(sizes)}", OPERATION, _matrix_work(module, sizes)
-    name = module.name if isinstance(module, CustomOp) else kind
-    return name or type(module).__name__, OPERATION, None
-
-
-def _arrow(sizes: tuple[int, int]) -> str:
-    return f"{sizes[0]} -> {sizes[1]}"
-
-
-def _matrix_work(layer: nn.Module, sizes: tuple[int, int], argument: int = 0) -> Work:
-    return Work(2 * sizes[0] * sizes[1], sum(tensor.nbytes for tensor in stored_tensors(layer)), argument)

@@ -5,19 +5,20 @@ Owns the schema, version 1. Times are seconds where a key ends in `_s`, sizes by
     schema, version, torch, transformers
     options             as given
     machine             device, cores, threads, read and gemm {best, spread, repeats}, other_cores; null when skipped
-    model               name, model_type, architecture, weight_dtype, kv_cache_dtype, max_model_len, parameters,
-                        linear_weights, head_weights, bytes_per_step, weight_bytes
-    startup             imports_s {module: seconds}, phases_s {phase: seconds}, build_s, first_tokens_s
-    memory              phases {phase: {imports, weights, kv_cache, peak, overhead, all in bytes}}, overhead_bytes (the
-                        largest), peak_resident_bytes; null where it cannot be known
+    model               name, model_type, architecture, dtype, quantization, weight_dtype, kv_cache_dtype,
+                        max_model_len, parameters, linear_weights, head_weights, bytes_per_step, weight_bytes
+    startup             imports_s {module: seconds}, phases_s {phase: seconds}, first_tokens_s, total_s, load_floor_s
+    memory              private memory (RssAnon) in bytes: imports, weights, peaks {phase: bytes}; null where unknown
     workloads           name -> about, prompts, prompt_tokens, output_tokens, reps, prefill and decode {operations,
-                        bytes_read}, figures, engine, other_cores, against (null, or name, figures, advantage
-                        {figure: ratio of medians, above 1 where we are better}, agreement), profile (null, or
-                        seconds, engine_share, rows)
+                        bytes_read, floor_s, bound: "bytes" or "operations"}, figures, engine, other_cores,
+                        against (null, or name, about, figures, advantage {figure: ratio of medians, above 1 where we
+                        are better}, agreement), profile (null, or seconds, engine_share, rows; a row's prefill and
+                        decode have calls and seconds beside the above)
     warnings            sentences
 
 A figure is {unit, median, best, worst, floor, share}: `floor` is the best the machine allows, `share` how near the
-median is to it (1: as good as can be); both null when nothing was calibrated or there is no such limit.
+median is to it (1: as good as can be); both null when nothing was calibrated. A floor is max(operations / GEMM rate,
+bytes read / read bandwidth), see `cost.py`; of loading, the bytes of the weights / read bandwidth.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import importlib.metadata
 from typing import Any
 
 from llm import __version__
-from llm.bench.compare import advantage
-from llm.bench.cost import Phase, decode_cost, prefill_cost
+from llm.bench.compare import Transformers, advantage
+from llm.bench.cost import Phase, Rates, decode_cost, prefill_cost
 from llm.bench.measure import Figure, Ours
-from llm.bench.profile import Profile
+from llm.bench.profile import PhaseTime, Profile
 from llm.bench.session import BenchResult, WorkloadResult
 
 SCHEMA = 1
@@ -49,8 +50,9 @@ def as_object(result: BenchResult) -> dict[str, Any]:
         "startup": {
             "imports_s": result.imports,
             "phases_s": result.startup,
-            "build_s": sum(result.startup.values()),
             "first_tokens_s": result.first_tokens_seconds,
+            "total_s": sum(result.imports.values()) + sum(result.startup.values()) + result.first_tokens_seconds,
+            "load_floor_s": None if result.rates is None else result.cost.weight_bytes / result.rates.bytes_per_s,
         },
         "memory": _memory(result),
         "workloads": {name: _workload(result, item) for name, item in result.workloads.items()},
@@ -64,6 +66,8 @@ def _model(result: BenchResult) -> dict[str, Any]:
         "name": result.options.shape or result.options.model or "embedded",
         "model_type": config.model_type,
         "architecture": config.architecture,
+        "dtype": _dtype(config.dtype),
+        "quantization": config.quantization,
         "weight_dtype": _dtype(config.weight_dtype),
         "kv_cache_dtype": _dtype(result.config.cache_config.kv_cache_dtype),
         "max_model_len": config.max_model_len,
@@ -76,13 +80,9 @@ def _model(result: BenchResult) -> dict[str, Any]:
 
 
 def _memory(result: BenchResult) -> dict[str, Any] | None:
-    if not result.memory:
+    if not result.peak_memory:
         return None
-    return {
-        "phases": {name: {**dataclasses.asdict(use), "overhead": use.overhead} for name, use in result.memory.items()},
-        "overhead_bytes": max(use.overhead for use in result.memory.values()),
-        "peak_resident_bytes": result.peak_resident,
-    }
+    return {"imports": result.memory_before, "weights": result.cost.weight_bytes, "peaks": result.peak_memory}
 
 
 def _workload(result: BenchResult, item: WorkloadResult) -> dict[str, Any]:
@@ -94,13 +94,13 @@ def _workload(result: BenchResult, item: WorkloadResult) -> dict[str, Any]:
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": workload.output_tokens,
         "reps": len(runs),
-        "prefill": _phase(prefill_cost(result.cost, workload)),
-        "decode": _phase(decode_cost(result.cost, workload)),
+        "prefill": _phase(prefill_cost(result.cost, workload), result.rates),
+        "decode": _phase(decode_cost(result.cost, workload), result.rates),
         "figures": _figures(item.speed[Ours.name]),
         "engine": _figures(item.engine),
         "other_cores": [run.other_cores for run in runs],
         "against": _against(item, result.options.against),
-        "profile": None if item.profile is None else _profile(item.profile),
+        "profile": None if item.profile is None else _profile(item.profile, result.rates),
     }
 
 
@@ -110,22 +110,37 @@ def _against(item: WorkloadResult, rival: str | None) -> dict[str, Any] | None:
     ours, theirs = item.speed[Ours.name], item.speed[rival]
     return {
         "name": rival,
+        "about": Transformers.about,
         "figures": _figures(theirs),
         "advantage": {name: advantage(figure, theirs[name]) for name, figure in ours.items()},
         "agreement": dataclasses.asdict(item.agreement),
     }
 
 
-def _profile(profile: Profile) -> dict[str, Any]:
-    return {
-        "seconds": profile.seconds,
-        "engine_share": profile.engine_share,
-        "rows": [dataclasses.asdict(row) | {"seconds": row.seconds} for row in profile.rows],
-    }
+def _profile(profile: Profile, rates: Rates | None) -> dict[str, Any]:
+    rows = [
+        {
+            "name": row.name,
+            "kind": row.kind,
+            "seconds": row.seconds,
+            "prefill": _phase_time(row.prefill, rates),
+            "decode": _phase_time(row.decode, rates),
+        }
+        for row in profile.rows
+    ]
+    return {"seconds": profile.seconds, "engine_share": profile.engine_share, "rows": rows}
 
 
-def _phase(phase: Phase) -> dict[str, int]:
-    return {"operations": phase.operations, "bytes_read": phase.bytes_read}
+def _phase_time(time: PhaseTime, rates: Rates | None) -> dict[str, Any]:
+    return {"calls": time.calls, "seconds": time.seconds, **_phase(time.work, rates)}
+
+
+def _phase(phase: Phase, rates: Rates | None) -> dict[str, Any]:
+    counts = {"operations": phase.operations, "bytes_read": phase.bytes_read}
+    if rates is None:
+        return {**counts, "floor_s": None, "bound": None}
+    by_bytes = phase.bytes_read / rates.bytes_per_s > phase.operations / rates.operations_per_s
+    return {**counts, "floor_s": phase.floor_seconds(rates), "bound": "bytes" if by_bytes else "operations"}
 
 
 def _figures(figures: dict[str, Figure]) -> dict[str, Any]:

@@ -19,11 +19,11 @@ import torch
 
 from llm.api import EMBEDDED_MODEL, LLM
 from llm.bench.calibrate import Calibration, busy_warning, calibrate
+from llm.bench.command import WEIGHT_DTYPES, BenchOptions
 from llm.bench.compare import Agreement, Transformers, agreement
 from llm.bench.cost import ModelCost, Rates, count_model
 from llm.bench.measure import Contestant, Figure, Ours, Run, engine_figures, run_workload, speed_figures
-from llm.bench.memory import MemoryLog, MemoryUse, peak_resident_bytes, private_bytes
-from llm.bench.options import BenchOptions
+from llm.bench.memory import PeakMemory, private_bytes
 from llm.bench.profile import Profile, profile
 from llm.bench.shapes import write_config
 from llm.bench.workloads import find_recipe, make_workload
@@ -54,8 +54,9 @@ class BenchResult:
         imports: seconds by module; empty when they had been imported before.
         startup: seconds by phase of building the engine.
         first_tokens_seconds: a prompt of 8 and 2 new tokens, right after.
-        memory: by phase; empty where it cannot be known, and beside a rival, whose memory is in the same process.
-        peak_resident: most memory ever resident, file pages included; None: unknown.
+        memory_before: private bytes before anything was built; None: unknown.
+        peak_memory: private bytes by phase, "load" or a workload; empty where they cannot be known, and beside a rival,
+            whose memory is in the same process.
     """
 
     options: BenchOptions
@@ -65,9 +66,9 @@ class BenchResult:
     first_tokens_seconds: float
     config: EngineConfig
     cost: ModelCost
-    memory: dict[str, MemoryUse]
+    memory_before: int | None
+    peak_memory: dict[str, int] = field(default_factory=dict)
     workloads: dict[str, WorkloadResult] = field(default_factory=dict)
-    peak_resident: int | None = None
 
     @property
     def rates(self) -> Rates | None:
@@ -94,24 +95,25 @@ class Progress:
 
 def run_session(options: BenchOptions, imports: dict[str, float], say: Say) -> BenchResult:
     """Measure; `say` gets a line whenever something long begins or ends."""
-    log = MemoryLog(private_bytes() if options.against is None else None)
+    memory_before = private_bytes()
     with ExitStack() as stack:
         stack.enter_context(_computing_with(options.threads))
         calibration = _calibrate(options, say)
-        stack.enter_context(log)
+        memory = stack.enter_context(PeakMemory())
         llm, rival = _open(options, say)
         stack.enter_context(llm)
         cost = count_model(_engine(llm).runner.model, llm.config.cache_config.kv_cache_dtype)
-        _note_memory(log, "load", llm, cost)
         first_tokens = _first_tokens(Ours(llm), rival)
-        result = BenchResult(options, calibration, imports, dict(llm.startup), first_tokens, llm.config, cost, log.uses)
+        result = BenchResult(
+            options, calibration, imports, dict(llm.startup), first_tokens, llm.config, cost, memory_before
+        )
+        _note_peak(result, "load", memory)
         for name in options.workloads:
             result.workloads[name] = _measure(name, llm, rival, result, say)
-            _note_memory(log, name, llm, cost)
+            _note_peak(result, name, memory)
             if options.profile:
                 result.workloads[name].profile = _profile(name, llm, say)
-                log.start_over()
-        result.peak_resident = peak_resident_bytes()
+                memory.take()
     return result
 
 
@@ -140,14 +142,15 @@ def _open(options: BenchOptions, say: Say) -> tuple[LLM, Transformers | None]:
 
 def _open_shape(options: BenchOptions, arguments: dict[str, Any], say: Say) -> tuple[LLM, Transformers | None]:
     """Random weights: made in place, or, for two engines to share them, written once to a temporary folder."""
-    say(f"building {options.shape} with random {options.weight_dtype} weights")
+    weight_dtype = options.weight_dtype or WEIGHT_DTYPES[0]
+    say(f"building {options.shape} with random {weight_dtype} weights")
     with tempfile.TemporaryDirectory(prefix="llm-bench-") as name:
         folder = Path(name)
-        write_config(str(options.shape), options.weight_dtype, folder)
+        write_config(str(options.shape), weight_dtype, folder)
         arguments = {"model": folder, "skip_tokenizer_init": True, **arguments}
         if options.against is None:
             return LLM(**{"load_format": "dummy", **arguments}), None
-        rival = Transformers.from_config(folder, DTYPES[options.weight_dtype])
+        rival = Transformers.from_config(folder, DTYPES[weight_dtype])
         return LLM(**arguments), rival
 
 
@@ -192,9 +195,10 @@ def _profile(name: str, llm: LLM, say: Say) -> Profile:
     return profile(_engine(llm), lambda: ours.generate(workload.prompts, workload.recipe.max_tokens))
 
 
-def _note_memory(log: MemoryLog, phase: str, llm: LLM, cost: ModelCost) -> None:
-    caches = [tensor for pair in _engine(llm).runner.kv_caches for tensor in pair]
-    log.note(phase, cost.weight_bytes, caches)
+def _note_peak(result: BenchResult, phase: str, memory: PeakMemory) -> None:
+    peak = memory.take()
+    if peak is not None and result.options.against is None:
+        result.peak_memory[phase] = peak
 
 
 def _engine(llm: LLM) -> Any:

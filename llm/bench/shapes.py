@@ -11,8 +11,6 @@ from typing import Any
 
 from llm.errors import ValidationError, nearest
 
-WEIGHT_DTYPES = ("float32", "bfloat16")
-
 
 def _decoder(
     family: str, sizes: tuple[int, ...], positions: int, theta: float, eps: float, **other: Any
@@ -64,9 +62,10 @@ def _qwen3(*sizes: int) -> dict[str, Any]:
 
 _UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 
+# model-b is no published model: a small one for w4, s1 and s32, the engine's own overhead.
 # Sizes: hidden, layers, query heads, key and value heads, intermediate, vocabulary.
 SHAPES: dict[str, dict[str, Any]] = {
-    "small-llama": _llama(512, 8, 8, 4, 1536, 8192, positions=4096, theta=1e4, **_UNTIED),
+    "model-b": _llama(512, 8, 8, 4, 1536, 8192, positions=4096, theta=1e4, **_UNTIED),
     "smollm2-135m": _llama(576, 30, 9, 3, 1536, 49152, positions=8192, theta=1e5),
     "smollm2-360m": _llama(960, 32, 15, 5, 2560, 49152, positions=8192, theta=1e5),
     "smollm2-1.7b": _llama(2048, 24, 32, 32, 8192, 49152, positions=8192, theta=1.3e5),

@@ -11,6 +11,9 @@ from random import Random
 
 from llm.errors import ValidationError, nearest
 
+# A stream's prefill is timed with the tokens of this many repetitions later; no repetition may reach them.
+PREFILL_REPS = 100
+
 _LOWEST_ID = 3  # below are the special tokens of most vocabularies
 _VOCABULARY = 8000
 
