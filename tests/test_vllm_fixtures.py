@@ -72,9 +72,11 @@ def difference(ours: RequestOutput, recorded: dict[str, Any]) -> str:
         found = _positions_difference(completion.logprobs, theirs["logprobs"])
         if found:
             return f"logprobs: {found}"
-        if theirs["cumulative_logprob"] is not None and completion.cumulative_logprob is not None:
-            if abs(completion.cumulative_logprob - theirs["cumulative_logprob"]) > TOLERANCE * len(theirs["logprobs"]):
-                return "cumulative_logprob"
+        ours_sum, their_sum = completion.cumulative_logprob, theirs["cumulative_logprob"]
+        if (ours_sum is None) != (their_sum is None):
+            return "cumulative_logprob"
+        if ours_sum is not None and abs(ours_sum - their_sum) > TOLERANCE * len(theirs["logprobs"]):
+            return "cumulative_logprob"
     found = _positions_difference(ours.prompt_logprobs, recorded.get("prompt_logprobs"))
     return f"prompt_logprobs: {found}" if found else ""
 

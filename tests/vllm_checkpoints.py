@@ -33,8 +33,8 @@ VLLM_MODELS: dict[str, TinyModel] = {
     "llama": TinyModel("LlamaConfig", _SIZES, seed=33),
     "qwen3-tied": TinyModel("Qwen3Config", {**_SIZES, "tie_word_embeddings": True, "num_key_value_heads": 1}, seed=38),
 }
-# Quantized by `quantize_w8a8`. Where sizes are multiples of 16 and 32 and the processor has AMX, vLLM takes a kernel that
-# refuses float32 activations; these are not.
+# Quantized by `quantize_w8a8`. Where sizes are multiples of 16 and 32 and the processor has AMX, vLLM takes a kernel
+# that refuses float32 activations; these sizes are not.
 W8A8 = "llama-w8a8"
 _W8A8_MODEL = TinyModel("LlamaConfig", {**_SIZES, "hidden_size": 72}, seed=23)
 FINGERPRINT_TOLERANCE = 1e-5
