@@ -1,11 +1,29 @@
-"""Activations as CustomOps."""
+"""Activations as CustomOps, under vLLM's names.
+
+All compute in float32 and return the type of their input. x is float [..., 2d] -> [..., d] for the gated ones (those
+named `...And...`; gate in the first half unless said otherwise), [...] -> [...] for the rest.
+"""
 
 from __future__ import annotations
 
-import torch
+from statistics import NormalDist
 
+import torch
+from torch import nn
+
+from llm.errors import ValidationError
 from llm.kernels.reference import activation
 from llm.layers.custom_op import CustomOp
+
+
+def _check_approximate(approximate: str) -> str:
+    if approximate not in ("none", "tanh"):
+        raise ValidationError(
+            f"approximate={approximate!r} is no form of gelu; use 'none' or 'tanh'.",
+            parameter="approximate",
+            value=approximate,
+        )
+    return approximate
 
 
 @CustomOp.register("silu_and_mul")
@@ -16,16 +34,71 @@ class SiluAndMul(CustomOp):
         return activation.silu_and_mul(x)
 
 
+@CustomOp.register("mul_and_silu")
+class MulAndSilu(CustomOp):
+    """x[..., :d] * silu(x[..., d:]): SwiGLU with the gate in the second half."""
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.mul_and_silu(x)
+
+
 @CustomOp.register("gelu_and_mul")
 class GeluAndMul(CustomOp):
-    """gelu(x[..., :d]) * x[..., d:]; `approximate` is "none" or "tanh"."""
+    """gelu(x[..., :d]) * x[..., d:] (GeGLU, arXiv:2002.05202); `approximate` is "none" or "tanh"."""
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
-        self.approximate = approximate
+        self.approximate = _check_approximate(approximate)
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.gelu_and_mul(x, self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+@CustomOp.register("gelu_and_mul_sparse")
+class GeluAndMulSparse(CustomOp):
+    """`GeluAndMul` of a gate cut to the top of its row, as Gemma 3n does.
+
+    The cut is mean + z std (of the row, biased), with z the quantile of the normal distribution at
+    `activation_sparsity`: gelu(relu(gate - cut)) * up.
+
+    Args:
+        activation_sparsity: expected share of zeros, in (0, 1).
+        approximate: "none" or "tanh".
+    """
+
+    def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
+        super().__init__()
+        if not 0.0 < activation_sparsity < 1.0:
+            raise ValidationError(
+                f"activation_sparsity={activation_sparsity!r} is out of range; use a share between 0 and 1, or "
+                "GeluAndMul for no sparsity.",
+                parameter="activation_sparsity",
+                value=activation_sparsity,
+            )
+        self.approximate = _check_approximate(approximate)
+        self.std_multiplier = NormalDist().inv_cdf(activation_sparsity)
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.gelu_and_mul_sparse(x, self.std_multiplier, self.approximate)
+
+
+@CustomOp.register("gelu")
+class GELU(CustomOp):
+    """0.5 x (1 + erf(x / sqrt(2))) (arXiv:1606.08415)."""
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.gelu(x, "none")
+
+
+@CustomOp.register("gelu_tanh")
+class GELUTanh(CustomOp):
+    """The tanh approximation of gelu, Hugging Face's "gelu_pytorch_tanh"."""
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.gelu(x, "tanh")
 
 
 @CustomOp.register("gelu_new")
@@ -36,9 +109,130 @@ class NewGELU(CustomOp):
         return activation.gelu_new(x)
 
 
+@CustomOp.register("gelu_fast")
+class FastGELU(CustomOp):
+    """0.5 x (1 + tanh(0.7978845608 x (1 + 0.044715 x^2))).
+
+    The constant is sqrt(2 / pi) to ten digits, so in float32 this is `NewGELU`.
+    """
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.gelu_new(x)
+
+
+@CustomOp.register("quick_gelu")
+class QuickGELU(CustomOp):
+    """x sigmoid(1.702 x): CLIP's gelu."""
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.quick_gelu(x)
+
+
 @CustomOp.register("relu")
 class ReLU(CustomOp):
     """max(x, 0)."""
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.relu(x)
+
+
+@CustomOp.register("relu2")
+class ReLUSquaredActivation(CustomOp):
+    """max(x, 0)^2 (arXiv:2109.08668)."""
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.relu2(x)
+
+
+@CustomOp.register("xielu")
+class XIELU(CustomOp):
+    """xIELU (arXiv:2411.13010), the activation of Apertus, with two trained slopes; see `kernels/reference`.
+
+    Args:
+        alpha_p_init, alpha_n_init: initial slopes for positive and negative x; the parameters [1] of those names hold
+            them before softplus, as checkpoints do (alpha_n: less `beta`).
+        beta: slope at zero.
+        eps: negative; the exponential is cut off above it.
+        dtype: of the parameters; None: torch's default.
+    """
+
+    def __init__(
+        self,
+        alpha_p_init: float = 0.8,
+        alpha_n_init: float = 0.8,
+        beta: float = 0.5,
+        eps: float = -1e-6,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.alpha_p = self._slope(alpha_p_init, dtype)
+        self.alpha_n = self._slope(alpha_n_init - beta, dtype)
+        self.beta = beta
+        self.eps = eps
+
+    @staticmethod
+    def _slope(value: float, dtype: torch.dtype | None) -> nn.Parameter:
+        before_softplus = torch.tensor([value], dtype=torch.float64).expm1().log()
+        return nn.Parameter(before_softplus.to(dtype or torch.get_default_dtype()), requires_grad=False)
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        alpha_p = nn.functional.softplus(self.alpha_p.float())
+        alpha_n = self.beta + nn.functional.softplus(self.alpha_n.float())
+        return activation.xielu(x, alpha_p, alpha_n, self.beta, self.eps)
+
+
+@CustomOp.register("swigluoai_and_mul")
+class SwigluOAIAndMul(CustomOp):
+    """(u + 1) g sigmoid(alpha g), g = min(x[..., ::2], limit), u = x[..., 1::2] within +-limit: gpt-oss.
+
+    Gate and value are interleaved, channel by channel.
+    """
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
+        super().__init__()
+        self.alpha = alpha
+        self.limit = limit
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.swigluoai_and_mul(x, self.alpha, self.limit)
+
+
+@CustomOp.register("silu_and_mul_with_clamp")
+class SiluAndMulWithClamp(CustomOp):
+    """g sigmoid(alpha g) (u + beta), g = min(x[..., :d], limit), u = x[..., d:] within +-limit.
+
+    With the defaults silu(g) u, the shared experts of DeepSeek V4.
+    """
+
+    def __init__(self, swiglu_limit: float, alpha: float = 1.0, beta: float = 0.0) -> None:
+        super().__init__()
+        self.swiglu_limit = swiglu_limit
+        self.alpha = alpha
+        self.beta = beta
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.silu_and_mul_with_clamp(x, self.swiglu_limit, self.alpha, self.beta)
+
+
+@CustomOp.register("swiglustep_and_mul")
+class SwigluStepAndMul(CustomOp):
+    """min(silu(x[..., :d]), limit) * (x[..., d:] within +-limit): Step 3.5. Here the clamp follows silu."""
+
+    def __init__(self, limit: float = 7.0) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.swiglustep_and_mul(x, self.limit)
+
+
+@CustomOp.register("fatrelu_and_mul")
+class FatreluAndMul(CustomOp):
+    """(x[..., :d] where it exceeds `threshold`, else 0) * x[..., d:]: MiniCPM-S (arXiv:2402.13516)."""
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.fatrelu_and_mul(x, self.threshold)

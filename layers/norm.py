@@ -1,65 +1,209 @@
-"""Normalisations as CustomOps.
+"""Normalisations as CustomOps, under vLLM's names. All compute in float32 and return the type of their input.
 
-Each is called with x alone, or with a residual: then it returns (norm(x + residual), x + residual), the pair that a
-decoder layer passes on.
+`RMSNorm`, `GemmaRMSNorm` and `LayerNorm` are called with x alone, or with a residual: then they return
+(norm(x + residual), x + residual), the pair that a decoder layer passes on.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from llm.kernels.reference.norm import layer_norm, rms_norm
+from llm.errors import ValidationError
+from llm.kernels.reference.norm import group_rms_norm, layer_norm, rms_norm
 from llm.layers.custom_op import CustomOp
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+def _filled(size: int, value: float, dtype: torch.dtype | None) -> nn.Parameter:
+    return nn.Parameter(torch.full((size,), value, dtype=dtype), requires_grad=False)
+
+
+def _add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The sum in float32, of which the residual stream keeps a rounded copy."""
+    return x.float() + residual.float()
+
+
+def _check_divides(parameter: str, groups: int, size: int) -> None:
+    if groups < 1 or size % groups:
+        raise ValidationError(
+            f"{parameter}={groups} does not divide the {size} channels.", parameter=parameter, value=groups
+        )
+
+
 @CustomOp.register("rms_norm")
 class RMSNorm(CustomOp):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (arXiv:1910.07467).
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
+    Args:
+        hidden_size: channels, the last dimension of x.
+        eps: added to the mean.
+        var_hidden_size: the mean is over this many leading channels; None: over all.
+        has_weight: False: no `weight`, nothing is multiplied.
+        dtype: of `weight` [hidden_size]; None: torch's default.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        has_weight: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype), requires_grad=False)
+        if var_hidden_size is not None and not 0 < var_hidden_size <= hidden_size:
+            raise ValidationError(
+                f"var_hidden_size={var_hidden_size} must be from 1 to the {hidden_size} channels.",
+                parameter="var_hidden_size",
+                value=var_hidden_size,
+            )
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
+        self.weight = _filled(hidden_size, 1.0, dtype) if has_weight else None
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
-            return rms_norm(x, self.weight, self.eps)
-        total = x + residual
-        return rms_norm(total, self.weight, self.eps), total
+            return self._norm(x)
+        total = _add(x, residual)
+        return self._norm(total).to(x.dtype), total.to(x.dtype)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"
 
 
 @CustomOp.register("gemma_rms_norm")
 class GemmaRMSNorm(CustomOp):
-    """RMSNorm whose checkpoint stores weight - 1."""
+    """RMSNorm whose checkpoint stores weight - 1. Arguments as of `RMSNorm`."""
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-6, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype), requires_grad=False)
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.weight = _filled(hidden_size, 0.0, dtype)
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         weight = self.weight.float() + 1.0
         if residual is None:
-            return rms_norm(x, weight, self.eps)
-        total = x + residual
-        return rms_norm(total, weight, self.eps), total
+            return rms_norm(x, weight, self.variance_epsilon)
+        total = _add(x, residual)
+        return rms_norm(total, weight, self.variance_epsilon).to(x.dtype), total.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"
 
 
 @CustomOp.register("layer_norm")
 class LayerNorm(CustomOp):
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in float32 (arXiv:1607.06450)."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in float32 (arXiv:1607.06450).
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
+    Args:
+        dim: channels, the last dimension of x.
+        eps: added to the variance.
+        dtype: of `weight` and `bias` [dim]; None: torch's default.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self.dim = dim
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(hidden_size, dtype=dtype), requires_grad=False)
+        self.weight = _filled(dim, 1.0, dtype)
+        self.bias = _filled(dim, 0.0, dtype)
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
             return layer_norm(x, self.weight, self.bias, self.eps)
-        total = x + residual
-        return layer_norm(total, self.weight, self.bias, self.eps), total
+        total = _add(x, residual)
+        return layer_norm(total, self.weight, self.bias, self.eps).to(x.dtype), total.to(x.dtype)
+
+
+_GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+@CustomOp.register("rms_norm_gated")
+class RMSNormGated(CustomOp):
+    """RMSNorm with an optional gate z of the shape of x: norm(x * act(z)), or norm(x) * act(z).
+
+    Mamba 2 gates before (arXiv:2405.21060), Qwen3-Next after.
+
+    Args:
+        hidden_size: channels, the last dimension of x.
+        eps: added to the mean.
+        group_size: the mean is within runs of this many channels; None: over all.
+        norm_before_gate: True: norm(x) * act(z).
+        dtype: of `weight` [hidden_size]; None: torch's default.
+        activation: act, "swish" (or "silu", the same) or "sigmoid".
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        dtype: torch.dtype | None = None,
+        activation: str = "swish",
+    ) -> None:
+        super().__init__()
+        _check_divides("group_size", hidden_size if group_size is None else group_size, hidden_size)
+        if activation not in _GATES:
+            raise ValidationError(
+                f"activation={activation!r} is no gate of RMSNormGated; use {', '.join(map(repr, _GATES))}.",
+                parameter="activation",
+                value=activation,
+            )
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.groups = 1 if group_size is None else hidden_size // group_size
+        self.norm_before_gate = norm_before_gate
+        self.activation = activation
+        self.weight = _filled(hidden_size, 1.0, dtype)
+
+    def forward_native(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        wide = x.float()
+        gate = 1.0 if z is None else _GATES[self.activation](z.float())
+        if self.norm_before_gate:
+            return (self._norm(wide) * gate).to(x.dtype)
+        return self._norm(wide * gate).to(x.dtype)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return group_rms_norm(x, self.weight, self.eps, self.groups)
+
+
+@CustomOp.register("mixer2_gated_rms_norm")
+class Mixer2RMSNormGated(CustomOp):
+    """The norm inside a Mamba 2 mixer: group RMSNorm of x * silu(gate) (arXiv:2405.21060).
+
+    Args:
+        full_hidden_size: channels, the last dimension of x and gate.
+        full_n_groups: the mean is within each of this many equal runs of channels.
+        use_rms_norm: False: only x * silu(gate), and no `weight`.
+        eps: added to the mean.
+        dtype: of `weight` [full_hidden_size]; None: torch's default.
+    """
+
+    def __init__(
+        self,
+        full_hidden_size: int,
+        full_n_groups: int,
+        use_rms_norm: bool = True,
+        eps: float = 1e-6,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_divides("full_n_groups", full_n_groups, full_hidden_size)
+        self.n_groups = full_n_groups
+        self.variance_epsilon = eps
+        self.weight = _filled(full_hidden_size, 1.0, dtype) if use_rms_norm else None
+
+    def forward_native(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gated = x.float() * F.silu(gate.float())
+        if self.weight is not None:
+            gated = group_rms_norm(gated, self.weight, self.variance_epsilon, self.n_groups)
+        return gated.to(x.dtype)

@@ -1,7 +1,8 @@
 """Rotary position embeddings (arXiv:2104.09864), frequencies fixed at load.
 
-Owns the frequency recipes and the CustomOp that rotates queries and keys. Frequencies are chosen from `max_model_len`,
+Owns the frequency recipes and the CustomOps that rotate queries and keys. Frequencies are chosen from `max_model_len`,
 never from the current batch: a rope that depends on how long today's prompts are cannot give the same answer twice.
+Tables are float32, and so is the rotation, whatever the type of what is rotated.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llm.errors import ValidationError
 from llm.kernels.reference.rotary import apply_rotary
 from llm.layers.custom_op import CustomOp
 
@@ -26,7 +28,12 @@ class RopeParameters:
         max_position_embeddings: what the model was made for before scaling (dynamic).
         original_max_position_embeddings: the same under the name that llama3, yarn and longrope use.
         attention_factor: what cosine and sine are multiplied by; None: derived from `factor`.
+        mscale, mscale_all_dim: yarn's weights of log(factor) in the attention factor; deepseek_yarn takes 1 and 0 for
+            those that are None.
         short_factor, long_factor: longrope's divisors, one per rotated pair of channels.
+        mrope_section: how many pairs follow the temporal, the vertical and the horizontal position (Qwen2-VL,
+            arXiv:2409.12191); empty: one position per token.
+        mrope_interleaved: the three take turns (Qwen3-VL), instead of one run of pairs each.
     """
 
     theta: float = 10000.0
@@ -38,13 +45,15 @@ class RopeParameters:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
 
 def frequencies(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
@@ -89,6 +98,17 @@ def _llama3(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[
 
 def _yarn(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
     """YaRN (arXiv:2309.00071): fast channels keep their frequency, slow ones are divided by `factor`, with a ramp."""
+    return _yarn_frequencies(rope, rotary_dim), _yarn_attention_factor(rope)
+
+
+def _deepseek_yarn(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """YaRN as DeepSeek V2 and V3 define it: the same frequencies, the two mscales always divided."""
+    weight = 1.0 if rope.mscale is None else rope.mscale
+    factor = _yarn_mscale(rope, weight) / _yarn_mscale(rope, rope.mscale_all_dim or 0.0)
+    return _yarn_frequencies(rope, rotary_dim), factor * (rope.attention_factor or 1.0)
+
+
+def _yarn_frequencies(rope: RopeParameters, rotary_dim: int) -> torch.Tensor:
     base = _base(rope.theta, rotary_dim)
     low, high = (_yarn_channel(rope, rotary_dim, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
@@ -96,7 +116,7 @@ def _yarn(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[to
     low, high = max(low, 0), min(high, rotary_dim - 1)
     ramp = (torch.arange(rotary_dim // 2).float() - low) / (high - low if high != low else 0.001)
     kept = 1 - ramp.clamp(0, 1)
-    return (1.0 / (rope.factor * base)) * (1 - kept) + (1.0 / base) * kept, _yarn_attention_factor(rope)
+    return (1.0 / (rope.factor * base)) * (1 - kept) + (1.0 / base) * kept
 
 
 def _yarn_channel(rope: RopeParameters, rotary_dim: int, turns: float) -> float:
@@ -105,15 +125,16 @@ def _yarn_channel(rope: RopeParameters, rotary_dim: int, turns: float) -> float:
     return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
-def _yarn_attention_factor(rope: RopeParameters) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+def _yarn_mscale(rope: RopeParameters, weight: float) -> float:
+    return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 
+
+def _yarn_attention_factor(rope: RopeParameters) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return _yarn_mscale(rope, rope.mscale) / _yarn_mscale(rope, rope.mscale_all_dim)
+    return _yarn_mscale(rope, 1.0)
 
 
 def _longrope(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
@@ -132,32 +153,171 @@ RECIPES: dict[str, Callable[[RopeParameters, int, int], tuple[torch.Tensor, floa
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "deepseek_yarn": _deepseek_yarn,
     "longrope": _longrope,
 }
 
 
 @CustomOp.register("rotary_embedding")
 class RotaryEmbedding(CustomOp):
-    """Rotates the leading channels of each head, in the half-split (neox) order of Hugging Face's weights."""
+    """Rotates the leading channels of each head.
+
+    Args:
+        head_size: channels of a head; the leading `int(head_size * rope.partial_rotary_factor)` are rotated.
+        max_model_len: positions in the table.
+        rope: the recipe of the frequencies.
+        is_neox_style: channel i is paired with i + d (Hugging Face's weights); False: 2i with 2i + 1 (GPT-J).
+    """
 
     cos_sin_cache: torch.Tensor
+    pair_axis: torch.Tensor
 
-    def __init__(self, head_size: int, max_model_len: int, rope: RopeParameters) -> None:
+    def __init__(self, head_size: int, max_model_len: int, rope: RopeParameters, is_neox_style: bool = True) -> None:
         super().__init__()
         self.head_size = head_size
         self.rotary_dim = int(head_size * rope.partial_rotary_factor)
+        self.is_neox_style = is_neox_style
         per_position, factor = frequencies(rope, self.rotary_dim, max_model_len)
-        angles = torch.outer(torch.arange(max_model_len).float(), per_position)
-        cache = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor  # float32 [max_model_len, rotary_dim]
-        self.register_buffer("cos_sin_cache", cache, persistent=False)
+        # float32 [max_model_len, rotary_dim]: cosines, then sines.
+        self.register_buffer("cos_sin_cache", _cos_sin(per_position, max_model_len) * factor, persistent=False)
+        self.has_sections = bool(rope.mrope_section)
+        if self.has_sections:
+            self.register_buffer("pair_axis", _pair_axis(rope, self.rotary_dim), persistent=False)
 
     def forward_native(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [N], query [N, heads * head_size], key [N, kv_heads * head_size] -> both rotated."""
-        cos, sin = self.cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
+        """query float [N, heads * head_size], key float [N, kv_heads * head_size] -> both rotated.
+
+        positions: int64 [N], or with `mrope_section` also [3, N]: temporal, vertical, horizontal.
+        """
+        cos, sin = self._tables(positions)
         return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
 
+    def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [N, rotary_dim / 2] of each token's position or three."""
+        if positions.dim() == 1:
+            cos, sin = self.cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
+            return cos, sin
+        if not self.has_sections:
+            raise ValueError(f"positions have shape {list(positions.shape)}; without mrope_section they must be [N].")
+        rows = positions[self.pair_axis].t()  # [N, pairs]: the position that each pair follows
+        cos, sin = self.cos_sin_cache.chunk(2, dim=-1)
+        return cos.gather(0, rows), sin.gather(0, rows)
+
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        heads = x.view(x.shape[0], -1, self.head_size)
-        return apply_rotary(heads, cos, sin).view(x.shape)
+        heads = x.view(x.shape[0], x.shape[1] // self.head_size, self.head_size)
+        return apply_rotary(heads, cos, sin, self.is_neox_style).view(x.shape)
+
+
+def _cos_sin(per_position: torch.Tensor, length: int) -> torch.Tensor:
+    angles = torch.outer(torch.arange(length).float(), per_position)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def _pair_axis(rope: RopeParameters, rotary_dim: int) -> torch.Tensor:
+    """Which of the three positions each pair of channels follows: int64 [rotary_dim / 2]."""
+    sections, pairs = rope.mrope_section, rotary_dim // 2
+    axis = torch.zeros(pairs, dtype=torch.int64)
+    if len(sections) == 3 and sum(sections) == pairs:
+        for index in (1, 2):
+            start = sum(sections[:index])
+            run = (
+                slice(index, 3 * sections[index], 3)
+                if rope.mrope_interleaved
+                else slice(start, start + sections[index])
+            )
+            axis[run] = index
+    if axis.bincount(minlength=3).tolist() != list(sections):
+        raise ValidationError(
+            f"mrope_section={list(sections)} must be three numbers that share out the {pairs} rotated pairs.",
+            parameter="mrope_section",
+            value=sections,
+        )
+    return axis
+
+
+@CustomOp.register("apply_rotary_emb")
+class ApplyRotaryEmb(CustomOp):
+    """Rotation by given cosines and sines, as vision encoders use it.
+
+    Args:
+        is_neox_style: as in `RotaryEmbedding`.
+    """
+
+    def __init__(self, is_neox_style: bool = True) -> None:
+        super().__init__()
+        self.is_neox_style = is_neox_style
+
+    def forward_native(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x float [(batch,) N, heads, head_size], cos and sin [N, d] with 2d <= head_size -> the shape of x."""
+        return apply_rotary(x, cos.float(), sin.float(), self.is_neox_style)
+
+
+@CustomOp.register("dual_chunk_rotary_embedding")
+class DualChunkRotaryEmbedding(CustomOp):
+    """Rotary embedding for dual chunk attention (arXiv:2402.17463): keys by their place in a chunk, queries five times.
+
+    With L = chunk_size - local_size and p the place in the chunk, position mod L, a query is rotated by
+    p (keys of its own chunk), min(p + L, chunk_size) (the chunk before), min(2L - 1, chunk_size) (earlier ones),
+    p + L and p + chunk_size (the same two for the sparse pattern, not clamped).
+
+    Args:
+        head_size, rotary_dim: channels of a head, and how many of them are rotated.
+        max_position_embeddings: the longest sequence; the tables wrap, so it does not size them.
+        base: theta of the frequencies.
+        is_neox_style: as in `RotaryEmbedding`.
+        chunk_size, local_size: of dual chunk attention, local_size < chunk_size.
+    """
+
+    cos_sin_cache: torch.Tensor
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool = True,
+        *,
+        chunk_size: int,
+        local_size: int,
+    ) -> None:
+        super().__init__()
+        if not 0 <= local_size < chunk_size:
+            raise ValidationError(
+                f"local_size={local_size} must be from 0 to below chunk_size={chunk_size}.",
+                parameter="local_size",
+                value=local_size,
+            )
+        self.head_size = head_size
+        self.rotary_dim = rotary_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.is_neox_style = is_neox_style
+        self.chunk_size = chunk_size
+        self.chunk_len = chunk_size - local_size
+        cache = _cos_sin(1.0 / _base(base, rotary_dim), chunk_size + self.chunk_len)
+        self.register_buffer("cos_sin_cache", cache, persistent=False)
+
+    def forward_native(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, offsets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions int64 [N], query [N, heads * head_size], key [N, kv_heads * head_size], offsets added to positions.
+
+        Returns the five queries side by side, [N, 5 * heads * head_size] in the order above, and the key.
+        """
+        place = (positions if offsets is None else positions + offsets) % self.chunk_len
+        last = min(2 * self.chunk_len - 1, self.chunk_size)
+        of_queries = (
+            place,
+            (place + self.chunk_len).clamp(max=self.chunk_size),
+            torch.full_like(place, last),
+            place + self.chunk_len,
+            place + self.chunk_size,
+        )
+        return torch.cat([self._rotate(query, rows) for rows in of_queries], dim=-1), self._rotate(key, place)
+
+    def _rotate(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.cos_sin_cache.index_select(0, rows).chunk(2, dim=-1)
+        heads = x.view(x.shape[0], x.shape[1] // self.head_size, self.head_size)
+        return apply_rotary(heads, cos, sin, self.is_neox_style).view(x.shape)

@@ -67,7 +67,7 @@ def test_rms_norm(seed: int, rows: int, width: int, dtype: torch.dtype, size: fl
 @given(seeds, st.integers(0, 5), st.integers(1, 130), dtypes)
 def test_rms_norm_with_residual(seed: int, rows: int, width: int, dtype: torch.dtype) -> None:
     x, residual = normal(seed, rows, width), normal(seed + 1, rows, width)
-    layer = RMSNorm(width, 1e-6, dtype)
+    layer = RMSNorm(width, 1e-6, dtype=dtype)
     layer.weight.data.copy_(normal(seed + 2, width))
     normed, total = layer(x, residual)
     assert torch.equal(total, x + residual)

@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension, computed in float32 whatever the type of the weight."""
+"""Normalisation over the last dimension: computed in float32 whatever the types, rounded once to the input's."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import torch
 import torch.nn.functional as F
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """float32 [..., d], weight [d] -> float32 [..., d]: x / sqrt(mean(x^2) + eps) * weight."""
-    variance = x.square().mean(dim=-1, keepdim=True)
-    return (x * torch.rsqrt(variance + eps)).mul_(weight)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """float [..., d], weight [d] or None -> float [..., d]: x / sqrt(mean(x^2) + eps) * weight.
+
+    `variance_size`: the mean is over that many leading channels; None: over all.
+    """
+    wide = x.float()
+    variance = wide[..., :variance_size].square().mean(dim=-1, keepdim=True)
+    normed = wide * torch.rsqrt(variance + eps)
+    return (normed if weight is None else normed.mul_(weight)).to(x.dtype)
+
+
+def group_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, groups: int) -> torch.Tensor:
+    """`rms_norm` with the mean taken within each of `groups` equal runs of channels."""
+    normed = rms_norm(x.float().unflatten(-1, (groups, x.shape[-1] // groups)), None, eps)
+    return normed.flatten(-2).mul_(weight).to(x.dtype)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """float32 [..., d], weight and bias [d] -> float32 [..., d]: (x - mean) / sqrt(variance + eps) * weight + bias."""
-    return F.layer_norm(x, x.shape[-1:], weight.float(), bias.float(), eps)
+    """float [..., d], weight and bias [d] -> float [..., d]: (x - mean) / sqrt(variance + eps) * weight + bias."""
+    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps).to(x.dtype)

@@ -1,20 +1,24 @@
-"""Rotation of channel pairs by position."""
+"""Rotation of channel pairs by position: computed in float32 whatever the type of x, rounded once to that type."""
 
 from __future__ import annotations
 
 import torch
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first 2d channels of each head, pairing channel i with i + d.
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool = True) -> torch.Tensor:
+    """Rotate the first 2d channels of each head; the rest passes through.
 
-    Shapes: x float32 [N, heads, head_size], cos and sin float32 [N, d] with 2d <= head_size; returns x's shape.
+    Channel i is paired with i + d (neox, Hugging Face's order), or 2i with 2i + 1 (interleaved, GPT-J's).
+
+    Shapes: x float [..., N, heads, head_size], cos and sin float32 [N, d] with 2d <= head_size; returns x's shape.
     """
     half = cos.shape[-1]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x[..., :half], x[..., half : 2 * half]
-    out = torch.empty(x.shape, dtype=x.dtype)
-    out[..., :half] = first * cos - second * sin
-    out[..., half : 2 * half] = second * cos + first * sin
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    rotated = x[..., : 2 * half].float()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = (slice(0, half), slice(half, 2 * half)) if is_neox_style else (slice(0, None, 2), slice(1, None, 2))
+    out_rotated = out[..., : 2 * half]
+    out_rotated[..., first] = rotated[..., first] * cos - rotated[..., second] * sin
+    out_rotated[..., second] = rotated[..., second] * cos + rotated[..., first] * sin
     out[..., 2 * half :] = x[..., 2 * half :]
     return out

@@ -25,7 +25,7 @@ from llm.layers.rotary import RopeParameters, RotaryEmbedding
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 
-NORMS: dict[str, Callable[[int, float, torch.dtype], nn.Module]] = {
+NORMS: dict[str, Callable[..., nn.Module]] = {
     "rms_norm": RMSNorm,
     "gemma_rms_norm": GemmaRMSNorm,
     "layer_norm": LayerNorm,
@@ -121,7 +121,7 @@ class DecoderConfig:
             )
 
     def make_norm(self, size: int, options: BuildOptions) -> nn.Module:
-        return NORMS[self.norm](size, self.norm_eps, options.params_dtype)
+        return NORMS[self.norm](size, self.norm_eps, dtype=options.params_dtype)
 
 
 class DecoderAttention(nn.Module):
@@ -360,7 +360,7 @@ def longest_sequence(reader: ConfigReader, rope: RopeParameters, default: int = 
     longest = reader.positive("max_position_embeddings", default)
     if rope.rope_type in ("linear", "dynamic"):
         return int(longest * rope.factor)
-    if rope.rope_type == "yarn":
+    if rope.rope_type in ("yarn", "deepseek_yarn"):
         return int(rope.original_max_position_embeddings * rope.factor)
     return longest
 

@@ -163,7 +163,8 @@ def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
     original = reader.positive("original_max_position_embeddings", longest or 1)
     original = int(model.raw.get("original_max_position_embeddings", original))
     ratio = longest / original if longest else 1.0
-    default_factor = ratio if kind in ("yarn", "longrope") else (_REQUIRED if kind != "default" else 1.0)
+    has_ratio = kind in ("yarn", "deepseek_yarn", "longrope")
+    default_factor = ratio if has_ratio else (_REQUIRED if kind != "default" else 1.0)
     rope = RopeParameters(
         theta=reader.number("rope_theta"),
         rope_type=kind,
@@ -174,8 +175,8 @@ def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
         low_freq_factor=reader.number("low_freq_factor", 1.0),
         high_freq_factor=reader.number("high_freq_factor", 4.0),
         attention_factor=reader.optional_number("attention_factor"),
-        mscale=reader.number("mscale", 0.0),
-        mscale_all_dim=reader.number("mscale_all_dim", 0.0),
+        mscale=reader.optional_number("mscale"),
+        mscale_all_dim=reader.optional_number("mscale_all_dim"),
         beta_fast=reader.number("beta_fast", 32.0) or 32.0,
         beta_slow=reader.number("beta_slow", 1.0) or 1.0,
         truncate=reader.boolean("truncate", True),
