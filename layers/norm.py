@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -123,7 +125,7 @@ class LayerNorm(CustomOp):
         return layer_norm(total, self.weight, self.bias, self.eps).to(x.dtype), total.to(x.dtype)
 
 
-_GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
+_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 @CustomOp.register("rms_norm_gated")
