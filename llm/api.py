@@ -20,6 +20,7 @@ from llm.engine.output import PromptState
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.errors import EngineBusyError, EngineClosedError, GenerationInterrupted, LLMError, ValidationError
+from llm.explain import Explanation, explain_model
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutput
 from llm.platforms import select_platform
@@ -55,7 +56,9 @@ class LLM:
         use_tqdm_on_load: a bar when loading takes more than two seconds.
         max_logprobs: most logprobs a request may ask for; -1: no limit.
         device: "auto" or "cpu".
-        compilation_config, logits_processors: not in this release; None only.
+        compilation_config: which operations run their kernels and which plain PyTorch: a dict such as
+            `{"custom_ops": ["none", "+rms_norm"]}`, or a mode; see `llm.compilation.CompilationConfig`.
+        logits_processors: not in this release; None only.
         generation_config: "auto": generation_config.json supplies the defaults when `generate` gets no params; "vllm":
             neutral defaults.
         verbose: log what was decided and what became of arguments that have no effect here.
@@ -103,7 +106,6 @@ class LLM:
         self._engine: Engine | None = None
         self._lock = threading.RLock()
         self._dropped: list[PromptState] = []
-        _refuse_unless_none("compilation_config", compilation_config)
         _refuse_unless_none("logits_processors", logits_processors)
         _set_log_level(verbose)
         notes = check_arguments(kwargs)
@@ -130,6 +132,7 @@ class LLM:
             max_logprobs=max_logprobs,
             device=device,
             generation_config=generation_config,
+            compilation_config=compilation_config,
         )
         built = build_engine(args)
         self._engine = built.engine
@@ -269,6 +272,12 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given no params; a copy."""
         return self._default_params.clone()
+
+    def explain(self) -> Explanation:
+        """What every operation, pluggable layer and quant method of the model is, and why; print it, or see it as HTML
+        in a notebook."""
+        engine = self._open_engine()
+        return explain_model(engine.runner.model, self.config)
 
     @property
     def stats(self) -> EngineStats:

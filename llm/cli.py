@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"offline-llm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_explain(commands)
     _add_bench(commands)
     _add_kernels(commands)
     return parser
@@ -80,6 +82,64 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--seed", metavar="N", type=int, help="makes the answer reproducible")
     command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and output together")
     command.add_argument("--verbose", action="store_true", help="show what was decided, and why")
+    _add_compilation(command)
+
+
+def _add_explain(commands: Any) -> None:
+    command = commands.add_parser(
+        "explain",
+        help="show what each operation of a model runs, and why",
+        description="Load a model and show what each operation, layer and quant method of it runs, and why.",
+    )
+    command.set_defaults(run=_explain)
+    command.add_argument("model", nargs="?", help="model folder or hub name (default: the embedded model)")
+    command.add_argument("--dummy", action="store_true", help="do not read the weights")
+    _add_compilation(command)
+
+
+def _add_compilation(command: argparse.ArgumentParser) -> None:
+    """`--compilation-config JSON`, and vLLM's spelling for the one key that matters."""
+    command.add_argument(
+        *("--compilation-config", "--compilation_config"),
+        metavar="JSON",
+        help='which operations run their kernels: {"custom_ops": ["none", "+rms_norm"]}, or a mode from 0 to 3',
+    )
+    command.add_argument(
+        *("--compilation-config.custom_ops", "--compilation_config.custom_ops"),
+        dest="custom_ops",
+        metavar="OPS",
+        help="the same for custom_ops alone: none,+rms_norm",
+    )
+
+
+def _compilation_config(args: argparse.Namespace) -> Any:
+    """What `LLM(compilation_config=)` gets from the two options."""
+    if args.custom_ops is None:
+        return args.compilation_config
+    if args.compilation_config is not None:
+        raise ValidationError(
+            "--compilation-config and --compilation-config.custom_ops exclude each other; put both into the JSON.",
+            parameter="compilation_config",
+            value=args.custom_ops,
+        )
+    try:
+        return {"custom_ops": json.loads(args.custom_ops)}
+    except ValueError:  # not JSON, so a plain list
+        return {"custom_ops": args.custom_ops}
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from llm.api import EMBEDDED_MODEL, LLM
+
+    with LLM(
+        EMBEDDED_MODEL if args.model is None else args.model,
+        max_num_seqs=1,
+        load_format="dummy" if args.dummy else "auto",
+        skip_tokenizer_init=True,
+        compilation_config=_compilation_config(args),
+    ) as llm:
+        print(llm.explain())
+    return 0
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -92,6 +152,7 @@ def _generate(args: argparse.Namespace) -> int:
         max_num_seqs=1,
         seed=args.seed,
         verbose=args.verbose,
+        compilation_config=_compilation_config(args),
     ) as llm:
         params = _sampling_params(llm, args)
         if args.chat:

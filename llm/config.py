@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from llm.compilation import CompilationConfig as CompilationConfig
+from llm.compilation import CompilationMode as CompilationMode
 from llm.errors import OutOfMemoryError, ValidationError
 
 DEFAULT_MAX_NUM_SEQS = 256
@@ -50,6 +52,7 @@ class EngineArgs:
     max_logprobs: int = -1
     device: str = "auto"
     generation_config: str = "auto"
+    compilation_config: Any = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
@@ -131,22 +134,29 @@ class EngineConfig:
     scheduler_config: SchedulerConfig
     device: str
     invariant: bool
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     reasons: dict[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
-        for part in (self.model_config, self.cache_config, self.scheduler_config):
+        for part in (self.model_config, self.cache_config, self.scheduler_config, self.compilation_config):
             lines += [self._line(item.name, getattr(part, item.name)) for item in fields(part)]
         return "\n".join(lines)
 
     def _line(self, name: str, value: Any) -> str:
-        shown = f"{value / GIB:.3f} GiB" if name.endswith("_bytes") else str(value).removeprefix("torch.")
+        shown = f"{value / GIB:.3f} GiB" if name.endswith("_bytes") else _shown(value)
         reason = self.reasons.get(name)
         return f"{name:<24} {shown}" + (f"  ({reason})" if reason else "")
 
 
 # Under this name a logits processor written for vLLM imports it.
 VllmConfig = EngineConfig
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return value.name if isinstance(value, CompilationMode) else str(value).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ FLOORS = {
     "llm.sampling": 6,
     "llm.tokenizer": 6,
     "llm.engine": 7,
+    "llm.explain": 7,
     "llm.api": 8,
     "llm.bench": 8,
     "llm.cli": 8,

@@ -217,7 +217,7 @@ def test_text_needs_a_tokenizer() -> None:
         ("hf_overrides", "x", ["x"]),
         ("enable_prefix_caching", "no", ["no"]),
         ("skip_tokenizer_init", 1, ["1"]),
-        ("compilation_config", 3, ["3"]),
+        ("compilation_config", 4, ["4", "VLLM_COMPILE"]),
         ("logits_processors", ["x"], ["x"]),
         ("tensor_parallel_size", 2, ["2"]),
         ("model", None, ["None"]),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from llm.compilation import CompilationConfig
 from llm.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
@@ -32,6 +33,7 @@ from llm.config import (
 )
 from llm.engine.block_manager import BlockManager
 from llm.engine.engine import Engine
+from llm.engine.extensions import check_operations
 from llm.engine.kv_cache import group_layers
 from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
@@ -89,15 +91,17 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
     times = StartupTimes()
     with times.phase("read config"):
         platform, platform_reason = select_platform(args.device)
+        compilation = CompilationConfig.of(args.compilation_config)
         source = _read_source(args)
+        check_operations(compilation)
     try:
         with times.phase("tokenizer"):
             tokenizer = _tokenizer(args, source.folder)
             generation = _generation_config(source.folder)
         with times.phase("plan"):
-            config, specs = _resolve(args, source, platform)
+            config, specs = _resolve(args, source, platform, compilation)
             config.reasons["device"] = platform_reason
-        with times.phase("build model"), constructing_for(platform):
+        with times.phase("build model"), constructing_for(platform, compilation):
             options = BuildOptions(config.model_config.max_model_len, source.weight_dtype)
             model = source.model_class(source.model, options)
         with times.phase("load weights"):
@@ -157,7 +161,9 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def _resolve(args: EngineArgs, source: _Source, platform: Any) -> tuple[EngineConfig, list[KVCacheSpec]]:
+def _resolve(
+    args: EngineArgs, source: _Source, platform: Any, compilation: CompilationConfig
+) -> tuple[EngineConfig, list[KVCacheSpec]]:
     """Every decision, with its reason."""
     allowed = platform.supported_dtypes()
     dtype, dtype_reason = resolve_dtype("dtype", args.dtype, allowed[0], allowed)
@@ -173,6 +179,7 @@ def _resolve(args: EngineArgs, source: _Source, platform: Any) -> tuple[EngineCo
         "invariant": _NOT_INVARIANT,
         "model_type": "config.json",
         "architecture": "registered for config.json's architectures or model_type",
+        "custom_ops": f"operations that it does not name: {compilation.base_mode}",
         "vocab_size": "config.json",
         "tokenizer": "the model's own" if args.tokenizer is None else "asked for",
     }
@@ -204,7 +211,7 @@ def _resolve(args: EngineArgs, source: _Source, platform: Any) -> tuple[EngineCo
         kv_cache_dtype=kv_dtype,
         enable_prefix_caching=args.enable_prefix_caching,
     )
-    return EngineConfig(model, cache, scheduler, platform.device_type, False, reasons), specs
+    return EngineConfig(model, cache, scheduler, platform.device_type, False, compilation, reasons), specs
 
 
 def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], free: int) -> MemoryPlan:

@@ -1,0 +1,116 @@
+"""What a loaded model computes with, and why: the table behind `LLM.explain()` and `python -m llm explain`.
+
+Owns collecting the facts and showing them. It decides nothing: every reason was recorded where the choice was made
+(`CustomOp.binding`, `QuantizeMethodBase.reason`, `EngineConfig.reasons`).
+"""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from torch import nn
+
+from llm.config import EngineConfig
+from llm.layers.custom_op import CustomOp, PluggableLayer, replaced_class, replacement_reason
+
+HEADINGS = ("kind", "name", "count", "class", "runs", "why")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line: parts of a model that are alike.
+
+    Attributes:
+        kind: "CustomOp", "PluggableLayer", "quant method", or what else an engine is made of.
+        name: the registered name, or the kind of layer that a quant method serves.
+        count: how many instances the model has.
+        implementation: name of the class in use.
+        runs: the method that was bound, or the quantization scheme.
+        reason: why.
+    """
+
+    kind: str
+    name: str
+    count: int
+    implementation: str
+    runs: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The parts of a loaded model. `str()` is a table; a notebook shows it as HTML.
+
+    Attributes:
+        parts: every one, operations first.
+        unused: operations that `custom_ops` names and the model does not have.
+    """
+
+    parts: tuple[Part, ...]
+    unused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [HEADINGS, *(tuple(map(str, astuple(part))) for part in self.parts)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, *self._notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+        head = _html_row(HEADINGS, "th")
+        body = "".join(_html_row(astuple(part), "td") for part in self.parts)
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{notes}"
+
+    def _notes(self) -> list[str]:
+        return [f"custom_ops names {', '.join(self.unused)}: this model has no such operation."] if self.unused else []
+
+
+def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
+    """The parts of `model`; tied and shared modules are counted once."""
+    counts: Counter[tuple[str, str, str, str, str]] = Counter()
+    for module in model.modules():
+        counts.update(_describe(module))
+    parts = [Part(kind, name, count, *rest) for (kind, name, *rest), count in counts.items()]
+    order = ("CustomOp", "PluggableLayer", "quant method")
+    parts.sort(key=lambda part: (order.index(part.kind), part.name, part.implementation))
+    present = {part.name for part in parts}
+    unused = tuple(name for name in config.compilation_config.mentioned if name not in present)
+    return Explanation(tuple(parts), unused)
+
+
+def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:
+    """(kind, name, class, runs, reason) of a module and of its quant method."""
+    cls = type(module)
+    if isinstance(module, CustomOp):
+        yield "CustomOp", _name(cls), cls.__name__, module.binding.method, module.binding.reason
+    elif isinstance(module, PluggableLayer):
+        replaced = replaced_class(cls)
+        yield "PluggableLayer", _name(cls), cls.__name__, "forward", replacement_reason(cls) if replaced else "in-tree"
+    method = getattr(module, "quant_method", None)
+    if method is not None:
+        yield "quant method", cls.__name__, type(method).__name__, _scheme(method), _quant_reason(method)
+
+
+def _name(cls: Any) -> str:
+    """The registered name, of the nearest ancestor that has one; without any, the class's own."""
+    return cls.name or (replaced_class(cls) or cls).__name__
+
+
+def _scheme(method: Any) -> str:
+    return getattr(method, "scheme", "") or "unquantized"
+
+
+def _quant_reason(method: Any) -> str:
+    known = (getattr(method, "reason", ""), getattr(method, "source", ""))
+    return ", ".join(item for item in known if item) or "no quantization asked for"
+
+
+def _html_row(cells: Sequence[Any], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
