@@ -291,7 +291,7 @@ def check_registered(compilation: CompilationConfig) -> None:
             problem = f"{name!r} is a PluggableLayer: it has no kernels to turn on or off."
         else:
             continue
-        raise ValidationError(f"custom_ops: {problem}", parameter="custom_ops", value=name)
+        raise ValidationError(f"compilation_config: custom_ops: {problem}", parameter="custom_ops", value=name)
 
 
 def _wanted_methods(platform: Platform | None) -> tuple[str, ...]:

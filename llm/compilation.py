@@ -118,7 +118,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
             if key not in known:
                 names = ", ".join(item.name for item in fields(CompilationConfig))
                 raise ValidationError(
-                    f"compilation_config has no key {key!r}.{nearest(str(key), known)} Its keys are {names}.",
+                    f"compilation_config has no key {key!r}.{nearest(str(key), known)} Known: {names}.",
                     parameter="compilation_config",
                     value=key,
                 )
@@ -162,4 +162,5 @@ def _check_contradictions(items: tuple[str, ...]) -> None:
 
 
 def _invalid(name: str, value: Any, right: str) -> ValidationError:
-    return ValidationError(f"{name} must be {right}, got {value!r}.", parameter=name, value=value)
+    where = "" if name == "compilation_config" else "compilation_config: "
+    return ValidationError(f"{where}{name} must be {right}, got {value!r}.", parameter=name, value=value)
