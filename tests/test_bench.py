@@ -22,7 +22,7 @@ import torch
 from embedded import copy_model, engine_of, open_llm, python
 
 from llm.bench import calibrate, session, shapes
-from llm.bench.compare import agreement
+from llm.bench.compare import Transformers, agreement
 from llm.bench.cost import AttentionCost, ModelCost, Phase, Rates, count_model, decode_cost, pairs, prefill_cost
 from llm.bench.measure import Ours, Run, engine_figures, speed_figures
 from llm.bench.memory import PeakMemory, private_bytes
@@ -357,6 +357,20 @@ def test_against_transformers_on_a_shape(weight_dtype: str) -> None:
     text = as_text(result)
     assert f"{found['advantage']['step']:.2f}x" in text
     assert "computing in float32 as we do" in text
+
+
+def test_the_rival_s_rope_is_exact_whatever_the_weights_are_stored_as(tmp_path: Path) -> None:
+    """Converting a built model to bfloat16 and back would leave its frequencies rounded, and its tokens wrong."""
+    shapes.write_config("tiny-shape", "bfloat16", tmp_path)
+    rival = Transformers.from_config(tmp_path, torch.bfloat16).model
+    expected = [1e4 ** (-2 * i / 12) for i in range(6)]
+    assert rival.model.rotary_emb.inv_freq.tolist() == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(rival.lm_head.weight, rival.lm_head.weight.bfloat16().float())
+
+
+def test_the_rival_is_said_to_be_unquantized() -> None:
+    assert "ours are quantized: w8a8" in Transformers.describe("w8a8")
+    assert "quantized" not in Transformers.describe(None)
 
 
 def test_against_transformers_on_a_checkpoint() -> None:

@@ -76,7 +76,9 @@ def add_command(commands: Any) -> None:
     command.set_defaults(run=_bench)
     command.add_argument("--model", metavar="NAME", help="model folder or hub name (default: the embedded model)")
     command.add_argument(
-        "--shape", metavar="NAME", help=f"a published shape with random weights instead: {', '.join(SHAPES)}"
+        "--shape",
+        metavar="NAME",
+        help=f"a shape with random weights instead, published (or model-b, a small llama): {', '.join(SHAPES)}",
     )
     command.add_argument("--weight-dtype", metavar="TYPE", help="a shape's weights: float32 (default) or bfloat16")
     command.add_argument("--workload", metavar="NAMES", default="w1,w2", help="separated by commas (default: w1,w2)")

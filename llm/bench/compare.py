@@ -27,10 +27,6 @@ class Transformers:
     """`transformers.generate` as a contestant."""
 
     name = "transformers"
-    about = (
-        "transformers.generate in this process, on the same weights, computing in float32 as we do: "
-        "one static batch padded on the left, scaled-dot-product attention, greedy"
-    )
 
     def __init__(self, model: Any) -> None:
         self.model = model.float().eval()
@@ -57,6 +53,15 @@ class Transformers:
         (folder / "config.json").write_text(config, encoding="utf-8")
         # Not the model that was saved: its rope frequencies were rounded to `weight_dtype` along with the weights.
         return cls.load(folder)
+
+    @staticmethod
+    def describe(quantization: str | None) -> str:
+        """What we are compared with, when our weights are quantized so."""
+        weights = "the same weights, computing in float32 as we do"
+        if quantization is not None:
+            weights = f"the checkpoint's weights, computing in float32 (ours are quantized: {quantization})"
+        how = "one static batch padded on the left, scaled-dot-product attention, greedy"
+        return f"transformers.generate in this process, on {weights}: {how}"
 
     def generate(self, prompts: Tokens, max_tokens: int) -> Tokens:
         longest = max(map(len, prompts))

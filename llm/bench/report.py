@@ -4,7 +4,7 @@ Owns the schema, version 1. Times are seconds where a key ends in `_s`, sizes by
 
     schema, version, torch, transformers
     options             as given
-    machine             device, cores, threads, read and gemm {best, spread, repeats}, other_cores; null when skipped
+    machine             device_name, cores, threads, read and gemm {best, spread, repeats}, other_cores; null if skipped
     model               name, model_type, architecture, dtype, quantization, weight_dtype, kv_cache_dtype,
                         max_model_len, parameters, linear_weights, head_weights, bytes_per_step, weight_bytes
     startup             imports_s {module: seconds}, phases_s {phase: seconds}, first_tokens_s, total_s, load_floor_s
@@ -99,18 +99,18 @@ def _workload(result: BenchResult, item: WorkloadResult) -> dict[str, Any]:
         "figures": _figures(item.speed[Ours.name]),
         "engine": _figures(item.engine),
         "other_cores": [run.other_cores for run in runs],
-        "against": _against(item, result.options.against),
+        "against": _against(item, result.options.against, result.config.model_config.quantization),
         "profile": None if item.profile is None else _profile(item.profile, result.rates),
     }
 
 
-def _against(item: WorkloadResult, rival: str | None) -> dict[str, Any] | None:
+def _against(item: WorkloadResult, rival: str | None, quantization: str | None) -> dict[str, Any] | None:
     if rival is None or item.agreement is None:
         return None
     ours, theirs = item.speed[Ours.name], item.speed[rival]
     return {
         "name": rival,
-        "about": Transformers.about,
+        "about": Transformers.describe(quantization),
         "figures": _figures(theirs),
         "advantage": {name: advantage(figure, theirs[name]) for name, figure in ours.items()},
         "agreement": dataclasses.asdict(item.agreement),
