@@ -14,6 +14,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from llm.api import LLM as LLM
+    from llm.beam_search import BeamSearchOutput as BeamSearchOutput
+    from llm.beam_search import BeamSearchParams as BeamSearchParams
+    from llm.beam_search import BeamSearchSequence as BeamSearchSequence
     from llm.errors import EngineClosedError as EngineClosedError
     from llm.errors import GenerationInterrupted as GenerationInterrupted
     from llm.errors import LLMError as LLMError
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "LLM": "llm.api",
     "SamplingParams": "llm.sampling_params",
+    "BeamSearchParams": "llm.beam_search",
+    "BeamSearchOutput": "llm.beam_search",
+    "BeamSearchSequence": "llm.beam_search",
     "RequestOutputKind": "llm.sampling_params",
     "RequestOutput": "llm.outputs",
     "CompletionOutput": "llm.outputs",

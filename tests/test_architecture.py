@@ -25,6 +25,7 @@ FLOORS = {
     "llm.compilation": 1,
     "llm.config": 1,
     "llm.bar": 1,
+    "llm.beam_search": 1,
     "llm.env": 1,
     "llm.errors": 1,
     "llm.forward": 1,

@@ -130,18 +130,20 @@ class Engine:
             sample_index=index,
             max_total_tokens=limit,
             eos_token_ids=self.eos_token_ids,
-            cache_key=self._cache_key(prompt_id, row.params.n),
+            cache_key=self._cache_key(prompt_id, row),
         )
         completion = Completion(request, self.tokenizer, streaming)
         self._completions[request.request_id] = completion
         self.scheduler.add(request)
         return completion
 
-    def _cache_key(self, prompt_id: str, n: int) -> bytes | None:
-        """With prefix caching off, only the completions of one prompt share blocks."""
+    def _cache_key(self, prompt_id: str, row: Row) -> bytes | None:
+        """With prefix caching off, only the completions of one prompt share blocks, and rows that are to share."""
         if self.config.cache_config.enable_prefix_caching:
             return b""
-        return f"prompt {prompt_id}".encode() if n > 1 else None
+        if row.sharing is not None:
+            return f"sharing {row.sharing}".encode()
+        return f"prompt {prompt_id}".encode() if row.params.n > 1 else None
 
     def _update(self, result: RunnerOutput) -> None:
         """Append what was sampled; finish what has ended."""

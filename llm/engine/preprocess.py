@@ -35,12 +35,16 @@ class _Parsed(NamedTuple):
 
 @dataclass
 class Row:
-    """One prompt, ready to be added to the engine. `params` is a copy of the caller's."""
+    """One prompt, ready to be added to the engine. `params` is a copy of the caller's.
+
+    Rows with equal `sharing` share blocks even where prefix caching is off.
+    """
 
     prompt: str | None
     token_ids: list[int]
     params: SamplingParams
     seed: int
+    sharing: str | None = None
 
 
 class Preprocessor:

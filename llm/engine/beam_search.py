@@ -1,0 +1,226 @@
+"""Beam search, as transformers does it: which sequences a prompt is left with, by the logprobs of their tokens.
+
+Owns the search and no tensors. Each step every running beam of every prompt is one row of one batch, a prompt of its own
+that generates one token; what beams have in common comes from the prefix cache.
+
+A step of one prompt with `beam_width` w:
+ 1. candidates: every beam grown by every token, ranked by summed logprob; the first max(2, 1 + number of EOS) * w are
+    kept, so that w of them can go on even if all others have ended;
+ 2. of the first w candidates those that have ended (by EOS, or all of them at the last token) join the ended
+    sequences, of which the w best by score are kept;
+ 3. the w first candidates that have not ended run on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llm.bar import Bar
+from llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from llm.engine.engine import Engine
+from llm.engine.preprocess import Preprocessor, Row, list_prompts
+from llm.errors import ValidationError
+from llm.outputs import Logprob, RequestOutput
+from llm.sampling_params import SamplingParams
+from llm.tokenizer import Tokenizer
+
+Logprobs = dict[int, Logprob]
+
+
+@dataclass
+class Beam:
+    """A sequence: its generated tokens, the logprobs looked at for each, and their sum."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    score: float = 0.0
+
+
+class PromptSearch:
+    """The search for one prompt.
+
+    Args:
+        eos_token_ids: empty with `ignore_eos`.
+        max_tokens: most tokens to generate, the room in the context considered.
+    """
+
+    def __init__(self, params: BeamSearchParams, eos_token_ids: frozenset[int], max_tokens: int) -> None:
+        self.params = params
+        self.eos_token_ids = eos_token_ids
+        self.max_tokens = max_tokens
+        self.num_candidates = max(2, 1 + len(eos_token_ids)) * params.beam_width
+        self.running = [Beam()]
+        self.ended: list[Beam] = []
+        self.done = False
+
+    def advance(self, logprobs: Sequence[Logprobs]) -> None:
+        """Take one step; `logprobs` are those of the next token, one dict per running beam."""
+        candidates = self._candidates(logprobs)
+        length = len(self.running[0].tokens) + 1
+        last = length == self.max_tokens
+        for beam in candidates[: self.params.beam_width]:
+            if last or beam.tokens[-1] in self.eos_token_ids:
+                beam.score = beam.cum_logprob / length**self.params.length_penalty
+                self.ended.append(beam)
+        self.ended = sorted(self.ended, key=lambda beam: -beam.score)[: self.params.beam_width]
+        going_on = [beam for beam in candidates if beam.tokens[-1] not in self.eos_token_ids]
+        self.running = going_on[: self.params.beam_width]
+        self.done = last or not self.running or self._is_settled(length)
+
+    def _candidates(self, logprobs: Sequence[Logprobs]) -> list[Beam]:
+        """The likeliest continuations; of equal ones those of the better beam, then of the lower token id."""
+        grown = [
+            (beam.cum_logprob + item.logprob, index, token)
+            for index, (beam, tops) in enumerate(zip(self.running, logprobs, strict=True))
+            for token, item in tops.items()
+            if item.logprob > float("-inf")
+        ]
+        grown.sort(key=lambda candidate: (-candidate[0], candidate[1], candidate[2]))
+        return [
+            Beam([*self.running[index].tokens, token], [*self.running[index].logprobs, logprobs[index]], total)
+            for total, index, token in grown[: self.num_candidates]
+        ]
+
+    def _is_settled(self, length: int) -> bool:
+        """Whether enough sequences have ended and no running one is taken to become better than they are."""
+        if len(self.ended) < self.params.beam_width:
+            return False
+        if self.params.early_stopping is True:
+            return True
+        longest = self.params.early_stopping == "never" and self.params.length_penalty > 0
+        best_possible = self.running[0].cum_logprob / (self.max_tokens if longest else length) ** (
+            self.params.length_penalty
+        )
+        return best_possible <= self.ended[-1].score
+
+
+@dataclass
+class SearchPrompt:
+    """A prompt and its search. `given` is what the user passed."""
+
+    given: Any
+    token_ids: list[int]
+    search: PromptSearch
+
+
+class BeamSearches:
+    """The searches of one call, stepped together.
+
+    Args:
+        prompts: whatever `LLM.generate` takes.
+        concurrency_limit: most prompts searched at a time, None: all.
+
+    Raises:
+        ValidationError: names every bad prompt; or a parameter is not usable with this model.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        preprocessor: Preprocessor,
+        prompts: Any,
+        params: BeamSearchParams,
+        concurrency_limit: int | None,
+    ) -> None:
+        config = engine.config.model_config
+        _check(params, concurrency_limit, config.vocab_size)
+        one_token = SamplingParams(temperature=0.0, max_tokens=1)
+        rows = preprocessor.rows(prompts, one_token, SamplingParams)
+        eos = frozenset() if params.ignore_eos else engine.eos_token_ids
+        self._tokenizer = engine.tokenizer
+        self._limit = concurrency_limit or max(1, len(rows))
+        self._prompts = []
+        for given, row in zip(list_prompts(prompts), rows, strict=True):
+            room = min(params.max_tokens, config.max_model_len - len(row.token_ids))
+            self._prompts.append(SearchPrompt(given, row.token_ids, PromptSearch(params, eos, room)))
+
+    def run(self, generate: Callable[[list[Row]], list[RequestOutput]], use_tqdm: bool | Callable[..., Any]) -> None:
+        """Search until every prompt is done; `generate` runs rows to their end and may raise."""
+        make = Bar if use_tqdm is True else use_tqdm
+        bar = make(total=len(self._prompts), desc="Searching", unit=" prompts", dynamic_ncols=True) if make else None
+        try:
+            for start in range(0, len(self._prompts), self._limit):
+                active = self._prompts[start : start + self._limit]
+                while active:
+                    self._step(active, generate)
+                    running = [prompt for prompt in active if not prompt.search.done]
+                    if bar is not None:
+                        bar.update(len(active) - len(running))
+                    active = running
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def outputs(self) -> list[BeamSearchOutput | None]:
+        """Per prompt its sequences, None where the search is not done."""
+        return [_output(prompt, self._tokenizer) if prompt.search.done else None for prompt in self._prompts]
+
+    def _step(self, active: list[SearchPrompt], generate: Callable[[list[Row]], list[RequestOutput]]) -> None:
+        # Beams share blocks even where prefix caching is off, with each other and with no other call.
+        sharing = f"beam search {id(self)}"
+        rows = [_row(prompt, beam, sharing) for prompt in active for beam in prompt.search.running]
+        outputs = iter(generate(rows))
+        for prompt in active:
+            found = [next(outputs).outputs[0].logprobs or [] for _ in prompt.search.running]
+            allowed = prompt.search.params.allowed_token_ids
+            prompt.search.advance([_only(tops[0], allowed) for tops in found])
+
+
+def _check(params: BeamSearchParams, concurrency_limit: Any, vocab_size: int) -> None:
+    if not isinstance(params, BeamSearchParams):
+        raise _bad("params", type(params).__name__, "a BeamSearchParams")
+    params.validate()
+    valid = isinstance(concurrency_limit, int) and not isinstance(concurrency_limit, bool) and concurrency_limit > 0
+    if concurrency_limit is not None and not valid:
+        raise _bad("concurrency_limit", concurrency_limit, "None or an integer of at least 1")
+    for token in params.allowed_token_ids or ():
+        if token >= vocab_size:
+            raise _bad("allowed_token_ids", token, f"below the vocabulary size {vocab_size}")
+
+
+def _bad(name: str, value: Any, right: str) -> ValidationError:
+    return ValidationError(f"{name} must be {right}, got {value!r}.", parameter=name, value=value)
+
+
+def _output(prompt: SearchPrompt, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+    """The sequences of a search that is done, the best first."""
+    return BeamSearchOutput([_sequence(prompt, beam, tokenizer) for beam in prompt.search.ended])
+
+
+def _row(prompt: SearchPrompt, beam: Beam, sharing: str) -> Row:
+    search = prompt.search
+    count = -1 if search.params.allowed_token_ids is not None else search.num_candidates
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False, ignore_eos=True)
+    return Row(None, [*prompt.token_ids, *beam.tokens], params, seed=0, sharing=sharing)
+
+
+def _only(tops: Logprobs, allowed: Sequence[int] | None) -> Logprobs:
+    if allowed is None:
+        return tops
+    return {token: tops[token] for token in sorted(set(allowed))}
+
+
+def _sequence(prompt: SearchPrompt, beam: Beam, tokenizer: Tokenizer | None) -> BeamSearchSequence:
+    params = prompt.search.params
+    eos = beam.tokens[-1] if beam.tokens[-1] in prompt.search.eos_token_ids else None
+    generated = beam.tokens if eos is None or params.include_stop_str_in_output else beam.tokens[:-1]
+    tokens = [*prompt.token_ids, *generated]
+    return BeamSearchSequence(
+        orig_prompt=prompt.given,
+        tokens=tokens,
+        logprobs=[_decoded(tops, tokenizer) for tops in beam.logprobs],
+        cum_logprob=beam.cum_logprob,
+        text=None if tokenizer is None else tokenizer.decode(tokens, params.skip_special_tokens),
+        finish_reason="length" if eos is None else "stop",
+        stop_reason=eos,
+        score=beam.score,
+    )
+
+
+def _decoded(tops: Mapping[int, Logprob], tokenizer: Tokenizer | None) -> Logprobs:
+    if tokenizer is None:
+        return dict(tops)
+    return {token: Logprob(item.logprob, item.rank, tokenizer.decode([token], False)) for token, item in tops.items()}
