@@ -1,7 +1,7 @@
 """Beam search, as transformers does it: which sequences a prompt is left with, by the logprobs of their tokens.
 
-Owns the search and no tensors. Each step every running beam of every prompt is one row of one batch, a prompt of its own
-that generates one token; what beams have in common comes from the prefix cache.
+Owns the search and no tensors. Each step every running beam of every prompt is one row of one batch, a prompt of its
+own that generates one token; what beams have in common comes from the prefix cache.
 
 A step of one prompt with `beam_width` w:
  1. candidates: every beam grown by every token, ranked by summed logprob; the first max(2, 1 + number of EOS) * w are
