@@ -8,7 +8,7 @@ computes. Does not own any scheme, and asks a layer what it is by `layer.quant_k
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,26 @@ WeightLoader = Callable[[nn.Parameter, torch.Tensor, Any], int]
 
 
 class QuantizeMethodBase(ABC):
-    """How one layer stores its weights and computes with them."""
+    """How one layer stores its weights and computes with them.
+
+    Attributes:
+        scheme: the arithmetic, e.g. "W8A8_DYNAMIC"; "" for unquantized.
+        source: who asked for it, e.g. "quant_model_description.json".
+        reason: why this layer got it, in a few words.
+    """
+
+    scheme: str = ""
+    source: str = ""
+    reason: str = ""
 
     @abstractmethod
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Register empty parameters on `layer`, each with `output_dim`, `input_dim` and `weight_loader` attributes."""
+        """Register empty parameters on `layer`, each with `output_dim`, `input_dim` and `weight_loader` attributes.
+
+        What a loader reads of a parameter: `packed_dim` and `packed_factor` (that dimension holds so many values in
+        one), `shard_slots` (one entry per fused shard along dimension 0), `optional` (a checkpoint may lack it; it then
+        keeps its value).
+        """
 
     @abstractmethod
     def apply(self, layer: nn.Module, *args: Any) -> torch.Tensor:
@@ -68,8 +83,50 @@ class EmbeddingMethodBase(LinearMethodBase):
         """ids int64 [N] -> float [N, H]."""
 
 
+class KVCacheMethod(QuantizeMethodBase):
+    """For attention layers (`quant_kind == "attention"`): the scales of a quantized KV cache.
+
+    `create_weights(layer)` registers them, `apply` is not called: attention reads what was processed.
+    """
+
+    def apply(self, layer: nn.Module, *args: Any) -> torch.Tensor:
+        raise NotImplementedError("attention computes; a KV cache method only holds scales")
+
+
+class FusedMoEMethodBase(QuantizeMethodBase):
+    """For mixture-of-experts layers (`quant_kind == "moe"`): all experts' weights, stacked.
+
+    `w13` holds gate then up, [E, 2I, H]; `w2` holds down, [E, H, I].
+    """
+
+    @abstractmethod
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        *,
+        weight_loader: WeightLoader,
+    ) -> None:
+        """Register `w13_*` and `w2_*` parameters."""
+
+    @abstractmethod
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """x float [M, H], weights float [M, k] and expert ids [M, k] of each token -> float [M, H]."""
+
+
 class QuantizationConfig(ABC):
-    """What a checkpoint format says about its layers; picks a method per layer and computes nothing."""
+    """What a checkpoint format says about its layers; picks a method per layer and computes nothing.
+
+    Attributes:
+        packed_modules_mapping: fused module name -> the checkpoint's names; set from the model class before it is built.
+    """
+
+    packed_modules_mapping: Mapping[str, list[str]] = {}
 
     @abstractmethod
     def get_name(self) -> str:
@@ -78,3 +135,34 @@ class QuantizationConfig(ABC):
     @abstractmethod
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for the layer at `prefix` (dotted path); None: leave it unquantized."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """From what the checkpoint says of itself, {} when it says nothing."""
+        return cls()
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Types of activations it computes with."""
+        return [torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Least CUDA capability, 10 * major + minor; 0: none needed."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Files of a model folder, the first of which that exists is passed to `from_config`."""
+        return []
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None) -> str | None:
+        """Claim a checkpoint by its `quantization_config` (empty when it has none): this config's name, else None."""
+        return None
+
+    def maybe_update_config(self, model: str, hf_config: Mapping[str, Any]) -> None:
+        """Called once with the model's folder and config.json, before the model is built."""
+
+    def check_used(self) -> None:
+        """Called once the model is built; raises `ValidationError` for what the user asked and no layer took."""

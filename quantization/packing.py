@@ -1,0 +1,72 @@
+"""The ways checkpoints store small integers, both directions, bit for bit.
+
+Owns the byte layouts of files; how a kernel keeps a weight in memory is the kernel's own (`pack_int4` and its like).
+"""
+
+from __future__ import annotations
+
+import torch
+
+INT4_MIN, INT4_MAX = -8, 7
+
+
+def pack_to_int32(values: torch.Tensor, bits: int, dim: int = 1) -> torch.Tensor:
+    """compressed-tensors' pack-quantized: a dense little-endian stream of `bits`-bit numbers in 32-bit words.
+
+    Each value is stored plus 2**(bits - 1). Weights are packed along K (dim 1), zero points along N (dim 0).
+
+    Shapes: int8 [R, C] -> int32 [R, ceil(C * bits / 32)], or [ceil(R * bits / 32), C] for dim 0.
+    """
+    if dim == 0:
+        return pack_to_int32(values.t(), bits).t().contiguous()
+    rows, columns = values.shape
+    words = -(-columns * bits // 32)
+    unsigned = (values.to(torch.int32) + (1 << (bits - 1))).to(torch.uint8)
+    stream = torch.zeros(rows, words * 32, dtype=torch.uint8)
+    stream[:, : columns * bits] = (unsigned[:, :, None] >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(1)
+    shifts = torch.arange(8, dtype=torch.uint8)
+    as_bytes = (stream.view(rows, words * 4, 8) << shifts).sum(dim=2, dtype=torch.uint8)
+    return as_bytes.view(torch.int32)
+
+
+def unpack_from_int32(words: torch.Tensor, bits: int, shape: tuple[int, int], dim: int = 1) -> torch.Tensor:
+    """The inverse of `pack_to_int32`: int8 of `shape`."""
+    if dim == 0:
+        return unpack_from_int32(words.t(), bits, (shape[1], shape[0])).t().contiguous()
+    rows, columns = shape
+    as_bytes = words.contiguous().view(torch.uint8)
+    if bits == 4:  # one step for the common case
+        values = torch.stack((as_bytes & 15, as_bytes >> 4), dim=-1).flatten(1)[:, :columns]
+    else:
+        stream = (as_bytes[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)[:, : columns * bits]
+        places = torch.arange(bits, dtype=torch.uint8)
+        values = (stream.view(rows, columns, bits) << places).sum(dim=2, dtype=torch.uint8)
+    return (values.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+
+
+def packed_words(count: int, bits: int) -> int:
+    """32-bit words for `count` numbers."""
+    return -(-count * bits // 32)
+
+
+def pack_row_pairs(values: torch.Tensor) -> torch.Tensor:
+    """ModelSlim's int4, version 1.0.0: byte [j, k] has row 2j in its low and row 2j + 1 in its high nibble.
+
+    Shapes: int8 [N, K] in [-8, 7], N even -> int8 [N / 2, K].
+    """
+    return (values[0::2] & 15) | (values[1::2] << 4)
+
+
+def unpack_row_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_row_pairs`: int8 [N / 2, K] -> int8 [N, K]."""
+    return torch.stack(((packed << 4) >> 4, packed >> 4), dim=1).flatten(0, 1)
+
+
+def pack_deq_scale(scale: torch.Tensor) -> torch.Tensor:
+    """ModelSlim's deq_scale for float16 models: int64 whose low 32 bits are those of the float32."""
+    return scale.float().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+
+def unpack_deq_scale(stored: torch.Tensor) -> torch.Tensor:
+    """float32 from either storage form: float32 itself, or int64 that carries its bits."""
+    return stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored.float()

@@ -1,0 +1,113 @@
+"""From float weights to integers: rounding to nearest for 8 bit, a search for the best clipping for 4 bit.
+
+Owns the arithmetic of quantizing, weights and static activations; nothing here knows a layer or a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llm.errors import CheckpointError
+
+# Scales tried for a group, as shares of the one that clips nothing. Clipping the largest weights a little costs less
+# than a coarser grid for all the others, the more so the larger the group.
+_CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+# A weight is quantized this many elements at a time: temporary memory stays small, and in the cache.
+_CHUNK_ELEMENTS = 1 << 18
+
+
+@dataclass
+class IntegerWeight:
+    """A weight as integers: W[n, k] = (q[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
+
+    Attributes:
+        q: int8 [N, K].
+        scale: float32 [N, G].
+        zero: int8 [N, G]; None: 0 everywhere.
+        group_size: K for one scale per row.
+        bits: the values fit so many.
+        input_scale, input_offset: of statically quantized activations, x ~ (q - offset) * scale.
+        bias: float32 [N] in place of the layer's own, which the integers already account for.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    group_size: int
+    bits: int
+    zero: torch.Tensor | None = None
+    input_scale: float | None = None
+    input_offset: int = 0
+    bias: torch.Tensor | None = None
+
+
+def quantize_weight(
+    weight: torch.Tensor, bits: int, group_size: int, *, search: bool, importance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric integers of a weight, one scale per row and group of `group_size` along K.
+
+    Rounding to nearest with scale = max|w| / (2**(bits - 1) - 1). With `search` every group tries several smaller
+    scales, refits each by least squares to the integers it gave, and keeps the one of least squared error; the error of
+    a column counts `importance` [K] times (the mean square of its activations).
+
+    Shapes: float [N, K] -> q int8 [N, K], scale float32 [N, K / group_size]. A group of zeros has scale 1.
+
+    Raises:
+        CheckpointError: a weight is not finite.
+    """
+    rows, columns = weight.shape
+    q = torch.empty(rows, columns, dtype=torch.int8)
+    scale = torch.empty(rows, columns // group_size)
+    weights = None if importance is None else importance.float().view(1, -1, group_size)
+    step = max(1, _CHUNK_ELEMENTS // columns)
+    for start in range(0, rows, step):
+        part = weight[start : start + step].float().view(-1, columns // group_size, group_size)
+        part_q, part_scale = _quantize_groups(part, bits, _CLIP_SHARES if search else (1.0,), weights)
+        q[start : start + step] = part_q.view(-1, columns)
+        scale[start : start + step] = part_scale
+    return q, scale
+
+
+def _quantize_groups(
+    x: torch.Tensor, bits: int, shares: tuple[float, ...], importance: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x float32 [R, G, size] -> (q int8 of the same shape, scale [R, G])."""
+    high = 2 ** (bits - 1) - 1
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    if not largest.isfinite().all():
+        raise CheckpointError("a weight is NaN or infinite and cannot be quantized.")
+    full = torch.where(largest == 0, torch.ones_like(largest), largest / high)
+    if len(shares) == 1:
+        return torch.round(x / full).clamp_(-high, high).to(torch.int8), full[..., 0]
+    best_error = torch.full_like(full, torch.inf)
+    best_q, best_scale = torch.zeros_like(x), full.clone()
+    for share in shares:
+        q = torch.round(x / (full * share)).clamp_(-high - 1, high)
+        weighted = q if importance is None else q * importance
+        norm = (weighted * q).sum(dim=-1, keepdim=True)
+        scale = torch.where(norm > 0, (weighted * x).sum(dim=-1, keepdim=True) / norm, full)
+        error = torch.addcmul(x, q, scale, value=-1).square_()
+        error = (error if importance is None else error * importance).sum(dim=-1, keepdim=True)
+        better = (error < best_error) & (scale > 0)
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
+        best_q = torch.where(better, q, best_q)
+    return best_q.to(torch.int8), best_scale[..., 0]
+
+
+def static_activation(low: float, high: float) -> tuple[float, int]:
+    """(scale, offset) of activations seen in [low, high]: scale = (high - low) / 255 over a range that includes 0.
+
+    x ~ (q - offset) * scale with q = round(x / scale) + offset (ModelSlim's asymmetric per-tensor form).
+    """
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = float(torch.tensor((high - low) / 255.0, dtype=torch.float32)) or 1.0
+    return scale, round(-low / scale) - 128
+
+
+def signal_to_noise(reference: torch.Tensor, approximation: torch.Tensor) -> float:
+    """10 log10(sum reference^2 / sum (reference - approximation)^2) in decibels; infinite when they are equal."""
+    signal = reference.double().square().sum()
+    noise = (reference.double() - approximation.double()).square().sum()
+    return float(10 * torch.log10(signal / noise)) if noise > 0 else float("inf")
