@@ -15,6 +15,7 @@ class VocabParallelEmbedding(nn.Module):
     """A table [vocab_size, hidden_size] read by token id; `quant_method` stores it."""
 
     quant_kind = "embedding"
+    is_lm_head = False
 
     def __init__(
         self,
@@ -24,8 +25,11 @@ class VocabParallelEmbedding(nn.Module):
         params_dtype: torch.dtype,
         quant_config: QuantizationConfig | None = None,
         prefix: str = "",
+        tied: bool = False,
     ) -> None:
+        """`tied`: the table is also the LM head."""
         super().__init__()
+        self.is_lm_head = self.is_lm_head or tied
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.prefix = prefix
@@ -43,6 +47,9 @@ class VocabParallelEmbedding(nn.Module):
         return method
 
     def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
+        if getattr(param, "shard_slots", False) and loaded.numel() == 1:
+            param.data.fill_(loaded.item())
+            return param.numel()
         if param.shape != loaded.shape:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(param.shape)}")
         param.data.copy_(loaded)
@@ -54,3 +61,5 @@ class VocabParallelEmbedding(nn.Module):
 
 class ParallelLMHead(VocabParallelEmbedding):
     """The output projection hidden -> logits; tied models use their `VocabParallelEmbedding` in its place."""
+
+    is_lm_head = True

@@ -59,7 +59,8 @@ class LinearBase(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             data = torch.empty(self.output_size, dtype=params_dtype)
-            self.bias = new_parameter(data, self.weight_loader, output_dim=0)
+            optional = getattr(self.quant_method, "holds_bias", False)
+            self.bias = new_parameter(data, self.weight_loader, output_dim=0, optional=optional)
 
     def _resolve_method(self, quant_config: QuantizationConfig | None) -> LinearMethodBase:
         method = quant_config.get_quant_method(self, self.prefix) if quant_config else None
@@ -72,15 +73,23 @@ class LinearBase(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
         """Copy `loaded` into the rows of `shard_id`, all of them when None; shapes must agree exactly."""
         target = param.data if shard_id is None else self._shard(param, shard_id)
+        if getattr(param, "shard_slots", False) and loaded.numel() == 1:
+            target.fill_(loaded.item())  # a quantity of the whole matrix, on disk a number or a list of one
+            return target.numel()
         if target.shape != loaded.shape:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(target.shape)}")
         target.copy_(loaded)
         return loaded.numel()
 
     def _shard(self, param: nn.Parameter, shard_id: Any) -> torch.Tensor:
+        attributes: Any = param
         index = self.shard_ids.index(shard_id)
-        start = sum(self.output_sizes[:index])
-        return param.data.narrow(param.output_dim, start, self.output_sizes[index])  # type: ignore[attr-defined]
+        if getattr(param, "shard_slots", False):
+            return param.data[index : index + 1]
+        start, size = sum(self.output_sizes[:index]), self.output_sizes[index]
+        if getattr(param, "packed_dim", None) == attributes.output_dim:
+            start, size = start // attributes.packed_factor, size // attributes.packed_factor
+        return param.data.narrow(attributes.output_dim, start, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.quant_method.apply(self, x, self.bias)

@@ -40,7 +40,11 @@ class LLM:
         model: a folder in Hugging Face's layout, or a hub name; without it the small embedded model.
         tokenizer: folder or hub name of another tokenizer.
         dtype: type of activations: "auto" or "float32" on a CPU. Weights stay as stored.
-        quantization: None in this release.
+        quantization: "w8a8", "w4a8", "w8a16", "w4a16": quantize the weights while they are read; a dict says it per
+            layer (`llm.quantization.configs.online`). None: as the checkpoint says. A quantized checkpoint's own format
+            may be named: "compressed-tensors", "ascend" (ModelSlim).
+        calibration: texts that are run through the unquantized model first, to see what goes into each layer: they make
+            4-bit weights better, and "w8a8_static" needs them.
         max_model_len: most tokens of prompt and output together; None: as many as the model and the memory allow.
         max_num_seqs: most rows computed in one step.
         max_num_batched_tokens: most tokens computed in one step.
@@ -82,6 +86,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         dtype: Any = "auto",
         quantization: Any = None,
+        calibration: Sequence[str] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -116,6 +121,7 @@ class LLM:
             tokenizer=tokenizer,
             dtype=dtype,
             quantization=quantization,
+            calibration=calibration,
             max_model_len=None if max_model_len == -1 else max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -6,7 +6,7 @@ frozen, and carries its reason; nothing is changed afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class EngineArgs:
     tokenizer: str | Path | None = None
     dtype: Any = "auto"
     quantization: Any = None
+    calibration: Sequence[str] | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -70,8 +71,6 @@ class EngineArgs:
                 raise _invalid(name, getattr(self, name), " or ".join(map(repr, allowed)))
         if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
             raise _invalid("max_logprobs", self.max_logprobs, "an integer of at least -1 (-1: no limit)")
-        if self.quantization is not None:
-            raise _invalid("quantization", self.quantization, "None: this release computes unquantized weights only")
 
     def why(self, name: str) -> str:
         """The reason of an argument that is taken as it is."""

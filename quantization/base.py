@@ -123,7 +123,7 @@ class QuantizationConfig(ABC):
     """What a checkpoint format says about its layers; picks a method per layer and computes nothing.
 
     Attributes:
-        packed_modules_mapping: fused module name -> the checkpoint's names; set from the model class before it is built.
+        packed_modules_mapping: fused module name -> the checkpoint's names; set from the model class.
     """
 
     packed_modules_mapping: Mapping[str, list[str]] = {}
@@ -163,6 +163,16 @@ class QuantizationConfig(ABC):
 
     def maybe_update_config(self, model: str, hf_config: Mapping[str, Any]) -> None:
         """Called once with the model's folder and config.json, before the model is built."""
+
+    def apply_mapper(self, rename: Callable[[str], str]) -> None:
+        """Called before the model is built: rename whatever names checkpoint modules to the model's own paths."""
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Called once the model is built, before its weights are loaded: register what only some checkpoints have."""
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may hold the tensor `name` although no layer needs it."""
+        return False
 
     def check_used(self) -> None:
         """Called once the model is built; raises `ValidationError` for what the user asked and no layer took."""

@@ -5,11 +5,10 @@ Owns the arithmetic of quantizing, weights and static activations; nothing here 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-
-from llm.errors import CheckpointError
 
 # Scales tried for a group, as shares of the one that clips nothing. Clipping the largest weights a little costs less
 # than a coarser grid for all the others, the more so the larger the group.
@@ -42,31 +41,48 @@ class IntegerWeight:
     bias: torch.Tensor | None = None
 
 
+@dataclass
+class Quantized:
+    """What `quantize_weight` returns.
+
+    Attributes:
+        q: int8 [N, K].
+        scale: float32 [N, K / group_size]; 1 for a group of zeros.
+        signal, noise: sum of W^2, and of (W - q * scale)^2.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    signal: float
+    noise: float
+
+
 def quantize_weight(
     weight: torch.Tensor, bits: int, group_size: int, *, search: bool, importance: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Quantized:
     """Symmetric integers of a weight, one scale per row and group of `group_size` along K.
 
     Rounding to nearest with scale = max|w| / (2**(bits - 1) - 1). With `search` every group tries several smaller
     scales, refits each by least squares to the integers it gave, and keeps the one of least squared error; the error of
     a column counts `importance` [K] times (the mean square of its activations).
 
-    Shapes: float [N, K] -> q int8 [N, K], scale float32 [N, K / group_size]. A group of zeros has scale 1.
-
     Raises:
-        CheckpointError: a weight is not finite.
+        ValueError: a weight is not finite.
     """
     rows, columns = weight.shape
     q = torch.empty(rows, columns, dtype=torch.int8)
     scale = torch.empty(rows, columns // group_size)
     weights = None if importance is None else importance.float().view(1, -1, group_size)
     step = max(1, _CHUNK_ELEMENTS // columns)
+    signal = noise = 0.0
     for start in range(0, rows, step):
-        part = weight[start : start + step].float().view(-1, columns // group_size, group_size)
+        part = weight[start : start + step].float().contiguous().view(-1, columns // group_size, group_size)
         part_q, part_scale = _quantize_groups(part, bits, _CLIP_SHARES if search else (1.0,), weights)
         q[start : start + step] = part_q.view(-1, columns)
         scale[start : start + step] = part_scale
-    return q, scale
+        signal += float(part.square().sum())
+        noise += float(torch.addcmul(part, part_q.float(), part_scale[..., None], value=-1).square_().sum())
+    return Quantized(q, scale, signal, noise)
 
 
 def _quantize_groups(
@@ -76,7 +92,7 @@ def _quantize_groups(
     high = 2 ** (bits - 1) - 1
     largest = x.abs().amax(dim=-1, keepdim=True)
     if not largest.isfinite().all():
-        raise CheckpointError("a weight is NaN or infinite and cannot be quantized.")
+        raise ValueError("holds NaN or infinite values and cannot be quantized")
     full = torch.where(largest == 0, torch.ones_like(largest), largest / high)
     if len(shares) == 1:
         return torch.round(x / full).clamp_(-high, high).to(torch.int8), full[..., 0]
@@ -108,6 +124,10 @@ def static_activation(low: float, high: float) -> tuple[float, int]:
 
 def signal_to_noise(reference: torch.Tensor, approximation: torch.Tensor) -> float:
     """10 log10(sum reference^2 / sum (reference - approximation)^2) in decibels; infinite when they are equal."""
-    signal = reference.double().square().sum()
-    noise = (reference.double() - approximation.double()).square().sum()
-    return float(10 * torch.log10(signal / noise)) if noise > 0 else float("inf")
+    signal = float(reference.double().square().sum())
+    return decibels(signal, float((reference.double() - approximation.double()).square().sum()))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise); infinite without noise."""
+    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf

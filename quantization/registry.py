@@ -16,6 +16,9 @@ from llm.quantization.base import QuantizationConfig
 C = TypeVar("C", bound=type)
 
 _BUILTIN_CONFIGS: dict[str, str] = {}
+# Other names of the same formats.
+ALIASES = {"modelslim": "ascend"}
+# FP8, GPTQ, AWQ, MX formats and GGUF take their place here when they come.
 
 _plugin_configs: dict[str, type[QuantizationConfig]] = {}
 _schemes: dict[tuple[str, str], type] = {}
@@ -54,6 +57,7 @@ def get_quantization_config(name: str) -> type[QuantizationConfig]:
     """The class for a format; an unknown name raises `ValidationError` that lists the known ones."""
     if name in _plugin_configs:
         return _plugin_configs[name]
+    name = ALIASES.get(name, name)
     if name in _BUILTIN_CONFIGS:
         module, _, attribute = _BUILTIN_CONFIGS[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -86,9 +90,17 @@ def register_scheme(quant_type: str, kind: str) -> Callable[[C], C]:
 
 def get_scheme_class(quant_type: str, kind: str) -> Any:
     """The scheme for a layer, None when there is none."""
+    _import_schemes()
     return _schemes.get((quant_type, kind))
 
 
 def scheme_types(kind: str) -> tuple[str, ...]:
     """The types that have a scheme for layers of `kind`."""
+    _import_schemes()
     return tuple(quant_type for quant_type, its_kind in _schemes if its_kind == kind)
+
+
+def _import_schemes() -> None:
+    """The built-in schemes register themselves when imported."""
+    for name in ("w8a8", "w4a8", "weight_only"):
+        importlib.import_module(f"llm.quantization.schemes.{name}")

@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +32,7 @@ from llm.config import (
     resolve_dtype,
 )
 from llm.engine.block_manager import BlockManager
+from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
 from llm.engine.extensions import check_operations
 from llm.engine.kv_cache import group_layers
@@ -42,16 +43,19 @@ from llm.forward import KVCacheSpec
 from llm.layers.custom_op import constructing_for
 from llm.loading.checkpoint import Checkpoint, read_json
 from llm.loading.loader import load_dummy_weights, load_weights
+from llm.loading.quantization import Resolved, resolve_quantization, without_quantization_keys
 from llm.loading.resolve import resolve_model as resolve_folder
+from llm.loading.weight_map import rename
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model
 from llm.platforms import select_platform
+from llm.quantization.configs.online import OnlineConfig
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
 
 _CONFIG_BYTES = 16 << 20
-_TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching quantization load_format max_logprobs seed revision".split()
+_TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs seed revision".split()
 _NOT_INVARIANT = "PyTorch's own kernels compute: their rounding depends on the batch"
 
 
@@ -84,6 +88,7 @@ class _Source:
     reader: ConfigReader
     checkpoint: Checkpoint | None
     weight_dtype: torch.dtype
+    quantization: Resolved
 
 
 def build_engine(args: EngineArgs) -> BuiltEngine:
@@ -94,6 +99,11 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         compilation = CompilationConfig.of(args.compilation_config)
         source = _read_source(args)
         check_operations(compilation)
+    quant_config = source.quantization.config
+    if isinstance(quant_config, OnlineConfig) and quant_config.calibration:
+        with times.phase("calibrate"):
+            plain = replace(args, quantization=None, calibration=None)
+            quant_config.statistics = calibrate(lambda: build_engine(plain), quant_config.calibration)
     try:
         with times.phase("tokenizer"):
             tokenizer = _tokenizer(args, source.folder)
@@ -102,13 +112,12 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             config, specs = _resolve(args, source, platform, compilation)
             config.reasons["device"] = platform_reason
         with times.phase("build model"), constructing_for(platform, compilation):
-            options = BuildOptions(config.model_config.max_model_len, source.weight_dtype)
-            model = source.model_class(source.model, options)
+            model = _build_model(source, config.model_config.max_model_len)
         with times.phase("load weights"):
             if source.checkpoint is None:
                 load_dummy_weights(model, config.model_config.seed)
             else:
-                load_weights(model, source.checkpoint, show_progress=args.use_tqdm_on_load)
+                _load_weights(model, source, source.checkpoint, args.use_tqdm_on_load)
     finally:
         if source.checkpoint is not None:
             source.checkpoint.close()
@@ -123,6 +132,26 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
     eos = frozenset(_eos_token_ids(source.reader, generation))
     engine = Engine(config, make_scheduler, runner, tokenizer, eos)
     return BuiltEngine(engine, _default_params(args, generation), times)
+
+
+def _build_model(source: _Source, max_model_len: int) -> Any:
+    quant_config = source.quantization.config
+    if quant_config is not None:
+        renames = getattr(source.model_class, "renames", ())
+        quant_config.packed_modules_mapping = getattr(source.model_class, "packed_modules_mapping", {})
+        quant_config.apply_mapper(lambda name: rename(name, renames))
+    model = source.model_class(source.model, BuildOptions(max_model_len, source.weight_dtype, quant_config))
+    if quant_config is not None:
+        quant_config.check_used()
+        quant_config.prepare_model(model)
+    return model
+
+
+def _load_weights(model: Any, source: _Source, checkpoint: Checkpoint, show_progress: bool) -> None:
+    quant_config = source.quantization.config
+    ignores = (lambda name: False) if quant_config is None else quant_config.ignores
+    # Saving a quantized model needs to know under which names its weights came.
+    model.checkpoint_targets = load_weights(model, checkpoint, show_progress=show_progress, ignores=ignores)
 
 
 def _make_runner(model: Any, specs: list[KVCacheSpec], config: EngineConfig) -> ModelRunner:
@@ -142,12 +171,14 @@ def _read_source(args: EngineArgs) -> _Source:
         raise CheckpointError(f"{folder} has no config.json; is it a Hugging Face model folder?")
     raw = dict(read_json(path, limit_bytes=_CONFIG_BYTES))
     raw.update(args.hf_overrides or {})
+    quantization = resolve_quantization(args.quantization, args.calibration, folder, raw)
+    raw = without_quantization_keys(raw, quantization)
     reader = ConfigReader(raw)
     model_class = resolve_model(list(raw.get("architectures") or []), reader.family)
     model = model_class.read_config(reader)
     checkpoint = None if args.load_format == "dummy" else Checkpoint.open(folder)
     weight_dtype = reader.dtype() if checkpoint is None else _stored_dtype(checkpoint)
-    return _Source(folder, model_class, model, reader, checkpoint, weight_dtype)
+    return _Source(folder, model_class, model, reader, checkpoint, weight_dtype, quantization)
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -185,6 +216,7 @@ def _resolve(
     }
     for name in _TAKEN_AS_THEY_ARE:
         reasons[name] = args.why(name)
+    reasons["quantization"] = source.quantization.reason
     seed = args.seed
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
@@ -198,7 +230,7 @@ def _resolve(
         weight_dtype=source.weight_dtype,
         max_model_len=memory.max_model_len,
         vocab_size=source.model.vocab_size,
-        quantization=None,
+        quantization=source.quantization.name,
         load_format=args.load_format,
         max_logprobs=args.max_logprobs,
         seed=seed,

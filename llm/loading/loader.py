@@ -7,7 +7,7 @@ Owns the bookkeeping and the errors; where a tensor goes is `weight_map.py`, how
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,15 +16,27 @@ from torch import nn
 from llm.bar import Bar
 from llm.errors import CheckpointError
 from llm.loading.checkpoint import Checkpoint
-from llm.loading.weight_map import WeightMap
+from llm.loading.weight_map import Target, WeightMap
 
 _NAMES_SHOWN = 5
 _PROGRESS_DELAY_SECONDS = 2.0
 _DUMMY_STD = 0.02
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, *, show_progress: bool) -> None:
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    show_progress: bool,
+    ignores: Callable[[str], bool] = lambda name: False,
+) -> dict[str, Target]:
     """Fill every parameter of `model` from the checkpoint, streamed file by file.
+
+    Args:
+        ignores: of a tensor that has no place in the model, whether that is in order.
+
+    Returns:
+        Where each checkpoint tensor went.
 
     Raises:
         CheckpointError: names tensors nobody needs, parameters nobody filled, or shapes that disagree.
@@ -33,33 +45,52 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, show_progress: boo
     weight_map = WeightMap(model)
     filled = dict.fromkeys(parameters, 0)
     unexpected: list[str] = []
-    tied_copies: list[tuple[str, torch.Tensor]] = []
+    aliases = _aliases(model, parameters)
+    tied: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in aliases.values()}
+    targets: dict[str, Target] = {}
     for name, tensor in _with_progress(checkpoint, show_progress):
         target = weight_map.target(name)
         if target.parameter in parameters:
             tensor = tensor.t() if weight_map.transposed(target.parameter) else tensor
+            targets[name] = target
             filled[target.parameter] += _copy(name, parameters[target.parameter], tensor, target.shard_id)
-        elif _tied_parameter(model, name) is not None:
-            tied_copies.append((name, tensor))
-        elif not weight_map.ignores(name):
+            if target.parameter in tied:
+                tied[target.parameter].insert(0, (name, tensor))
+        elif target.parameter in aliases:
+            tied[aliases[target.parameter]].append((name, tensor))
+        elif not weight_map.ignores(name) and not ignores(name):
             unexpected.append(name)
-    missing = [name for name, count in filled.items() if count < parameters[name].numel()]
+    for name, parameter in parameters.items():
+        parameter.elements_loaded = filled[name]  # type: ignore[attr-defined]
+    absent = {name for name, count in filled.items() if not count and getattr(parameters[name], "optional", False)}
+    missing = [name for name, count in filled.items() if count < parameters[name].numel() and name not in absent]
     twice = [name for name, count in filled.items() if count > parameters[name].numel()]
     _raise_unless_complete(unexpected, missing, twice)
-    _check_tied_copies(model, tied_copies)
+    for copies in tied.values():
+        _check_tied_copies(copies)
     process_weights(model)
+    return targets
 
 
 def load_dummy_weights(model: nn.Module, seed: int) -> None:
     """Random weights for measuring: normal with deviation 0.02, ones for norms; deterministic by name and seed."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in list(model.named_parameters()):
         if parameter.dim() == 1 and name.endswith("weight"):
             parameter.data.fill_(1.0)
             continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        parameter.data.normal_(0.0, _DUMMY_STD, generator=generator)
+        _fill_dummy(parameter, generator)
     process_weights(model)
+
+
+def _fill_dummy(parameter: Any, generator: torch.Generator) -> None:
+    """A weight that is quantized on load is on no device: it gets its numbers through its loader, as from a file."""
+    if not parameter.is_meta:
+        parameter.data.normal_(0.0, _DUMMY_STD, generator=generator)
+        return
+    data = torch.empty(parameter.shape, dtype=parameter.dtype)
+    parameter.weight_loader(parameter, data.normal_(0.0, _DUMMY_STD, generator=generator), None)
 
 
 def process_weights(model: nn.Module) -> None:
@@ -89,9 +120,14 @@ def _with_progress(checkpoint: Checkpoint, show: bool) -> Iterator[tuple[str, to
 
 def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any) -> int:
     # Weights stay as stored: a tensor wider than the rest (norms in float32, often) widens its parameter.
-    wider = torch.promote_types(parameter.dtype, tensor.dtype)
-    if wider != parameter.dtype and tensor.is_floating_point():
-        parameter.data = parameter.data.to(wider)
+    if parameter.is_floating_point() and tensor.is_floating_point():
+        wider = torch.promote_types(parameter.dtype, tensor.dtype)
+        if wider != parameter.dtype:
+            parameter.data = parameter.data.to(wider)
+    elif parameter.dtype != tensor.dtype and not getattr(parameter, "any_dtype", False):
+        raise CheckpointError(
+            f"tensor {name} is stored as {_shown(tensor.dtype)}, the model needs {_shown(parameter.dtype)}."
+        )
     loader = getattr(parameter, "weight_loader", copy_whole)
     try:
         return loader(parameter, tensor, shard_id)
@@ -107,20 +143,21 @@ def copy_whole(parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any = No
     return tensor.numel()
 
 
-def _tied_parameter(model: nn.Module, name: str) -> nn.Parameter | None:
-    """The parameter that an alias such as "lm_head.weight" of a tied model stands for."""
-    try:
-        found = model.get_parameter(name)
-    except AttributeError:
-        return None
-    return found
+def _shown(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _check_tied_copies(model: nn.Module, copies: list[tuple[str, torch.Tensor]]) -> None:
+def _aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Other names of shared parameters, such as "lm_head.weight" of a tied model -> the one in `parameters`."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(parameter)] for name, parameter in every if name not in parameters}
+
+
+def _check_tied_copies(copies: list[tuple[str, torch.Tensor]]) -> None:
     """Some tied checkpoints store the embedding again as the LM head: allowed when it is the same, bit for bit."""
-    for name, tensor in copies:
-        parameter = _tied_parameter(model, name)
-        if parameter is None or parameter.shape != tensor.shape or not torch.equal(parameter.data, tensor):
+    for name, tensor in copies[1:]:
+        if not torch.equal(copies[0][1], tensor):
             raise CheckpointError(
                 f"tensor {name} differs from the embedding that config.json ties it to; if the model is not tied, pass "
                 "hf_overrides={'tie_word_embeddings': False}."

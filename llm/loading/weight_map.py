@@ -6,6 +6,7 @@ by whole path segments, never by substring.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -50,14 +51,19 @@ class WeightMap:
         return _ends_with(parameter, self._transposed)
 
     def _rename(self, name: str) -> str:
-        segments = name.split(".")
-        for source, target in self._renames:
-            pattern = source.split(".")
-            wild = _match(pattern, segments)
-            if wild is not None:
-                filled = [wild.pop(0) if part == "*" else part for part in target.split(".")]
-                return ".".join([*filled, *segments[len(pattern) :]])
-        return name
+        return rename(name, self._renames)
+
+
+def rename(name: str, renames: Sequence[tuple[str, str]]) -> str:
+    """A checkpoint's name -> the model's, by the first of the model class's `renames` that matches."""
+    segments = name.split(".")
+    for source, target in renames:
+        pattern = source.split(".")
+        wild = _match(pattern, segments)
+        if wild is not None:
+            filled = [wild.pop(0) if part == "*" else part for part in target.split(".")]
+            return ".".join([*filled, *segments[len(pattern) :]])
+    return name
 
 
 def _match(pattern: list[str], segments: list[str]) -> list[str] | None:

@@ -264,7 +264,11 @@ class DecoderModel(nn.Module):
         self.config = config
         common: dict[str, Any] = {"params_dtype": options.params_dtype, "quant_config": options.quant_config}
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens", **common
+            config.vocab_size,
+            config.hidden_size,
+            prefix=f"{prefix}.embed_tokens",
+            tied=config.tie_word_embeddings,
+            **common,
         )
         self.embed_positions: VocabParallelEmbedding | None = None
         if config.learned_positions is not None:

@@ -118,11 +118,6 @@ class ConfigReader:
 
     def finish(self) -> None:
         """Raise `UnsupportedModelError` when keys are left that nobody read."""
-        if "quantization_config" in self.raw:
-            raise UnsupportedModelError(
-                "the checkpoint is quantized (config.json has quantization_config) and this release loads "
-                "unquantized checkpoints only; use the original weights."
-            )
         left = sorted(set(self.raw) - self._read - _HARMLESS)
         if left:
             raise UnsupportedModelError(

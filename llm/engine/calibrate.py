@@ -1,0 +1,69 @@
+"""What goes into each layer of the unquantized model when it reads some texts.
+
+Owns the hooks and their arithmetic. The model is built, run and closed here: while this lasts it needs the memory of
+the unquantized weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from llm.engine.preprocess import Preprocessor
+from llm.quantization.storage.on_load import ActivationStatistics
+from llm.sampling_params import SamplingParams
+
+
+class _Observer:
+    """Sums over everything one layer is given."""
+
+    def __init__(self, columns: int) -> None:
+        self._squares = torch.zeros(columns, dtype=torch.float64)
+        self._rows = 0
+        self._low = self._high = 0.0
+
+    def __call__(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0].reshape(-1, inputs[0].shape[-1])
+        self._squares += x.double().square().sum(dim=0)
+        self._rows += x.shape[0]
+        self._low = min(self._low, float(x.min()))
+        self._high = max(self._high, float(x.max()))
+
+    def statistics(self) -> ActivationStatistics:
+        return ActivationStatistics(self._low, self._high, (self._squares / max(1, self._rows)).float())
+
+
+def observe(engine: Any, texts: Sequence[str]) -> dict[str, ActivationStatistics]:
+    """Statistics of the inputs of every linear layer, by its dotted path, over `texts`."""
+    layers = {name: module for name, module in engine.runner.model.named_modules() if is_linear(module)}
+    observers = {name: _Observer(module.input_size) for name, module in layers.items()}
+    handles = [module.register_forward_pre_hook(observers[name]) for name, module in layers.items()]
+    try:
+        run_prompts(engine, list(texts))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: observer.statistics() for name, observer in observers.items()}
+
+
+def run_prompts(engine: Any, prompts: list[Any]) -> None:
+    """Compute every prompt to its end, and one token more."""
+    rows = Preprocessor(engine.config.model_config, engine.tokenizer).rows(
+        prompts, SamplingParams(temperature=0, max_tokens=1), SamplingParams
+    )
+    engine.run([engine.add(row) for row in rows], lambda: None)
+
+
+def is_linear(module: Any) -> bool:
+    return getattr(module, "quant_kind", "") == "linear"
+
+
+def calibrate(build: Callable[[], Any], texts: Sequence[str]) -> dict[str, ActivationStatistics]:
+    """As `observe`, on an engine that `build` makes and that is closed afterwards."""
+    engine = build().engine
+    try:
+        return observe(engine, texts)
+    finally:
+        engine.close()

@@ -1,0 +1,223 @@
+"""Quantizing an unquantized checkpoint while it is loaded: which layer gets which scheme.
+
+Owns the names `LLM(quantization=...)` takes for it, and the dict form.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from llm.errors import ValidationError, nearest
+from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.matching import agreed, matches, shard_names
+from llm.quantization.registry import get_scheme_class
+from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One name of `quantization=`: the scheme, its bits, the default group size (None: per row) and the LM head's."""
+
+    scheme: str
+    bits: int
+    group_size: int | None
+    lm_head: str
+
+
+RECIPES: dict[str, Recipe] = {
+    "w8a8": Recipe("W8A8_DYNAMIC", 8, None, "w8a8"),
+    "w8a8_static": Recipe("W8A8", 8, None, "w8a8"),
+    "w8a16": Recipe("W8A16", 8, None, "w8a16"),
+    "w4a8": Recipe("W4A8_DYNAMIC", 4, 128, "w8a8"),
+    "w4a16": Recipe("W4A16", 4, 32, "w8a16"),
+}
+_KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration")
+_SMALLEST_GROUP = 8
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What one layer is given; shards of a fused layer compare by it."""
+
+    recipe: str
+    group_size: int | None
+    asked: bool
+
+    def __str__(self) -> str:
+        return self.recipe if self.group_size is None else f"{self.recipe} in groups of {self.group_size}"
+
+
+@dataclass
+class OnlineConfig(QuantizationConfig):
+    """Schemes by pattern over an unquantized model.
+
+    Attributes:
+        scheme: a key of `RECIPES` for all linear layers.
+        group_size: of 4-bit weights, for layers that no pattern names; None: the recipe's own.
+        layers: (pattern, recipe, group size) in order; the first that matches a layer is used.
+        ignore: patterns of layers that stay as they are.
+        lm_head: a key of `RECIPES` with 8 bits for the LM head and a tied embedding; None: left as it is.
+        calibration: texts that are run through the unquantized model first.
+        statistics: what they showed, by layer; filled in before the model is built.
+    """
+
+    scheme: str
+    group_size: int | None = None
+    layers: tuple[tuple[str, str, int | None], ...] = ()
+    ignore: tuple[str, ...] = ()
+    lm_head: str | None = None
+    calibration: tuple[str, ...] = ()
+    statistics: Mapping[str, ActivationStatistics] = field(default_factory=dict)
+    _unused: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._unused = {*(pattern for pattern, _, _ in self.layers), *self.ignore}
+
+    @classmethod
+    def parse(cls, asked: str | Mapping[str, Any], calibration: Sequence[str] | None = None) -> OnlineConfig:
+        """From what the user passed as `quantization=`; raises `ValidationError` for what is not understood."""
+        given = {"scheme": asked} if isinstance(asked, str) else dict(asked)
+        unknown = [key for key in given if key not in _KEYS]
+        if unknown:
+            raise _wrong(asked, f"has the key {unknown[0]!r}; it takes {', '.join(_KEYS)}.{nearest(unknown[0], _KEYS)}")
+        scheme = _recipe(given.get("scheme"), asked)
+        texts = _texts(given.get("calibration", calibration), asked)
+        lm_head = given.get("lm_head", RECIPES[scheme].lm_head)
+        lm_head = None if lm_head in (None, False) else _recipe(lm_head, asked)
+        if lm_head is not None and RECIPES[lm_head].scheme not in ("W8A8_DYNAMIC", "W8A16"):
+            raise _wrong(asked, f"has lm_head={lm_head!r}; the LM head can be 'w8a8', 'w8a16' or None.")
+        layers = _layers(given.get("layers", {}), asked)
+        if not texts and any(RECIPES[name].scheme == "W8A8" for name in (scheme, *(item[1] for item in layers))):
+            raise _wrong(asked, "uses w8a8_static, which needs calibration=[texts] to fix the activations' scales.")
+        group_size = _group_size(given.get("group_size"), asked)
+        return cls(scheme, group_size, layers, _patterns(given.get("ignore", ()), asked), lm_head, texts)
+
+    def get_name(self) -> str:
+        return self.scheme
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        kind = getattr(layer, "quant_kind", "")
+        names = shard_names(prefix, self.packed_modules_mapping)
+        if kind == "linear":
+            choice = agreed(prefix, names, lambda name: self._choose(name, prefix))
+        elif kind == "embedding" and getattr(layer, "is_lm_head", False):
+            choice = None if self._is_ignored(prefix, prefix) or not self.lm_head else _Choice(self.lm_head, None, True)
+        else:
+            return None
+        return None if choice is None else self._method(layer, kind, prefix, choice)
+
+    def check_used(self) -> None:
+        if self._unused:
+            names = ", ".join(repr(pattern) for pattern in sorted(self._unused))
+            raise ValidationError(
+                f"quantization names layers that this model does not have: {names}; a pattern is a layer's dotted "
+                "path, a glob with *, or re:<regular expression>.",
+                parameter="quantization",
+                value=sorted(self._unused),
+            )
+
+    def _choose(self, name: str, prefix: str) -> _Choice | None:
+        if self._is_ignored(name, prefix):
+            return None
+        for pattern, recipe, group_size in self.layers:
+            if self._matches(name, prefix, pattern):
+                return _Choice(recipe, group_size or RECIPES[recipe].group_size, group_size is not None)
+        size = self.group_size if RECIPES[self.scheme].group_size else None
+        return _Choice(self.scheme, size or RECIPES[self.scheme].group_size, self.group_size is not None)
+
+    def _is_ignored(self, name: str, prefix: str) -> bool:
+        return any([self._matches(name, prefix, pattern) for pattern in self.ignore])
+
+    def _matches(self, name: str, prefix: str, pattern: str) -> bool:
+        """A pattern may name a shard as the checkpoint does, or the fused layer."""
+        found = matches(name, pattern) or matches(prefix, pattern)
+        if found:
+            self._unused.discard(pattern)
+        return found
+
+    def _method(self, layer: Any, kind: str, prefix: str, choice: _Choice) -> QuantizeMethodBase:
+        recipe = RECIPES[choice.recipe]
+        columns = layer.input_size if kind == "linear" else layer.hidden_size
+        size, note = _fitting_group(choice, columns, prefix)
+        statistics = self.statistics.get(prefix)
+        storage = QuantizeOnLoad(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")
+        reason = f"quantized on load: {choice.recipe}{note}"
+        return get_scheme_class(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
+
+
+def _fitting_group(choice: _Choice, columns: int, prefix: str) -> tuple[int, str]:
+    """The group size for a layer of `columns`, and a note where it is not the one chosen."""
+    size = choice.group_size
+    if size is None:
+        return columns, ""
+    if columns % size == 0:
+        return size, f", groups of {size}"
+    if choice.asked:
+        raise ValidationError(
+            f"group_size={size} does not divide the {columns} columns of {prefix}; leave it out, or pass a divisor.",
+            parameter="quantization",
+            value=size,
+        )
+    fitting = math.gcd(size, columns)
+    if fitting >= _SMALLEST_GROUP:
+        return fitting, f", groups of {fitting} ({size} does not divide {columns} columns)"
+    return columns, f", per row (groups of {size} do not divide {columns} columns)"
+
+
+def _recipe(name: Any, asked: Any) -> str:
+    if isinstance(name, str) and name.lower() in RECIPES:
+        return name.lower()
+    raise _wrong(asked, f"names the scheme {name!r}; known: {', '.join(RECIPES)}.{nearest(str(name), RECIPES)}")
+
+
+def _layers(given: Any, asked: Any) -> tuple[tuple[str, str, int | None], ...]:
+    if not isinstance(given, Mapping):
+        raise _wrong(asked, "has 'layers' that is no dict of pattern -> scheme.")
+    result = []
+    for pattern in _patterns(given, asked):
+        value = given[pattern]
+        options = {"scheme": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
+        if not options or set(options) - {"scheme", "group_size"}:
+            raise _wrong(asked, f"gives {pattern!r} the value {value!r}; use a scheme, or scheme and group_size.")
+        size = _group_size(options.get("group_size"), asked)
+        result.append((pattern, _recipe(options.get("scheme"), asked), size))
+    return tuple(result)
+
+
+def _patterns(given: Any, asked: Any) -> tuple[str, ...]:
+    patterns = [given] if isinstance(given, str) else list(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise _wrong(asked, f"has the pattern {pattern!r}, which is no string.")
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise _wrong(asked, f"has the pattern {pattern!r}, no regular expression: {error}.") from error
+    return tuple(patterns)
+
+
+def _group_size(value: Any, asked: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        raise _wrong(asked, f"has group_size={value!r}; it is a whole number of at least 2.")
+    return value
+
+
+def _texts(value: Any, asked: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not all(isinstance(text, str) and text for text in value):
+        raise ValidationError("calibration takes a list of texts.", parameter="calibration", value=value)
+    return tuple(value)
+
+
+def _wrong(asked: Any, what: str) -> ValidationError:
+    return ValidationError(f"quantization={asked!r} {what}", parameter="quantization", value=asked)

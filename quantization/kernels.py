@@ -1,0 +1,17 @@
+"""The quantized operations of the platform that the model under construction computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llm.kernels.reference import quantized
+from llm.kernels.select import OPERATIONS, kernels_for
+from llm.layers.custom_op import construction
+
+
+def quantized_op(name: str) -> Callable[..., Any]:
+    """The best implementation of an operation of `llm.kernels.reference.quantized`; taken when a layer is made."""
+    if name in OPERATIONS:
+        return kernels_for(construction().platform).op(name)
+    return getattr(quantized, name)

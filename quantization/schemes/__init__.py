@@ -1,0 +1,1 @@
+"""One file per recipe: which kernel multiplies, and what it is given."""

@@ -1,0 +1,123 @@
+"""What all integer schemes share: storage in, the kernel's form out.
+
+A scheme gets the integers of its layer from a `WeightStorage`, packs them for the kernel once, and multiplies. It never
+sees a file and never makes the weight float again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from llm.errors import CheckpointError
+from llm.kernels.reference.quantized import dequantize
+from llm.quantization.base import EmbeddingMethodBase, WeightLoader
+from llm.quantization.kernels import quantized_op
+from llm.quantization.quantizer import IntegerWeight
+from llm.quantization.storage.base import WeightStorage
+
+
+class IntegerMethod(EmbeddingMethodBase):
+    """An integer weight [N, K] with scales, for linear layers and for embedding tables.
+
+    After loading the layer has `packed_weight` (the kernel's form), `weight_scale` float32 [N, G] and `weight_zero`.
+
+    Args:
+        storage: of this one layer.
+        source: who asked for the scheme.
+        reason: why this layer got it.
+    """
+
+    pack_op: ClassVar[str]
+    linear_op: ClassVar[str]
+    max_bits: ClassVar[int]
+
+    def __init__(self, storage: WeightStorage, source: str = "", reason: str = "") -> None:
+        self.storage = storage
+        self.holds_bias = storage.holds_bias
+        self.source = source
+        self.reason = reason
+        self.group_size = 0
+        self._pack = quantized_op(self.pack_op)
+        self._linear = quantized_op(self.linear_op)
+        self._embedding = quantized_op("embedding_int8")
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        *,
+        weight_loader: WeightLoader,
+    ) -> None:
+        def ready(weight: IntegerWeight) -> None:
+            self._take(layer, weight)
+
+        sizes = output_partition_sizes
+        self.storage.create(layer, sizes, input_size_per_partition, params_dtype, weight_loader, ready)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        weight = self.storage.read(layer)
+        self.storage.remove(layer)
+        if weight is not None:
+            self._take(layer, weight)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self._multiply(layer, rows, bias).view(*x.shape[:-1], layer.packed_weight.n)
+
+    def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._embedding(token_ids, layer.packed_weight, layer.weight_scale[:, 0])
+
+    def dequantize_weight(self, layer: Any) -> torch.Tensor:
+        weight = self.integers(layer)
+        return dequantize(weight.q, weight.scale, weight.zero, weight.group_size)
+
+    def integers(self, layer: Any) -> IntegerWeight:
+        """What the layer computes with, exactly, out of the kernel's form."""
+        packed = layer.packed_weight
+        return IntegerWeight(
+            packed.unpack(), layer.weight_scale, self.group_size, self.max_bits, zero=layer.weight_zero
+        )
+
+    def check(self, weight: IntegerWeight) -> None:
+        """Refuse what the kernel has no form for; raises `CheckpointError`."""
+        if weight.bits > self.max_bits:
+            raise CheckpointError(f"{weight.bits}-bit weights do not fit the {self.scheme} kernel.")
+
+    def _take(self, layer: Any, weight: IntegerWeight) -> None:
+        self.check(weight)
+        if layer.quant_kind == "embedding" and (weight.scale.shape[1] > 1 or weight.zero is not None):
+            raise CheckpointError("an embedding table needs one scale per row and no zero points.")
+        self.group_size = weight.group_size
+        packed = self._pack(weight.q)
+        layer.packed_weight = packed
+        # Buffers, so that whoever counts or frees the model's memory sees them.
+        layer.register_buffer("packed_data", packed.data, persistent=False)
+        layer.register_buffer("weight_scale", weight.scale.float().contiguous(), persistent=False)
+        zero = None if weight.zero is None else weight.zero.float().contiguous()
+        layer.register_buffer("weight_zero", zero, persistent=False)
+        self._keep(weight)
+        if weight.bias is not None:
+            layer.bias = nn.Parameter(weight.bias.float(), requires_grad=False)
+
+    def _keep(self, weight: IntegerWeight) -> None:
+        """Keep what else the kernel needs."""
+
+    def _multiply(self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """rows float32 [M, K] -> [M, N]."""
+        raise NotImplementedError
+
+
+def one_scale_per_row(weight: IntegerWeight, scheme: str) -> None:
+    """For kernels that scale whole sums: no groups along K, no zero points."""
+    if weight.scale.shape[1] != 1 or weight.zero is not None:
+        raise CheckpointError(
+            f"{scheme} computes symmetric weights with one scale per row; this layer has groups of "
+            f"{weight.group_size}{' and zero points' if weight.zero is not None else ''}."
+        )

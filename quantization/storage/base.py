@@ -1,0 +1,79 @@
+"""The interface between a file's tensors and a scheme's integers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from llm.errors import CheckpointError
+from llm.quantization.base import WeightLoader
+from llm.quantization.quantizer import IntegerWeight
+from llm.quantization.unquantized import new_parameter
+
+Ready = Callable[[IntegerWeight], None]
+
+
+class WeightStorage(ABC):
+    """The parameters of one layer's weight, as some format stores them.
+
+    Attributes:
+        holds_bias: the format keeps the bias inside the integers, so the layer's own may be missing.
+    """
+
+    holds_bias = False
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    @abstractmethod
+    def create(
+        self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
+    ) -> None:
+        """Register the parameters of a weight [sum(sizes), columns] whose fused shards have `sizes` rows.
+
+        A storage that can hand over the weight before everything else is loaded calls `ready` with it.
+        """
+
+    @abstractmethod
+    def read(self, layer: nn.Module) -> IntegerWeight | None:
+        """The loaded weight as integers; None: `ready` was called."""
+
+    def add(self, layer: nn.Module, name: str, data: torch.Tensor, loader: WeightLoader, **attributes: Any) -> None:
+        """Register one parameter; `optional=True` when a file may lack it."""
+        setattr(layer, name, new_parameter(data, loader, **attributes))
+        self._names.append(name)
+
+    def take(self, layer: nn.Module, name: str) -> torch.Tensor:
+        """The loaded value of a parameter."""
+        return getattr(layer, name).data
+
+    def was_loaded(self, layer: nn.Module, name: str) -> bool:
+        """Whether the file had an optional parameter."""
+        return getattr(getattr(layer, name), "elements_loaded", 0) > 0
+
+    def remove(self, layer: nn.Module) -> None:
+        """Take the file's parameters off the layer: the kernel's form has replaced them."""
+        for name in self._names:
+            delattr(layer, name)
+        self._names.clear()
+
+
+def expand_slots(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """One value per fused shard [S] -> one per row [sum(sizes)]."""
+    return values.repeat_interleave(torch.tensor(sizes))
+
+
+def same_in_all_slots(values: torch.Tensor, what: str) -> float:
+    """The one value of a per-tensor quantity that all shards of a fused layer must share."""
+    if not torch.equal(values, values[:1].expand_as(values)):
+        raise CheckpointError(f"{what} differs between the shards of a fused layer: {values.tolist()}.")
+    return float(values[0])
+
+
+def check_positive_scales(scale: torch.Tensor, what: str) -> None:
+    if not (scale.isfinite().all() and (scale > 0).all()):
+        raise CheckpointError(f"{what} must be positive and finite.")
