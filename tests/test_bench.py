@@ -338,6 +338,24 @@ def test_tables(report: dict[str, Any]) -> None:
     assert "100.0%   everything outside the model" in text
 
 
+def test_quantized_weights_are_counted_as_they_are_stored() -> None:
+    """The embedded model's bfloat16 layers in 8 bits: half the bytes and the scales; the same operations."""
+    status, out, err = bench("--workload", "tiny", "--quantization", "w8a8", "--profile", "--json")
+    assert status == 0, err
+    result = json.loads(out)
+    with open_llm() as llm:
+        whole = count_model(engine_of(llm).runner.model, torch.bfloat16)
+    saved = whole.weight_bytes - result["model"]["weight_bytes"]
+    assert 0.9 * whole.linear_weights < saved <= whole.linear_weights + whole.head_weights
+    assert result["model"]["linear_weights"] == whole.linear_weights
+    workload = result["workloads"]["tiny"]
+    rows = {row["name"]: row["decode"] for row in workload["profile"]["rows"]}
+    assert sum(row["operations"] for row in rows.values()) == workload["decode"]["operations"]
+    size = 4 * 512 * 256  # of 4 layers in 8 bits
+    assert size < rows["linear down_proj 512 -> 256"]["bytes_read"] < 1.2 * size
+    assert "MB quantized as w8a8 from bfloat16" in as_text(result)
+
+
 @pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
 def test_against_transformers_on_a_shape(weight_dtype: str) -> None:
     """Both say the same, so both had the same weights and computed alike; the ratio is that of the medians."""

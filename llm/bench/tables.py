@@ -51,14 +51,16 @@ def _machine(machine: Report | None) -> list[str]:
 
 
 def _model(model: Report) -> list[str]:
-    quantized = f", quantization {model['quantization']}" if model["quantization"] else ""
+    stored = f"stored as {model['weight_dtype']}"
+    if model["quantization"]:
+        stored = f"quantized as {model['quantization']} from {model['weight_dtype']}"
     return _labelled(
         "model",
         [
-            f"{model['name']} ({model['model_type']}), {model['parameters'] / _MEGA:.1f} M parameters"
-            f"{quantized}, computes in {model['dtype']}",
-            f"weights {_mega(model['weight_bytes'])} stored as {model['weight_dtype']}, "
-            f"{_mega(model['bytes_per_step'])} read per step; KV cache in {model['kv_cache_dtype']}",
+            f"{model['name']} ({model['model_type']}), {model['parameters'] / _MEGA:.1f} M parameters, "
+            f"computes in {model['dtype']}",
+            f"weights {_mega(model['weight_bytes'])} {stored}, {_mega(model['bytes_per_step'])} read per step; "
+            f"KV cache in {model['kv_cache_dtype']}",
         ],
     )
 
