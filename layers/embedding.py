@@ -1,41 +1,149 @@
-"""The token embedding and the LM head, tied or not."""
+"""The token embedding and the LM head, tied or not, and which of their rows a rank holds."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from llm.errors import ValidationError
+from llm.layers.custom_op import PluggableLayer
+from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import EmbeddingMethodBase, QuantizationConfig
-from llm.quantization.unquantized import UnquantizedEmbeddingMethod
+from llm.quantization.unquantized import UnquantizedEmbeddingMethod, new_parameter
 
 
-class VocabParallelEmbedding(nn.Module):
-    """A table [vocab_size, hidden_size] read by token id; `quant_method` stores it."""
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows of one rank: [original ids | padding | added ids | padding].
+
+    Original ids (those of the checkpoint) and ids added behind them are split over the ranks separately, each padded
+    so that every rank has as many rows.
+
+    Attributes:
+        org_start, org_end, added_start, added_end: ids held here, ends excluded.
+        org_rows, added_rows: rows reserved for them, padding included.
+    """
+
+    org_start: int
+    org_end: int
+    org_rows: int
+    added_start: int
+    added_end: int
+    added_rows: int
+
+    @classmethod
+    def of(cls, num_embeddings: int, org_num_embeddings: int, padding_size: int, tp: TensorParallel) -> VocabShard:
+        multiple = math.lcm(padding_size, tp.size)
+        padded_org = _round_up(org_num_embeddings, multiple)
+        padded = _round_up(padded_org + num_embeddings - org_num_embeddings, multiple)
+        org_rows, added_rows = padded_org // tp.size, (padded - padded_org) // tp.size
+
+        def clipped(start: int, end: int) -> tuple[int, int]:
+            return min(start, end), min(start + org_rows, end)
+
+        org_start, org_end = clipped(tp.rank * org_rows, org_num_embeddings)
+        added = org_num_embeddings + tp.rank * added_rows
+        added_start, added_end = min(added, num_embeddings), min(added + added_rows, num_embeddings)
+        return cls(org_start, org_end, org_rows, added_start, added_end, added_rows)
+
+    @property
+    def rows(self) -> int:
+        return self.org_rows + self.added_rows
+
+    def row_of(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the row of each id, 0 for ids that other ranks hold; which ids are held here)."""
+        is_org = (token_ids >= self.org_start) & (token_ids < self.org_end)
+        is_added = (token_ids >= self.added_start) & (token_ids < self.added_end)
+        rows = torch.where(is_org, token_ids - self.org_start, token_ids - self.added_start + self.org_rows)
+        held = is_org | is_added
+        return torch.where(held, rows, 0), held
+
+
+def gathered_columns(num_embeddings: int, org_num_embeddings: int, padding_size: int, ranks: int) -> torch.Tensor:
+    """Where each id is when the rows of all ranks, padding included, are put side by side: int64 [num_embeddings]."""
+    token_ids = torch.arange(num_embeddings)
+    columns = torch.zeros_like(token_ids)
+    for rank in range(ranks):
+        shard = VocabShard.of(num_embeddings, org_num_embeddings, padding_size, TensorParallel(rank, ranks))
+        rows, held = shard.row_of(token_ids)
+        columns = torch.where(held, rank * shard.rows + rows, columns)
+    return columns
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@PluggableLayer.register("vocab_parallel_embedding")
+class VocabParallelEmbedding(PluggableLayer):
+    """A table [num_embeddings, embedding_dim] read by token id; `quant_method` stores it. Ranks split the ids.
+
+    Shapes: ids int64 [N] -> float [N, embedding_dim].
+
+    Args:
+        num_embeddings: ids, added ones included.
+        embedding_dim: width of a row.
+        params_dtype: storage type of an unquantized table; None: torch's default.
+        org_num_embeddings: ids that the checkpoint has; those behind it were added; None: all.
+        padding_size: rows are padded to a multiple of it and of the ranks. vLLM's default is 64; here the kernels pad.
+        quant_config: picks the method for `prefix`; None: unquantized.
+        prefix: dotted path of the layer in the model.
+        tied: the table is also the LM head.
+        tp: this layer's place in a tensor-parallel group.
+    """
 
     quant_kind = "embedding"
     is_lm_head = False
+    logit_columns: torch.Tensor
 
     def __init__(
         self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        params_dtype: torch.dtype,
+        num_embeddings: int,
+        embedding_dim: int,
+        params_dtype: torch.dtype | None = None,
+        org_num_embeddings: int | None = None,
+        padding_size: int = 1,
         quant_config: QuantizationConfig | None = None,
         prefix: str = "",
+        *,
         tied: bool = False,
+        tp: TensorParallel = SINGLE,
     ) -> None:
-        """`tied`: the table is also the LM head."""
         super().__init__()
         self.is_lm_head = self.is_lm_head or tied
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
+        self.num_embeddings = num_embeddings
+        self.org_vocab_size = num_embeddings if org_num_embeddings is None else org_num_embeddings
+        if not 0 < self.org_vocab_size <= num_embeddings:
+            raise ValidationError(
+                f"org_num_embeddings={org_num_embeddings} must be from 1 to num_embeddings={num_embeddings}.",
+                parameter="org_num_embeddings",
+                value=org_num_embeddings,
+            )
+        self.embedding_dim = embedding_dim
         self.prefix = prefix
+        self.tp = tp
+        self.shard = VocabShard.of(num_embeddings, self.org_vocab_size, padding_size, tp)
+        self.num_embeddings_padded = self.shard.rows * tp.size
+        # Row i is id i: no other rank, and no padding between or behind.
+        self.is_plain = self.num_embeddings_padded == num_embeddings and tp.size == 1
+        if not self.is_plain:
+            columns = gathered_columns(num_embeddings, self.org_vocab_size, padding_size, tp.size)
+            self.register_buffer("logit_columns", columns, persistent=False)
+        self.bias: nn.Parameter | None = None
+        dtype = params_dtype or torch.get_default_dtype()
         self.quant_method = self._resolve_method(quant_config)
         self.quant_method.create_weights(
-            self, hidden_size, [vocab_size], hidden_size, vocab_size, params_dtype, weight_loader=self.weight_loader
+            self,
+            embedding_dim,
+            [self.shard.rows],
+            embedding_dim,
+            self.num_embeddings_padded,
+            dtype,
+            weight_loader=self.weight_loader,
         )
 
     def _resolve_method(self, quant_config: QuantizationConfig | None) -> EmbeddingMethodBase:
@@ -47,19 +155,67 @@ class VocabParallelEmbedding(nn.Module):
         return method
 
     def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
+        """Copy this rank's rows; padding, and added ids that `loaded` ends before, become zero.
+
+        `loaded` has a row per id, or per original id. Returns the elements of `param`; raises ValueError when shapes
+        disagree.
+        """
         if getattr(param, "shard_slots", False) and loaded.numel() == 1:
             param.data.fill_(loaded.item())
             return param.numel()
-        if param.shape != loaded.shape:
-            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(param.shape)}")
-        param.data.copy_(loaded)
-        return loaded.numel()
+        output_dim = None if self.is_plain else getattr(param, "output_dim", None)
+        expected = list(param.shape)
+        if output_dim is not None:
+            has_added = loaded.dim() == param.dim() and loaded.shape[output_dim] == self.num_embeddings
+            expected[output_dim] = self.num_embeddings if has_added else self.org_vocab_size
+        if list(loaded.shape) != expected:
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {expected}")
+        if output_dim is None:
+            param.data.copy_(loaded)
+        else:
+            self._copy_rows(param.data, loaded, output_dim)
+        return param.numel()
+
+    def _copy_rows(self, target: torch.Tensor, loaded: torch.Tensor, dim: int) -> None:
+        shard = self.shard
+        if target.shape[dim] != shard.rows:
+            raise ValueError(
+                f"is stored as {target.shape[dim]} rows, which do not follow the {shard.rows} of the shard"
+            )
+        target.zero_()
+        for start, end, row in (
+            (shard.org_start, shard.org_end, 0),
+            (shard.added_start, min(shard.added_end, loaded.shape[dim]), shard.org_rows),
+        ):
+            if end > start:
+                target.narrow(dim, row, end - start).copy_(loaded.narrow(dim, start, end - start))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.quant_method.embedding(self, token_ids)
+        if self.is_plain:
+            return self.quant_method.embedding(self, token_ids)
+        rows, held = self.shard.row_of(token_ids)
+        own = self.quant_method.embedding(self, rows)
+        return self.tp.all_reduce(own.masked_fill(~held.unsqueeze(-1), 0.0))
+
+    def extra_repr(self) -> str:
+        shape = f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, rows={self.shard.rows}"
+        return f"{shape}, rank={self.tp.rank} of {self.tp.size}"
 
 
+@PluggableLayer.register("parallel_lm_head")
 class ParallelLMHead(VocabParallelEmbedding):
-    """The output projection hidden -> logits; tied models use their `VocabParallelEmbedding` in its place."""
+    """The output projection hidden -> logits; tied models use their `VocabParallelEmbedding` in its place.
+
+    Args:
+        bias: whether logits get one.
+        Further arguments: `VocabParallelEmbedding`.
+    """
 
     is_lm_head = True
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, bias: bool = False, **kwargs: Any) -> None:
+        super().__init__(num_embeddings, embedding_dim, **kwargs)
+        if bias:
+            dtype = kwargs.get("params_dtype") or torch.get_default_dtype()
+            data = torch.empty(self.shard.rows, dtype=dtype)
+            self.bias = new_parameter(data, self.weight_loader, output_dim=0)

@@ -1,64 +1,100 @@
-"""Linear layers: shapes and how checkpoint shards land in fused weights.
+"""Linear layers: shapes, which slice of each matrix a rank holds, and how checkpoint shards land in fused weights.
 
-The arithmetic is `quant_method.apply`. World size is one: the partition sizes are the sizes.
+The arithmetic is `quant_method.apply`; how partial results of several ranks meet is `parallel.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from llm.errors import ValidationError
+from llm.layers.custom_op import PluggableLayer
+from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter
 
+Output = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
 
-class LinearBase(nn.Module):
+
+class LinearBase(PluggableLayer):
     """y = x W^T + bias, with the weight behind `quant_method`.
+
+    Shapes: x float [..., K] -> y float [..., N]. Sizes are of the whole matrix; this rank holds
+    `output_partition_sizes` rows and `input_size_per_partition` columns of it.
 
     Args:
         input_size: K.
         output_sizes: rows of each logical matrix stacked in the weight; shard ids name them, see `shard_ids`.
         bias: whether there is one.
-        params_dtype: storage type of an unquantized weight.
+        skip_bias_add: return the bias instead of adding it, for whoever fuses the addition; needs `return_bias`.
+        params_dtype: storage type of an unquantized weight and of the bias; None: torch's default.
         quant_config: picks the method for `prefix`; None: unquantized.
         prefix: dotted path of the layer in the model.
         shard_ids: one name per entry of `output_sizes`, for fused layers.
+        return_bias: forward returns (y, the bias that was not added or None); unlike in vLLM the default is y alone.
+        tp: this layer's place in a tensor-parallel group.
+        disable_tp: hold the whole matrix on every rank of it.
+
+    Raises:
+        ValidationError: sizes that the group cannot split evenly, or a bias that would be lost.
     """
 
     quant_kind = "linear"
+    # Whether ranks split the rows or the columns of the weight.
+    splits_outputs: ClassVar[bool] = False
+    splits_inputs: ClassVar[bool] = False
 
     def __init__(
         self,
         input_size: int,
         output_sizes: list[int],
         *,
-        bias: bool,
-        params_dtype: torch.dtype,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
         quant_config: QuantizationConfig | None = None,
         prefix: str = "",
         shard_ids: tuple[Any, ...] = (),
+        return_bias: bool = False,
+        tp: TensorParallel = SINGLE,
+        disable_tp: bool = False,
     ) -> None:
         super().__init__()
+        if bias and skip_bias_add and not return_bias:
+            raise ValidationError(
+                "skip_bias_add=True loses the bias; use return_bias=True to receive it.",
+                parameter="skip_bias_add",
+                value=skip_bias_add,
+            )
+        self.tp = SINGLE if disable_tp else tp
+        self.tp_rank, self.tp_size = self.tp.rank, self.tp.size
         self.input_size = input_size
         self.output_size = sum(output_sizes)
         self.output_sizes = output_sizes
         self.shard_ids = shard_ids
         self.prefix = prefix
+        self.skip_bias_add = skip_bias_add
+        self.return_bias = return_bias
+        self.input_size_per_partition = self.tp.share("input_size", input_size) if self.splits_inputs else input_size
+        self.output_partition_sizes = [size // self.parts(index) for index, size in enumerate(output_sizes)]
+        self.output_size_per_partition = sum(self.output_partition_sizes)
+        dtype = params_dtype or torch.get_default_dtype()
         self.quant_method = self._resolve_method(quant_config)
         self.quant_method.create_weights(
             self,
-            input_size,
-            output_sizes,
+            self.input_size_per_partition,
+            self.output_partition_sizes,
             input_size,
             self.output_size,
-            params_dtype,
+            dtype,
             weight_loader=self.weight_loader,
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            data = torch.empty(self.output_size, dtype=params_dtype)
+            data = torch.empty(self.output_size_per_partition, dtype=dtype)
             optional = getattr(self.quant_method, "holds_bias", False)
             self.bias = new_parameter(data, self.weight_loader, output_dim=0, optional=optional)
 
@@ -70,55 +106,218 @@ class LinearBase(nn.Module):
             raise TypeError(f"{self.prefix}: {type(method).__name__} is not a LinearMethodBase")
         return method
 
+    def parts(self, index: int) -> int:
+        """Into how many equal runs of rows the ranks split logical matrix `index`; fewer than ranks: runs repeat."""
+        if self.splits_outputs:
+            self.tp.share("output_size", self.output_sizes[index])
+            return self.tp_size
+        return 1
+
     def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
-        """Copy `loaded` into the rows of `shard_id`, all of them when None; shapes must agree exactly."""
-        target = param.data if shard_id is None else self._shard(param, shard_id)
-        if getattr(param, "shard_slots", False) and loaded.numel() == 1:
-            target.fill_(loaded.item())  # a quantity of the whole matrix, on disk a number or a list of one
-            return target.numel()
-        if target.shape != loaded.shape:
-            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(target.shape)}")
-        target.copy_(loaded)
-        return loaded.numel()
+        """Copy this rank's slice of `loaded`: of the logical matrix `shard_id`, of all of them stacked when None.
 
-    def _shard(self, param: nn.Parameter, shard_id: Any) -> torch.Tensor:
-        attributes: Any = param
-        index = self.shard_ids.index(shard_id)
+        `param.output_dim` and `param.input_dim` name the dimensions that follow rows and columns of the weight; they
+        may be shorter (packed values, scales of groups), then slices shrink in proportion. `param.shard_slots` says
+        that it has one number per logical matrix, which every rank holds. Returns how many elements of `param` were
+        filled; raises ValueError when shapes disagree.
+        """
         if getattr(param, "shard_slots", False):
-            return param.data[index : index + 1]
-        start, size = sum(self.output_sizes[:index]), self.output_sizes[index]
-        if getattr(param, "packed_dim", None) == attributes.output_dim:
-            start, size = start // attributes.packed_factor, size // attributes.packed_factor
-        return param.data.narrow(attributes.output_dim, start, size)
+            return self._load_slots(param, loaded, shard_id)
+        output_dim = getattr(param, "output_dim", None)
+        input_dim = getattr(param, "input_dim", None) if self.splits_inputs else None
+        indices = range(len(self.output_sizes)) if shard_id is None else [self.shard_ids.index(shard_id)]
+        lengths = [0] * len(self.output_sizes) if output_dim is None else self._lengths(param, output_dim)
+        expected = list(param.shape)
+        if output_dim is not None:
+            expected[output_dim] = sum(lengths[index] * self.parts(index) for index in indices)
+        if input_dim is not None:
+            expected[input_dim] *= self.tp_size
+        if list(loaded.shape) != expected:
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {expected}")
+        if input_dim is not None:
+            columns = param.shape[input_dim]
+            loaded = loaded.narrow(input_dim, self.tp_rank * columns, columns)
+        if output_dim is None:
+            param.data.copy_(loaded)
+            return param.numel()
+        return self._copy_rows(param.data, loaded, output_dim, lengths, indices)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.quant_method.apply(self, x, self.bias)
+    def _load_slots(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any) -> int:
+        index = None if shard_id is None else self.shard_ids.index(shard_id)
+        target = param.data if index is None else param.data[index : index + 1]
+        if loaded.numel() == 1:
+            target.fill_(loaded.item())  # on disk a number or a list of one
+        elif loaded.shape == target.shape:
+            target.copy_(loaded)
+        else:
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(target.shape)}")
+        return target.numel()
+
+    def _copy_rows(self, target: torch.Tensor, loaded: torch.Tensor, dim: int, lengths: list[int], indices: Any) -> int:
+        filled = source_start = 0
+        for index in indices:
+            length, parts = lengths[index], self.parts(index)
+            part = self.tp_rank * parts // self.tp_size
+            rows = target.narrow(dim, sum(lengths[:index]), length)
+            rows.copy_(loaded.narrow(dim, source_start + part * length, length))
+            source_start += parts * length
+            filled += rows.numel()
+        return filled
+
+    def _lengths(self, param: nn.Parameter, dim: int) -> list[int]:
+        """What each logical matrix takes of `param.shape[dim]`, in proportion to its rows."""
+        available = param.shape[dim]
+        scaled = [size * available for size in self.output_partition_sizes]
+        if any(size % self.output_size_per_partition for size in scaled):
+            raise ValueError(f"of length {available} cannot be shared out to rows {self.output_partition_sizes}")
+        return [size // self.output_size_per_partition for size in scaled]
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return self._result(self._product(x))
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        return self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+
+    def _result(self, y: torch.Tensor) -> Output:
+        if not self.return_bias:
+            return y
+        return y, self.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        shape = f"in_features={self.input_size_per_partition}, out_features={self.output_size_per_partition}"
+        return f"{shape}, bias={self.bias is not None}, rank={self.tp_rank} of {self.tp_size}"
 
 
+@PluggableLayer.register("replicated_linear")
+class ReplicatedLinear(LinearBase):
+    """One matrix that every rank holds whole. Further arguments: `LinearBase`."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = True, **kwargs: Any) -> None:
+        super().__init__(input_size, [output_size], bias=bias, **kwargs)
+
+
+@PluggableLayer.register("column_parallel_linear")
 class ColumnParallelLinear(LinearBase):
-    """One matrix whose rows (outputs) a tensor-parallel group would split."""
+    """Ranks split the rows of W (the outputs): y of rank r is x W_r^T.
 
-    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
-        super().__init__(input_size, [output_size], **kwargs)
+    Args:
+        gather_output: give every rank the whole y.
+        output_sizes: rows of logical matrices stacked in W, of which a rank holds its rows of each; None: one of
+            `output_size`.
+        Further arguments: `LinearBase`.
+    """
+
+    splits_outputs = True
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        *,
+        output_sizes: list[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(input_size, [output_size] if output_sizes is None else output_sizes, bias=bias, **kwargs)
+        if gather_output and self.tp_size > 1 and len(self.output_sizes) > 1:
+            raise ValidationError(
+                "gather_output=True would interleave the ranks' parts of stacked matrices; gather each one by itself.",
+                parameter="gather_output",
+                value=gather_output,
+            )
+        self.gather_output = gather_output
+
+    def forward(self, x: torch.Tensor) -> Output:
+        y = self._product(x)
+        return self._result(self.tp.all_gather(y) if self.gather_output else y)
 
 
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Matrices over the same input, stacked: gate and up in one product. Shard ids are 0, 1, ...
+
+    Further arguments: `ColumnParallelLinear`.
+    """
+
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = True, **kwargs: Any) -> None:
+        shard_ids = tuple(range(len(output_sizes)))
+        super().__init__(input_size, sum(output_sizes), bias, output_sizes=output_sizes, shard_ids=shard_ids, **kwargs)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Query, key and value projections, stacked. Shard ids are "q", "k" and "v".
+
+    Ranks split heads; where there are more ranks than key heads, several ranks hold the same key head.
+
+    Args:
+        hidden_size: K.
+        head_size: channels of a head.
+        total_num_heads, total_num_kv_heads: of the whole model; None: as many key heads as query heads.
+        Further arguments: `ColumnParallelLinear`. `num_heads` and `num_kv_heads` are what this rank holds.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_size: int,
+        total_num_heads: int,
+        total_num_kv_heads: int | None = None,
+        bias: bool = True,
+        *,
+        tp: TensorParallel = SINGLE,
+        disable_tp: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        tp = SINGLE if disable_tp else tp
+        total_num_kv_heads = total_num_heads if total_num_kv_heads is None else total_num_kv_heads
+        self._kv_parts = min(tp.size, total_num_kv_heads)
+        if total_num_kv_heads % self._kv_parts or tp.size % self._kv_parts:
+            raise ValidationError(
+                f"total_num_kv_heads={total_num_kv_heads} neither divides nor is divided by {tp.size} ranks.",
+                parameter="total_num_kv_heads",
+                value=total_num_kv_heads,
+            )
+        sizes = [total_num_heads * head_size, total_num_kv_heads * head_size, total_num_kv_heads * head_size]
+        num_heads = tp.share("total_num_heads", total_num_heads)
+        super().__init__(hidden_size, sum(sizes), bias, output_sizes=sizes, shard_ids=("q", "k", "v"), tp=tp, **kwargs)
+        self.head_size = head_size
+        self.num_heads = num_heads
+        self.num_kv_heads = total_num_kv_heads // self._kv_parts
+        self.num_kv_head_replicas = tp.size // self._kv_parts
+
+    def parts(self, index: int) -> int:
+        return self.tp_size if index == 0 else self._kv_parts
+
+
+@PluggableLayer.register("row_parallel_linear")
 class RowParallelLinear(LinearBase):
-    """One matrix whose columns (inputs) a tensor-parallel group would split."""
+    """Ranks split the columns of W (the inputs): y is the sum over ranks of x_r W_r^T. The bias is whole, added once.
 
-    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
-        super().__init__(input_size, [output_size], **kwargs)
+    Args:
+        input_is_parallel: x is this rank's slice; False: x is whole and this rank takes its slice.
+        reduce_results: give every rank the sum; False: each keeps its term (the bias is in that of rank 0).
+        Further arguments: `LinearBase`.
+    """
 
+    splits_inputs = True
 
-class MergedColumnParallelLinear(LinearBase):
-    """Matrices over the same input, stacked: gate and up in one product. Shard ids are 0, 1, ..."""
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        reduce_results: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(input_size, [output_size], bias=bias, **kwargs)
+        self.input_is_parallel = input_is_parallel
+        self.reduce_results = reduce_results
 
-    def __init__(self, input_size: int, output_sizes: list[int], **kwargs: Any) -> None:
-        super().__init__(input_size, output_sizes, shard_ids=tuple(range(len(output_sizes))), **kwargs)
-
-
-class QKVParallelLinear(LinearBase):
-    """Query, key and value projections, stacked. Shard ids are "q", "k" and "v"."""
-
-    def __init__(self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int, **kwargs: Any) -> None:
-        sizes = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size]
-        super().__init__(hidden_size, sizes, shard_ids=("q", "k", "v"), **kwargs)
+    def forward(self, x: torch.Tensor) -> Output:
+        if not self.input_is_parallel:
+            width = self.input_size_per_partition
+            x = x.narrow(-1, self.tp_rank * width, width)
+        adds_bias = self.tp_rank == 0 and not self.skip_bias_add
+        y = self.quant_method.apply(self, x, self.bias if adds_bias else None)
+        return self._result(self.tp.all_reduce(y) if self.reduce_results else y)

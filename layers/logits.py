@@ -3,28 +3,62 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
+from llm.errors import ValidationError
+from llm.layers.custom_op import PluggableLayer
 from llm.layers.embedding import VocabParallelEmbedding
 
 
-class LogitsProcessor(nn.Module):
-    """hidden [L, H] -> float32 logits [L, vocab], through the LM head's quant method.
+@PluggableLayer.register("logits_processor")
+class LogitsProcessor(PluggableLayer):
+    """hidden [L, H] -> float32 logits [L, org_vocab_size], through the LM head's quant method, without padding.
 
     Args:
-        divisor: the logits are divided by it.
-        soft_cap: then capped: soft_cap * tanh(logits / soft_cap); None: not.
+        vocab_size: ids of the LM head, added ones included.
+        org_vocab_size: logits that are returned; None: all.
+        scale: the logits are multiplied by it, after the cap.
+        logits_as_input: hidden are the logits already; only cap and scale are applied.
+        soft_cap: logits become soft_cap * tanh(logits / soft_cap); None: they do not.
     """
 
-    def __init__(self, divisor: float = 1.0, soft_cap: float | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        org_vocab_size: int | None = None,
+        scale: float = 1.0,
+        logits_as_input: bool = False,
+        soft_cap: float | None = None,
+    ) -> None:
         super().__init__()
-        self.divisor = divisor
+        self.vocab_size = vocab_size
+        self.org_vocab_size = vocab_size if org_vocab_size is None else org_vocab_size
+        if not 0 < self.org_vocab_size <= vocab_size:
+            raise ValidationError(
+                f"org_vocab_size={org_vocab_size} must be from 1 to vocab_size={vocab_size}.",
+                parameter="org_vocab_size",
+                value=org_vocab_size,
+            )
+        self.scale = scale
+        self.logits_as_input = logits_as_input
         self.soft_cap = soft_cap
 
-    def forward(self, lm_head: VocabParallelEmbedding, hidden: torch.Tensor) -> torch.Tensor:
-        logits = lm_head.quant_method.apply(lm_head, hidden)
-        if self.divisor != 1.0:
-            logits /= self.divisor
+    def forward(
+        self, lm_head: VocabParallelEmbedding, hidden: torch.Tensor, embedding_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`embedding_bias`: added to this rank's logits; None: the bias of `lm_head`, when it has one."""
+        if self.logits_as_input:
+            logits = hidden.to(torch.float32, copy=True)
+        else:
+            bias = lm_head.bias if embedding_bias is None else embedding_bias
+            logits = self._of_ids(lm_head, lm_head.quant_method.apply(lm_head, hidden, bias))
         if self.soft_cap is not None:
             logits = logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        if self.scale != 1.0:
+            logits *= self.scale
         return logits
+
+    def _of_ids(self, lm_head: VocabParallelEmbedding, own: torch.Tensor) -> torch.Tensor:
+        """This rank's columns -> one column per id, of every rank."""
+        if not lm_head.is_plain:
+            own = lm_head.tp.all_gather(own)[..., lm_head.logit_columns]
+        return own[..., : self.org_vocab_size] if self.org_vocab_size < own.shape[-1] else own

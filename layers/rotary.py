@@ -242,11 +242,12 @@ class ApplyRotaryEmb(CustomOp):
     """Rotation by given cosines and sines, as vision encoders use it.
 
     Args:
+        enforce_enable: on, whatever `custom_ops` says.
         is_neox_style: as in `RotaryEmbedding`.
     """
 
-    def __init__(self, is_neox_style: bool = True) -> None:
-        super().__init__()
+    def __init__(self, enforce_enable: bool = False, is_neox_style: bool = True) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         self.is_neox_style = is_neox_style
 
     def forward_native(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention over a paged cache of keys and values."""
+"""Attention: over a paged cache of keys and values, and of encoders."""
 
 from llm.layers.attention.attention import Attention
 

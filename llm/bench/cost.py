@@ -133,7 +133,7 @@ def stored_tensors(module: Any) -> list[torch.Tensor]:
 def matrix_sizes(layer: Any) -> tuple[int, int] | None:
     """(inputs, outputs) of a layer with a `quant_method`; None for kinds that are no single matrix."""
     if layer.quant_kind == "embedding":
-        return layer.hidden_size, layer.vocab_size
+        return layer.embedding_dim, layer.num_embeddings
     return (layer.input_size, layer.output_size) if layer.quant_kind == "linear" else None
 
 

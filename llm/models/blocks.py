@@ -333,7 +333,9 @@ class DecoderForCausalLM(nn.Module):
                 quant_config=options.quant_config,
                 prefix="lm_head",
             )
-        self.logits_processor = LogitsProcessor(config.logits_divisor, config.logits_soft_cap)
+        self.logits_processor = LogitsProcessor(
+            config.vocab_size, scale=1.0 / config.logits_divisor, soft_cap=config.logits_soft_cap
+        )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(input_ids)

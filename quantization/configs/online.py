@@ -143,7 +143,7 @@ class OnlineConfig(QuantizationConfig):
 
     def _method(self, layer: Any, kind: str, prefix: str, choice: _Choice) -> QuantizeMethodBase:
         recipe = RECIPES[choice.recipe]
-        columns = layer.input_size if kind == "linear" else layer.hidden_size
+        columns = layer.input_size if kind == "linear" else layer.embedding_dim
         size, note = _fitting_group(choice, columns, prefix)
         statistics = self.statistics.get(prefix)
         storage = QuantizeOnLoad(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")

@@ -21,12 +21,16 @@ class Case:
         inputs: (rows, dtype, generator) -> its arguments.
         reference: (operation, *arguments in float64) -> what it must return, in float64.
         tolerance: of the float32 arithmetic, relative to the largest element of the result.
+        returns: the type of the result; None: that of the parameters, which the inputs have too.
+        judge: checks what came out, in place of a comparison; (operation, result, inputs, dtype).
     """
 
     build: Callable[[torch.dtype], nn.Module]
     inputs: Callable[[int, torch.dtype, torch.Generator], Inputs]
     reference: Callable[..., Any]
     tolerance: float = 2e-6
+    returns: torch.dtype | None = None
+    judge: Callable[..., None] | None = None
 
 
 def normal(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
