@@ -84,6 +84,9 @@ class GeluAndMulSparse(CustomOp):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.gelu_and_mul_sparse(x, self.std_multiplier, self.approximate)
 
+    def extra_repr(self) -> str:
+        return f"std_multiplier={self.std_multiplier:.4g}, approximate={self.approximate!r}"
+
 
 @CustomOp.register("gelu")
 class GELU(CustomOp):
@@ -196,6 +199,9 @@ class SwigluOAIAndMul(CustomOp):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.swigluoai_and_mul(x, self.alpha, self.limit)
 
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}, limit={self.limit}"
+
 
 @CustomOp.register("silu_and_mul_with_clamp")
 class SiluAndMulWithClamp(CustomOp):
@@ -213,6 +219,9 @@ class SiluAndMulWithClamp(CustomOp):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.silu_and_mul_with_clamp(x, self.swiglu_limit, self.alpha, self.beta)
 
+    def extra_repr(self) -> str:
+        return f"swiglu_limit={self.swiglu_limit}, alpha={self.alpha}, beta={self.beta}"
+
 
 @CustomOp.register("swiglustep_and_mul")
 class SwigluStepAndMul(CustomOp):
@@ -225,6 +234,9 @@ class SwigluStepAndMul(CustomOp):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.swiglustep_and_mul(x, self.limit)
 
+    def extra_repr(self) -> str:
+        return f"limit={self.limit}"
+
 
 @CustomOp.register("fatrelu_and_mul")
 class FatreluAndMul(CustomOp):
@@ -236,3 +248,6 @@ class FatreluAndMul(CustomOp):
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.fatrelu_and_mul(x, self.threshold)
+
+    def extra_repr(self) -> str:
+        return f"threshold={self.threshold}"

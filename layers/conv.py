@@ -73,10 +73,16 @@ class ConvLayerBase(CustomOp):
         return values
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != self.num_dim + 2:
+            raise ValueError(f"{self.name} takes x of {self.num_dim + 2} dimensions, got shape {list(x.shape)}.")
         weight = self.weight.float()
         bias = None if self.bias is None else self.bias.float()
         compute = self._multiply if self.enable_linear else self._convolve
         return compute(x.float(), weight, bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        way = "as a matrix product" if self.enable_linear else f"padding={self.padding}, dilation={self.dilation}"
+        return f"weight={list(self.weight.shape)}, stride={self.stride}, {way}"
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Every patch as a row; what is left at the far edges belongs to no patch, as in a convolution."""

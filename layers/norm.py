@@ -124,6 +124,9 @@ class LayerNorm(CustomOp):
         total = _add(x, residual)
         return layer_norm(total, self.weight, self.bias, self.eps).to(x.dtype), total.to(x.dtype)
 
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, eps={self.eps}"
+
 
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -176,6 +179,10 @@ class RMSNormGated(CustomOp):
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         return group_rms_norm(x, self.weight, self.eps, self.groups)
+
+    def extra_repr(self) -> str:
+        order = "before" if self.norm_before_gate else "after"
+        return f"hidden_size={self.hidden_size}, eps={self.eps}, groups={self.groups}, {order} the gate"
 
 
 @CustomOp.register("mixer2_gated_rms_norm")

@@ -209,6 +209,10 @@ class RotaryEmbedding(CustomOp):
         heads = x.view(x.shape[0], x.shape[1] // self.head_size, self.head_size)
         return apply_rotary(heads, cos, sin, self.is_neox_style).view(x.shape)
 
+    def extra_repr(self) -> str:
+        table = f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, positions={self.cos_sin_cache.shape[0]}"
+        return f"{table}, is_neox_style={self.is_neox_style}"
+
 
 def _cos_sin(per_position: torch.Tensor, length: int) -> torch.Tensor:
     angles = torch.outer(torch.arange(length).float(), per_position)

@@ -20,11 +20,13 @@ from tiny_models import one_thread
 from torch import nn
 
 import llm.layers
+from llm.compilation import CompilationConfig
 from llm.errors import ValidationError
 from llm.layers import activation, conv, norm, quant_fp8, rotary
 from llm.layers.attention import mm_encoder, rel_pos
-from llm.layers.custom_op import CustomOp, op_registry
+from llm.layers.custom_op import CustomOp, PluggableLayer, constructing_for, op_registry
 from llm.layers.rotary import RopeParameters
+from llm.platforms.cpu import CpuPlatform
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 7, 130)
@@ -123,6 +125,53 @@ def test_op_is_its_definition(case: Case, target: str, dtype: torch.dtype) -> No
 def test_every_op_has_an_entry() -> None:
     assert without_entry(IN_TREE, CASES) == set()
     assert set(CASES) <= set(IN_TREE), "entries of operations that do not exist"
+
+
+# vLLM's names, as far as this package has them; plugins replace by class name, users switch by registered name.
+VLLM_OPS = {
+    "silu_and_mul": "SiluAndMul",
+    "mul_and_silu": "MulAndSilu",
+    "gelu_and_mul": "GeluAndMul",
+    "gelu_and_mul_sparse": "GeluAndMulSparse",
+    "gelu": "GELU",
+    "gelu_tanh": "GELUTanh",
+    "gelu_new": "NewGELU",
+    "gelu_fast": "FastGELU",
+    "quick_gelu": "QuickGELU",
+    "relu2": "ReLUSquaredActivation",
+    "xielu": "XIELU",
+    "swigluoai_and_mul": "SwigluOAIAndMul",
+    "fatrelu_and_mul": "FatreluAndMul",
+    "silu_and_mul_with_clamp": "SiluAndMulWithClamp",
+    "swiglustep_and_mul": "SwigluStepAndMul",
+    "rms_norm": "RMSNorm",
+    "gemma_rms_norm": "GemmaRMSNorm",
+    "rms_norm_gated": "RMSNormGated",
+    "mixer2_gated_rms_norm": "Mixer2RMSNormGated",
+    "layer_norm": "LayerNorm",
+    "rotary_embedding": "RotaryEmbedding",
+    "dual_chunk_rotary_embedding": "DualChunkRotaryEmbedding",
+    "apply_rotary_emb": "ApplyRotaryEmb",
+    "quant_fp8": "QuantFP8",
+    "conv2d": "Conv2dLayer",
+    "conv3d": "Conv3dLayer",
+    "mm_encoder_attn": "MMEncoderAttention",
+}
+VLLM_LAYERS = {
+    "replicated_linear": "ReplicatedLinear",
+    "column_parallel_linear": "ColumnParallelLinear",
+    "row_parallel_linear": "RowParallelLinear",
+    "vocab_parallel_embedding": "VocabParallelEmbedding",
+    "parallel_lm_head": "ParallelLMHead",
+    "logits_processor": "LogitsProcessor",
+    "rel_pos_attention": "RelPosAttention",
+}
+
+
+@pytest.mark.parametrize(("base", "names"), [(CustomOp, VLLM_OPS), (PluggableLayer, VLLM_LAYERS)])
+def test_names_and_mechanisms_are_those_of_vllm(base: type, names: dict[str, str]) -> None:
+    assert {name: IN_TREE[name].__name__ for name in names} == names
+    assert all(issubclass(IN_TREE[name], base) for name in names)
 
 
 # Negative controls: the walk turns red.
@@ -261,3 +310,15 @@ def test_patches_are_rows_exactly_where_nothing_overlaps() -> None:
     assert conv.Conv2dLayer(4, 4, 3, 3).enable_linear and conv.Conv3dLayer(4, 4, (1, 2, 2), (1, 2, 2)).enable_linear
     for more in ({"stride": 1}, {"stride": 3, "padding": 1}, {"stride": 3, "dilation": 2}, {"stride": 3, "groups": 2}):
         assert not conv.Conv2dLayer(4, 4, 3, **more).enable_linear
+
+
+@pytest.mark.parametrize("op", [conv.Conv2dLayer(4, 4, 2, 2), conv.Conv3dLayer(4, 4, 2)])
+def test_a_convolution_takes_a_batch(op: conv.ConvLayerBase) -> None:
+    with pytest.raises(ValueError, match="dimensions"):
+        op.forward_native(torch.zeros(4, *[6] * op.num_dim))
+
+
+def test_a_rotation_can_be_enforced() -> None:
+    with constructing_for(CpuPlatform(), CompilationConfig.of({"custom_ops": ["none"]})):
+        bindings = [rotary.ApplyRotaryEmb(enforce_enable=enforce).binding for enforce in (True, False)]
+    assert ["enforced" in binding.reason for binding in bindings] == [True, False]

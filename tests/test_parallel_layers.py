@@ -301,15 +301,21 @@ def test_embeddings_of_ranks_add_up(size: int, has_added: bool) -> None:
 def test_logits_of_ranks_are_in_order_of_ids(size: int, original: int) -> None:
     table, bias, hidden = normal(0, 25, K), normal(1, 25), normal(2, 4, K)
 
-    def work(tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+    def work(tp: TensorParallel) -> tuple[torch.Tensor, ...]:
         head = ParallelLMHead(25, K, True, org_num_embeddings=original, padding_size=8, tp=tp)
         load(head, table, bias)
-        return LogitsProcessor(25)(head, hidden), LogitsProcessor(25, original)(head, hidden)
+        given = torch.zeros(head.shard.rows)
+        return (
+            LogitsProcessor(25)(head, hidden),
+            LogitsProcessor(25, original)(head, hidden),
+            LogitsProcessor(25)(head, hidden, given),
+        )
 
     expected = nn.functional.linear(hidden, table, bias)
-    for everything, of_originals in Meeting(size).run(work):
+    for everything, of_originals, without_bias in Meeting(size).run(work):
         assert torch.allclose(everything, expected, atol=1e-5)
         assert torch.equal(of_originals, everything[:, :original])
+        assert torch.allclose(without_bias + bias, everything, atol=1e-5)
 
 
 # What is refused

@@ -160,7 +160,7 @@ def dual_chunk(is_neox_style: bool, rotary_dim: int, chunk_size: int, local_size
 
 
 def dual_chunk_reference(op: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *more: Any) -> Any:
-    """arXiv:2402.17463, equations of section 2, position by position."""
+    """The five places of a query and the one of a key, one position at a time."""
     places, length = positions.tolist(), op.chunk_len
     if more:
         places = (positions + more[0]).tolist()
@@ -186,7 +186,7 @@ def inputs_with_offsets(rows: int, dtype: torch.dtype, generator: torch.Generato
 DEEPSEEK = RopeParameters(
     rope_type="deepseek_yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.9, mscale_all_dim=0.4
 )
-QWEN2, QWEN3 = [4, 3, 3], [4, 3, 3]
+SECTIONS = [4, 3, 3]
 
 ROTARY: dict[str, list[Case]] = {
     "rotary_embedding": [
@@ -195,14 +195,14 @@ ROTARY: dict[str, list[Case]] = {
         rotary_case(RopeParameters(partial_rotary_factor=0.5), style_reference),
         rotary_case(RopeParameters(partial_rotary_factor=0.5), style_reference, is_neox_style=False),
         rotary_case(
-            RopeParameters(mrope_section=tuple(QWEN2)), sections_reference("qwen2_vl", QWEN2), inputs=grid_inputs
+            RopeParameters(mrope_section=tuple(SECTIONS)), sections_reference("qwen2_vl", SECTIONS), inputs=grid_inputs
         ),
         rotary_case(
-            RopeParameters(mrope_section=tuple(QWEN3), mrope_interleaved=True),
-            sections_reference("qwen3_vl", QWEN3),
+            RopeParameters(mrope_section=tuple(SECTIONS), mrope_interleaved=True),
+            sections_reference("qwen3_vl", SECTIONS),
             inputs=grid_inputs,
         ),
-        rotary_case(RopeParameters(mrope_section=tuple(QWEN2)), sections_reference("qwen2_vl", QWEN2)),
+        rotary_case(RopeParameters(mrope_section=tuple(SECTIONS)), sections_reference("qwen2_vl", SECTIONS)),
     ],
     "apply_rotary_emb": [
         Case(lambda _: rotary.ApplyRotaryEmb(), apply_inputs(), apply_reference),
