@@ -127,6 +127,7 @@ class QuantizationConfig(ABC):
     """
 
     packed_modules_mapping: Mapping[str, list[str]] = {}
+    _to_checkpoint: Callable[[str], str] | None = None
 
     @abstractmethod
     def get_name(self) -> str:
@@ -164,8 +165,15 @@ class QuantizationConfig(ABC):
     def maybe_update_config(self, model: str, hf_config: Mapping[str, Any]) -> None:
         """Called once with the model's folder and config.json, before the model is built."""
 
-    def apply_mapper(self, rename: Callable[[str], str]) -> None:
-        """Called before the model is built: rename whatever names checkpoint modules to the model's own paths."""
+    def apply_mapper(self, to_checkpoint: Callable[[str], str]) -> None:
+        """Called before the model is built, with what turns the model's own paths into the checkpoint's."""
+        self._to_checkpoint = to_checkpoint
+
+    def checkpoint_names(self, prefix: str) -> list[str]:
+        """The checkpoint's names of the layer at `prefix`: those of its shards when it is fused."""
+        path, _, last = prefix.rpartition(".")
+        names = [f"{path}.{part}" if path else part for part in self.packed_modules_mapping.get(last, [last])]
+        return names if self._to_checkpoint is None else [self._to_checkpoint(name) for name in names]
 
     def prepare_model(self, model: nn.Module) -> None:
         """Called once the model is built, before its weights are loaded: register what only some checkpoints have."""

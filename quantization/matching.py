@@ -7,7 +7,7 @@ compressed-tensors does), or, where the user writes it, a glob with `*`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -21,13 +21,6 @@ def matches(name: str, pattern: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return name == pattern or ("*" in pattern and fnmatchcase(name, pattern))
-
-
-def shard_names(prefix: str, packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[str]:
-    """The checkpoint's names of a layer: its shards when it is fused, else itself."""
-    path, _, last = prefix.rpartition(".")
-    parts = packed_modules_mapping.get(last, [last])
-    return [f"{path}.{part}" if path else part for part in parts]
 
 
 def agreed(prefix: str, names: Sequence[str], find: Callable[[str], T]) -> T:

@@ -15,7 +15,10 @@ from llm.quantization.base import QuantizationConfig
 
 C = TypeVar("C", bound=type)
 
-_BUILTIN_CONFIGS: dict[str, str] = {}
+_BUILTIN_CONFIGS: dict[str, str] = {
+    "compressed-tensors": "llm.quantization.configs.compressed_tensors:CompressedTensorsConfig",
+    "ascend": "llm.quantization.configs.modelslim:ModelSlimConfig",
+}
 # Other names of the same formats.
 ALIASES = {"modelslim": "ascend"}
 # FP8, GPTQ, AWQ, MX formats and GGUF take their place here when they come.

@@ -145,6 +145,8 @@ def test_the_dict_form() -> None:
         ({"scheme": "w8a8", "calibration": "a text"}, "calibration takes a list"),
         ("w8a8_static", "needs calibration"),
         (7, "quantization=7 is not known"),
+        ("compressed-tensors", "no quantization_config in config.json"),
+        ("modelslim", "no quant_model_description"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(asked: Any, says: str) -> None:

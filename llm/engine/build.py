@@ -137,9 +137,9 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
 def _build_model(source: _Source, max_model_len: int) -> Any:
     quant_config = source.quantization.config
     if quant_config is not None:
-        renames = getattr(source.model_class, "renames", ())
+        back = tuple((ours, theirs) for theirs, ours in getattr(source.model_class, "renames", ()))
         quant_config.packed_modules_mapping = getattr(source.model_class, "packed_modules_mapping", {})
-        quant_config.apply_mapper(lambda name: rename(name, renames))
+        quant_config.apply_mapper(lambda name: rename(name, back))
     model = source.model_class(source.model, BuildOptions(max_model_len, source.weight_dtype, quant_config))
     if quant_config is not None:
         quant_config.check_used()

@@ -125,7 +125,17 @@ def _quantization_config(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _present(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    return [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    """The first file of the folder that a pattern names, as a list of one; several of equal rank are an error."""
+    for pattern in patterns:
+        files = sorted(folder.glob(pattern))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise CheckpointError(
+                f"{folder} has several quantization descriptions ({names}); keep the one that applies."
+            )
+        if files:
+            return files
+    return []
 
 
 def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, Any]) -> Resolved:

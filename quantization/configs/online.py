@@ -15,7 +15,7 @@ from torch import nn
 
 from llm.errors import ValidationError, nearest
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
-from llm.quantization.matching import agreed, matches, shard_names
+from llm.quantization.matching import agreed, matches
 from llm.quantization.registry import get_scheme_class
 from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
 
@@ -103,7 +103,7 @@ class OnlineConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         kind = getattr(layer, "quant_kind", "")
-        names = shard_names(prefix, self.packed_modules_mapping)
+        names = self.checkpoint_names(prefix)
         if kind == "linear":
             choice = agreed(prefix, names, lambda name: self._choose(name, prefix))
         elif kind == "embedding" and getattr(layer, "is_lm_head", False):

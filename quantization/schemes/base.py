@@ -62,10 +62,13 @@ class IntegerMethod(EmbeddingMethodBase):
         self.storage.create(layer, sizes, input_size_per_partition, params_dtype, weight_loader, ready)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        weight = self.storage.read(layer)
-        self.storage.remove(layer)
-        if weight is not None:
-            self._take(layer, weight)
+        try:
+            weight = self.storage.read(layer)
+            self.storage.remove(layer)
+            if weight is not None:
+                self._take(layer, weight)
+        except ValueError as error:
+            raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])

@@ -1,0 +1,259 @@
+"""compressed-tensors: config.json's `quantization_config` -> a scheme per layer.
+
+Owns the format's words (groups, targets, presets, formats) and the refusal of what is not computed. The tensors are
+`storage/compressed_tensors.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from llm.errors import CheckpointError, UnsupportedModelError
+from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.matching import agreed, matches
+from llm.quantization.registry import get_scheme_class
+from llm.quantization.storage.compressed_tensors import CompressedTensorsStorage
+
+_SOURCE = "compressed-tensors"
+_KEYS = frozenset(
+    """quant_method format quantization_status config_groups ignore kv_cache_scheme global_compression_ratio
+    transform_config sparsity_config version run_compressed""".split()
+)
+_GROUP_KEYS = frozenset("targets weights input_activations output_activations format".split())
+_FORMATS = ("int-quantized", "pack-quantized", "naive-quantized")
+# What "Linear" and "Embedding" are called here and elsewhere, by `quant_kind`.
+_CLASS_NAMES = {"linear": ("Linear",), "embedding": ("Embedding", "VocabParallelEmbedding")}
+_LM_HEAD_NAMES = ("Linear", "ParallelLMHead")
+
+
+@dataclass(frozen=True)
+class QuantizationArgs:
+    """compressed_tensors.quantization.QuantizationArgs, as far as loading needs it."""
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    group_size: int | None = None
+    strategy: str | None = None
+    block_structure: Any = None
+    dynamic: Any = False
+    actorder: Any = None
+    observer: Any = None
+    observer_kwargs: Any = None
+    scale_dtype: Any = None
+    zp_dtype: Any = None
+
+    @classmethod
+    def parse(cls, given: Any, where: str) -> QuantizationArgs | None:
+        if given is None:
+            return None
+        known = {item.name for item in fields(cls)}
+        if not isinstance(given, Mapping) or set(given) - known:
+            raise CheckpointError(f"{_SOURCE}: {where} is not understood: {given!r}.")
+        args = cls(**given)
+        strategy = args.strategy
+        if strategy is None:
+            size = args.group_size
+            strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        if strategy == "group" and not (isinstance(args.group_size, int) and args.group_size > 0):
+            raise CheckpointError(f"{_SOURCE}: {where} has strategy 'group' and group_size {args.group_size!r}.")
+        return cls(**{**given, "strategy": strategy})
+
+
+_INT8_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
+_INT8_PRESET = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": _INT8_TOKEN}
+
+
+def _preset(name: str) -> dict[str, Any]:
+    """The integer presets of compressed_tensors.quantization.quant_scheme; groups of 128 but for W8A8."""
+    if name in ("W8A8", "INT8"):
+        return dict(_INT8_PRESET)
+    if name == "UNQUANTIZED":
+        return {}
+    integer = {f"W{bits}A{act}" for bits in range(2, 9) for act in (8, 16)} | {"W4A16_ASYM"}
+    if name not in integer:
+        raise UnsupportedModelError(
+            f"{_SOURCE}: the preset {name!r} is not computed; computed are {', '.join(sorted(integer))} and INT8."
+        )
+    weights = {"num_bits": int(name[1]), "group_size": 128, "strategy": "group", "symmetric": name != "W4A16_ASYM"}
+    return {"weights": weights, "input_activations": _INT8_TOKEN if name.endswith("A8") else None}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One entry of `config_groups`.
+
+    Attributes:
+        scheme: the arithmetic; None: unquantized.
+        format: how the tensors are stored.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    scheme: str | None
+    format: str
+    weights: QuantizationArgs | None
+    inputs: QuantizationArgs | None
+
+    def __str__(self) -> str:
+        return f"{self.scheme} of {self.name}"
+
+    def storage(self, columns: int, prefix: str) -> CompressedTensorsStorage:
+        weights, inputs = self.weights or QuantizationArgs(), self.inputs
+        size = weights.group_size if weights.strategy == "group" else None
+        if size is not None and columns % size:
+            raise UnsupportedModelError(f"{_SOURCE}: groups of {size} do not divide the {columns} columns of {prefix}.")
+        return CompressedTensorsStorage(
+            weights.num_bits,
+            packed=self.format == "pack-quantized",
+            group_size=size,
+            per_tensor=weights.strategy == "tensor",
+            symmetric=weights.symmetric,
+            static_input=inputs is not None and not inputs.dynamic,
+            symmetric_input=inputs is None or inputs.symmetric,
+        )
+
+
+class CompressedTensorsConfig(QuantizationConfig):
+    """Integer weights with or without integer activations. Raises `UnsupportedModelError` for the rest."""
+
+    def __init__(self, groups: list[Group], ignore: list[str]) -> None:
+        self.groups = groups
+        self.ignore = ignore
+
+    def get_name(self) -> str:
+        return _SOURCE
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
+        _refuse_whole(config)
+        default = config.get("format") or "dense"
+        given = config.get("config_groups")
+        if not isinstance(given, Mapping) or not given:
+            raise CheckpointError(f"{_SOURCE}: config_groups is {given!r}, must be an object with one entry or more.")
+        groups = [_parse_group(name, value, default) for name, value in given.items()]
+        ignore = config.get("ignore") or []
+        if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
+            raise CheckpointError(f"{_SOURCE}: ignore is {ignore!r}, must be a list of names.")
+        return cls(groups, ignore)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        kind = getattr(layer, "quant_kind", "")
+        if kind not in _CLASS_NAMES:
+            return None
+        is_table = kind == "embedding"
+        untied_head = is_table and getattr(layer, "is_lm_head", False) and prefix == "lm_head"
+        classes = _LM_HEAD_NAMES if untied_head else _CLASS_NAMES[kind]
+        group = agreed(prefix, self.checkpoint_names(prefix), lambda name: self._find(name, prefix, classes))
+        if group is None or group.scheme is None:
+            return None
+        scheme = get_scheme_class(group.scheme, kind)
+        if scheme is None:
+            raise UnsupportedModelError(
+                f"{_SOURCE}: {prefix} is an embedding in {group.scheme}, which is not computed."
+            )
+        columns: Any = layer.hidden_size if is_table else layer.input_size
+        return scheme(group.storage(columns, prefix), _SOURCE, f"config_groups.{group.name}, {group.format}")
+
+    def _find(self, name: str, fused: str, classes: tuple[str, ...]) -> Group | None:
+        """The group of one shard: names before classes, as in vLLM's find_matched_target."""
+        if any(_means(pattern, name, fused, classes) for pattern in self.ignore):
+            return None
+        by_name = [group for group in self.groups if any(_means(item, name, fused, ()) for item in group.targets)]
+        by_class = [group for group in self.groups if any(item in classes for item in group.targets)]
+        found = by_name or by_class
+        return found[0] if found else None
+
+
+def _means(pattern: str, name: str, fused: str, classes: tuple[str, ...]) -> bool:
+    exact_or_regex = "*" not in pattern or pattern.startswith("re:")
+    return pattern in classes or (exact_or_regex and (matches(name, pattern) or matches(fused, pattern)))
+
+
+def _refuse_whole(config: Mapping[str, Any]) -> None:
+    unknown = sorted(key for key in set(config) - _KEYS if config[key] not in (None, {}, []))
+    if unknown:
+        raise CheckpointError(f"{_SOURCE}: quantization_config has keys that are not understood: {', '.join(unknown)}.")
+    if config.get("kv_cache_scheme"):
+        _refuse("a quantized KV cache (kv_cache_scheme) is not computed yet")
+    transforms = config.get("transform_config")
+    if transforms and transforms.get("config_groups"):
+        _refuse("rotations (transform_config) are not computed")
+    sparsity = config.get("sparsity_config")
+    if sparsity and sparsity.get("format") not in (None, "dense"):
+        _refuse(f"sparse weights (sparsity_config format {sparsity.get('format')!r}) are not computed")
+    status = config.get("quantization_status") or "compressed"
+    if status != "compressed":
+        _refuse(f"quantization_status is {status!r}: the weights were saved before they were compressed")
+
+
+def _parse_group(name: str, given: Any, default_format: str) -> Group:
+    if isinstance(given, list):
+        given = {"targets": given, **_preset(name.upper())}
+    if not isinstance(given, Mapping) or set(given) - _GROUP_KEYS or not given.get("targets"):
+        raise CheckpointError(f"{_SOURCE}: config_groups.{name} is not understood: {given!r}.")
+    weights = QuantizationArgs.parse(given.get("weights"), f"config_groups.{name}.weights")
+    inputs = QuantizationArgs.parse(given.get("input_activations"), f"config_groups.{name}.input_activations")
+    if given.get("output_activations") is not None:
+        _refuse(f"config_groups.{name} quantizes output activations, which is not computed")
+    scheme = _scheme(name, weights, inputs)
+    stored = given.get("format") or default_format
+    if stored in ("mixed-precision", "dense"):
+        stored = "int-quantized" if inputs is not None else "pack-quantized"
+    if scheme is not None and stored not in _FORMATS:
+        _refuse(f"config_groups.{name} has format {stored!r}; read are {', '.join(_FORMATS)}")
+    return Group(name, tuple(given["targets"]), scheme, stored, weights, inputs)
+
+
+def _scheme(name: str, weights: QuantizationArgs | None, inputs: QuantizationArgs | None) -> str | None:
+    """The arithmetic of a group (vLLM's _get_scheme_from_parts, for integers)."""
+    if weights is None:
+        return None
+    _check_weights(name, weights)
+    small = weights.num_bits <= 4
+    if inputs is None:
+        return "W4A16" if small else "W8A16"
+    _check_inputs(name, inputs)
+    if not weights.symmetric:
+        _refuse(f"config_groups.{name} has asymmetric weights under quantized activations, which is not computed")
+    if small and inputs.dynamic:
+        return "W4A8_DYNAMIC"
+    if weights.strategy == "group":
+        _refuse(f"config_groups.{name} has {weights.num_bits}-bit weights in groups under quantized activations")
+    return "W8A8_DYNAMIC" if inputs.dynamic else "W8A8"
+
+
+def _check_weights(name: str, weights: QuantizationArgs) -> None:
+    if weights.type != "int" or not 1 <= weights.num_bits <= 8:
+        _refuse(f"config_groups.{name} has {weights.num_bits}-bit {weights.type} weights; computed are 1 to 8-bit int")
+    if weights.strategy not in ("tensor", "channel", "group"):
+        _refuse(
+            f"config_groups.{name} has weights of strategy {weights.strategy!r}; computed are tensor, channel, group"
+        )
+    if weights.actorder in ("group", "dynamic"):
+        _refuse(
+            f"config_groups.{name} has actorder {weights.actorder!r}: its groups are not runs of columns but scattered "
+            "by weight_g_idx, so no kernel can walk them; quantize again with actorder 'weight' (or none)"
+        )
+    if weights.dynamic:
+        _refuse(f"config_groups.{name} has dynamic weights")
+
+
+def _check_inputs(name: str, inputs: QuantizationArgs) -> None:
+    if inputs.type != "int" or inputs.num_bits != 8:
+        _refuse(f"config_groups.{name} has {inputs.num_bits}-bit {inputs.type} activations; computed are 8-bit int")
+    dynamic = inputs.dynamic is True and inputs.strategy == "token" and inputs.symmetric
+    static = inputs.dynamic is False and inputs.strategy == "tensor"
+    if not dynamic and not static:
+        _refuse(
+            f"config_groups.{name} has activations of strategy {inputs.strategy!r}, dynamic={inputs.dynamic!r}, "
+            f"symmetric={inputs.symmetric}; computed are symmetric per token (dynamic) and per tensor (static)"
+        )
+
+
+def _refuse(what: str) -> None:
+    raise UnsupportedModelError(f"{_SOURCE}: {what}.")

@@ -1,0 +1,172 @@
+"""ModelSlim (vllm-ascend's format): `quant_model_description.json` -> a scheme per layer.
+
+Owns the description file: tensor name -> type, and a few globals. Both generations of files are read. What is not
+computed is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from llm.errors import CheckpointError, UnsupportedModelError
+from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.matching import agreed
+from llm.quantization.registry import get_scheme_class, scheme_types
+from llm.quantization.storage.base import WeightStorage
+from llm.quantization.storage.modelslim import PerRowInt8, StaticInt8, TwoLevelInt4
+from llm.quantization.unquantized import new_parameter
+
+FILE = "quant_model_description.json"
+FLOAT = "FLOAT"
+PACKED_VERSION = "1.0.0"
+_DEFAULT_GROUP_SIZE = 256
+_GLOBALS = frozenset("model_quant_type version group_size metadata optional max_supported_tp".split())
+_REFUSED_GLOBALS = {
+    "kv_cache_type": "a quantized KV cache",
+    "kv_quant_type": "a quantized KV cache",
+    "fa_quant_type": "quantized attention",
+    "indexer_quant_type": "a quantized indexer",
+    "reduce_quant_type": "quantized communication",
+    "is_rot_used": "rotated activations",
+}
+_REFUSED_PARTS = {
+    "heads_rotation": "rotations of heads",
+    "kronecker_rotation": "Kronecker rotations",
+    "div.mul_scale": "activations scaled by div.mul_scale (non-fused SmoothQuant)",
+    "kv_cache_scale": "a quantized KV cache",
+}
+# One type that is another's arithmetic.
+_SAME = {"W8A8S": "W8A8"}
+_REASONS = {
+    "W8A8SC": "its weights are compressed for the NPU",
+    "W4A16": "no published loader defines its bytes; compressed-tensors' pack-quantized stores the same",
+}
+_STATIC_PARTS = ("input_scale", "input_offset", "quant_bias", "deq_scale")
+
+
+class ModelSlimConfig(QuantizationConfig):
+    """The description of one checkpoint.
+
+    Attributes:
+        types: tensor name -> type.
+        version: "1.0.0" packs int4 in row pairs.
+        group_size: of W4A8's second level; 0: per channel.
+    """
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        self.types = {name: value for name, value in description.items() if "." in name}
+        self.version = str(description.get("version", ""))
+        self.group_size = int(description.get("group_size", _DEFAULT_GROUP_SIZE))
+        _check_globals({name: value for name, value in description.items() if "." not in name})
+        _check_tensors(self.types)
+
+    def get_name(self) -> str:
+        return "ascend"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ModelSlimConfig:
+        return cls(config)
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return [FILE, "quant_model_description_*.json"]
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        kind = getattr(layer, "quant_kind", "")
+        if kind not in ("linear", "embedding"):
+            return None
+        names = self.checkpoint_names(prefix)
+        if kind == "embedding" and not any(f"{name}.weight" in self.types for name in names):
+            return None  # a table that the description leaves out is stored as it was
+        quant_type = agreed(prefix, names, self._type)
+        if quant_type is None:
+            return None
+        scheme = get_scheme_class(_SAME.get(quant_type, quant_type), kind)
+        if scheme is None or quant_type in _REASONS:
+            raise UnsupportedModelError(_not_computed(quant_type, kind, prefix))
+        return scheme(self._storage(quant_type, names, layer), FILE, f"{names[0]}.weight is {quant_type}")
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Anti-outlier checkpoints give norms a bias: y = rmsnorm(x) * w + bias."""
+        for name, module in model.named_modules():
+            is_norm = isinstance(getattr(module, "weight", None), nn.Parameter) and not hasattr(module, "quant_method")
+            if is_norm and not hasattr(module, "bias"):
+                (stored,) = self.checkpoint_names(name)
+                if f"{stored}.bias" in self.types:
+                    _give_bias(module)
+
+    def ignores(self, name: str) -> bool:
+        """Copies of norms that the first generation keeps, and what W8A8_MIX only needs where it is static."""
+        path, _, last = name.rpartition(".")
+        if path.endswith("norm.module"):
+            return True
+        return last in _STATIC_PARTS and self.types.get(f"{path}.weight") == "W8A8_MIX"
+
+    def _type(self, name: str) -> str | None:
+        found = self.types.get(f"{name}.weight")
+        if found is None:
+            raise CheckpointError(f"{FILE} says nothing of {name}.weight; the checkpoint is not complete.")
+        return None if found == FLOAT else found
+
+    def _storage(self, quant_type: str, names: list[str], layer: Any) -> WeightStorage:
+        if quant_type in ("W8A8", "W8A8S"):
+            return StaticInt8()
+        if quant_type != "W4A8_DYNAMIC":
+            return PerRowInt8()
+        grouped = f"{names[0]}.weight_scale_second" in self.types
+        size = self.group_size or _DEFAULT_GROUP_SIZE
+        if grouped and layer.input_size % size:
+            raise CheckpointError(f"groups of {size} do not divide the {layer.input_size} columns of {names[0]}.")
+        return TwoLevelInt4(size if grouped else None, packed=self.version == PACKED_VERSION)
+
+
+def _check_globals(given: Mapping[str, Any]) -> None:
+    for name, what in _REFUSED_GLOBALS.items():
+        if given.get(name):
+            raise UnsupportedModelError(f"{FILE} has {name}={given[name]!r}: {what} is not computed.")
+    unknown = sorted(set(given) - _GLOBALS - set(_REFUSED_GLOBALS))
+    if unknown:
+        raise CheckpointError(f"{FILE} has keys that are not understood: {', '.join(unknown)}.")
+
+
+def _check_tensors(types: Mapping[str, Any]) -> None:
+    for name, value in types.items():
+        for part, what in _REFUSED_PARTS.items():
+            if part in name:
+                raise UnsupportedModelError(f"{FILE} names {name}: {what} are not computed.")
+        module, _, last = name.rpartition(".")
+        whole = types.get(f"{module}.weight", value)
+        if last not in ("bias", "module") and value != whole:
+            raise CheckpointError(f"{FILE} gives {name} the type {value!r} and {module}.weight {whole!r}.")
+
+
+def _not_computed(quant_type: str, kind: str, prefix: str) -> str:
+    why = f" ({_REASONS[quant_type]})" if quant_type in _REASONS else ""
+    return (
+        f"{prefix} is stored as {quant_type}{why}, which is not computed for {kind} layers; computed are "
+        f"{', '.join(scheme for scheme in scheme_types(kind) if scheme not in _REASONS)}. Use another quantization of "
+        "this model, or its original float weights."
+    )
+
+
+def _give_bias(norm: Any) -> None:
+    """Add a bias after the norm, whichever kernel computes it; with a residual it returns the pair (normed, sum)."""
+    norm.bias = new_parameter(torch.zeros_like(norm.weight.data, dtype=torch.float32), _copy, output_dim=0)
+
+    def add(module: Any, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (output[0] + module.bias, *output[1:])
+        return output + module.bias
+
+    norm.register_forward_hook(add)
+
+
+def _copy(param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
+    if param.shape != loaded.shape:
+        raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(param.shape)}")
+    param.data.copy_(loaded)
+    return loaded.numel()
