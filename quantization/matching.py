@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llm.errors import CheckpointError
 
@@ -21,6 +21,11 @@ def matches(name: str, pattern: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return name == pattern or ("*" in pattern and fnmatchcase(name, pattern))
+
+
+def columns_of(layer: Any) -> int:
+    """K of a linear layer or an embedding table, as far as this rank holds it."""
+    return layer.embedding_dim if layer.quant_kind == "embedding" else layer.input_size_per_partition
 
 
 def agreed(prefix: str, names: Sequence[str], find: Callable[[str], T]) -> T:

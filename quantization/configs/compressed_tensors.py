@@ -14,7 +14,7 @@ from torch import nn
 
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
-from llm.quantization.matching import agreed, matches
+from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme_class
 from llm.quantization.storage.compressed_tensors import CompressedTensorsStorage
 
@@ -156,8 +156,7 @@ class CompressedTensorsConfig(QuantizationConfig):
             raise UnsupportedModelError(
                 f"{_SOURCE}: {prefix} is an embedding in {group.scheme}, which is not computed."
             )
-        columns: Any = layer.hidden_size if is_table else layer.input_size
-        return scheme(group.storage(columns, prefix), _SOURCE, f"config_groups.{group.name}, {group.format}")
+        return scheme(group.storage(columns_of(layer), prefix), _SOURCE, f"config_groups.{group.name}, {group.format}")
 
     def _find(self, name: str, fused: str, classes: tuple[str, ...]) -> Group | None:
         """The group of one shard: names before classes, as in vLLM's find_matched_target."""

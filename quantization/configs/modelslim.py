@@ -14,7 +14,7 @@ from torch import nn
 
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
-from llm.quantization.matching import agreed
+from llm.quantization.matching import agreed, columns_of
 from llm.quantization.registry import get_scheme_class, scheme_types
 from llm.quantization.storage.base import WeightStorage
 from llm.quantization.storage.modelslim import PerRowInt8, StaticInt8, TwoLevelInt4
@@ -119,8 +119,8 @@ class ModelSlimConfig(QuantizationConfig):
             return PerRowInt8()
         grouped = f"{names[0]}.weight_scale_second" in self.types
         size = self.group_size or _DEFAULT_GROUP_SIZE
-        if grouped and layer.input_size % size:
-            raise CheckpointError(f"groups of {size} do not divide the {layer.input_size} columns of {names[0]}.")
+        if grouped and columns_of(layer) % size:
+            raise CheckpointError(f"groups of {size} do not divide the {columns_of(layer)} columns of {names[0]}.")
         return TwoLevelInt4(size if grouped else None, packed=self.version == PACKED_VERSION)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from llm.errors import ValidationError, nearest
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
-from llm.quantization.matching import agreed, matches
+from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme_class
 from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
 
@@ -143,7 +143,7 @@ class OnlineConfig(QuantizationConfig):
 
     def _method(self, layer: Any, kind: str, prefix: str, choice: _Choice) -> QuantizeMethodBase:
         recipe = RECIPES[choice.recipe]
-        columns = layer.input_size if kind == "linear" else layer.embedding_dim
+        columns = columns_of(layer)
         size, note = _fitting_group(choice, columns, prefix)
         statistics = self.statistics.get(prefix)
         storage = QuantizeOnLoad(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")
