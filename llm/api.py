@@ -18,7 +18,7 @@ from llm.engine.beam_search import BeamSearches
 from llm.engine.build import build_engine
 from llm.engine.engine import Engine, EngineStats
 from llm.engine.interrupt import InterruptGuard
-from llm.engine.output import PromptState
+from llm.engine.output import PromptState, warn_of_errors
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.errors import EngineBusyError, EngineClosedError, GenerationInterrupted, LLMError, ValidationError
@@ -26,6 +26,8 @@ from llm.explain import Explanation, explain_model
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutput
 from llm.platforms import select_platform
+from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.sampling.logits_processors.loading import load_logits_processor, qualified_name
 from llm.sampling_params import SamplingParams
 
 logger = logging.getLogger("llm")
@@ -61,10 +63,13 @@ class LLM:
         chat_template: replaces the model's own; text, or the path of a file.
         use_tqdm_on_load: a bar when loading takes more than two seconds.
         max_logprobs: most logprobs a request may ask for; -1: no limit.
+        logprobs_mode: what logprobs report: "raw_logprobs" or "raw_logits", of the model, or "processed_logprobs" or
+            "processed_logits", after penalties, processors, temperature and cuts.
         device: "auto" or "cpu".
         compilation_config: which operations run their kernels and which plain PyTorch: a dict such as
             `{"custom_ops": ["none", "+rms_norm"]}`, or a mode; see `llm.compilation.CompilationConfig`.
-        logits_processors: not in this release; None only.
+        logits_processors: `LogitsProcessor` classes, or "module:Class" strings that name them; those of installed
+            packages (entry points in `llm.logits_processors`) are loaded before them.
         generation_config: "auto": generation_config.json supplies the defaults when `generate` gets no params; "vllm":
             neutral defaults.
         verbose: log what was decided and what became of arguments that have no effect here.
@@ -103,6 +108,7 @@ class LLM:
         chat_template: str | Path | None = None,
         use_tqdm_on_load: bool = True,
         max_logprobs: int = -1,
+        logprobs_mode: str = "raw_logprobs",
         device: str = "auto",
         compilation_config: Any = None,
         logits_processors: Any = None,
@@ -113,7 +119,6 @@ class LLM:
         self._engine: Engine | None = None
         self._lock = threading.RLock()
         self._dropped: list[PromptState] = []
-        _refuse_unless_none("logits_processors", logits_processors)
         _set_log_level(verbose)
         notes = check_arguments(kwargs)
         args = EngineArgs(
@@ -141,11 +146,14 @@ class LLM:
             device=device,
             generation_config=generation_config,
             compilation_config=compilation_config,
+            logprobs_mode=logprobs_mode,
+            logits_processors=logits_processors,
         )
         built = build_engine(args)
         self._engine = built.engine
         self._default_params = built.default_params
         self._preprocessor = Preprocessor(built.engine.config.model_config, built.engine.tokenizer)
+        self._preprocessor.logits_processors = built.engine.runner.processors.custom
         self.config: EngineConfig = built.engine.config
         self.startup = built.startup
         if verbose:
@@ -322,6 +330,45 @@ class LLM:
         engine = self._open_engine()
         return explain_model(engine.runner.model, self.config)
 
+    def add_logits_processor(self, processor: type[LogitsProcessor] | str) -> None:
+        """Load another logits processor, a class or `"module:Class"`, for the calls that follow.
+
+        One of the same module and name is replaced: redefine a class in a notebook cell, add it again, try it. A
+        suspended stream goes on with the new one. Raises as `LLM(logits_processors=...)`.
+        """
+        added = load_logits_processor(processor)
+        with self._exclusive():
+            current = self._begin().runner.processors.custom
+            names = [qualified_name(kind) for kind in current]
+            if qualified_name(added) in names:
+                current[names.index(qualified_name(added))] = added
+            else:
+                current.append(added)
+            self._set_logits_processors(current)
+
+    def remove_logits_processor(self, processor: type[LogitsProcessor] | str) -> None:
+        """Unload a logits processor, named as it was loaded or by its class; `ValidationError` if it is not loaded."""
+        with self._exclusive():
+            current = self._begin().runner.processors.custom
+            name = processor if isinstance(processor, str) else qualified_name(processor)
+            kept = [kind for kind in current if qualified_name(kind) != name]
+            if len(kept) == len(current):
+                loaded = ", ".join(map(qualified_name, current)) or "none"
+                raise ValidationError(
+                    f"{name} is not loaded; loaded are: {loaded}.", parameter="processor", value=processor
+                )
+            self._set_logits_processors(kept)
+
+    @property
+    def logits_processors(self) -> list[type[LogitsProcessor]]:
+        """The loaded classes, in the order they are applied."""
+        return self._open_engine().runner.processors.custom
+
+    def _set_logits_processors(self, classes: list[type[LogitsProcessor]]) -> None:
+        engine = self._open_engine()
+        engine.runner.set_logits_processors(classes)
+        self._preprocessor.logits_processors = classes
+
     @property
     def stats(self) -> EngineStats:
         """Steps, tokens and seconds since start, the model's share apart from the engine's own."""
@@ -374,7 +421,9 @@ class LLM:
             for row in rows:
                 prompts.append(engine.add(row))
             self._run_with_progress(engine, prompts, Progress(prompts, use_tqdm), guard)
-            return [prompt.output() for prompt in prompts]
+            outputs = [prompt.output() for prompt in prompts]
+            warn_of_errors(outputs)
+            return outputs
         except GenerationInterrupted:
             engine.abort(prompts)
             raise

@@ -57,7 +57,9 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     # --- Parameters of our LLM; device and verbose are not vLLM's. -------------------------------------------------
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
     _honoured("dtype", "quantization", "device", "compilation_config", "logits_processors", "generation_config"),
-    _honoured("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "seed"),
+    _honoured(
+        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
+    ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
     _honoured("use_tqdm_on_load", "verbose"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
@@ -125,9 +127,6 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     _refused("n-gram embedding tables are not supported; leave it out.", engram_config=None),
     _refused("diffusion language models are not supported; use an autoregressive one.", diffusion_config=None),
     # --- Sampling. -------------------------------------------------------------------------------------------------
-    _refused(
-        "logprobs are those of the raw logits; compute the processed ones from them.", logprobs_mode="raw_logprobs"
-    ),
     _refused("random draws have one precision here; leave it out.", use_fp64_gumbel=False),
     _refused("generation defaults are not edited here; pass SamplingParams.", override_generation_config=_UNSET),
     _refused("draws cannot be forced; write a logits processor that allows one token.", enable_trace_replay=False),

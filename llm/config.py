@@ -54,6 +54,8 @@ class EngineArgs:
     device: str = "auto"
     generation_config: str = "auto"
     compilation_config: Any = None
+    logprobs_mode: str = "raw_logprobs"
+    logits_processors: Any = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
@@ -66,6 +68,7 @@ class EngineArgs:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise _invalid("hf_overrides", self.hf_overrides, "a dict of config.json's keys, or None")
         choices = {"load_format": ("auto", "safetensors", "dummy"), "generation_config": ("auto", "vllm")}
+        choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise _invalid(name, getattr(self, name), " or ".join(map(repr, allowed)))
@@ -95,6 +98,7 @@ class ModelConfig:
     max_logprobs: int
     seed: int
     revision: str | None = None
+    logprobs_mode: str = "raw_logprobs"
 
     def get_vocab_size(self) -> int:
         """`vocab_size`, as code written for vLLM asks for it."""

@@ -49,6 +49,14 @@ class EngineBusyError(LLMError, RuntimeError):
     """A call was made from inside another call of the same engine."""
 
 
+class SamplingError(LLMError):
+    """No token can be drawn for a row: every logit is -inf, or one is NaN. Ends the row, not the call."""
+
+
+class LogitsProcessorError(LLMError, RuntimeError):
+    """A batch-level logits processor raised, or returned what are no logits; `__cause__` is its own exception."""
+
+
 class GenerationInterrupted(KeyboardInterrupt):
     """Ctrl-C during a call: the step in progress was finished, the call's rows were dropped, the engine is usable.
 

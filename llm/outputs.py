@@ -5,7 +5,11 @@ Owns the output types under vLLM's names. Keeping one in `Out[3]` or pickling it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
+
+from llm.sampling_params import SamplingParams
 
 
 @dataclass
@@ -24,6 +28,50 @@ class Logprob:
 
 
 @dataclass
+class FlatLogprobs(Sequence[dict[int, Logprob]]):
+    """Logprobs of all positions in a few flat lists, for `flat_logprobs=True`: read like a list of dicts.
+
+    Position i is `start_indices[i] : end_indices[i]` of `token_ids`, `logprobs`, `ranks` and `decoded_tokens`. The
+    range of a prompt's first token is empty.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    def append(self, position: dict[int, Logprob] | None) -> None:
+        """Add one position; None has no tokens."""
+        self.start_indices.append(len(self.token_ids))
+        for token, item in (position or {}).items():
+            self.token_ids.append(token)
+            self.logprobs.append(item.logprob)
+            self.ranks.append(item.rank)
+            self.decoded_tokens.append(item.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | FlatLogprobs:
+        if isinstance(index, slice):
+            part = FlatLogprobs()
+            for position in range(*index.indices(len(self))):
+                part.append(self[position])
+            return part
+        return {
+            self.token_ids[item]: Logprob(self.logprobs[item], self.ranks[item], self.decoded_tokens[item])
+            for item in range(self.start_indices[index], self.end_indices[index])
+        }
+
+
+@dataclass
 class CompletionOutput:
     """One completion of one prompt.
 
@@ -33,17 +81,19 @@ class CompletionOutput:
         token_ids: the generated ids, a stop token included.
         cumulative_logprob: sum over the generated tokens; None unless logprobs were asked for.
         logprobs: per generated token a dict from id to `Logprob`, the sampled token first.
-        finish_reason: "stop", "length", "abort" or "error".
+        finish_reason: "stop", "length", "repetition", "abort" or "error".
         stop_reason: the stop string or stop token id that ended it; None for EOS and length.
+        error: with finish_reason "error", what went wrong; `raise` it for the traceback.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: Exception | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -61,6 +111,10 @@ class RequestOutput:
         finished: True in what `generate` returns.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         seed: the seed the draws used, given or derived; with it the row can be replayed alone.
+        prompt_logprobs: per prompt token a dict from id to `Logprob`, the prompt's own token first; None for the first
+            token, and as a whole when they were not asked for.
+        params: the parameters in effect, seed and max_tokens included; `print` it for where each came from, or pass it
+            to `generate` with the same prompt for the same answer.
     """
 
     request_id: str
@@ -70,5 +124,6 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     seed: int | None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
+    params: SamplingParams | None = None
     metrics: None = None

@@ -1,26 +1,61 @@
 """SamplingParams: what a user may ask of one request, validated on construction.
 
-Owns fields, defaults and ranges (vLLM's names and semantics, `max_tokens=None` excepted: the default is the room that
-is left, not 16). Does not own what needs a model to judge (token ids in range, room in the context): see
-`llm/engine/preprocess.py`.
+Owns fields, defaults and ranges: vLLM's names and semantics, but for what this table lists. Does not own what needs a
+model to judge (token ids in range, room in the context): see `llm/engine/preprocess.py`.
+
+    Different from vLLM, on purpose
+    max_tokens                  default None, the room that the context leaves; vLLM: 16
+    n > 1 and greedy            n equal completions; vLLM refuses it
+    seed                        one without is derived from the engine's and recorded in the output; n completions share
+                                a seed and differ in the sample index their draws are keyed by; vLLM: seed + i
+    max_logprobs                no limit unless `LLM(max_logprobs=)` sets one; vLLM: 20
+    bad_words                   both spellings, with and without a leading space, are always barred; vLLM leaves the
+                                second out when it has another number of tokens
+    ignore_eos and min_tokens   EOS can be drawn before min_tokens too, for it ends nothing; vLLM bars it
+    logit_bias                  numbers as they are, -inf included; NaN and +inf are refused
+    top_k, top_p, min_p         kept as given when the temperature is 0 (they have no effect); vLLM resets them
+    errors                      `ValidationError`, a ValueError with `.parameter` and `.value`
+
+    Beyond vLLM
+    logits_processors           callables for this request alone, Hugging Face's `LogitsProcessor` objects among them
+    truncate_prompt_tokens      keep the last tokens of a prompt that is too long
+    origins, print(params)      where each value came from (`RequestOutput.params`)
+
+    Of vLLM's fields, not here: watermarking, thinking_token_budget (see `EndThinkingLogitsProcessor`), stream_interval,
+    skip_clone, prompt_logprob_token_ids, prompt_logprob_start.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
-from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any
 
-from llm.errors import ValidationError
+from llm.checks import (
+    as_list,
+    check_flag,
+    check_integer,
+    check_real,
+    check_strings,
+    copy_containers,
+    is_real,
+    plain_number,
+    refuse,
+)
 
 # Below this a temperature means greedy, and between it and MIN_TEMPERATURE it is raised to that: vLLM's two constants.
 GREEDY_EPSILON = 1e-5
 MIN_TEMPERATURE = 1e-2
 MAX_N = 16384
 MAX_SEED = 2**64 - 1
+MAX_LOGPROB_TOKEN_IDS = 128
+_FLAGS = (
+    "flat_logprobs ignore_eos detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"
+).split()
 
 
 class RequestOutputKind(Enum):
@@ -32,105 +67,253 @@ class RequestOutputKind(Enum):
 
 
 @dataclass
+class RepetitionDetectionParams:
+    """End a request whose output repeats itself, with `finish_reason="repetition"`.
+
+    Args:
+        max_pattern_size: longest pattern looked for, in tokens; 0: none.
+        min_pattern_size: shortest; 0 means 1.
+        min_count: how many times in a row the pattern must stand at the end of the output, at least 2.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer("max_pattern_size", self.max_pattern_size, 0)
+        check_integer("min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+        check_integer("min_count", self.min_count, 2 if self.max_pattern_size else 0)
+
+
+@dataclass
+class StructuredOutputsParams:
+    """What the output must be: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar` or
+    `json_object`; the other fields are settings of these, under vLLM's names."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in kinds if getattr(self, name) is not None]
+        if len(given) != 1:
+            refuse("structured_outputs", given, f"given exactly one of {', '.join(kinds)}")
+
+
+@dataclass(repr=False)
 class SamplingParams:
     """How to sample one request.
 
     Args:
         n: how many completions to draw for the prompt, 1 to 16384; the prompt is computed once.
-        max_tokens: most tokens to generate; None: until the context is full.
-        min_tokens: EOS and stop tokens cannot be drawn before this many tokens.
+        presence_penalty: taken from the logit of every token that is in the output, -2 to 2.
+        frequency_penalty: taken as often as the token is in the output, -2 to 2.
+        repetition_penalty: divides positive and multiplies negative logits of the tokens in prompt and output, above 0.
         temperature: 0 (below 1e-5) is greedy; up to 2.
-        top_k: draw among the k likeliest tokens; 0 or -1: all.
         top_p: draw among the fewest likeliest tokens whose probabilities sum to top_p, in (0, 1].
+        top_k: draw among the k likeliest tokens; 0 or -1: all.
         min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
         seed: makes the draws reproducible, 0 to 2**64 - 1; None (or -1): one is derived and recorded in the output.
         stop: string or strings that end the text (left out of it unless `include_stop_str_in_output`).
         stop_token_ids: token ids that end the request.
         ignore_eos: do not end at the model's EOS.
+        max_tokens: most tokens to generate; None: until the context is full.
+        min_tokens: EOS and stop tokens cannot be drawn before this many tokens, and stop strings do not end the text.
         logprobs: how many top logprobs to return per generated token, next to the sampled one's; 0: only that one;
             -1: the whole vocabulary.
+        prompt_logprobs: the same per prompt token.
+        logprob_token_ids: return, per generated token, the logprobs of these ids in place of the top ones.
+        flat_logprobs: return logprobs as `FlatLogprobs`, a few flat lists, in place of a list of dicts.
         detokenize: False leaves `text` empty.
         skip_special_tokens: leave special tokens out of `text`.
+        spaces_between_special_tokens: False changes nothing with a tokenizer that has a tokenizer.json, which never
+            writes such spaces, and is refused with any other.
         include_stop_str_in_output: keep the stop string or stop token in `text`.
         output_kind: accepted for vLLM's sake; `generate` returns final outputs.
+        structured_outputs: what the output must be, a `StructuredOutputsParams`.
+        logit_bias: token id -> number added to its logit.
+        allowed_token_ids: the only token ids that may be drawn.
         extra_args: for logits processors.
+        bad_words: words that may not appear; the token that would complete one is barred.
+        skip_reading_prefix_cache: compute the whole prompt; None: only where prompt_logprobs need it.
+        repetition_detection: end a request that repeats itself.
+        logits_processors: callables (output ids, logits [vocab]) or (prompt ids, output ids, logits) -> logits, or
+            Hugging Face's `LogitsProcessor`s, for this request, applied after all others and before the penalties.
+        truncate_prompt_tokens: keep so many of the prompt's last tokens; -1: as many as leave room for max_tokens.
 
     Raises:
         ValidationError: a field is out of its range (`.parameter`, `.value`).
     """
 
     n: int = 1
-    max_tokens: int | None = None
-    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
-    top_k: int = 0
     top_p: float = 1.0
+    top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    extra_args: dict[str, Any] | None = field(default=None)
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[str] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    logits_processors: list[Callable[..., Any]] | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        self._origins: dict[str, tuple[Any, str]] = {}
+        # What the engine adds to its own copy: every id that ends the request, and bad_words as token ids.
+        self.all_stop_token_ids: frozenset[int] = frozenset()
+        self.bad_words_token_ids: list[list[int]] = []
         self._normalise()
         self.validate()
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
 
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """As the constructor, with None for whatever was not said, and OpenAI's rules for `logit_bias`: keys may be
+        strings, and values are kept within -100 and 100."""
+        bias = fields.get("logit_bias")
+        if bias is not None:
+            fields["logit_bias"] = {int(key): min(100.0, max(-100.0, value)) for key, value in bias.items()}
+        kept = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        return cls(**kept)
+
     def _normalise(self) -> None:
-        for item in dataclasses.fields(self):
-            setattr(self, item.name, _plain_number(getattr(self, item.name)))
+        for name in _FIELDS:
+            setattr(self, name, plain_number(getattr(self, name)))
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        self.stop = _as_list("stop", stop, "a string or a list of them")
-        tokens = _as_list("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        self.stop_token_ids = [_plain_number(token) for token in tokens]
-        if self.seed == -1:
-            self.seed = None
-        if self.top_k == -1:
-            self.top_k = 0
-        if self.logprobs is True:
-            self.logprobs = 1
+        self.stop = as_list("stop", stop, "a string or a list of them")
+        self.stop_token_ids = as_list("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        self.bad_words = list(dict.fromkeys(as_list("bad_words", self.bad_words, "a list of strings")))
+        for name in ("logprob_token_ids", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                setattr(self, name, as_list(name, getattr(self, name), "a list of token ids"))
+        if self.logits_processors is not None:
+            self.logits_processors = as_list("logits_processors", self.logits_processors, "a list of callables")
+        if isinstance(self.logit_bias, Mapping):
+            self.logit_bias = {plain_number(key): plain_number(value) for key, value in self.logit_bias.items()}
+        self.seed = None if self.seed == -1 else self.seed
+        self.top_k = 0 if self.top_k == -1 else self.top_k
+        self.logprobs = 1 if self.logprobs is True else self.logprobs
+        self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
 
     def validate(self) -> None:
         """Check every field again (the object is mutable); raises `ValidationError`."""
-        _integer("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        _real("temperature", self.temperature, 0.0, 2.0)
-        _integer("top_k", self.top_k, 0)
-        _real("top_p", self.top_p, 0.0, 1.0)
+        check_integer("n", self.n, 1, MAX_N)
+        self._validate_lengths()
+        self._validate_penalties()
+        check_real("temperature", self.temperature, 0.0, 2.0)
+        check_integer("top_k", self.top_k, 0)
+        check_real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            _refuse("top_p", self.top_p, "above 0 and at most 1")
-        _real("min_p", self.min_p, 0.0, 1.0)
+            refuse("top_p", self.top_p, "above 0 and at most 1")
+        check_real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _integer("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, -1)
+            check_integer("seed", self.seed, 0, MAX_SEED)
+        self._validate_logprobs()
         self._validate_stops()
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "True or False")
-        if not isinstance(self.output_kind, RequestOutputKind):
-            _refuse("output_kind", self.output_kind, "a RequestOutputKind")
-        if self.extra_args is not None and not isinstance(self.extra_args, dict):
-            _refuse("extra_args", self.extra_args, "a dict or None")
+        self._validate_tokens()
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        if self.skip_reading_prefix_cache is not None:
+            check_flag("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+        if self.skip_reading_prefix_cache is False and self.prompt_logprobs is not None:
+            refuse("skip_reading_prefix_cache", False, "True or None with prompt_logprobs, which compute the prompt")
+        self._validate_objects()
+
+    def _validate_lengths(self) -> None:
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 1)
+        check_integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+
+    def _validate_penalties(self) -> None:
+        check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        value = self.repetition_penalty
+        if not is_real(value) or not 0.0 < value < math.inf:
+            refuse("repetition_penalty", value, "a finite number above 0")
+
+    def _validate_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), -1)
+        ids = self.logprob_token_ids
+        if ids is None:
+            return
+        for token in ids:
+            check_integer("logprob_token_ids", token, 0)
+        if not 0 < len(ids) <= MAX_LOGPROB_TOKEN_IDS:
+            refuse("logprob_token_ids", ids, f"1 to {MAX_LOGPROB_TOKEN_IDS} token ids")
+        if self.logprobs is not None and self.logprobs != len(ids):
+            refuse("logprobs", self.logprobs, f"None or the number of logprob_token_ids ({len(ids)})")
 
     def _validate_stops(self) -> None:
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                _refuse("stop", text, "a non-empty string, or a list of them")
+        check_strings("stop", self.stop_strings)
         if self.stop_strings and not self.detokenize:
-            _refuse("stop", self.stop, "empty when detokenize=False, for stop strings are found in the text")
+            refuse("stop", self.stop, "empty when detokenize=False, for stop strings are found in the text")
         for token in self.stop_token_ids or []:
-            _integer("stop_token_ids", token, 0)
+            check_integer("stop_token_ids", token, 0)
+
+    def _validate_tokens(self) -> None:
+        check_strings("bad_words", self.bad_words or [])
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                refuse("allowed_token_ids", self.allowed_token_ids, "None or at least one token id")
+            for token in self.allowed_token_ids:
+                check_integer("allowed_token_ids", token, 0)
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict):
+            refuse("logit_bias", self.logit_bias, "a dict from token id to number")
+        for token, bias in self.logit_bias.items():
+            check_integer("logit_bias", token, 0)
+            if not is_real(bias) or not bias < math.inf:  # NaN is on no side
+                refuse("logit_bias", bias, "a dict from token id to a number below infinity")
+
+    def _validate_objects(self) -> None:
+        if not isinstance(self.output_kind, RequestOutputKind):
+            refuse("output_kind", self.output_kind, "a RequestOutputKind")
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            refuse("extra_args", self.extra_args, "a dict or None")
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            refuse("structured_outputs", self.structured_outputs, "a StructuredOutputsParams or None")
+        if self.repetition_detection is not None and not isinstance(
+            self.repetition_detection, RepetitionDetectionParams
+        ):
+            refuse("repetition_detection", self.repetition_detection, "a RepetitionDetectionParams or None")
+        for processor in self.logits_processors or []:
+            if not callable(processor) or isinstance(processor, type):
+                refuse("logits_processors", processor, "a list of callables (classes go to LLM(logits_processors=))")
 
     @property
     def greedy(self) -> bool:
@@ -141,44 +324,55 @@ class SamplingParams:
         """`stop` as the list it was normalised to."""
         return self.stop if isinstance(self.stop, list) else []
 
+    @property
+    def reads_prefix_cache(self) -> bool:
+        return not (self.prompt_logprobs is not None or self.skip_reading_prefix_cache)
+
     def clone(self) -> SamplingParams:
         """A validated copy that shares no list or dict with this one; other objects in `extra_args` are shared."""
-        return dataclasses.replace(self, extra_args=_copy_containers(self.extra_args))
+        cloned = dataclasses.replace(self, extra_args=copy_containers(self.extra_args))
+        cloned._origins = dict(self._origins)
+        return cloned
+
+    def copy_validated(self) -> SamplingParams:
+        """As `clone`, of params that were just validated: one clone serves many rows, each of which gets a copy."""
+        copied = copy.copy(self)
+        copied.extra_args = copy_containers(self.extra_args)
+        copied._origins = dict(self._origins)
+        return copied
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Field -> where its value came from: "default", "given", or what was recorded when it was filled in."""
+        return {name: self._origin(name) for name in _FIELDS}
+
+    def set_from(self, origin: str, **fields: Any) -> None:
+        """Fill in fields and record where their values came from; no checks."""
+        for name, value in fields.items():
+            setattr(self, name, value)
+            self._origins[name] = (value, origin)
+
+    def _origin(self, name: str) -> str:
+        value = getattr(self, name)
+        if name in self._origins and self._origins[name][0] == value:
+            return self._origins[name][1]
+        return "default" if self._is_default(name) else "given"
+
+    def _is_default(self, name: str) -> bool:
+        value, default = getattr(self, name), _FIELDS[name]
+        return value == default or (default is None and value == [])
+
+    def __repr__(self) -> str:
+        """A constructor call of what is not at its default."""
+        shown = [f"{name}={getattr(self, name)!r}" for name in _FIELDS if not self._is_default(name)]
+        return f"SamplingParams({', '.join(shown)})"
+
+    def __str__(self) -> str:
+        """With recorded origins a table of value and origin, of what is not at its default; otherwise the repr."""
+        if not self._origins:
+            return repr(self)
+        shown = [name for name in _FIELDS if self._origin(name) != "default"]
+        return "\n".join(f"{name:<24} {getattr(self, name)!r}  ({self._origin(name)})" for name in shown)
 
 
-def _refuse(name: str, value: Any, right: str) -> NoReturn:
-    raise ValidationError(f"{name} must be {right}, got {value!r}.", parameter=name, value=value)
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    right = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        _refuse(name, value, right)
-
-
-def _real(name: str, value: Any, low: float, high: float) -> None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool)
-    if not valid or not low <= value <= high:  # NaN is on no side
-        _refuse(name, value, f"a number from {low:g} to {high:g}")
-
-
-def _plain_number(value: Any) -> Any:
-    """NumPy's numbers as Python's; anything else unchanged."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-def _as_list(name: str, value: Any, right: str) -> list[Any]:
-    if value is None:
-        return []
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        _refuse(name, value, right)
-    return list(value)
-
-
-def _copy_containers(value: Any) -> Any:
-    """Lists and dicts copied all the way down, whatever they hold shared."""
-    if type(value) is dict:
-        return {key: _copy_containers(item) for key, item in value.items()}
-    return [_copy_containers(item) for item in value] if type(value) is list else value
+_FIELDS: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(SamplingParams)}

@@ -52,6 +52,11 @@ class Tokenizer:
         """Ids the tokenizer knows, added tokens included."""
         return self._backend.vocab_size()
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether the tokenizers library decodes; it never writes spaces between special tokens."""
+        return isinstance(self._backend, _FastBackend)
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, with the special tokens that the model's tokenizer adds (a BOS, for example)."""
         return self._backend.encode(list(texts), True)

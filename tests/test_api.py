@@ -438,8 +438,8 @@ def test_outputs_are_plain_data(llm: LLM) -> None:
     params = SamplingParams(n=2, max_tokens=4, logprobs=2, stop="zzz")
     outputs = run(llm, PROMPTS, params)
     assert pickle.loads(pickle.dumps(outputs)) == outputs
-    plain = {"list", "dict", "str", "int", "float", "bool", "NoneType"}
-    ours = {"RequestOutput", "CompletionOutput", "Logprob"}
+    plain = {"list", "dict", "str", "int", "float", "bool", "NoneType", "tuple", "frozenset"}
+    ours = {"RequestOutput", "CompletionOutput", "Logprob", "SamplingParams", "RequestOutputKind"}
     assert {kind.__name__ for kind in reachable_types(outputs)} <= plain | ours
     assert "Engine" in {kind.__name__ for kind in reachable_types(llm)}  # the walk finds what is there
 

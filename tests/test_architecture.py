@@ -22,6 +22,7 @@ ROOMS = ("layers", "quantization", "platforms", "kernels")
 FLOORS = {
     "llm._conflict": 1,
     "llm.arguments": 1,
+    "llm.checks": 1,
     "llm.compilation": 1,
     "llm.config": 1,
     "llm.bar": 1,

@@ -264,8 +264,8 @@ def moved_row_leaves_its_blocks_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 def draws_depend_on_the_batch_row(monkeypatch: pytest.MonkeyPatch) -> None:
     original = SamplingRows.set
 
-    def planted(self: SamplingRows, row: int, params: SamplingParams, seed: int, index: int, *rest: Any) -> None:
-        original(self, row, params, seed, row, *rest)
+    def planted(self: SamplingRows, row: int, params: SamplingParams, seed: int, index: int) -> None:
+        original(self, row, params, seed, row)
 
     monkeypatch.setattr(SamplingRows, "set", planted)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llm.config import SchedulerConfig
+from llm.sampling import draw as draw_module
 from llm.sampling import sampler as sampler_module
+from llm.sampling.logits_processors.interface import BatchUpdate
+from llm.sampling.logits_processors.pipeline import LogitsProcessors
+from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
 from llm.sampling.philox import philox4x32, uniform
-from llm.sampling.sampler import NO_LOGPROBS, Sampler, SamplerOutput, SamplingRows, TokenLogprobs
+from llm.sampling.sampler import Sampler, SamplerOutput, SamplingRows
 from llm.sampling_params import SamplingParams
 
 DRAWS = 20_000
@@ -70,29 +77,55 @@ def test_the_largest_uniform_is_below_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert draw_uniform(0, 0, 0) == 1.0 - 2.0**-53
 
 
-def rows_of(
-    params: list[SamplingParams], seeds: list[int] | None = None, suppressed: tuple[int, ...] = ()
-) -> SamplingRows:
-    """Batch rows with these parameters; each row's seed is its own."""
-    rows = SamplingRows(len(params))
-    for row, own in enumerate(params):
-        rows.set(row, own, row if seeds is None else seeds[row], 0, list(suppressed))
-    return rows
+class Rows:
+    """Batch rows with these parameters, and processors that know of them; each row's seed is its own."""
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int] | None = None,
+        stops: tuple[int, ...] = (),
+        outputs: Sequence[list[int]] | None = None,
+        custom: Sequence[Any] = (),
+    ) -> None:
+        self.sampling = SamplingRows(len(params))
+        config: Any = SimpleNamespace(scheduler_config=SchedulerConfig(len(params), 64))
+        self.processors = LogitsProcessors(config, torch.device("cpu"), custom)
+        self.outputs = [[] for _ in params] if outputs is None else list(outputs)
+        added = []
+        for row, own in enumerate(params):
+            if stops:
+                own = own.clone()
+                own.all_stop_token_ids = frozenset(stops)
+            self.sampling.set(row, own, row if seeds is None else seeds[row], 0)
+            added.append((row, own, [], self.outputs[row]))
+        self.processors.update_state(BatchUpdate(len(params), [], added, []))
+
+    def sample(self, logits: torch.Tensor, lines: Sequence[int] | None = None, mode: str = "raw_logprobs") -> Any:
+        """`lines`: the batch row of each line of `logits`. The sampler may overwrite its input, so it gets a copy."""
+        rows = np.arange(len(logits)) if lines is None else np.array(lines)
+        counts = np.array([len(self.outputs[row]) for row in rows.tolist()])
+        idle = self.processors.is_idle()
+        processors = None if idle else self.processors
+        return Sampler(mode)(logits.clone(), self.sampling, rows, counts, processors, len(self.outputs))
 
 
-def sample(
-    logits: torch.Tensor, rows: SamplingRows, lines: list[int] | None = None, outputs: list[int] | None = None
-) -> SamplerOutput:
-    """`lines`: the batch row of each line of `logits`. The sampler may overwrite its input, so it gets a copy."""
-    batch_rows = np.arange(len(logits)) if lines is None else np.array(lines)
-    counts = np.zeros(len(logits), dtype=np.int64) if outputs is None else np.array(outputs)
-    return Sampler()(logits.clone(), rows, batch_rows, counts)
+def rows_of(params: list[SamplingParams], seeds: list[int] | None = None, stops: tuple[int, ...] = ()) -> Rows:
+    return Rows(params, seeds, stops)
+
+
+def sample(logits: torch.Tensor, rows: Rows, lines: list[int] | None = None) -> SamplerOutput:
+    return rows.sample(logits, lines)
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams, seed: int = 1234, count: int = DRAWS) -> np.ndarray:
-    """Draws of one row at the positions 0, 1, 2 ..."""
-    lines = logits.expand(count, -1)
-    return sample(lines, rows_of([params], [seed]), [0] * count, list(range(count))).tokens.numpy()
+    """Draws of `count` rows with one seed at the positions 0, 1, 2 ..."""
+    rows = Rows([params] * count, [seed] * count)
+    positions = np.arange(count)
+    processors = None if rows.processors.is_idle() else rows.processors
+    output = Sampler()(logits.repeat(count, 1), rows.sampling, np.arange(count), positions, processors, count)
+    assert not output.errors
+    return output.tokens.numpy()
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
@@ -154,9 +187,9 @@ def test_draws_of_different_seeds_and_samples_are_independent_draws() -> None:
     params = SamplingParams()
     by_seed = rows_of([params] * DRAWS)
     assert fits(sample(TOY.expand(DRAWS, -1), by_seed).tokens.numpy(), reference(TOY, params))
-    by_sample = SamplingRows(DRAWS)
+    by_sample = rows_of([params] * DRAWS)
     for index in range(DRAWS):
-        by_sample.set(index, params, 7, index, [])
+        by_sample.sampling.set(index, params, 7, index)
     assert fits(sample(TOY.expand(DRAWS, -1), by_sample).tokens.numpy(), reference(TOY, params))
 
 
@@ -220,9 +253,7 @@ def test_a_draw_is_the_same_alone_in_a_batch_and_in_any_order(
 
 def test_torch_topk_alone_would_let_companions_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above, and the reason of `_likeliest`."""
-    monkeypatch.setattr(
-        sampler_module, "_likeliest", lambda logits, top_k: torch.topk(logits, min(int(top_k.max()), 40))
-    )
+    monkeypatch.setattr(draw_module, "_likeliest", lambda logits, top_k: torch.topk(logits, min(int(top_k.max()), 40)))
     values = np.random.default_rng(0).integers(-3, 3, (12, 40)) / 2.0
     options: list[dict[str, Any]] = [{"top_k": 1 + 3 * row} for row in range(12)]
     pairs = draws_alone_and_together(values, options, list(range(12)))
@@ -234,7 +265,7 @@ def test_torch_topk_alone_would_let_companions_choose(monkeypatch: pytest.Monkey
 def test_the_likeliest_are_those_of_a_stable_sort(values: np.ndarray, top_k: list[int], hidden: int) -> None:
     logits = torch.from_numpy(values).float()
     logits[:, :hidden] = -math.inf
-    found_values, found_ids = sampler_module._likeliest(logits, torch.tensor(top_k).unsqueeze(1))
+    found_values, found_ids = draw_module._likeliest(logits, torch.tensor(top_k).unsqueeze(1))
     sorted_values, sorted_ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     for row, count in enumerate(top_k):
         finite = min(count, 40 - hidden)
@@ -249,9 +280,9 @@ def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
     assert first != other
     siblings = SamplingRows(2)
     for index in range(2):
-        siblings.set(index, params, 5, index, [])
-    lines = [0] * 200 + [1] * 200
-    drawn = sample(TOY.expand(400, -1), siblings, lines, list(range(200)) * 2).tokens.tolist()
+        siblings.set(index, params, 5, index)
+    lines, positions = np.repeat([0, 1], 200), np.tile(np.arange(200), 2)
+    drawn = Sampler()(TOY.repeat(400, 1), siblings, lines, positions).tokens.tolist()
     assert drawn[:200] == first
     assert drawn[200:] != first
 
@@ -276,22 +307,25 @@ def test_draws_leave_the_users_generators_alone() -> None:
 def test_min_tokens_forbids_the_ends_until_enough_is_out(temperature: float) -> None:
     logits = torch.tensor([0.0, 9.0, 8.0, 1.0])
     params = SamplingParams(temperature=temperature, min_tokens=2, logprobs=0)
-    # A configuration can name ends that the model has no logits for.
-    rows = rows_of([params, SamplingParams(temperature=0)], suppressed=(1, 2, 4))
-    for position in range(100):
-        output = sample(logits.expand(2, -1), rows, [0, 1], [position % 4, 0])
-        token, unrestricted = output.tokens.tolist()
-        assert token not in (1, 2) if position % 4 < 2 else token in (1, 2)
-        assert unrestricted == 1
-        # What is reported is the model's own: raw, before anything was forbidden.
-        assert output.logprobs[0].logprobs == [float(logits.log_softmax(-1)[token])]
+    for seed in range(40):
+        # A configuration can name ends that the model has no logits for.
+        rows = Rows([params, SamplingParams(temperature=0)], [seed, 0], stops=(1, 2, 4))
+        for position in range(4):
+            output = rows.sample(logits.repeat(2, 1))
+            token, unrestricted = output.tokens.tolist()
+            assert token not in (1, 2) if position < 2 else token in (1, 2)
+            assert unrestricted == 1
+            # What is reported is the model's own: raw, before anything was forbidden.
+            assert output.logprobs[0].logprobs == [float(logits.log_softmax(-1)[token])]
+            rows.outputs[0].append(token)
+            rows.processors.update_state(None)
 
 
 def check_logprobs(found: TokenLogprobs, logits: torch.Tensor, token: int, count: int) -> None:
     expected = logits.float().log_softmax(dim=-1)
     assert found.token_ids[0] == token
     assert found.logprobs == expected[found.token_ids].tolist()
-    assert found.ranks[0] == 1 + int((expected > expected[token]).sum())
+    assert found.ranks[0] == int((expected >= expected[token]).sum())
     assert found.logprobs[1:] == sorted(expected.tolist(), reverse=True)[:count]
     assert found.ranks[1:] == list(range(1, count + 1))
 
@@ -360,8 +394,9 @@ def test_parameters_move_with_their_rows(operations: list[Any]) -> None:
     for operation in operations:
         if operation[0] == "add" and len(live) < 8:
             _, options, seed, min_tokens = operation
-            params = SamplingParams(**options, min_tokens=min_tokens)
-            rows.set(len(live), params, seed, min_tokens, [seed % 5])
+            asked = {"logprobs": None, "logprob_token_ids": [seed % 5]} if min_tokens else {}
+            params = SamplingParams(**{**options, **asked})
+            rows.set(len(live), params, seed, min_tokens)
             live.append((params, seed, min_tokens))
         elif operation[0] == "remove" and operation[1] < len(live):
             last = len(live) - 1
@@ -372,9 +407,9 @@ def test_parameters_move_with_their_rows(operations: list[Any]) -> None:
             rows.clear(last)
     for row, (params, seed, min_tokens) in enumerate(live):
         assert (rows.top_k[row], rows.top_p[row], rows.seed[row]) == (params.top_k, params.top_p, seed)
-        assert rows.min_p[row] == np.float32(params.min_p)
         assert rows.temperature[row] == np.float32(0.0 if params.greedy else max(params.temperature, 0.01))
         assert rows.sample_index[row] == min_tokens
-        assert rows.logprobs[row] == (NO_LOGPROBS if params.logprobs is None else params.logprobs)
-        assert rows.min_tokens.get(row) == ((min_tokens, [seed % 5]) if min_tokens else None)
-    assert set(rows.min_tokens) <= set(range(len(live)))
+        wanted = 1 if params.logprob_token_ids else params.logprobs
+        assert rows.logprobs[row] == (NO_LOGPROBS if wanted is None else wanted)
+        assert rows.logprob_token_ids.get(row) == params.logprob_token_ids
+    assert set(rows.logprob_token_ids) <= set(range(len(live)))

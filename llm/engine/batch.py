@@ -1,19 +1,26 @@
 """The persistent batch: one row per running request, kept between steps.
 
 Owns per-row state as NumPy arrays, so that a step's input is built by a handful of vector operations however many rows
-there are. Rows are packed: a removed row is filled by the last one.
+there are. Rows are packed: new rows take the places of those that left, and places still empty are filled from the end.
+The changes of a step leave as a `BatchUpdate`, in the order its docstring states.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from llm.engine.scheduler import NewRow, SchedulerOutput
 from llm.forward import AttentionMetadata, ForwardBatch
+from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality
+from llm.sampling.logits_processors.state import BatchUpdateBuilder
 from llm.sampling.sampler import SamplingRows
+from llm.sampling_params import SamplingParams
+
+_EMPTY = ""  # the request id of a place whose row has left, within `update`
 
 
 @dataclass
@@ -23,12 +30,15 @@ class StepInput:
     Attributes:
         rows: int64 [R], the batch row of each scheduled request.
         counts: int64 [R], its tokens this step.
-        sampled_rows: int64 [L], the batch rows that sample, in the order of `logits_indices`.
+        sampled_rows: int64 [L], the batch rows that sample, in the order of the first L `logits_indices`.
+        prompt_rows: (batch row, first position, number of positions) of the rows whose prompt logprobs are computed;
+            their logits follow, row by row.
     """
 
     rows: np.ndarray
     counts: np.ndarray
     sampled_rows: np.ndarray
+    prompt_rows: list[tuple[int, int, int]]
     forward_batch: ForwardBatch
 
 
@@ -47,19 +57,34 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        # The first position whose successor's prompt logprob is wanted; none is from the prompt's length on.
+        self.prompt_logprobs_from = np.zeros(max_num_seqs, dtype=np.int64)
         blocks = -(-max_model_len // block_size)
         self.block_tables = [np.zeros((max_num_seqs, blocks), dtype=np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.sampling = SamplingRows(max_num_seqs)
+        self.params: list[SamplingParams] = []
+        self.prompt_token_ids: list[list[int]] = []
+        self.output_token_ids: list[list[int]] = []  # live: logits processors hold on to these lists
+        self._changes = BatchUpdateBuilder()
 
-    def update(self, plan: SchedulerOutput) -> None:
-        """Apply a step's arrivals, departures and new blocks."""
+    def update(self, plan: SchedulerOutput) -> BatchUpdate | None:
+        """Apply a step's departures, arrivals and new blocks; what changed, None when the rows are the same."""
         for request_id in plan.removed:
-            self._remove(request_id)
+            row = self.index.pop(request_id)
+            self.request_ids[row] = _EMPTY
+            self._changes.removed_append(row)
         for new in plan.new_rows:
             self._add(new)
+        self._condense()
         for request_id, groups in plan.new_blocks.items():
             self._append_blocks(self.index[request_id], groups)
+        return self._changes.get_and_reset(len(self.request_ids))
+
+    def added_rows(self) -> list[AddedRequest]:
+        """Every row, as a processor that comes later is told of it."""
+        rows = zip(self.params, self.prompt_token_ids, self.output_token_ids, strict=True)
+        return [(row, *state) for row, state in enumerate(rows)]
 
     def build(self, plan: SchedulerOutput) -> StepInput:
         """The tokens of the scheduled rows, end to end, in the order of their batch rows."""
@@ -84,19 +109,39 @@ class InputBatch:
             kv_caches=[],
             logits_indices=torch.from_numpy(ends[samples] - 1),
         )
-        return StepInput(rows, counts, rows[samples], batch)
+        step = StepInput(rows, counts, rows[samples], [], batch)
+        self._add_prompt_rows(step, ends, known)
+        return step
 
-    def advance(self, step: StepInput, sampled: list[int]) -> None:
-        """Record what the step computed and the one token each sampling row drew."""
+    def advance(self, step: StepInput, rows: np.ndarray, sampled: list[int]) -> None:
+        """Record what the step computed and the one token each of `rows` drew."""
         self.num_computed[step.rows] += step.counts
-        self.token_ids[step.sampled_rows, self.num_tokens[step.sampled_rows]] = sampled
-        self.num_tokens[step.sampled_rows] += 1
+        self.token_ids[rows, self.num_tokens[rows]] = sampled
+        self.num_tokens[rows] += 1
+        for row, token in zip(rows.tolist(), sampled, strict=True):
+            self.output_token_ids[row].append(token)
 
     def clear(self) -> None:
-        """Forget every row, even when a removal was cut short half way."""
-        self.request_ids.clear()
+        """Forget every row, even when an update was cut short half way."""
+        for column in self._columns():
+            column.clear()
         self.index.clear()
-        self.sampling.min_tokens.clear()
+        self.sampling.logprob_token_ids.clear()
+        self._changes = BatchUpdateBuilder()
+
+    def _add_prompt_rows(self, step: StepInput, ends: np.ndarray, known: np.ndarray) -> None:
+        """Ask for the logits of prompt tokens whose successor's logprob is wanted: all but the prompt's last."""
+        firsts = np.maximum(self.num_computed[step.rows], self.prompt_logprobs_from[step.rows])
+        lasts = np.minimum(known, self.num_prompt_tokens[step.rows] - 1)
+        wanted = np.flatnonzero(firsts < lasts).tolist()
+        if not wanted:
+            return
+        indices = [step.forward_batch.logits_indices]
+        for index in wanted:
+            first, last, offset = int(firsts[index]), int(lasts[index]), int(ends[index] - known[index])
+            indices.append(torch.arange(offset + first, offset + last))
+            step.prompt_rows.append((int(step.rows[index]), first, last - first))
+        step.forward_batch.logits_indices = torch.cat(indices)
 
     def _attention(
         self,
@@ -124,16 +169,47 @@ class InputBatch:
         )
 
     def _add(self, new: NewRow) -> None:
-        row = len(self.request_ids)
-        self.request_ids.append(new.request_id)
+        """Into the lowest empty place, or else at the end."""
+        row = self._changes.pop_removed()
+        if row is None:
+            row = len(self.request_ids)
+            for column in self._columns():
+                column.append(None)
+        self.request_ids[row] = new.request_id
         self.index[new.request_id] = row
+        self.params[row] = new.params
+        self.prompt_token_ids[row] = new.token_ids[: new.num_prompt_tokens]
+        self.output_token_ids[row] = new.token_ids[new.num_prompt_tokens :]
+        self.prompt_logprobs_from[row] = new.prompt_logprobs_from
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.num_blocks[:, row] = 0
         self._append_blocks(row, new.blocks)
-        self.sampling.set(row, new.params, new.seed, new.sample_index, new.suppressed_token_ids)
+        self.sampling.set(row, new.params, new.seed, new.sample_index)
+        self._changes.added.append((row, new.params, self.prompt_token_ids[row], self.output_token_ids[row]))
+
+    def _condense(self) -> None:
+        """Fill the lowest empty place with the highest row until the rows are packed again."""
+        for hole in reversed(self._changes.removed):
+            self._drop_empty_end()
+            last = len(self.request_ids) - 1
+            if hole > last:
+                break
+            self._move(last, hole)
+            self.request_ids[last] = _EMPTY
+            self._changes.moved.append((last, hole, MoveDirectionality.UNIDIRECTIONAL))
+        self._drop_empty_end()
+
+    def _drop_empty_end(self) -> None:
+        while self.request_ids and self.request_ids[-1] == _EMPTY:
+            self.sampling.clear(len(self.request_ids) - 1)
+            for column in self._columns():
+                column.pop()
+
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.request_ids, self.params, self.prompt_token_ids, self.output_token_ids
 
     def _append_blocks(self, row: int, groups: list[list[int]]) -> None:
         for group, blocks in enumerate(groups):
@@ -141,24 +217,16 @@ class InputBatch:
             self.block_tables[group][row, start : start + len(blocks)] = blocks
             self.num_blocks[group, row] = start + len(blocks)
 
-    def _remove(self, request_id: str) -> None:
-        row = self.index.pop(request_id)
-        last = len(self.request_ids) - 1
-        if row != last:
-            self._move(last, row)
-        self.request_ids.pop()
-        self.sampling.clear(last)
-
     def _move(self, source: int, target: int) -> None:
         tokens = self.num_tokens[source]
         self.token_ids[target, :tokens] = self.token_ids[source, :tokens]
-        for array in (self.num_tokens, self.num_prompt_tokens, self.num_computed):
+        for array in (self.num_tokens, self.num_prompt_tokens, self.num_computed, self.prompt_logprobs_from):
             array[target] = array[source]
         for group, table in enumerate(self.block_tables):
             count = self.num_blocks[group, source]
             table[target, :count] = table[source, :count]
             self.num_blocks[group, target] = count
         self.sampling.move(source, target)
-        moved = self.request_ids[source]
-        self.request_ids[target] = moved
-        self.index[moved] = target
+        for column in self._columns():
+            column[target] = column[source]
+        self.index[self.request_ids[target]] = target

@@ -122,7 +122,7 @@ class BlockManager:
 
     def match_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
         """Longest cached prefix: (tokens, block ids per group). At least one token is always left to compute."""
-        limit = (request.num_tokens - 1) // self.block_size
+        limit = min(request.num_tokens - 1, request.max_cached_tokens) // self.block_size
         if request.cache_key is None or limit == 0:
             return 0, [[] for _ in self.pools]
         self._extend_hashes(request)

@@ -51,11 +51,13 @@ from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model
 from llm.platforms import select_platform
 from llm.quantization.configs.online import OnlineConfig
+from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.sampling.logits_processors.loading import load_logits_processors
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
 
 _CONFIG_BYTES = 16 << 20
-_TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs seed revision".split()
+_TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs logprobs_mode seed revision".split()
 _NOT_INVARIANT = "PyTorch's own kernels compute: their rounding depends on the batch"
 
 
@@ -102,8 +104,9 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
     quant_config = source.quantization.config
     if isinstance(quant_config, OnlineConfig) and quant_config.calibration:
         with times.phase("calibrate"):
-            plain = replace(args, quantization=None, calibration=None)
+            plain = replace(args, quantization=None, calibration=None, logits_processors=None)
             quant_config.statistics = calibrate(lambda: build_engine(plain), quant_config.calibration)
+        processors = load_logits_processors(args.logits_processors)
     try:
         with times.phase("tokenizer"):
             tokenizer = _tokenizer(args, source.folder)
@@ -122,7 +125,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         if source.checkpoint is not None:
             source.checkpoint.close()
     with times.phase("allocate KV cache"):
-        runner = _make_runner(model, specs, config)
+        runner = _make_runner(model, specs, config, processors)
     windows = [spec.sliding_window for spec in group_layers(specs)[0]]
 
     def make_scheduler() -> Scheduler:
@@ -154,9 +157,11 @@ def _load_weights(model: Any, source: _Source, checkpoint: Checkpoint, show_prog
     model.checkpoint_targets = load_weights(model, checkpoint, show_progress=show_progress, ignores=ignores)
 
 
-def _make_runner(model: Any, specs: list[KVCacheSpec], config: EngineConfig) -> ModelRunner:
+def _make_runner(
+    model: Any, specs: list[KVCacheSpec], config: EngineConfig, processors: list[type[LogitsProcessor]]
+) -> ModelRunner:
     try:
-        return ModelRunner(model, specs, config)
+        return ModelRunner(model, specs, config, processors)
     except MemoryError as error:  # only when the budget was asked for: the one we choose is within what is free
         size = config.cache_config.kv_cache_memory_bytes
         raise OutOfMemoryError(
@@ -233,6 +238,7 @@ def _resolve(
         quantization=source.quantization.name,
         load_format=args.load_format,
         max_logprobs=args.max_logprobs,
+        logprobs_mode=args.logprobs_mode,
         seed=seed,
         revision=args.revision,
     )
@@ -281,12 +287,14 @@ def _default_params(args: EngineArgs, generation: Mapping[str, Any]) -> Sampling
     """What `generate` uses when it is given no params: the model's generation_config.json, unless told not to."""
     if args.generation_config == "vllm":
         return SamplingParams()
-    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-    given = {ours: generation[theirs] for theirs, ours in names.items() if generation.get(theirs) is not None}
+    names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
     if generation.get("max_new_tokens") is not None:
         given["max_tokens"] = generation["max_new_tokens"]
     try:
-        return SamplingParams(**given)
+        params = SamplingParams(**given)
+        params.set_from("generation_config.json", **{name: getattr(params, name) for name in given})
+        return params
     except ValidationError as error:
         raise CheckpointError(
             f"generation_config.json of the model is not usable ({error}); pass generation_config='vllm' to do without."

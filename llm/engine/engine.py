@@ -63,9 +63,11 @@ class Engine:
         """Queue a row's `n` completions; the first computes the prompt, the others share it. Fails as `step`."""
         prompt_id = str(self._added)
         self._added += 1
+        stops = frozenset(row.params.stop_token_ids or ())
+        row.params.all_stop_token_ids = stops if row.params.ignore_eos else stops | self.eos_token_ids
         try:
             completions = [self._add_completion(prompt_id, index, row, streaming) for index in range(row.params.n)]
-            return PromptState(prompt_id, row.prompt, row.token_ids, row.seed, completions)
+            return PromptState(prompt_id, row, completions)
         except BaseException:
             self.reset()
             raise
@@ -148,6 +150,8 @@ class Engine:
     def _update(self, result: RunnerOutput) -> None:
         """Append what was sampled; finish what has ended."""
         any_finished = False
+        for request_id, prompt_logprobs in result.prompt_logprobs.items():
+            self._completions[request_id].add_prompt_logprobs(prompt_logprobs)
         for request_id, tokens in result.sampled_token_ids.items():
             completion = self._completions[request_id]
             request = completion.request
@@ -161,11 +165,18 @@ class Engine:
                 completion.add_logprobs(result.logprobs[request_id])
             if request.finish_reason is not None:
                 any_finished = True
-                self.scheduler.finish(request)
-                completion.finish()
-                del self._completions[request_id]
+                self._finish(completion)
+        for request_id, error in result.errors.items():
+            any_finished = True
+            self._completions[request_id].request.fail(error)
+            self._finish(self._completions[request_id])
         if any_finished:
             self.scheduler.remove_finished()
+
+    def _finish(self, completion: Completion) -> None:
+        self.scheduler.finish(completion.request)
+        completion.finish()
+        del self._completions[completion.request.request_id]
 
     def _count(self, plan: SchedulerOutput, result: RunnerOutput, seconds: float) -> None:
         stats = self.stats

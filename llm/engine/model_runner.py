@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from llm.config import EngineConfig
@@ -18,10 +19,14 @@ from llm.engine.batch import InputBatch, StepInput
 from llm.engine.kv_cache import allocate_kv_caches, group_layers
 from llm.engine.scheduler import SchedulerOutput
 from llm.forward import KVCacheSpec
-from llm.sampling.sampler import Sampler, SamplerOutput, TokenLogprobs
+from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.sampling.logits_processors.pipeline import LogitsProcessors
+from llm.sampling.logprobs import TokenLogprobs, as_logprobs, gather_logprobs
+from llm.sampling.sampler import Sampler, SamplerOutput
 
 # Logits are computed for so many bytes of rows at a time.
 _LOGITS_BYTES = 64 << 20
+_MANY = 2**31  # more logprobs than any vocabulary has tokens
 
 
 @dataclass
@@ -31,18 +36,28 @@ class RunnerOutput:
     Attributes:
         sampled_token_ids: request id -> the tokens it sampled this step; rows still in their prompt are absent.
         logprobs: request id -> one `TokenLogprobs` per sampled token, for requests that asked.
+        prompt_logprobs: request id -> one `TokenLogprobs` per prompt token that follows one computed in this step.
+        errors: request id -> why it can have no token: of its own processor, or none was left. It then sampled none.
         model_seconds: time in forward, LM head and sampler; the rest of the step is the engine's own.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
     model_seconds: float = 0.0
 
 
 class ModelRunner:
     """Runs `model` (see `llm.models.interface.CausalLM`) on this process's device."""
 
-    def __init__(self, model: Any, specs: Sequence[KVCacheSpec], config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: Any,
+        specs: Sequence[KVCacheSpec],
+        config: EngineConfig,
+        logits_processors: Sequence[type[LogitsProcessor]] = (),
+    ) -> None:
         self.model = model
         cache = config.cache_config
         groups, self._group_of_layer = group_layers(specs)
@@ -50,25 +65,34 @@ class ModelRunner:
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
         )
-        self.sampler = Sampler()
+        self.processors = LogitsProcessors(config, torch.device(config.device), logits_processors)
+        self.sampler = Sampler(config.model_config.logprobs_mode)
         self._rows_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * config.model_config.vocab_size))
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
         """Compute the scheduled tokens and draw from the rows that reached their last known token."""
-        self.batch.update(plan)
+        self.processors.update_state(self.batch.update(plan))
         if not plan.num_scheduled_tokens:
             return RunnerOutput()
         step = self.batch.build(plan)
         started = perf_counter()
         hidden = self._forward(step)
-        outputs = self._sample(hidden, step)
-        model_seconds = perf_counter() - started
-        return self._collect(step, outputs, model_seconds)
+        sampling = len(step.sampled_rows)
+        outputs = self._sample(hidden[:sampling], step)
+        prompt_logprobs = self._prompt_logprobs(hidden[sampling:], step) if step.prompt_rows else {}
+        result = RunnerOutput(prompt_logprobs=prompt_logprobs, model_seconds=perf_counter() - started)
+        self._collect(step, outputs, result)
+        return result
+
+    def set_logits_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
+        """Replace the custom processors, between steps; rows that are in the batch are made known to them."""
+        self.processors.set_custom(classes, self.batch.added_rows())
 
     def reset(self) -> None:
-        """Forget every row, after a step that failed half way."""
+        """Forget every row, after a step that failed half way; processors may have followed it half way too."""
         self.batch.clear()
+        self.processors.rebuild()
 
     def close(self) -> None:
         """Free weights and caches whoever still refers to them: the traceback of an error can, until the next one."""
@@ -88,28 +112,57 @@ class ModelRunner:
         return hidden.index_select(0, batch.logits_indices)
 
     def _sample(self, hidden: torch.Tensor, step: StepInput) -> list[SamplerOutput]:
-        """LM head and sampler, over chunks of rows."""
+        """LM head and sampler: over chunks of rows, or all at once where a processor must see the whole batch."""
         rows = step.sampled_rows
         outputs = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
-        size = self._rows_per_logits_chunk
+        processors = None if self.processors.is_idle() else self.processors
+        size = self._rows_per_logits_chunk if processors is None else max(1, len(rows))
         return [
             self.sampler(
                 self.model.compute_logits(hidden[start : start + size]),
                 self.batch.sampling,
                 rows[start : start + size],
                 outputs[start : start + size],
+                processors,
+                len(self.batch.request_ids),
             )
             for start in range(0, len(rows), size)
         ]
 
-    def _collect(self, step: StepInput, outputs: list[SamplerOutput], model_seconds: float) -> RunnerOutput:
+    def _prompt_logprobs(self, hidden: torch.Tensor, step: StepInput) -> dict[str, list[TokenLogprobs]]:
+        """LM head and logprobs of prompt tokens [L, H], over chunks of positions."""
+        batch, size = self.batch, self._rows_per_logits_chunk
+        spans = [np.arange(first, first + count) for _, first, count in step.prompt_rows]
+        rows = np.repeat([row for row, _, _ in step.prompt_rows], [count for _, _, count in step.prompt_rows])
+        tokens = batch.token_ids[rows, np.concatenate(spans) + 1].astype(np.int64)
+        counts = np.array([min(batch.params[row].prompt_logprobs or 0, _MANY) for row in rows.tolist()])
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(rows), size):
+            logits = self.model.compute_logits(hidden[start : start + size])
+            values = as_logprobs(logits, self.sampler.logprobs_mode)
+            chosen = torch.from_numpy(tokens[start : start + size]).to(values.device)
+            found += gather_logprobs(values, chosen, counts[start : start + size], {})
+        ends = np.cumsum([count for _, _, count in step.prompt_rows]).tolist()
+        return {
+            batch.request_ids[row]: found[end - count : end]
+            for (row, _, count), end in zip(step.prompt_rows, ends, strict=True)
+        }
+
+    def _collect(self, step: StepInput, outputs: list[SamplerOutput], result: RunnerOutput) -> None:
+        """From lines of the sampler to requests."""
+        rows = step.sampled_rows.tolist()
+        request_ids = [self.batch.request_ids[row] for row in rows]
         tokens: list[int] = []
-        result = RunnerOutput(model_seconds=model_seconds)
-        request_ids = [self.batch.request_ids[row] for row in step.sampled_rows.tolist()]
         for output in outputs:
             for line, logprobs in output.logprobs.items():
                 result.logprobs[request_ids[len(tokens) + line]] = [logprobs]
+            for line, error in output.errors.items():
+                result.errors[request_ids[len(tokens) + line]] = error
             tokens.extend(output.tokens.tolist())
-        self.batch.advance(step, tokens)
+        drawn = step.sampled_rows
+        if result.errors:
+            good = [line for line, request_id in enumerate(request_ids) if request_id not in result.errors]
+            drawn, tokens = drawn[good], [tokens[line] for line in good]
+            request_ids = [request_ids[line] for line in good]
+        self.batch.advance(step, drawn, tokens)
         result.sampled_token_ids = {request_id: [token] for request_id, token in zip(request_ids, tokens, strict=True)}
-        return result

@@ -6,12 +6,17 @@ text is decoded once, at the end), logprobs, and the finished `RequestOutput`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
+from llm.engine.preprocess import Row
 from llm.engine.request import Request
-from llm.outputs import CompletionOutput, Logprob, RequestOutput
-from llm.sampling.sampler import TokenLogprobs
+from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
+from llm.sampling.logprobs import TokenLogprobs
 from llm.tokenizer import Tokenizer
+
+logger = logging.getLogger("llm")
 
 
 class Completion:
@@ -27,6 +32,7 @@ class Completion:
         self._tokenizer = tokenizer if request.params.detokenize else None
         self._streaming = streaming
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._stops = request.params.stop_strings
         self._text: str | None = None  # set once known in full
         self._emitted = 0
@@ -42,6 +48,19 @@ class Completion:
 
     def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         self._logprobs.extend(logprobs)
+
+    def add_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """Those of the next prompt tokens."""
+        self._prompt_logprobs.extend(logprobs)
+        self.request.prompt_logprobs_from += len(logprobs)
+        if len(self._prompt_logprobs) == self.request.num_prompt_tokens - 1:
+            self.request.prompt_logprobs_from = self.request.num_prompt_tokens
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | FlatLogprobs | None:
+        """One entry per prompt token, None for the first; those that were not computed before an error are missing."""
+        if self.request.params.prompt_logprobs is None:
+            return None
+        return self._shaped([None, *(self._decode_position(item) for item in self._prompt_logprobs)])
 
     def push(self, token: int) -> None:
         """Extend the text by a token; finishes the request when a stop string is complete."""
@@ -70,6 +89,7 @@ class Completion:
             logprobs=self._decode_logprobs(),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            error=request.error,
         )
 
     def _find_stop(self, text: str, new: int) -> None:
@@ -100,12 +120,24 @@ class Completion:
         return self._tokenizer.decode_continuation(prompt, tokens, request.params.skip_special_tokens)
 
     def _cumulative_logprob(self) -> float | None:
-        return None if self.request.params.logprobs is None else sum(item.logprobs[0] for item in self._logprobs)
+        return sum(item.logprobs[0] for item in self._logprobs) if self._wants_logprobs() else None
 
-    def _decode_logprobs(self) -> list[dict[int, Logprob]] | None:
-        if self.request.params.logprobs is None:
-            return None
-        return [self._decode_position(item) for item in self._logprobs]
+    def _decode_logprobs(self) -> Any:
+        return (
+            self._shaped([self._decode_position(item) for item in self._logprobs]) if self._wants_logprobs() else None
+        )
+
+    def _wants_logprobs(self) -> bool:
+        return self.request.params.logprobs is not None or self.request.params.logprob_token_ids is not None
+
+    def _shaped(self, positions: list[Any]) -> Any:
+        """As they are, or as `FlatLogprobs`."""
+        if not self.request.params.flat_logprobs:
+            return positions
+        flat = FlatLogprobs()
+        for position in positions:
+            flat.append(position)
+        return flat
 
     def _decode_position(self, item: TokenLogprobs) -> dict[int, Logprob]:
         position: dict[int, Logprob] = {}
@@ -119,18 +151,9 @@ class Completion:
 class PromptState:
     """A prompt and its completions, until the last of them is done."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        seed: int,
-        completions: Sequence[Completion],
-    ) -> None:
+    def __init__(self, request_id: str, row: Row, completions: Sequence[Completion]) -> None:
         self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.seed = seed
+        self.row = row
         self.completions = completions
 
     @property
@@ -140,12 +163,24 @@ class PromptState:
     def output(self) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt=self.row.prompt,
+            prompt_token_ids=self.row.token_ids,
             outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
             num_cached_tokens=self.completions[0].request.num_cached_tokens or 0,
-            seed=self.seed,
+            seed=self.row.seed,
+            prompt_logprobs=self.completions[0].prompt_logprobs(),
+            params=self.row.params,
+        )
+
+
+def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
+    """One warning for all completions that ended with an error of their own."""
+    errors = [item.error for output in outputs for item in output.outputs if item.error is not None]
+    if errors:
+        kind, message = type(errors[0]).__name__, " ".join(str(errors[0]).split())
+        logger.warning(
+            "%d completions ended with finish_reason='error'; the first with %s: %s", len(errors), kind, message
         )
 
 

@@ -7,6 +7,7 @@ judged before any work starts, and one error tells of all that are bad.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -15,8 +16,12 @@ from typing import Any, NamedTuple
 from llm.config import ModelConfig
 from llm.errors import LLMError, ValidationError
 from llm.inputs import TokensPrompt
+from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.sampling.logits_processors.request import check_request_processors
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
+
+logger = logging.getLogger("llm")
 
 _MAX_PROBLEMS_LISTED = 10
 # Of the renderer's arguments, those that are not the template's: they decide what rendering returns.
@@ -35,7 +40,7 @@ class _Parsed(NamedTuple):
 
 @dataclass
 class Row:
-    """One prompt, ready to be added to the engine. `params` is a copy of the caller's.
+    """One prompt, ready to be added to the engine. `params` is a copy of the caller's, with what is in effect.
 
     Rows with equal `sharing` share blocks even where prefix caching is off.
     """
@@ -52,11 +57,15 @@ class Preprocessor:
 
     Args:
         tokenizer: None when the engine was built with `skip_tokenizer_init=True`.
+
+    Attributes:
+        logits_processors: the loaded classes, each of which validates every row's params.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.logits_processors: Sequence[type[LogitsProcessor]] = ()
         self._calls = 0
 
     def rows(self, prompts: Any, params: Any, default: Callable[[], SamplingParams]) -> list[Row]:
@@ -70,16 +79,16 @@ class Preprocessor:
                 problems[index] = error
                 parsed.append(_Parsed(None, []))
         per_row = _per_row_params(params, len(parsed), default)
-        call, self._calls = self._calls, self._calls + 1
+        self._calls += 1
+        checked: dict[int, SamplingParams] = {}  # by identity: many rows mostly share one object
         rows = []
         for index, ((text, token_ids), given) in enumerate(zip(self._tokenize(parsed), per_row, strict=True)):
             if index in problems:
                 continue
             try:
-                own = given.clone()
-                self._check(token_ids, own)
-                seed = own.seed if own.seed is not None else derive_seed(self.config.seed, call, index)
-                rows.append(Row(text, token_ids, own, seed))
+                if id(given) not in checked:
+                    checked[id(given)] = self._check_params(given.clone())
+                rows.append(self._row(text, token_ids, checked[id(given)].copy_validated(), index))
             except ValidationError as error:
                 problems[index] = error
         _raise_problems(problems, len(parsed))
@@ -116,20 +125,85 @@ class Preprocessor:
         encoded = iter(self.tokenizer.encode(texts) if self.tokenizer is not None and texts else [])
         return [(text, next(encoded) if token_ids is None else token_ids) for text, token_ids in parsed]
 
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+    def _row(self, text: str | None, token_ids: list[int], params: SamplingParams, index: int) -> Row:
+        """A row whose params, a copy of its own, hold what is in effect."""
+        token_ids = self._truncate(token_ids, params)
         self._check_prompt(token_ids)
-        vocab = self.config.vocab_size
-        for token in params.stop_token_ids or ():
-            if token >= vocab:
-                raise _bad("stop_token_ids", token, f"below the vocabulary size {vocab}")
-        limit = self.config.max_logprobs
-        if params.logprobs is not None and limit != -1 and not 0 <= params.logprobs <= limit:
-            raise _bad("logprobs", params.logprobs, f"at most max_logprobs ({limit})")
-        if params.stop_strings and self.tokenizer is None:
-            raise _bad("stop", params.stop, "empty with skip_tokenizer_init=True; use stop_token_ids")
         room = self.config.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise _bad("min_tokens", params.min_tokens, f"at most the room that the prompt leaves ({room})")
+        if params.max_tokens is None:
+            params.set_from("what the prompt leaves of max_model_len", max_tokens=room)
+        elif params.max_tokens > room:
+            given = f"given as {params.max_tokens}; the prompt leaves no more of max_model_len"
+            params.set_from(given, max_tokens=room)
+        call = self._calls - 1
+        if params.seed is None:
+            origin = f"derived from the engine's seed {self.config.seed}, call {call}, row {index}"
+            params.set_from(origin, seed=derive_seed(self.config.seed, call, index))
+        return Row(text, token_ids, params, params.seed or 0)
+
+    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        keep = params.truncate_prompt_tokens
+        if keep == -1:
+            keep = max(1, self.config.max_model_len - (params.max_tokens or 1))
+        return token_ids if keep is None else token_ids[-keep:]
+
+    def _check_params(self, params: SamplingParams) -> SamplingParams:
+        """What the model and the loaded processors decide; the params, with bad_words as token ids."""
+        vocab = self.config.vocab_size
+        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= vocab:
+                    raise _bad(name, token, f"below the vocabulary size {vocab}")
+        limit = self.config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and limit != -1 and not 0 <= count <= limit:
+                raise _bad(name, count, f"at most max_logprobs ({limit})")
+        if params.stop_strings and self.tokenizer is None:
+            raise _bad("stop", params.stop, "empty with skip_tokenizer_init=True; use stop_token_ids")
+        if not params.spaces_between_special_tokens and not self._writes_no_spaces():
+            raise _bad("spaces_between_special_tokens", False, "True with a tokenizer that has no tokenizer.json")
+        if params.structured_outputs is not None:
+            raise _bad("structured_outputs", params.structured_outputs, "None: this release does not have them yet")
+        params.bad_words_token_ids = self._bad_words(params.bad_words or [])
+        check_request_processors(params)
+        self._validate_by_processors(params)
+        return params
+
+    def _writes_no_spaces(self) -> bool:
+        return self.tokenizer is None or self.tokenizer.is_fast
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Token ids of each word, as it begins a text and as it follows a space."""
+        if not words:
+            return []
+        if self.tokenizer is None:
+            raise _bad("bad_words", words, "empty with skip_tokenizer_init=True; use logit_bias")
+        spellings = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        encoded = self.tokenizer.encode_rendered([_check_text(spelling) for spelling in spellings])
+        for index, word in enumerate(words):
+            if not encoded[2 * index]:
+                raise _bad("bad_words", word, "words that have a token")
+        distinct = dict.fromkeys(tuple(ids) for ids in encoded if ids and max(ids) < self.config.vocab_size)
+        return [list(ids) for ids in distinct]
+
+    def _validate_by_processors(self, params: SamplingParams) -> None:
+        for processor in self.logits_processors:
+            try:
+                processor.validate_params(params)
+            except ValidationError:
+                raise
+            except ValueError as error:
+                raise ValidationError(
+                    f"{processor.__name__} refuses the sampling params: {error}", parameter="sampling_params"
+                ) from error
+        if params.extra_args and not self.logits_processors and not params.logits_processors:
+            logger.warning(
+                "extra_args %s are given, and no logits processor is loaded that could read them.",
+                sorted(map(str, params.extra_args)),
+            )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -5,9 +5,10 @@ Owns token ids, counters and the stop rules. No tensors. A prompt with `n` compl
 
 from __future__ import annotations
 
+import traceback
 from enum import Enum, auto
 
-from llm.sampling_params import SamplingParams
+from llm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 
 class RequestStatus(Enum):
@@ -26,6 +27,9 @@ class Request:
         blocks: block ids per KV group, in order of position; owned by the block manager. 0: freed, out of the window.
         block_hashes: chain hashes of the full blocks so far; owned by the block manager.
         cache_key: extra bytes in the hash chain, so that only requests with equal keys share blocks; None: share none.
+        prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
+            where none is. Of the completions of one prompt the first has them computed.
+        error: what ended it with `finish_reason="error"`.
     """
 
     def __init__(
@@ -56,6 +60,9 @@ class Request:
         self.num_preemptions = 0
         self.blocks: list[list[int]] = []
         self.block_hashes: list[bytes] = []
+        wanted = params.prompt_logprobs is not None and sample_index == 0
+        self.prompt_logprobs_from = 0 if wanted else len(prompt_token_ids)
+        self.error: Exception | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
@@ -71,6 +78,14 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many leading tokens may come from the prefix cache, which keeps no logits: as far as the prompt logprobs
+        that were asked for are known, after a preemption for example."""
+        if self.params.skip_reading_prefix_cache:
+            return 0
+        return self.num_tokens if self.prompt_logprobs_from >= self.num_prompt_tokens else self.prompt_logprobs_from
+
     def append(self, token: int) -> bool:
         """Add a sampled token; True when it ends the request (vLLM's order: EOS, stop ids, length)."""
         self.token_ids.append(token)
@@ -81,8 +96,42 @@ class Request:
                 return self.finish("stop", token)
         if len(self.token_ids) >= self.max_total_tokens:
             return self.finish("length")
+        rule = self.params.repetition_detection
+        if rule is not None and self.num_output_tokens >= self.params.min_tokens:
+            longest = rule.max_pattern_size * rule.min_count
+            tail = self.token_ids[max(self.num_prompt_tokens, len(self.token_ids) - longest) :]
+            return repeats(tail, rule) and self.finish("repetition")
         return False
+
+    def fail(self, error: Exception) -> None:
+        """End it over an error of its own, which is kept without the frames that hold on to tensors and processors."""
+        self.error = without_frames(error)
+        self.finish("error")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> bool:
         self.finish_reason, self.stop_reason = reason, stop_reason
         return True
+
+
+class RowTraceback(Exception):
+    """The traceback of an error that ended a row, as text: the cause of the exception in its output."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def without_frames(error: Exception) -> Exception:
+    """The exception with its traceback turned into text, which `raise` shows and which keeps no object alive."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    error.__traceback__ = error.__context__ = None
+    error.__cause__ = RowTraceback(text)
+    return error
+
+
+def repeats(tokens: list[int], rule: RepetitionDetectionParams) -> bool:
+    """Whether `tokens` end in `min_count` copies of a pattern of an allowed size."""
+    for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
+        tail = tokens[-size * rule.min_count :]
+        if len(tail) == size * rule.min_count and tail == tail[-size:] * rule.min_count:
+            return True
+    return False

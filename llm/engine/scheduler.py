@@ -18,7 +18,12 @@ from llm.sampling_params import SamplingParams
 
 @dataclass
 class NewRow:
-    """A request that enters the runner's batch: new, or resumed after preemption (then `token_ids` has outputs too)."""
+    """A request that enters the runner's batch: new, or resumed after preemption (then `token_ids` has outputs too).
+
+    Attributes:
+        prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
+            where none is.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -28,7 +33,7 @@ class NewRow:
     params: SamplingParams
     seed: int
     sample_index: int
-    suppressed_token_ids: list[int]
+    prompt_logprobs_from: int
 
 
 @dataclass
@@ -153,7 +158,7 @@ class Scheduler:
                 request.params,
                 request.seed,
                 request.sample_index,
-                sorted(request.eos_token_ids | request.stop_token_ids),
+                request.prompt_logprobs_from,
             )
         )
 

@@ -2,12 +2,21 @@
 
 The steps, in order (vLLM V1's):
  1. logits in float32;
- 2. raw logprobs, for the rows that asked for them;
- 3. min_tokens: EOS and stop tokens get -inf until enough tokens are out;
- 4. greedy rows take the argmax and are done;
- 5. temperature;  6. min_p;  7. top_k, of equal ones those with the lowest ids;  8. top_p on what is left;
- 9. draw, by the inverse of the cumulative distribution at one uniform number keyed by (seed, sample index, position);
-10. gather the logprobs and rank of the drawn token and the top ones.
+ 2. the grammar's mask (structured outputs);
+ 3. raw logprobs, or raw logits, for the rows that asked for them;
+ 4. `allowed_token_ids`;  5. `bad_words`;
+ 6. processors that may change the likeliest token: min_tokens, logit_bias, custom ones, then the request's own;
+ 7. penalties: repetition, frequency, presence;
+ 8. greedy rows take the argmax and are done;
+ 9. temperature;
+10. processors that never change the likeliest token: min_p, then custom ones;
+11. top_k, of equal ones those with the lowest ids;  12. top_p on what is left;
+13. draw, by the inverse of the cumulative distribution at one uniform number keyed by (seed, sample index, position);
+14. gather the logprobs and rank of the drawn token and the top ones.
+
+"Processed" logprobs are those after step 7 for a greedy row and after step 12 for one that draws, row by row: what the
+companions of a row are never changes what it reports. A row that steps 2 to 7, or 10, leave no token (every logit -inf,
+or one NaN) ends with an error, and so does one whose own processor raised.
 """
 
 from __future__ import annotations
@@ -18,22 +27,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from llm.errors import SamplingError
+from llm.sampling.draw import argmax_rows, draw_rows
+from llm.sampling.logits_processors.pipeline import LogitsProcessors
+from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, as_logprobs, gather_logprobs
 from llm.sampling.philox import uniform
 from llm.sampling_params import MIN_TEMPERATURE, SamplingParams
 
-# top_k up to here is cut by torch.topk; beyond, the row is sorted.
-_TOPK_LIMIT = 1024
 _INT64_MAX = 2**63 - 1
-NO_LOGPROBS = -2
-
-
-@dataclass
-class TokenLogprobs:
-    """Logprobs of one drawn token: ids, logprobs and ranks, the drawn token first, then the top ones in order."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]
 
 
 class SamplingRows:
@@ -43,180 +44,180 @@ class SamplingRows:
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.top_p = np.ones(max_num_seqs, dtype=np.float64)
-        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.sample_index = np.zeros(max_num_seqs, dtype=np.int64)
         self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
-        # row -> (min_tokens, the ids that may not be drawn before); only rows that have min_tokens.
-        self.min_tokens: dict[int, tuple[int, list[int]]] = {}
+        # row -> the ids whose logprobs it asked for; only rows that did.
+        self.logprob_token_ids: dict[int, list[int]] = {}
 
-    def set(self, row: int, params: SamplingParams, seed: int, sample_index: int, suppressed: list[int]) -> None:
+    def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
         self.temperature[row] = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
         self.top_k[row] = min(params.top_k, _INT64_MAX)
         self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
         self.seed[row] = seed
         self.sample_index[row] = sample_index
         self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else min(params.logprobs, _INT64_MAX)
-        self.min_tokens.pop(row, None)
-        if params.min_tokens and suppressed:
-            self.min_tokens[row] = (params.min_tokens, suppressed)
+        self.logprob_token_ids.pop(row, None)
+        if params.logprob_token_ids:
+            self.logprobs[row] = len(params.logprob_token_ids)
+            self.logprob_token_ids[row] = params.logprob_token_ids
 
     def move(self, source: int, target: int) -> None:
-        for array in self._arrays():
+        for array in (self.temperature, self.top_k, self.top_p, self.seed, self.sample_index, self.logprobs):
             array[target] = array[source]
-        self.min_tokens.pop(target, None)
-        if source in self.min_tokens:
-            self.min_tokens[target] = self.min_tokens.pop(source)
+        self.logprob_token_ids.pop(target, None)
+        if source in self.logprob_token_ids:
+            self.logprob_token_ids[target] = self.logprob_token_ids.pop(source)
 
     def clear(self, row: int) -> None:
-        self.min_tokens.pop(row, None)
-
-    def _arrays(self) -> tuple[np.ndarray, ...]:
-        return (
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.seed,
-            self.sample_index,
-            self.logprobs,
-        )
+        self.logprob_token_ids.pop(row, None)
 
 
 @dataclass
 class SamplerOutput:
-    """`tokens` int64 [L]; `logprobs`: index into them -> what that row asked for."""
+    """`tokens` int64 [L]; `logprobs`: index into them -> what that row asked for; `errors`: index -> why its token is
+    none."""
 
     tokens: torch.Tensor
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
 
 
 class Sampler:
+    """Args:
+    logprobs_mode: raw or processed x logprobs or logits, see `llm.sampling.logprobs.MODES`.
+    """
+
+    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+        self.logprobs_mode = logprobs_mode
+
     def __call__(
-        self, logits: torch.Tensor, params: SamplingRows, rows: np.ndarray, outputs: np.ndarray
+        self,
+        logits: torch.Tensor,
+        params: SamplingRows,
+        rows: np.ndarray,
+        outputs: np.ndarray,
+        processors: LogitsProcessors | None = None,
+        batch_size: int = 0,
     ) -> SamplerOutput:
-        """Draw one token per row.
+        """Draw one token per line.
 
         Args:
             logits: float [L, vocab]; may be overwritten.
             params: of all batch rows.
-            rows: int64 [L], the batch row of each line of `logits`.
+            rows: int64 [L], the batch row of each line of `logits`, increasing where processors are given.
             outputs: int64 [L], how many tokens each row has generated so far.
+            processors: None when all of them are idle.
+            batch_size: rows in the batch, for the processors.
         """
-        logits = logits.float()
-        raw = self._raw_logprobs(logits, params.logprobs[rows])
-        self._suppress(logits, params, rows, outputs)
-        tokens = logits.argmax(dim=-1)
-        random = np.nonzero(params.temperature[rows] > 0)[0]
+        step = _Step(self.logprobs_mode, params, rows, outputs, processors, batch_size)
+        return step.run(logits.float())
+
+
+@dataclass
+class _Step:
+    """One call of the sampler.
+
+    Attributes:
+        reported: (lines, their logprobs [lines, vocab]), of the lines that asked for any.
+    """
+
+    mode: str
+    params: SamplingRows
+    rows: np.ndarray
+    outputs: np.ndarray
+    processors: LogitsProcessors | None
+    batch_size: int
+    errors: dict[int, Exception] = field(default_factory=dict)
+    reported: list[tuple[np.ndarray, torch.Tensor]] = field(default_factory=list)
+
+    def run(self, logits: torch.Tensor) -> SamplerOutput:
+        temperature = self.params.temperature[self.rows]
+        asks = self.params.logprobs[self.rows] != NO_LOGPROBS
+        raw = self.mode.startswith("raw")
+        logits = self._apply("grammar", logits)
+        if raw:
+            self._report(np.flatnonzero(asks), logits)
+        logits = self._apply("non_argmax_invariant", logits)
+        tokens = argmax_rows(logits)
+        self._check(logits, tokens)
+        if not raw:
+            self._report(np.flatnonzero(asks & (temperature == 0)), logits)
+        random = np.flatnonzero(temperature > 0)
         if len(random):
-            tokens[torch.from_numpy(random)] = self._draw(logits, params, rows, outputs, random)
-        return SamplerOutput(tokens, self._gather(raw, params.logprobs[rows], tokens))
+            self._draw(logits, random, tokens, set() if raw else set(np.flatnonzero(asks).tolist()))
+        return SamplerOutput(tokens, self._gather(tokens), self.errors)
 
-    def _raw_logprobs(self, logits: torch.Tensor, wanted: np.ndarray) -> dict[int, torch.Tensor]:
-        lines = np.nonzero(wanted != NO_LOGPROBS)[0].tolist()
-        return {line: logits[line].log_softmax(dim=-1) for line in lines}
-
-    def _suppress(self, logits: torch.Tensor, params: SamplingRows, rows: np.ndarray, outputs: np.ndarray) -> None:
-        if not params.min_tokens:
+    def _draw(self, logits: torch.Tensor, random: np.ndarray, tokens: torch.Tensor, wanted: set[int]) -> None:
+        """Steps 9 to 13 for the lines of `random`; their tokens are put in place."""
+        logits, random = self._warm(logits, random)
+        if not len(random):
             return
-        vocab = logits.shape[-1]
-        for line, row in enumerate(rows.tolist()):
-            minimum, ids = params.min_tokens.get(row, (0, []))
-            if outputs[line] < minimum:
-                logits[line, [token for token in ids if token < vocab]] = -math.inf
+        rows = self.rows[random]
+        numbers = uniform(self.params.seed[rows], self.params.sample_index[rows], self.outputs[random])
+        keep = {index for index, line in enumerate(random.tolist()) if line in wanted}
+        draws = draw_rows(logits, self.params.top_k[rows], self.params.top_p[rows], numbers, keep)
+        tokens[_index(random, tokens)] = torch.from_numpy(draws.tokens).to(tokens.device)
+        for index, ids in draws.kept.items():
+            kept = _index(ids, logits)
+            masked = torch.full_like(logits[index : index + 1], -math.inf)
+            masked[0, kept] = logits[index, kept]
+            self.reported.append((random[index : index + 1], as_logprobs(masked, self.mode)))
 
-    def _draw(
-        self, logits: torch.Tensor, params: SamplingRows, rows: np.ndarray, outputs: np.ndarray, lines: np.ndarray
-    ) -> torch.Tensor:
-        """Steps 5 to 9 for the given lines. Each kind of cut is its own pass, so no row sees its companions' cut."""
-        batch_rows = rows[lines]
-        draws = uniform(params.seed[batch_rows], params.sample_index[batch_rows], outputs[lines])
-        top_k, top_p = params.top_k[batch_rows], params.top_p[batch_rows]
-        small = (top_k > 0) & (top_k <= _TOPK_LIMIT)
-        sort = ~small & ((top_p < 1.0) | (top_k > 0))
-        tokens = np.empty(len(lines), dtype=np.int64)
-        for chosen, cut in ((small, "topk"), (sort, "sort"), (~small & ~sort, "none")):
-            if not chosen.any():
-                continue
-            scaled = logits[torch.from_numpy(lines[chosen])]
-            scaled /= torch.from_numpy(params.temperature[batch_rows[chosen]]).unsqueeze(1)
-            min_p = torch.from_numpy(params.min_p[batch_rows[chosen]]).unsqueeze(1)
-            tokens[chosen] = _draw_rows(
-                scaled,
-                min_p,
-                torch.from_numpy(top_k[chosen]).unsqueeze(1),
-                torch.from_numpy(top_p[chosen]).unsqueeze(1),
-                torch.from_numpy(draws[chosen]).unsqueeze(1),
-                cut,
-            )
-        return torch.from_numpy(tokens)
+    def _warm(self, logits: torch.Tensor, random: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """Steps 9 and 10: (logits of the lines of `random` that have a token left, those lines)."""
+        late = self.processors is not None and any(not item.is_idle() for item in self.processors.argmax_invariant)
+        if not late:
+            random = self._without_errors(random)
+            logits = _lines(logits, random)
+        temperature = self.params.temperature[self.rows if late else self.rows[random]]
+        divisor = np.where(temperature > 0, temperature, np.float32(1.0))
+        logits = logits.div_(torch.from_numpy(divisor).to(logits.device).unsqueeze(1))
+        if not late:
+            return logits, random
+        logits = self._apply("argmax_invariant", logits)
+        self._check(logits, argmax_rows(logits))
+        random = self._without_errors(random)
+        return _lines(logits, random), random
 
-    def _gather(
-        self, raw: dict[int, torch.Tensor], wanted: np.ndarray, tokens: torch.Tensor
-    ) -> dict[int, TokenLogprobs]:
-        gathered = {}
-        for line, logprobs in raw.items():
-            token = int(tokens[line])
-            count = int(wanted[line])
-            values, ids = torch.topk(logprobs, len(logprobs) if count == -1 else min(count, len(logprobs)))
-            rank = int((logprobs >= logprobs[token]).sum())
-            gathered[line] = TokenLogprobs(
-                [token, *ids.tolist()],
-                [float(logprobs[token]), *values.tolist()],
-                [rank, *range(1, len(ids) + 1)],
-            )
-        return gathered
+    def _without_errors(self, lines: np.ndarray) -> np.ndarray:
+        return lines if not self.errors else lines[[line not in self.errors for line in lines.tolist()]]
 
+    def _apply(self, stage: str, logits: torch.Tensor) -> torch.Tensor:
+        processors = self.processors
+        if processors is None:
+            return logits
+        return processors.apply(getattr(processors, stage), logits, self.rows, self.batch_size, self.errors)
 
-def _draw_rows(
-    logits: torch.Tensor,
-    min_p: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    draws: torch.Tensor,
-    cut: str,
-) -> np.ndarray:
-    """Draw from softmax(logits) after min_p, top_k and top_p.
+    def _check(self, logits: torch.Tensor, likeliest: torch.Tensor) -> None:
+        """Note the lines whose likeliest token is none."""
+        top = logits.gather(1, likeliest.unsqueeze(1)).squeeze(1)
+        for line in (~(top > -math.inf)).nonzero().flatten().tolist():
+            self.errors.setdefault(line, SamplingError(_NAN if math.isnan(float(top[line])) else _ALL_BARRED))
 
-    Shapes: logits float32 [n, vocab]; the others [n, 1]; `cut` says how the likeliest come first: "topk", "sort", or
-    "none" when neither top_k nor top_p asks for an order. Returns token ids [n].
-    """
-    top = logits.amax(dim=-1, keepdim=True)
-    logits = logits.masked_fill(logits < top + min_p.log(), -math.inf)
-    ids = None
-    if cut == "topk":
-        logits, ids = _likeliest(logits, top_k)
-    elif cut == "sort":
-        logits, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    weights = (logits - top).double().exp_()
-    if ids is not None:
-        order = torch.arange(weights.shape[-1])
-        weights.masked_fill_((order >= top_k) & (top_k > 0), 0.0)
-        cumulative = weights.cumsum(dim=-1)
-        weights.masked_fill_(cumulative - weights >= top_p * cumulative[:, -1:], 0.0)
-    cumulative = weights.cumsum(dim=-1)
-    index = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
-    # Rounding can put the target at the very end: take the last token that has any weight.
-    last = (weights > 0).double().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
-    index = torch.minimum(index, last)
-    return (index if ids is None else ids.gather(1, index)).squeeze(1).numpy()
+    def _report(self, lines: np.ndarray, logits: torch.Tensor) -> None:
+        if len(lines):
+            self.reported.append((lines, as_logprobs(_lines(logits, lines), self.mode)))
+
+    def _gather(self, tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
+        ids_of = self.params.logprob_token_ids
+        gathered: dict[int, TokenLogprobs] = {}
+        for lines, values in self.reported:
+            rows = self.rows[lines]
+            asked = {index: ids_of[row] for index, row in enumerate(rows.tolist()) if row in ids_of}
+            own = gather_logprobs(values, tokens[_index(lines, tokens)], self.params.logprobs[rows], asked)
+            gathered.update(zip(lines.tolist(), own, strict=True))
+        return {line: own for line, own in gathered.items() if line not in self.errors}
 
 
-def _likeliest(logits: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """At least the `top_k` [n, 1] likeliest of each row, equal ones in order of id: (logits, ids) [n, width].
+def _index(lines: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(lines).to(like.device)
 
-    `torch.topk` takes and orders equal values as it likes, differently for different widths, and the width is the
-    companions' affair. So its ids are put in order, and a row whose equals may be beyond the edge is sorted as a whole.
-    """
-    width = min(int(top_k.max()) + 1, logits.shape[-1])
-    values, ids = torch.topk(logits, width, dim=-1)
-    ids, by_id = ids.sort(dim=-1)
-    values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)
-    least = values.gather(1, (top_k - 1).clamp(max=width - 1))
-    cut_off = ((values[:, -1:] == least) & (least > -math.inf)).squeeze(1)
-    if width < logits.shape[-1] and cut_off.any():
-        whole, whole_ids = torch.sort(logits[cut_off], dim=-1, descending=True, stable=True)
-        values[cut_off], ids[cut_off] = whole[:, :width], whole_ids[:, :width]
-    return values, ids
+
+def _lines(tensor: torch.Tensor, lines: np.ndarray) -> torch.Tensor:
+    """These lines of a tensor; itself where that is all of them."""
+    return tensor if len(lines) == len(tensor) else tensor.index_select(0, _index(lines, tensor))
+
+
+_ALL_BARRED = "no token is left to draw: the parameters or processors of this request give every token a logit of -inf."
+_NAN = "a logit is NaN, of the model or of a logits processor, so no token can be drawn."

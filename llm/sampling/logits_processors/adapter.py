@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,10 @@ class AdapterLogitsProcessor(LogitsProcessor):
     Attributes:
         req_info: row -> its function of the row's logits.
         row_errors: row -> what its callable raised; the engine takes these after `apply`.
+        drawing: the rows that draw a token in this step; only their callables are called. None: all.
     """
+
+    drawing: Collection[int] | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, RowFunction] = {}
@@ -53,6 +56,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         for row, function in self.req_info.items():
+            if self.drawing is not None and row not in self.drawing:
+                continue
             try:
                 before = logits[row]
                 after = function(before)

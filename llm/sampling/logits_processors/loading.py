@@ -1,0 +1,92 @@
+"""Finding logits processor classes: given as such, by `"module:Class"`, or installed as entry points."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from llm.errors import ValidationError
+from llm.sampling.logits_processors.interface import LogitsProcessor
+
+ENTRY_POINT_GROUP = "llm.logits_processors"
+
+
+class LogitsProcessorLoadError(ValidationError, RuntimeError):
+    """Code that should hold a logits processor cannot be imported; `__cause__` is the error it raised."""
+
+
+def load_logits_processors(given: Any) -> list[type[LogitsProcessor]]:
+    """The installed classes, then those of `LLM(logits_processors=...)`.
+
+    Args:
+        given: a list of classes and of `"module:Class"` strings (nested classes by dots), or None.
+
+    Raises:
+        ValidationError: an item is neither, or is no subclass of `LogitsProcessor`.
+        LogitsProcessorLoadError: a module or an entry point cannot be imported. Also a RuntimeError.
+    """
+    if given is None:
+        given = []
+    if isinstance(given, str | type) or not isinstance(given, Sequence):
+        raise _bad(given, "a list of classes or 'module:Class' strings")
+    return [*_installed(), *(load_logits_processor(item) for item in given)]
+
+
+def load_logits_processor(item: Any) -> type[LogitsProcessor]:
+    """One class, given as itself or as `"module:Class"`; raises as `load_logits_processors`."""
+    if isinstance(item, str):
+        return _by_name(item)
+    if not isinstance(item, type):
+        raise _bad(item, "a class or a 'module:Class' string")
+    if not issubclass(item, LogitsProcessor):
+        raise ValidationError(
+            f"{item.__name__} is not a subclass of LogitsProcessor (of llm.v1.sample.logits_processor).",
+            parameter="logits_processors",
+            value=item,
+        )
+    return item
+
+
+def qualified_name(kind: type) -> str:
+    """`module:Class`."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _installed() -> list[type[LogitsProcessor]]:
+    found = []
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            found.append(entry.load())
+        except Exception as error:  # whatever a module of someone else raises while it is imported
+            raise _unloadable(f"the installed logits processor {entry.name} ({entry.value})", error) from error
+    return [load_logits_processor(item) for item in found]
+
+
+def _by_name(name: str) -> type[LogitsProcessor]:
+    module_name, separator, path = name.partition(":")
+    if not (module_name and separator and path) or ":" in path:
+        raise _bad(name, "'module:Class' strings")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise _unloadable(f"the logits processor {name!r}", error) from error
+    for attribute in path.split("."):
+        if not hasattr(found, attribute):
+            raise _bad(name, f"names of existing classes ({module_name} has no {path})")
+        found = getattr(found, attribute)
+    if not isinstance(found, type):
+        raise _bad(name, f"names of classes ({path} is {type(found).__name__})")
+    return load_logits_processor(found)
+
+
+def _unloadable(what: str, error: Exception) -> LogitsProcessorLoadError:
+    message = f"{what} cannot be imported ({type(error).__name__}: {error})."
+    return LogitsProcessorLoadError(message, parameter="logits_processors", value=what)
+
+
+def _bad(value: Any, right: str) -> ValidationError:
+    return ValidationError(
+        f"logits_processors must be {right}, got {value!r}.", parameter="logits_processors", value=value
+    )

@@ -1,0 +1,171 @@
+"""All processors of an engine, in the order of their stages.
+
+Owns the instances: the built-in ones, and those of the loaded classes, which can be added and removed between calls.
+Their `is_argmax_invariant()` is read here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from llm.errors import LogitsProcessorError
+from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor
+from llm.sampling.logits_processors.builtin import (
+    AllowedTokensLogitsProcessor,
+    BadWordsLogitsProcessor,
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, LogitsProcessor
+from llm.sampling.logits_processors.request import RequestLogitsProcessors
+from llm.sampling.penalties import PenaltiesLogitsProcessor
+
+if TYPE_CHECKING:
+    from llm.config import VllmConfig
+
+
+class LogitsProcessors:
+    """Instances by stage; see `llm.sampling.sampler` for what happens between the stages.
+
+    Attributes:
+        grammar: applied before the raw logprobs are taken.
+        non_argmax_invariant: allowed tokens, bad words, min tokens, bias, custom ones, the requests' own, penalties.
+        argmax_invariant: after the temperature: min_p, then custom ones.
+    """
+
+    def __init__(self, config: VllmConfig, device: torch.device, custom: Sequence[type[LogitsProcessor]] = ()) -> None:
+        self._config = config
+        self._device = device
+        self._custom = list(custom)
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Make every instance anew, for an empty batch."""
+        grammar: list[type[LogitsProcessor]] = []
+        before: list[type[LogitsProcessor]] = [
+            AllowedTokensLogitsProcessor,
+            BadWordsLogitsProcessor,
+            MinTokensLogitsProcessor,
+            LogitBiasLogitsProcessor,
+        ]
+        self.grammar = [self._make(kind) for kind in grammar]
+        custom = [self._make(kind) for kind in self._custom]
+        invariant = [bool(processor.is_argmax_invariant()) for processor in custom]
+        self.non_argmax_invariant = [
+            *(self._make(kind) for kind in before),
+            *(processor for processor, skip in zip(custom, invariant, strict=True) if not skip),
+            self._make(RequestLogitsProcessors),
+            self._make(PenaltiesLogitsProcessor),
+        ]
+        self.argmax_invariant = [
+            self._make(MinPLogitsProcessor),
+            *(processor for processor, skip in zip(custom, invariant, strict=True) if skip),
+        ]
+
+    @property
+    def custom(self) -> list[type[LogitsProcessor]]:
+        """The loaded classes, in order."""
+        return list(self._custom)
+
+    def set_custom(self, custom: Sequence[type[LogitsProcessor]], rows: Sequence[AddedRequest]) -> None:
+        """Replace the loaded classes; the new instances are told of the `rows` that are in the batch.
+
+        When one cannot be made or does not take a row, everything stays as it was.
+        """
+        before = dict(self.__dict__)
+        try:
+            self._custom = list(custom)
+            self.rebuild()
+            if rows:
+                self.update_state(BatchUpdate(len(rows), [], list(rows), []))
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+
+    @property
+    def all(self) -> Iterator[LogitsProcessor]:
+        return chain(self.grammar, self.non_argmax_invariant, self.argmax_invariant)
+
+    def is_idle(self) -> bool:
+        """Whether none of them would change anything in this step."""
+        return all(processor.is_idle() for processor in self.all)
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Tell every processor of the step's changes; raises `LogitsProcessorError` when one of them raises."""
+        for processor in self.all:
+            try:
+                processor.update_state(batch_update)
+            except Exception as error:
+                raise _failed(processor, "update_state", error) from error
+
+    def apply(
+        self,
+        stage: Sequence[LogitsProcessor],
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        batch_size: int,
+        errors: dict[int, Exception],
+    ) -> torch.Tensor:
+        """Apply the processors of a stage that are not idle.
+
+        Args:
+            logits: float32 [L, vocab], the lines of the rows that draw; changed in place or not.
+            rows: int64 [L], increasing, the batch row of each line.
+            batch_size: rows in the batch, drawing or not.
+            errors: line -> what went wrong with it; added to.
+
+        Raises:
+            LogitsProcessorError: a processor raised, or returned what are no logits.
+        """
+        active = [processor for processor in stage if not processor.is_idle()]
+        if not active:
+            return logits
+        partial = len(rows) != batch_size
+        lines = {int(row): line for line, row in enumerate(rows)}
+        if partial:
+            index = torch.from_numpy(rows).to(logits.device)
+            whole = logits.new_zeros(batch_size, logits.shape[1]).index_copy_(0, index, logits)
+        else:
+            whole = logits
+        for processor in active:
+            if isinstance(processor, AdapterLogitsProcessor):
+                processor.drawing = lines
+            whole = _apply_one(processor, whole)
+            _take_row_errors(processor, lines, errors)
+        return whole.index_select(0, index) if partial else whole
+
+    def _make(self, kind: type[LogitsProcessor]) -> LogitsProcessor:
+        return kind(self._config, self._device, False)
+
+
+def _apply_one(processor: LogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
+    try:
+        after = processor.apply(logits)
+    except Exception as error:
+        raise _failed(processor, "apply", error) from error
+    if not isinstance(after, torch.Tensor) or after.shape != logits.shape:
+        found = f"shape {tuple(after.shape)}" if isinstance(after, torch.Tensor) else type(after).__name__
+        name = type(processor).__name__
+        raise LogitsProcessorError(f"{name}.apply must return logits of shape {tuple(logits.shape)}, got {found}.")
+    return after
+
+
+def _take_row_errors(processor: LogitsProcessor, lines: dict[int, int], errors: dict[int, Exception]) -> None:
+    own: dict[int, Exception] | None = getattr(processor, "row_errors", None)
+    if own:
+        errors.update({lines[row]: error for row, error in own.items() if row in lines})
+        own.clear()
+
+
+def _failed(processor: LogitsProcessor, method: str, error: Exception) -> LogitsProcessorError:
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return LogitsProcessorError(
+        f"the logits processor {type(processor).__qualname__} raised in {method}() and it cannot be told for which row "
+        f"({reason}); every row of this call was dropped."
+    )
