@@ -99,6 +99,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
     with times.phase("read config"):
         platform, platform_reason = select_platform(args.device)
         compilation = CompilationConfig.of(args.compilation_config)
+        processors = load_logits_processors(args.logits_processors)
         source = _read_source(args)
         check_operations(compilation)
     quant_config = source.quantization.config
@@ -106,7 +107,6 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
             quant_config.statistics = calibrate(lambda: build_engine(plain), quant_config.calibration)
-        processors = load_logits_processors(args.logits_processors)
     try:
         with times.phase("tokenizer"):
             tokenizer = _tokenizer(args, source.folder)
