@@ -116,7 +116,7 @@ class QuantFP8(CustomOp):
         else:
             largest = groups.new_zeros(groups.shape[0], groups.shape[2])
         if scale_ub is not None:
-            largest = largest.clamp(max=float(scale_ub))
+            largest = torch.minimum(largest, scale_ub.to(largest))
         scale = (largest / FP8_MAX).clamp_(min=_SMALLEST_SCALE)
         return torch.exp2(torch.ceil(torch.log2(scale))) if self.use_ue8m0 else scale
 

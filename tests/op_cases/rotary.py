@@ -14,7 +14,8 @@ from llm.layers.rotary import RopeParameters
 from op_cases.base import Case, Inputs, normal
 
 HEAD, HEADS, KV_HEADS = 20, 3, 2
-LONGEST = 150
+LONGEST = 150  # more than the model was made for, so that dynamic scaling acts
+MADE_FOR = 128
 
 # What transformers calls the parameters that config.json has; ours are `RopeParameters`.
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 def rope_parameters(kind: str) -> RopeParameters:
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in SCALINGS[kind].items()}
-    return RopeParameters(rope_type=kind, max_position_embeddings=64, **given)
+    return RopeParameters(rope_type=kind, max_position_embeddings=MADE_FOR, **given)
 
 
 def transformers_frequencies(kind: str) -> tuple[torch.Tensor, float]:
@@ -52,7 +53,7 @@ def transformers_frequencies(kind: str) -> tuple[torch.Tensor, float]:
         hidden_size=HEAD * HEADS,
         num_attention_heads=HEADS,
         head_dim=HEAD,
-        max_position_embeddings=64,
+        max_position_embeddings=MADE_FOR,
         rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **SCALINGS[kind]},
     )
     if kind == "default":
