@@ -1,0 +1,147 @@
+"""Attention over a paged cache in C++; `kernels/reference/attention.py` defines it and attention.cpp documents the layout.
+
+Every call checks block tables and slots against the cache before it computes anything: an index that is out of range
+is an IndexError, not a stray read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from llm.forward import AttentionMetadata, KVCacheSpec
+from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
+
+# Slots of a panel; attention.cpp has the same number as LANES.
+PANEL = 16
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ATTENTION = (
+    *(POINTER,) * 3,  # block table, starts, lengths
+    *(INT,) * 4,  # rows, width of the table, block size, slots
+    *(POINTER, INT, INT),  # query, its stride, tokens
+    *(INT, POINTER, POINTER, POINTER),  # kind, caches, out
+    *(INT,) * 4,  # heads, kv heads, head size, window
+    *(FLOAT, FLOAT, POINTER, INT),  # scale, soft cap, sinks, threads
+)
+_WRITE = (*(POINTER, INT) * 2, INT, *(POINTER,) * 3, *(INT,) * 5)
+
+
+def kv_cache_shapes(
+    library: Library, spec: KVCacheSpec, num_blocks: int, block_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Keys [panels, kv_heads, head_size, 16] and values [panels, kv_heads, 16, head_size], with one panel to spare."""
+    panels = -(-num_blocks * block_size // PANEL) + 1
+    return (panels, spec.num_kv_heads, spec.head_size, PANEL), (panels, spec.num_kv_heads, PANEL, spec.head_size)
+
+
+def write_kv_cache(
+    library: Library,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store key and value float32 [N, kv_heads, head_size] at the slots int64 [N]; IndexError: no such slot."""
+    key, value = _by_token(key), _by_token(value)
+    tokens, kv_heads, head_size = key.shape
+    slots = _slots(key_cache)
+    write = library.function("llm_write_kv_cache", *_WRITE, result=INT)
+    bad = write(
+        key.data_ptr(),
+        key.stride(0),
+        value.data_ptr(),
+        value.stride(0),
+        KINDS[key_cache.dtype],
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        slots,
+        tokens,
+        kv_heads,
+        head_size,
+        torch.get_num_threads(),
+    )
+    if bad >= 0:
+        raise IndexError(f"slot_mapping[{bad}] is {int(slot_mapping[bad])}, the cache has {slots} slots")
+
+
+def paged_attention(
+    library: Library,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(q k^T * scale) v; as `kernels.reference.attention.paged_attention`, in the layout of `kv_cache_shapes`.
+
+    Raises:
+        IndexError: a block id is outside of the cache, or a row's numbers contradict each other.
+    """
+    if metadata.plan is None:
+        metadata.plan = _plan(metadata)
+    query = _by_token(query)
+    tokens, heads, head_size = query.shape
+    out = torch.empty(tokens, heads, head_size)
+    slots = _slots(key_cache)
+    attend = library.function("llm_paged_attention", *_ATTENTION, result=INT)
+    bad = attend(
+        *metadata.plan,
+        slots,
+        query.data_ptr(),
+        query.stride(0),
+        tokens,
+        KINDS[key_cache.dtype],
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        out.data_ptr(),
+        heads,
+        key_cache.shape[1],
+        head_size,
+        sliding_window or 0,
+        scale,
+        soft_cap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if bad >= 0:
+        raise IndexError(_what_is_wrong(metadata, int(bad), slots))
+    return out
+
+
+def _plan(metadata: AttentionMetadata) -> tuple[Any, ...]:
+    """Once a step for all layers of a group: where the kernel finds the rows. `metadata` keeps the tensors alive."""
+    for name in ("block_table", "query_start_loc", "seq_lens"):
+        tensor = getattr(metadata, name)
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise TypeError(f"{name} must be contiguous int32, got {tensor.dtype}")
+    return (
+        metadata.block_table.data_ptr(),
+        metadata.query_start_loc.data_ptr(),
+        metadata.seq_lens.data_ptr(),
+        *metadata.block_table.shape,
+        metadata.block_size,
+    )
+
+
+def _what_is_wrong(metadata: AttentionMetadata, row: int, slots: int) -> str:
+    return (
+        f"row {row} of the attention step is out of range: block table {metadata.block_table[row].tolist()}, length "
+        f"{int(metadata.seq_lens[row])}, query_start_loc {metadata.query_start_loc[row : row + 2].tolist()}; the cache "
+        f"holds {slots // metadata.block_size} blocks of {metadata.block_size}"
+    )
+
+
+def _slots(key_cache: torch.Tensor) -> int:
+    return (key_cache.shape[0] - 1) * PANEL
+
+
+def _by_token(x: torch.Tensor) -> torch.Tensor:
+    """float32 [N, heads, head_size] without gaps inside a token; tokens may be apart."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

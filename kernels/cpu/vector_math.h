@@ -1,0 +1,118 @@
+// Elementary functions on sixteen lanes, and conversions to the narrow float types.
+//
+// Made of correctly rounded operations in a fixed order, so they give the same bits on every instruction set and in every
+// lane. Errors against float64, in units in the last place of the exact result, measured over all of the range by
+// tests/test_kernels_fused.py: exp 1, tanh 2, erf 1.5. NaN gives NaN; exp overflows to inf and its denormals are kept.
+#pragma once
+
+#include "simd.h"
+
+namespace llm {
+namespace {
+
+// 2^n for integers n (held as floats) in [-126, 127].
+LLM_INLINE F32 power_of_two(F32 n) { return as_float(shift_left<23>(to_int(n) + set1_i(127))); }
+
+// e^r for |r| <= ln(2) / 2: the degree-6 minimax polynomial.
+LLM_INLINE F32 exp_reduced(F32 r) {
+    F32 p = set1(0x1.6a50bep-10f);
+    p = fma(p, r, set1(0x1.123976p-7f));
+    p = fma(p, r, set1(0x1.5558acp-5f));
+    p = fma(p, r, set1(0x1.555492p-3f));
+    p = fma(p, r, set1(0x1.fffffcp-2f));
+    p = fma(p, r, set1(1.0f));
+    return fma(p, r, set1(1.0f));
+}
+
+// e^x. Scaled by two powers of two, so that overflow, denormals and zero round as they should.
+LLM_INLINE F32 exp(F32 x) {
+    // The comparison is false for NaN, which passes through.
+    x = select_less(set1(89.0f), x, set1(89.0f), x);
+    x = select_less(x, set1(-104.0f), set1(-104.0f), x);
+    const F32 n = round_even(x * set1(0x1.715476p+0f));
+    F32 r = fma(n, set1(-0x1.62e400p-1f), x);
+    r = fma(n, set1(-0x1.7f7d1cp-20f), r);
+    const F32 half = round_even(n * set1(0.5f));
+    return exp_reduced(r) * power_of_two(half) * power_of_two(n - half);
+}
+
+// 2^x for x <= 0; exactly 0 below -126.
+LLM_INLINE F32 exp2_of_negative(F32 x) {
+    const F32 n = round_even(x);
+    const F32 r = x - n;
+    F32 p = set1(0x1.416b50p-13f);
+    p = fma(p, r, set1(0x1.5f082ep-10f));
+    p = fma(p, r, set1(0x1.3b2de0p-7f));
+    p = fma(p, r, set1(0x1.c6af7cp-5f));
+    p = fma(p, r, set1(0x1.ebfbdcp-3f));
+    p = fma(p, r, set1(0x1.62e430p-1f));
+    p = fma(p, r, set1(1.0f));
+    return select_less(x, set1(-126.0f), zero(), p * power_of_two(n));
+}
+
+// A sign is -1 or 1; a negative zero counts as positive.
+LLM_INLINE F32 with_sign_of(F32 magnitude, F32 x) { return select_less(x, zero(), zero() - magnitude, magnitude); }
+
+// Near 0 an odd polynomial, elsewhere 1 - 2 / (e^2|x| + 1).
+LLM_INLINE F32 tanh(F32 x) {
+    const F32 size = abs(x), square = x * x;
+    F32 p = set1(-5.70498872745e-3f);
+    p = fma(p, square, set1(2.06390887954e-2f));
+    p = fma(p, square, set1(-5.37397155531e-2f));
+    p = fma(p, square, set1(1.33314422036e-1f));
+    p = fma(p, square, set1(-3.33332819422e-1f));
+    const F32 near = fma(p * square, x, x);
+    const F32 far = set1(1.0f) - set1(2.0f) / (exp(size + size) + set1(1.0f));
+    return select_less(size, set1(0.625f), near, with_sign_of(far, x));
+}
+
+// Near 0 an odd polynomial, elsewhere 1 - e^q(|x|).
+LLM_INLINE F32 erf(F32 x) {
+    const F32 size = abs(x), square = x * x;
+    F32 p = set1(-5.96761703e-4f);
+    p = fma(p, square, set1(4.99119423e-3f));
+    p = fma(p, square, set1(-2.67681349e-2f));
+    p = fma(p, square, set1(1.12819925e-1f));
+    p = fma(p, square, set1(-3.76125336e-1f));
+    p = fma(p, square, set1(1.28379166e-1f));
+    const F32 near = fma(p, x, x);
+    const F32 bounded = min(set1(4.0f), size);  // erf(4) rounds to 1; a NaN in `size` passes
+    const F32 bounded_square = bounded * bounded;
+    F32 q = fma(set1(-1.72853470e-5f), bounded, set1(3.83197126e-4f));
+    q = fma(q, bounded_square, fma(set1(-3.88396438e-3f), bounded, set1(2.42546219e-2f)));
+    q = fma(q, bounded, set1(-1.06777877e-1f));
+    q = fma(q, bounded, set1(-6.34846687e-1f));
+    q = fma(q, bounded, set1(-1.28717512e-1f));
+    const F32 far = set1(1.0f) - exp(fma(q, bounded, zero() - bounded));
+    return select_less(size, set1(0.927734375f), near, with_sign_of(far, x));
+}
+
+LLM_INLINE uint32_t float_to_bits(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// float32 to a storage type, rounded to nearest even; overflow is inf, every NaN becomes the type's quiet one.
+template <class T> LLM_INLINE T narrow(float x);
+template <> LLM_INLINE float narrow<float>(float x) { return x; }
+template <> LLM_INLINE BF16 narrow<BF16>(float x) {
+    const uint32_t bits = float_to_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fc0};
+    return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
+}
+template <> LLM_INLINE F16 narrow<F16>(float x) {
+    const uint32_t bits = float_to_bits(x), size = bits & 0x7fffffffu;
+    const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+    if (size > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
+    if (size >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // 65520 and more
+    if (size < 0x38800000u) {  // a denormal: its last place is 2^-24, the last place of floats in [0.5, 1)
+        const float shifted = bits_to_float(size) + 0.5f;
+        return {static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3f000000u))};
+    }
+    const uint32_t rounded = size + 0xfffu + (size >> 13 & 1);
+    return {static_cast<uint16_t>(sign | (rounded - 0x38000000u) >> 13)};
+}
+
+}  // namespace
+}  // namespace llm
