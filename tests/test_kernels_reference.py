@@ -7,16 +7,15 @@ stray read shows in the result.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import Pages, Shape, normal
 from tiny_models import one_thread
 
-from llm.forward import AttentionMetadata, KVCacheSpec
 from llm.kernels.reference import activation, attention, linear, norm, rotary
 from llm.layers.norm import RMSNorm
 
@@ -33,10 +32,6 @@ quick = settings(max_examples=30)
 def _one_thread() -> Any:
     with one_thread():
         yield
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -172,145 +167,6 @@ def test_embedding(seed: int, count: int, vocab: int, dtype: torch.dtype) -> Non
 # Attention
 
 
-@dataclass
-class Shape:
-    """What an attention layer is built with, and the limits inside the implementation that a case may tighten."""
-
-    heads: int = 4
-    kv_heads: int = 2
-    head_size: int = 8
-    block_size: int = 4
-    window: int | None = None
-    soft_cap: float | None = None
-    dtype: torch.dtype = torch.float32
-    gather_elements: int = 1 << 20
-    query_chunk: int = 512
-
-    @property
-    def scale(self) -> float:
-        return 1.3 / math.sqrt(self.head_size)
-
-
-class Pages:
-    """Rows (tokens cached before, tokens of this step) in a paged cache with scattered blocks.
-
-    Slots that no row may read are NaN: blocks nobody owns, the ends of last blocks, what has left the window. Where a
-    whole block has left the window the table may hold the null block or the block's old id. Slot 0 holds zeros.
-    """
-
-    def __init__(self, shape: Shape, rows: list[tuple[int, int]], seed: int) -> None:
-        self.shape, self.rows = shape, rows
-        tokens = sum(new for _, new in rows)
-        self.query = normal(seed, tokens, shape.heads, shape.head_size)
-        self.keys = [self._row(cached + new, seed + 2 * row + 1) for row, (cached, new) in enumerate(rows)]
-        self.values = [self._row(cached + new, seed + 2 * row + 2) for row, (cached, new) in enumerate(rows)]
-        self.table = self._scatter(torch.Generator().manual_seed(seed))
-        self.key_cache, self.value_cache = self._empty(), self._empty()
-        self._fill()
-        self._drop_blocks_out_of_window(seed)
-
-    def attend(self) -> torch.Tensor:
-        """Write this step's keys and values, then attend, as the layer does."""
-        key, value = self._new(self.keys), self._new(self.values)
-        attention.write_kv_cache(key, value, self.key_cache, self.value_cache, self.slot_mapping())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "_GATHER_ELEMENTS", self.shape.gather_elements)
-            patch.setattr(attention, "_QUERY_CHUNK", self.shape.query_chunk)
-            return attention.paged_attention(
-                self.query,
-                self.key_cache,
-                self.value_cache,
-                self.metadata(),
-                scale=self.shape.scale,
-                sliding_window=self.shape.window,
-                soft_cap=self.shape.soft_cap,
-            )
-
-    def expected(self) -> torch.Tensor:
-        """Row by row and token by token, dense, in float64 over what the cache's type can hold."""
-        lines = []
-        queries = iter(self.query.double())
-        for (cached, new), keys, values in zip(self.rows, self.keys, self.values, strict=True):
-            keys, values = (tensor.to(self.shape.dtype).double() for tensor in (keys, values))
-            for position in range(cached, cached + new):
-                first = self.first_seen(position)
-                lines.append(self._dense(next(queries), keys[first : position + 1], values[first : position + 1]))
-        return torch.stack(lines)
-
-    def metadata(self) -> AttentionMetadata:
-        counts, lengths = [new for _, new in self.rows], [cached + new for cached, new in self.rows]
-        return AttentionMetadata(
-            block_table=self.table,
-            slot_mapping=self.slot_mapping(),
-            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
-            seq_lens=torch.tensor(lengths).int(),
-            block_size=self.shape.block_size,
-            query_lens_list=counts,
-            seq_lens_list=lengths,
-        )
-
-    def slot_mapping(self) -> torch.Tensor:
-        spans = [range(cached, cached + new) for cached, new in self.rows]
-        return torch.tensor([self.slot(row, position) for row, span in enumerate(spans) for position in span])
-
-    def slot(self, row: int, position: int) -> int:
-        size = self.shape.block_size
-        return int(self.table[row, position // size]) * size + position % size
-
-    def first_seen(self, position: int) -> int:
-        return 0 if self.shape.window is None else max(0, position - self.shape.window + 1)
-
-    def _row(self, tokens: int, seed: int) -> torch.Tensor:
-        return normal(seed, tokens, self.shape.kv_heads, self.shape.head_size)
-
-    def _new(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """The tokens of this step, end to end."""
-        return torch.cat([tensor[-new:] for tensor, (_, new) in zip(rows, self.rows, strict=True)])
-
-    def _dense(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """query [heads, d], keys and values [n, kv_heads, d] -> [heads, d]; query head h reads head h // ratio."""
-        ratio = self.shape.heads // self.shape.kv_heads
-        heads = []
-        for head in range(self.shape.heads):
-            scores = keys[:, head // ratio] @ query[head] * self.shape.scale
-            if self.shape.soft_cap is not None:
-                scores = self.shape.soft_cap * torch.tanh(scores / self.shape.soft_cap)
-            weights = torch.exp(scores - scores.max())
-            heads.append(weights / weights.sum() @ values[:, head // ratio])
-        return torch.stack(heads)
-
-    def _scatter(self, generator: torch.Generator) -> torch.Tensor:
-        """Distinct random blocks for every row; beyond its own a row's table holds ids of blocks it does not own."""
-        needed = [-(-(cached + new) // self.shape.block_size) for cached, new in self.rows]
-        ids = iter((torch.randperm(sum(needed) + 5, generator=generator) + 1).tolist())
-        self.num_blocks = sum(needed) + 6
-        table = torch.randint(self.num_blocks, (len(needed), max(needed)), generator=generator).int()
-        for row, count in enumerate(needed):
-            table[row, :count] = torch.tensor([next(ids) for _ in range(count)])
-        return table
-
-    def _empty(self) -> torch.Tensor:
-        spec = KVCacheSpec(self.shape.kv_heads, self.shape.head_size, self.shape.dtype, self.shape.window)
-        cache = torch.full(attention.kv_cache_shape(spec, self.num_blocks, self.shape.block_size), math.nan)
-        cache[:, 0] = 0
-        return cache.to(self.shape.dtype)
-
-    def _fill(self) -> None:
-        """The keys and values of earlier steps that some token of this step sees."""
-        for row, (cached, _) in enumerate(self.rows):
-            seen = range(self.first_seen(cached), cached)
-            slots = torch.tensor([self.slot(row, position) for position in seen], dtype=torch.int64)
-            kept = slice(seen.start, seen.stop)
-            attention.write_kv_cache(
-                self.keys[row][kept], self.values[row][kept], self.key_cache, self.value_cache, slots
-            )
-
-    def _drop_blocks_out_of_window(self, seed: int) -> None:
-        for row, (cached, _) in enumerate(self.rows):
-            if (seed + row) % 2:
-                self.table[row, : self.first_seen(cached) // self.shape.block_size] = 0
-
-
 decode_row = st.tuples(st.integers(0, 70), st.just(1))
 prompt_row = st.tuples(st.just(0), st.integers(2, 25))
 continued_row = st.tuples(st.integers(1, 40), st.integers(2, 25))
@@ -333,17 +189,27 @@ def shapes(draw: st.DrawFn) -> Shape:
         window=draw(st.sampled_from([None, None, 1, 3, 16, 33, 1000])),
         soft_cap=draw(st.sampled_from([None, None, 2.0])),
         dtype=draw(dtypes),
-        gather_elements=draw(st.sampled_from([1, 2000, 1 << 20])),
-        query_chunk=draw(st.sampled_from([1, 5, 512])),
+        sinks=draw(st.booleans()),
     )
 
 
 @pytest.mark.parametrize("kind", ROWS)
 @settings(max_examples=40)
-@given(data=st.data(), shape=shapes(), seed=seeds)
-def test_paged_attention(kind: str, data: st.DataObject, shape: Shape, seed: int) -> None:
+@given(
+    data=st.data(),
+    shape=shapes(),
+    seed=seeds,
+    gather_elements=st.sampled_from([1, 2000, 1 << 20]),
+    query_chunk=st.sampled_from([1, 5, 512]),
+)
+def test_paged_attention(
+    kind: str, data: st.DataObject, shape: Shape, seed: int, gather_elements: int, query_chunk: int
+) -> None:
     pages = Pages(shape, data.draw(ROWS[kind]), seed)
-    assert_close(pages.attend(), pages.expected())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_GATHER_ELEMENTS", gather_elements)
+        patch.setattr(attention, "_QUERY_CHUNK", query_chunk)
+        assert_close(pages.attend(), pages.expected())
 
 
 @quick
@@ -373,32 +239,20 @@ def test_poison_and_reference_see_defects(window: int | None) -> None:
         poisoned = Pages(shape, MIXED, seed=0)
         poisoned.attend()
         poisoned.value_cache[:, poisoned.slot(row, poisoned.first_seen(cached + new - 1))] = math.nan
-        assert _attend_again(poisoned).isnan().any()
+        assert poisoned.attend_again().isnan().any()
     swapped = Pages(shape, MIXED, seed=0)
     swapped.attend()
     here, there = swapped.slot(0, 29), swapped.slot(0, 28)
     swapped.value_cache[:, [here, there]] = swapped.value_cache[:, [there, here]]
     with pytest.raises(AssertionError):
-        assert_close(_attend_again(swapped), expected)
+        assert_close(swapped.attend_again(), expected)
 
 
-@pytest.mark.parametrize("change", [{"window": 6}, {"window": 8}, {"soft_cap": 2.0}])
+@pytest.mark.parametrize("change", [{"window": 6}, {"window": 8}, {"soft_cap": 2.0}, {"sinks": True}])
 def test_reference_tells_shapes_apart(change: dict[str, Any]) -> None:
     pages, other = Pages(Shape(window=7), MIXED, seed=0), Pages(Shape(**{"window": 7, **change}), MIXED, seed=0)
     with pytest.raises(AssertionError):
         assert_close(pages.attend(), other.expected())
-
-
-def _attend_again(pages: Pages) -> torch.Tensor:
-    """Attend over the cache as it is."""
-    return attention.paged_attention(
-        pages.query,
-        pages.key_cache,
-        pages.value_cache,
-        pages.metadata(),
-        scale=pages.shape.scale,
-        sliding_window=pages.shape.window,
-    )
 
 
 def test_extreme_scores() -> None:

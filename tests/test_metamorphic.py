@@ -60,7 +60,7 @@ def make_requests(row: TinyModel) -> list[Request]:
     longest = max(prompts, key=len)
     prompts += [longest, longest[:20] + prompts[1][:9], longest[:-3] + prompts[0][:3]]
     requests = [(prompt, _params(index, temperature=0)) for index, prompt in enumerate(prompts)]
-    requests += [(prompts[index], _params(index, top_k=20, seed=index)) for index in (0, 3, 4)]
+    requests += [(prompts[index], _params(index, top_k=20, seed=index + 1)) for index in (0, 3, 4)]
     requests += [(prompts[2], _params(1, top_k=20, seed=5, n=3))]
     return requests
 
@@ -285,7 +285,8 @@ def test_planted_defects_are_seen(llama: Case, plant: Plant, monkeypatch: pytest
     assert llama.alone
     with llama.load({}) as llm:
         plant(monkeypatch)
-        with pytest.raises(AssertionError):
+        # The kernels refuse what reaches beyond a row's blocks; the comparison sees the rest.
+        with pytest.raises((AssertionError, IndexError)):
             check_orders(llama, llm)
 
 

@@ -1,4 +1,4 @@
-"""Attention over a paged cache in C++; `kernels/reference/attention.py` defines it and attention.cpp documents the layout.
+"""Attention over a paged cache in C++; `kernels/reference` defines it, attention.cpp documents the layout.
 
 Every call checks block tables and slots against the cache before it computes anything: an index that is out of range
 is an IndexError, not a stray read.

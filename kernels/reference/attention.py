@@ -21,9 +21,10 @@ _QUERY_CHUNK = 512
 _GATHER_ELEMENTS = 1 << 20
 
 
-def kv_cache_shape(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Shape of one layer's key cache; the value cache has the same."""
-    return (spec.num_kv_heads, num_blocks * block_size, spec.head_size)
+def kv_cache_shapes(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of one layer's key cache and value cache, here both [kv_heads, slots, head_size]."""
+    shape = (spec.num_kv_heads, num_blocks * block_size, spec.head_size)
+    return shape, shape
 
 
 def write_kv_cache(
@@ -47,12 +48,14 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v, causal, over what the cache holds for each row.
 
-    Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shape`; returns [N, heads, head_size].
+    Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shapes`; returns [N, heads, head_size].
     A token at position p sees positions max(0, p - sliding_window + 1) to p. With `soft_cap` a score s becomes
-    soft_cap * tanh(s / soft_cap) before the softmax.
+    soft_cap * tanh(s / soft_cap) before the softmax. `sinks` float32 [heads] are scores of one more key, whose value
+    is zero (attention sinks as gpt-oss trains them).
     """
     if metadata.plan is None:
         metadata.plan = _plan(metadata, sliding_window, key_cache.shape[0] * key_cache.shape[2])
@@ -61,10 +64,11 @@ def paged_attention(
     for group in metadata.plan.decode:
         key = _gather_into(key_buffer, key_cache, group.slots)
         value = _gather_into(value_buffer, value_cache, group.slots)
-        out[group.tokens] = _attend_decode(query[group.tokens], key, value, group.mask, scale, soft_cap)
+        out[group.tokens] = _attend_decode(query[group.tokens], key, value, group.mask, scale, soft_cap, sinks)
     for row in metadata.plan.prefill:
         key, value = _gather(key_cache, row.slots), _gather(value_cache, row.slots)
-        out[row.start : row.end] = _attend_row(query[row.start : row.end], key, value, scale, sliding_window, soft_cap)
+        part = query[row.start : row.end]
+        out[row.start : row.end] = _attend_row(part, key, value, scale, sliding_window, soft_cap, sinks)
     return out
 
 
@@ -168,13 +172,15 @@ def _attend_decode(
     mask: torch.Tensor,
     scale: float,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """query [R, heads, d], key and value [kv_heads, R * L, d], mask [R, 1, L] -> [R, heads, d]."""
     rows, heads, size = query.shape
     kv_heads = key.shape[0]
     grouped = query.view(rows, kv_heads, -1, size).transpose(0, 1)
     by_row = (kv_heads, rows, -1, size)
-    out = _attend_explicitly(grouped, key.view(by_row), value.view(by_row), mask, scale, soft_cap)
+    sinks = None if sinks is None else sinks.view(kv_heads, 1, -1, 1)
+    out = _attend_explicitly(grouped, key.view(by_row), value.view(by_row), mask, scale, soft_cap, sinks)
     return out.transpose(0, 1).reshape(rows, heads, size)
 
 
@@ -185,11 +191,12 @@ def _attend_row(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """query [count, heads, d], the last `count` of the keys; key and value [kv_heads, keys, d] -> [count, heads, d]."""
     count, keys = query.shape[0], key.shape[1]
     query = query.transpose(0, 1)
-    if count == keys and sliding_window is None and soft_cap is None:
+    if count == keys and sliding_window is None and soft_cap is None and sinks is None:
         return _sdpa(query, key, value, scale, None).transpose(0, 1)
     chunks = []
     for start in range(0, count, _QUERY_CHUNK):
@@ -198,7 +205,7 @@ def _attend_row(
         mask = torch.arange(keys) <= positions
         if sliding_window is not None:
             mask &= torch.arange(keys) > positions - sliding_window
-        chunks.append(_attend_masked(query[:, start:end], key, value, mask, scale, soft_cap))
+        chunks.append(_attend_masked(query[:, start:end], key, value, mask, scale, soft_cap, sinks))
     return torch.cat(chunks, dim=1).transpose(0, 1)
 
 
@@ -209,14 +216,16 @@ def _attend_masked(
     mask: torch.Tensor,
     scale: float,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """query [heads, q, d], key and value [kv_heads, k, d], mask [q, k] -> [heads, q, d]."""
-    if soft_cap is None:
+    if soft_cap is None and sinks is None:
         return _sdpa(query, key, value, scale, mask)
     grouped = query.unflatten(0, (key.shape[0], -1))
     groups = grouped.shape[1]
+    sinks = None if sinks is None else sinks.view(-1, groups, 1, 1)
     key, value = (tensor.unsqueeze(1).expand(-1, groups, -1, -1) for tensor in (key, value))
-    return _attend_explicitly(grouped, key, value, mask, scale, soft_cap).flatten(0, 1)
+    return _attend_explicitly(grouped, key, value, mask, scale, soft_cap, sinks).flatten(0, 1)
 
 
 def _attend_explicitly(
@@ -226,12 +235,17 @@ def _attend_explicitly(
     mask: torch.Tensor,
     scale: float,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [a, b, q, d], key and value [a, b, k, d], mask broadcast to [a, b, q, k] -> [a, b, q, d]."""
+    """query [a, b, q, d], key and value [a, b, k, d], mask to [a, b, q, k], sinks to [a, b, q, 1]: -> [a, b, q, d]."""
     scores = torch.matmul(query * scale, key.transpose(2, 3))
     if soft_cap is not None:
         scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
-    return torch.matmul(scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1), value)
+    scores.masked_fill_(~mask, float("-inf"))
+    if sinks is None:
+        return torch.matmul(scores.softmax(dim=-1), value)
+    column = sinks.expand(*scores.shape[:-1], 1)
+    return torch.matmul(torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1], value)
 
 
 def _sdpa(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from llm.forward import ForwardBatch, KVCacheSpec
-from llm.kernels.reference.attention import paged_attention, write_kv_cache
+from llm.layers.kernels import platform_kernels
 
 
 class Attention(nn.Module):
@@ -41,6 +41,9 @@ class Attention(nn.Module):
         self.scale = scale
         self.sliding_window = sliding_window
         self.soft_cap = soft_cap
+        kernels = platform_kernels()
+        self._write_kv_cache = kernels.op("write_kv_cache")
+        self._paged_attention = kernels.op("paged_attention")
 
     def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         return KVCacheSpec(self.num_kv_heads, self.head_size, dtype, self.sliding_window)
@@ -52,8 +55,8 @@ class Attention(nn.Module):
         metadata = batch.attention[self.layer_index]
         heads = (tokens, self.num_kv_heads, self.head_size)
         # Every row's keys are written before any row reads: rows of one step may share blocks (prefix hits).
-        write_kv_cache(key.view(heads), value.view(heads), key_cache, value_cache, metadata.slot_mapping)
-        out = paged_attention(
+        self._write_kv_cache(key.view(heads), value.view(heads), key_cache, value_cache, metadata.slot_mapping)
+        out = self._paged_attention(
             query.view(tokens, self.num_heads, self.head_size),
             key_cache,
             value_cache,

@@ -40,6 +40,7 @@ from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
 from llm.errors import CheckpointError, OutOfMemoryError, ValidationError
 from llm.forward import KVCacheSpec
+from llm.kernels.select import KernelSet, kernels_for
 from llm.layers.custom_op import constructing_for
 from llm.loading.checkpoint import Checkpoint, read_json
 from llm.loading.loader import load_dummy_weights, load_weights
@@ -125,7 +126,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         if source.checkpoint is not None:
             source.checkpoint.close()
     with times.phase("allocate KV cache"):
-        runner = _make_runner(model, specs, config, processors)
+        runner = _make_runner(model, specs, config, kernels_for(platform), processors)
     windows = [spec.sliding_window for spec in group_layers(specs)[0]]
 
     def make_scheduler() -> Scheduler:
@@ -158,10 +159,14 @@ def _load_weights(model: Any, source: _Source, checkpoint: Checkpoint, show_prog
 
 
 def _make_runner(
-    model: Any, specs: list[KVCacheSpec], config: EngineConfig, processors: list[type[LogitsProcessor]]
+    model: Any,
+    specs: list[KVCacheSpec],
+    config: EngineConfig,
+    kernels: KernelSet,
+    processors: list[type[LogitsProcessor]],
 ) -> ModelRunner:
     try:
-        return ModelRunner(model, specs, config, processors)
+        return ModelRunner(model, specs, config, kernels, processors)
     except MemoryError as error:  # only when the budget was asked for: the one we choose is within what is free
         size = config.cache_config.kv_cache_memory_bytes
         raise OutOfMemoryError(

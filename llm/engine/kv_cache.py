@@ -5,13 +5,13 @@ Owns grouping layers by their `KVCacheSpec` and the memory of the caches: zeroed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from llm.forward import KVCacheSpec
-from llm.kernels.reference.attention import kv_cache_shape
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[list[KVCacheSpec], list[int]]:
@@ -21,14 +21,18 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[list[KVCacheSpec], list[
 
 
 def allocate_kv_caches(
-    specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int
+    specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int, kv_cache_shapes: Callable[..., Any]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(key cache, value cache) per layer, zeros; `num_blocks` includes the null block."""
-    shapes = [kv_cache_shape(spec, num_blocks, block_size) for spec in specs]
-    return [
-        (_lazy_zeros(shape, spec.dtype), _lazy_zeros(shape, spec.dtype))
-        for shape, spec in zip(shapes, specs, strict=True)
-    ]
+    """(key cache, value cache) per layer, zeros.
+
+    `num_blocks` includes the null block; `kv_cache_shapes(spec, num_blocks, block_size)` is that of the attention
+    kernels, whose layout the caches have.
+    """
+    caches = []
+    for spec in specs:
+        keys, values = kv_cache_shapes(spec, num_blocks, block_size)
+        caches.append((_lazy_zeros(keys, spec.dtype), _lazy_zeros(values, spec.dtype)))
+    return caches
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

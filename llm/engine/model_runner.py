@@ -19,6 +19,7 @@ from llm.engine.batch import InputBatch, StepInput
 from llm.engine.kv_cache import allocate_kv_caches, group_layers
 from llm.engine.scheduler import SchedulerOutput
 from llm.forward import KVCacheSpec
+from llm.kernels.select import KernelSet
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import TokenLogprobs, as_logprobs, gather_logprobs
@@ -56,12 +57,15 @@ class ModelRunner:
         model: Any,
         specs: Sequence[KVCacheSpec],
         config: EngineConfig,
+        kernels: KernelSet,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
     ) -> None:
         self.model = model
         cache = config.cache_config
         groups, self._group_of_layer = group_layers(specs)
-        self.kv_caches = allocate_kv_caches(specs, cache.num_blocks + 1, cache.block_size)
+        self.kv_caches = allocate_kv_caches(
+            specs, cache.num_blocks + 1, cache.block_size, kernels.op("kv_cache_shapes")
+        )
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
         )

@@ -1,0 +1,29 @@
+"""The compiled kernels that this machine can run, one set per instruction set, for the tests that walk them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from llm.kernels.cpu import build
+from llm.kernels.cpu.library import choose_target, load_library
+from llm.kernels.select import KernelSet
+
+
+def has_compiler() -> bool:
+    try:
+        build.find_compiler()
+    except build.BuildError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
+# avx512 stands for its VNNI variant where there is one.
+ISAS = tuple(dict.fromkeys(target.partition("_")[0] for target in build.supported_targets()))
+
+
+@lru_cache
+def kernel_set(isa: str) -> KernelSet:
+    return KernelSet(load_library(choose_target(isa)[0]), "a test asked for it")

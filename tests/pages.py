@@ -1,0 +1,170 @@
+"""Rows in a paged cache, for every test of attention kernels; holds whichever layout the kernels under test have.
+
+Every slot that a row must not read is NaN, so one stray read shows in the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from llm.forward import AttentionMetadata, KVCacheSpec
+from llm.kernels.select import REFERENCE, KernelSet
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Shape:
+    """What an attention layer is built with. `sinks`: whether every head has one."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 8
+    block_size: int = 4
+    window: int | None = None
+    soft_cap: float | None = None
+    dtype: torch.dtype = torch.float32
+    sinks: bool = False
+
+    @property
+    def scale(self) -> float:
+        return 1.3 / math.sqrt(self.head_size)
+
+
+class Pages:
+    """Rows (tokens cached before, tokens of this step) in a paged cache with scattered blocks.
+
+    Slots that no row may read are NaN: blocks nobody owns, the ends of last blocks, what has left the window. Where a
+    whole block has left the window the table may hold the null block or the block's old id. Slot 0 holds zeros.
+    """
+
+    def __init__(self, shape: Shape, rows: list[tuple[int, int]], seed: int, kernels: KernelSet = REFERENCE) -> None:
+        self.shape, self.rows = shape, rows
+        self._shapes, self._write, self._attend = (
+            kernels.op(name) for name in ("kv_cache_shapes", "write_kv_cache", "paged_attention")
+        )
+        self.sinks = normal(seed - 1, shape.heads) if shape.sinks else None
+        tokens = sum(new for _, new in rows)
+        self.query = normal(seed, tokens, shape.heads, shape.head_size)
+        self.keys = [self._row(cached + new, seed + 2 * row + 1) for row, (cached, new) in enumerate(rows)]
+        self.values = [self._row(cached + new, seed + 2 * row + 2) for row, (cached, new) in enumerate(rows)]
+        self.table = self._scatter(torch.Generator().manual_seed(seed))
+        self.key_cache, self.value_cache = self._empty()
+        self._fill()
+        self._drop_blocks_out_of_window(seed)
+
+    def attend(self) -> torch.Tensor:
+        """Write this step's keys and values, then attend, as the layer does."""
+        key, value = self._new(self.keys), self._new(self.values)
+        self._write(key, value, self.key_cache, self.value_cache, self.slot_mapping())
+        return self.attend_again()
+
+    def attend_again(self, metadata: AttentionMetadata | None = None) -> torch.Tensor:
+        """Attend over the cache as it is."""
+        return self._attend(
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            metadata or self.metadata(),
+            scale=self.shape.scale,
+            sliding_window=self.shape.window,
+            soft_cap=self.shape.soft_cap,
+            sinks=self.sinks,
+        )
+
+    def refill(self) -> None:
+        """Write what earlier steps left, after `keys` and `values` were changed."""
+        self._fill()
+
+    def expected(self) -> torch.Tensor:
+        """Row by row and token by token, dense, in float64 over what the cache's type can hold."""
+        lines = []
+        queries = iter(self.query.double())
+        for (cached, new), keys, values in zip(self.rows, self.keys, self.values, strict=True):
+            keys, values = (tensor.to(self.shape.dtype).double() for tensor in (keys, values))
+            for position in range(cached, cached + new):
+                first = self.first_seen(position)
+                lines.append(self._dense(next(queries), keys[first : position + 1], values[first : position + 1]))
+        return torch.stack(lines)
+
+    def metadata(self) -> AttentionMetadata:
+        counts, lengths = [new for _, new in self.rows], [cached + new for cached, new in self.rows]
+        return AttentionMetadata(
+            block_table=self.table,
+            slot_mapping=self.slot_mapping(),
+            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+            seq_lens=torch.tensor(lengths).int(),
+            block_size=self.shape.block_size,
+            query_lens_list=counts,
+            seq_lens_list=lengths,
+        )
+
+    def slot_mapping(self) -> torch.Tensor:
+        spans = [range(cached, cached + new) for cached, new in self.rows]
+        return torch.tensor([self.slot(row, position) for row, span in enumerate(spans) for position in span])
+
+    def slot(self, row: int, position: int) -> int:
+        size = self.shape.block_size
+        return int(self.table[row, position // size]) * size + position % size
+
+    def first_seen(self, position: int) -> int:
+        return 0 if self.shape.window is None else max(0, position - self.shape.window + 1)
+
+    def _row(self, tokens: int, seed: int) -> torch.Tensor:
+        return normal(seed, tokens, self.shape.kv_heads, self.shape.head_size)
+
+    def _new(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """The tokens of this step, end to end."""
+        return torch.cat([tensor[-new:] for tensor, (_, new) in zip(rows, self.rows, strict=True)])
+
+    def _dense(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """query [heads, d], keys and values [n, kv_heads, d] -> [heads, d]; query head h reads head h // ratio."""
+        ratio = self.shape.heads // self.shape.kv_heads
+        heads = []
+        for head in range(self.shape.heads):
+            scores = keys[:, head // ratio] @ query[head] * self.shape.scale
+            if self.shape.soft_cap is not None:
+                scores = self.shape.soft_cap * torch.tanh(scores / self.shape.soft_cap)
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks[head : head + 1].double()))
+            weights = torch.exp(scores - scores.max())
+            heads.append((weights / weights.sum())[: len(keys)] @ values[:, head // ratio])
+        return torch.stack(heads)
+
+    def _scatter(self, generator: torch.Generator) -> torch.Tensor:
+        """Distinct random blocks for every row; beyond its own a row's table holds ids of blocks it does not own."""
+        needed = [-(-(cached + new) // self.shape.block_size) for cached, new in self.rows]
+        ids = iter((torch.randperm(sum(needed) + 5, generator=generator) + 1).tolist())
+        self.num_blocks = sum(needed) + 6
+        table = torch.randint(self.num_blocks, (len(needed), max(needed)), generator=generator).int()
+        for row, count in enumerate(needed):
+            table[row, :count] = torch.tensor([next(ids) for _ in range(count)])
+        return table
+
+    def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = KVCacheSpec(self.shape.kv_heads, self.shape.head_size, self.shape.dtype, self.shape.window)
+        keys, values = (
+            torch.full(shape, math.nan, dtype=self.shape.dtype)
+            for shape in self._shapes(spec, self.num_blocks, self.shape.block_size)
+        )
+        nothing = torch.zeros(1, self.shape.kv_heads, self.shape.head_size)
+        self._write(nothing, nothing, keys, values, torch.tensor([0]))
+        return keys, values
+
+    def _fill(self) -> None:
+        """The keys and values of earlier steps that some token of this step sees."""
+        for row, (cached, _) in enumerate(self.rows):
+            seen = range(self.first_seen(cached), cached)
+            slots = torch.tensor([self.slot(row, position) for position in seen], dtype=torch.int64)
+            kept = slice(seen.start, seen.stop)
+            self._write(self.keys[row][kept], self.values[row][kept], self.key_cache, self.value_cache, slots)
+
+    def _drop_blocks_out_of_window(self, seed: int) -> None:
+        for row, (cached, _) in enumerate(self.rows):
+            if (seed + row) % 2:
+                self.table[row, : self.first_seen(cached) // self.shape.block_size] = 0
