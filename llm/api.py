@@ -25,7 +25,6 @@ from llm.errors import EngineBusyError, EngineClosedError, GenerationInterrupted
 from llm.explain import Explanation, explain_model
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutput
-from llm.platforms import select_platform
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import load_logits_processor, qualified_name
 from llm.sampling_params import SamplingParams
@@ -65,7 +64,7 @@ class LLM:
         max_logprobs: most logprobs a request may ask for; -1: no limit.
         logprobs_mode: what logprobs report: "raw_logprobs" or "raw_logits", of the model, or "processed_logprobs" or
             "processed_logits", after penalties, processors, temperature and cuts.
-        device: "auto" or "cpu".
+        device: "auto", "cpu", or the name of a platform plugin.
         compilation_config: which operations run their kernels and which plain PyTorch: a dict such as
             `{"custom_ops": ["none", "+rms_norm"]}`, or a mode; see `llm.compilation.CompilationConfig`.
         logits_processors: `LogitsProcessor` classes, or "module:Class" strings that name them; those of installed
@@ -388,11 +387,12 @@ class LLM:
         with self._exclusive():
             if self._engine is None:
                 return
+            platform = self._engine.runner.platform
             self._engine.close()
             self._engine = None
             del self._preprocessor  # it holds the tokenizer
             self._dropped.clear()
-        select_platform("cpu")[0].release_memory()
+        platform.release_memory()
 
     def __enter__(self) -> LLM:
         self._open_engine()

@@ -13,6 +13,9 @@ from llm.errors import ValidationError
 VARIABLES: dict[str, str] = {
     "LLM_LOG_LEVEL": "logging level of the `llm` logger: DEBUG, INFO, WARNING (default) or ERROR",
     "LLM_CPU_ISA": "CPU kernels: plain, avx2, avx512 (default: the best here) or none (PyTorch's operations)",
+    "LLM_PLATFORM": "the platform to use, whatever is detected: cpu, cuda, rocm, xpu, tpu, or the name of a plugin",
+    "LLM_PLUGINS": "plugins that may be loaded, names separated by commas; unset: all that are installed, empty: none",
+    "LLM_PLUGIN_ERRORS": "raise (default): a plugin that cannot be loaded is an error; warn: it is a warning",
     "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
 }
 
@@ -22,6 +25,14 @@ def get(name: str) -> str | None:
     if name not in VARIABLES:
         raise KeyError(f"{name} is not in llm.env.VARIABLES")
     return os.environ.get(name) or None
+
+
+def get_list(name: str) -> tuple[str, ...] | None:
+    """Return a variable that holds names separated by commas, None when unset; empty is a list of none."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not in llm.env.VARIABLES")
+    raw = os.environ.get(name)
+    return None if raw is None else tuple(part.strip() for part in raw.split(",") if part.strip())
 
 
 def get_bool(name: str) -> bool:
@@ -36,8 +47,9 @@ def get_bool(name: str) -> bool:
 
 def get_choice(name: str, choices: tuple[str, ...], default: str) -> str:
     """Return a variable that takes one of `choices` (upper case); anything else raises `ValidationError`."""
-    raw = (get(name) or default).strip().upper()
-    if raw not in choices:
+    raw = get(name) or default
+    value = raw.strip().upper()
+    if value not in choices:
         message = f"{name}={raw!r} is not known; use one of {', '.join(choices)}."
         raise ValidationError(message, parameter=name, value=raw)
-    return raw
+    return value

@@ -41,6 +41,10 @@ class OutOfMemoryError(LLMError, MemoryError):
     """A limit was checked before allocation and does not fit (the KV budget, for example)."""
 
 
+class PluginError(LLMError, RuntimeError):
+    """A plugin cannot be loaded, or breaks the contract of `llm.plugins`; the message names it and its package."""
+
+
 class EngineClosedError(LLMError, RuntimeError):
     """A method was called on an `LLM` after `close()`."""
 

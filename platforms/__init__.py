@@ -1,25 +1,122 @@
 """Which platform this process computes on.
 
-Owns the choice and its reason. A platform describes a device; it holds no model state.
+Owns the choice and its reason: what `device=` or LLM_PLATFORM names; else the one plugin whose device is there; else
+the first built-in platform whose device is there and that can compute. A platform describes a device; it holds no model
+state. `current_platform` is the choice for "auto", made when it is first looked at.
 """
 
 from __future__ import annotations
 
-from llm.errors import ValidationError
-from llm.platforms.cpu import CpuPlatform
-from llm.platforms.interface import Platform, PlatformEnum
+import functools
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Platform", "PlatformEnum", "select_platform"]
+from llm import env, plugins
+from llm.errors import LLMError, PluginError, ValidationError, nearest
+from llm.platforms.cpu import CpuPlatform
+from llm.platforms.cuda import CudaPlatform
+from llm.platforms.interface import Platform, PlatformEnum
+from llm.platforms.rocm import RocmPlatform
+from llm.platforms.tpu import TpuPlatform
+from llm.platforms.xpu import XpuPlatform
+
+if TYPE_CHECKING:
+    current_platform: Platform
+
+__all__ = ["Platform", "PlatformEnum", "current_platform", "select_platform"]
+
+BUILTIN: tuple[type[Platform], ...] = (CudaPlatform, RocmPlatform, XpuPlatform, TpuPlatform, CpuPlatform)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "current_platform":
+        return select_platform()[0]
+    raise AttributeError(f"module 'llm.platforms' has no attribute {name!r}")
 
 
 def select_platform(device: str = "auto") -> tuple[Platform, str]:
-    """Return the platform for `device` ("auto" or "cpu") and why it was chosen; else raise `ValidationError`."""
-    if device == "auto":
-        return CpuPlatform(), "the CPU is the only platform of this release"
-    if device == "cpu":
-        return CpuPlatform(), "asked for"
-    raise ValidationError(
-        f"device={device!r} is not supported; this release computes on the CPU: use 'cpu' or 'auto'.",
-        parameter="device",
-        value=device,
-    )
+    """The platform for `device` ("auto", or a name) and why it was chosen; the same object every time.
+
+    Raises:
+        ValidationError: the name is not known, or its device is not there or cannot compute.
+        PluginError: two plugins found their device, or one is broken.
+    """
+    override = env.get("LLM_PLATFORM")
+    if device != "auto":
+        return _by_name(device, "device"), "asked for"
+    if override is not None:
+        return _by_name(override.strip().lower(), "LLM_PLATFORM"), f"LLM_PLATFORM={override}"
+    return _plugged_in() or _built_in()
+
+
+def _by_name(name: Any, parameter: str) -> Platform:
+    for cls in BUILTIN:
+        if cls.name == name:
+            is_there, seen = cls.detect()
+            platform = _instance(cls, cls.name)
+            problem = platform.why_not() if is_there else seen
+            if problem is None:
+                return platform
+            raise ValidationError(
+                f"{parameter}={name!r} cannot be used: {problem}; 'cpu' always can.", parameter=parameter, value=name
+            )
+    found = {plugin.name: plugin for plugin in plugins.installed(plugins.PLATFORM_PLUGINS)}
+    if name not in found:
+        known = [*found, *(cls.name for cls in BUILTIN)]
+        raise ValidationError(
+            f"{parameter}={name!r} is not known.{nearest(str(name), known)} Known: auto, {', '.join(known)}.",
+            parameter=parameter,
+            value=name,
+        )
+    path = plugins.ask_platform_plugins((found[name],)).get(found[name])
+    if path is None:
+        raise ValidationError(
+            f"{parameter}={name!r} cannot be used: {found[name]} says that its device is not there.",
+            parameter=parameter,
+            value=name,
+        )
+    return _from_plugin(found[name], path)
+
+
+def _plugged_in() -> tuple[Platform, str] | None:
+    """The platform of the one plugin whose device is there, None when there is none."""
+    active = {plugin: path for plugin, path in plugins.ask_platform_plugins().items() if path is not None}
+    if len(active) > 1:
+        names = " and ".join(map(str, active))
+        raise PluginError(
+            f"only one platform plugin can be active, and {names} found their devices; choose with "
+            f"LLM_PLATFORM={next(iter(active)).name}, or leave one out of LLM_PLUGINS."
+        )
+    return next(((_from_plugin(plugin, path), f"{plugin}") for plugin, path in active.items()), None)
+
+
+def _built_in() -> tuple[Platform, str]:
+    """The first built-in platform that can compute here."""
+    said: dict[str, str] = {}
+    notes: list[str] = []
+    for cls in BUILTIN:
+        is_there, said[cls.name] = cls.detect()
+        if not is_there:
+            continue
+        platform = _instance(cls, cls.name)
+        problem = platform.why_not()
+        if problem is None:
+            return platform, "; ".join([*notes, said[cls.name] if notes else "no other device is there"])
+        notes.append(f"{cls.name} is there ({said[cls.name]}): {problem}")
+        said[cls.name] = problem
+    tried = "; ".join(f"{name}: {why}" for name, why in said.items())
+    raise LLMError(f"there is no platform to compute on ({tried}; no platform plugin is active).")
+
+
+def _from_plugin(plugin: plugins.Plugin, path: str) -> Platform:
+    cls = plugins.load_class(path, Platform, str(plugin))
+    plugins.check_contract(getattr(cls, "contract_version", None), str(plugin))
+    return plugins.guarded(plugin, "failed in pre_register_and_update", _instance, cls, plugin.name)
+
+
+@functools.cache
+def _instance(cls: Any, name: str) -> Platform:
+    """One object per class and process; a plugin registers what it brings as its own is made."""
+    platform: Platform = cls()
+    platform.name = name
+    platform.pre_register_and_update()
+    return platform

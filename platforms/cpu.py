@@ -1,42 +1,88 @@
-"""The CPU as a platform: memory within the container's limits, and the types it computes in."""
+"""The CPU as a platform: memory and processors within the container's limits, instruction sets, and dtypes."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
+import os
+import platform
 from pathlib import Path
 
 import torch
 
+from llm.platforms.cgroup import cpu_quota, memory_limits
 from llm.platforms.interface import Platform, PlatformEnum
 
-_CGROUP = Path("/sys/fs/cgroup")
-# cgroup version 2, then 1: (limit, usage, the statistics file and its name for page cache that can be dropped).
-_CGROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
+# What a kernel may ask for -> the flags that /proc/cpuinfo must all have. "neon" and below are of ARM.
+ISA_FLAGS: dict[str, frozenset[str]] = {
+    "avx2": frozenset({"avx2"}),
+    "fma": frozenset({"fma"}),
+    "f16c": frozenset({"f16c"}),
+    "avx512f": frozenset({"avx512f"}),
+    "avx512bw": frozenset({"avx512bw"}),
+    "avx512vl": frozenset({"avx512vl"}),
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    "avx_vnni": frozenset({"avx_vnni"}),
+    "avx512_vnni": frozenset({"avx512_vnni"}),
+    "avx512_bf16": frozenset({"avx512_bf16"}),
+    "amx_tile": frozenset({"amx_tile"}),
+    "amx_int8": frozenset({"amx_tile", "amx_int8"}),
+    "amx_bf16": frozenset({"amx_tile", "amx_bf16"}),
+    "neon": frozenset({"asimd"}),
+    "neon_dotprod": frozenset({"asimddp"}),
+    "neon_bf16": frozenset({"bf16", "asimd"}),
+    "sve": frozenset({"sve"}),
+}
 
 
 class CpuPlatform(Platform):
+    """Computes in float32 whatever the weights are stored as.
+
+    Args:
+        root: where /proc and /sys are; a folder of fakes in tests.
+    """
+
+    name = "cpu"
     kind = PlatformEnum.CPU
     device_type = "cpu"
     dispatch_key = "cpu"
 
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.root = root
+
+    @classmethod
+    def detect(cls) -> tuple[bool, str]:
+        return True, "a CPU is always there"
+
     def device_name(self) -> str:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in _lines(self.root / "proc/cpuinfo"):
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-        return "cpu"
+        return platform.machine() or "cpu"
 
     def memory_total(self) -> int:
-        limit = _cgroup_memory(_CGROUP)
-        total = _meminfo()["MemTotal"]
-        return min(total, limit[0]) if limit else total
+        return min([self._meminfo()["MemTotal"], *(found.limit for found in memory_limits(self.root))])
 
     def memory_free(self) -> int:
-        limit = _cgroup_memory(_CGROUP)
-        available = _meminfo()["MemAvailable"]
-        return max(0, min(available, limit[0] - limit[1])) if limit else available
+        left = [max(0, found.limit - found.used) for found in memory_limits(self.root)]
+        return min([self._meminfo()["MemAvailable"], *left])
+
+    def num_threads(self) -> int:
+        """Threads worth starting: the processors this process may run on, or its quota of their time when less."""
+        allowed = len(os.sched_getaffinity(0))
+        quota = cpu_quota(self.root)
+        return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+    @functools.cached_property
+    def isa(self) -> frozenset[str]:
+        """The keys of `ISA_FLAGS` that every processor here has: what a kernel may be compiled for."""
+        flags: frozenset[str] | None = None
+        for line in _lines(self.root / "proc/cpuinfo"):
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                flags = frozenset(value.split()) if flags is None else flags & frozenset(value.split())
+        return frozenset(name for name, needed in ISA_FLAGS.items() if needed <= (flags or frozenset()))
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.float32,)
@@ -47,22 +93,11 @@ class CpuPlatform(Platform):
         if trim is not None:
             trim(0)
 
+    def _meminfo(self) -> dict[str, int]:
+        """/proc/meminfo in bytes."""
+        pairs = (line.split(":") for line in _lines(self.root / "proc/meminfo"))
+        return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
 
-def _meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
-    pairs = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
 
-
-def _cgroup_memory(root: Path) -> tuple[int, int] | None:
-    """(limit, usage without droppable cache) of this process's memory cgroup in bytes, None without a limit."""
-    for limit_name, usage_name, stat_name, droppable in _CGROUP_FILES:
-        if not (root / limit_name).exists():
-            continue
-        limit = (root / limit_name).read_text().strip()
-        # Version 1 writes "no limit" as a number near 2**63.
-        if limit == "max" or int(limit) >= 2**60:
-            return None
-        stat = dict(line.split() for line in (root / stat_name).read_text().splitlines())
-        return int(limit), int((root / usage_name).read_text()) - int(stat.get(droppable, 0))
-    return None
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []

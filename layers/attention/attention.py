@@ -1,6 +1,6 @@
 """The attention layer: declares its state, writes this step's keys and values, attends over the cache.
 
-Does not own the cache: it arrives in the `ForwardBatch`.
+Does not own the cache, which arrives in the `ForwardBatch`, nor its layout and the arithmetic: those are the backend's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from llm.forward import ForwardBatch, KVCacheSpec
-from llm.layers.kernels import platform_kernels
+from llm.layers.attention.backend import AttentionParams, attention_backend
+from llm.layers.custom_op import construction
 
 
 class Attention(nn.Module):
@@ -38,12 +39,9 @@ class Attention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
         self.layer_index = layer_index
-        self.scale = scale
         self.sliding_window = sliding_window
-        self.soft_cap = soft_cap
-        kernels = platform_kernels()
-        self._write_kv_cache = kernels.op("write_kv_cache")
-        self._paged_attention = kernels.op("paged_attention")
+        params = AttentionParams(num_heads, num_kv_heads, head_size, scale, sliding_window, soft_cap)
+        self.backend = attention_backend(construction().platform, head_size)(params)
 
     def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         return KVCacheSpec(self.num_kv_heads, self.head_size, dtype, self.sliding_window)
@@ -51,18 +49,10 @@ class Attention(nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """query [N, heads * head_size], key and value [N, kv_heads * head_size] -> [N, heads * head_size]."""
         tokens = query.shape[0]
-        key_cache, value_cache = batch.kv_caches[self.layer_index]
+        kv_cache = batch.kv_caches[self.layer_index]
         metadata = batch.attention[self.layer_index]
         heads = (tokens, self.num_kv_heads, self.head_size)
         # Every row's keys are written before any row reads: rows of one step may share blocks (prefix hits).
-        self._write_kv_cache(key.view(heads), value.view(heads), key_cache, value_cache, metadata.slot_mapping)
-        out = self._paged_attention(
-            query.view(tokens, self.num_heads, self.head_size),
-            key_cache,
-            value_cache,
-            metadata,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
-        )
+        self.backend.write(key.view(heads), value.view(heads), kv_cache, metadata)
+        out = self.backend.attend(query.view(tokens, self.num_heads, self.head_size), kv_cache, metadata, batch)
         return out.view(tokens, -1)

@@ -34,13 +34,12 @@ from llm.config import (
 from llm.engine.block_manager import BlockManager
 from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
-from llm.engine.extensions import check_operations
+from llm.engine.extensions import check_operations, kv_cache_specs, let_platform_update, reasons_of_update
 from llm.engine.kv_cache import group_layers
 from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
 from llm.errors import CheckpointError, OutOfMemoryError, ValidationError
 from llm.forward import KVCacheSpec
-from llm.kernels.select import KernelSet, kernels_for
 from llm.layers.custom_op import constructing_for
 from llm.loading.checkpoint import Checkpoint, read_json
 from llm.loading.loader import load_dummy_weights, load_weights
@@ -50,7 +49,8 @@ from llm.loading.weight_map import rename
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model
-from llm.platforms import select_platform
+from llm.platforms import Platform, select_platform
+from llm.plugins import load_class, load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import load_logits_processors
@@ -98,12 +98,16 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
     """Build and load; raises the errors of `llm.errors`, before memory is allocated wherever that is possible."""
     times = StartupTimes()
     with times.phase("read config"):
-        platform, platform_reason = select_platform(args.device)
-        compilation = CompilationConfig.of(args.compilation_config)
+        platform, platform_reason, asked = *select_platform(args.device), args
+        load_general_plugins()
+        args = let_platform_update(platform, args)
+        compilation = CompilationConfig.of(args.compilation_config, default_backend=platform.simple_compile_backend)
         processors = load_logits_processors(args.logits_processors)
         source = _read_source(args)
         check_operations(compilation)
     quant_config = source.quantization.config
+    if quant_config is not None:
+        platform.verify_quantization(quant_config.get_name())
     if isinstance(quant_config, OnlineConfig) and quant_config.calibration:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
@@ -115,6 +119,8 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         with times.phase("plan"):
             config, specs = _resolve(args, source, platform, compilation)
             config.reasons["device"] = platform_reason
+            config.reasons.update(reasons_of_update(platform, asked, args))
+            platform.import_kernels()
         with times.phase("build model"), constructing_for(platform, compilation):
             model = _build_model(source, config.model_config.max_model_len)
         with times.phase("load weights"):
@@ -126,7 +132,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         if source.checkpoint is not None:
             source.checkpoint.close()
     with times.phase("allocate KV cache"):
-        runner = _make_runner(model, specs, config, kernels_for(platform), processors)
+        runner = _make_runner(model, specs, config, platform, processors)
     windows = [spec.sliding_window for spec in group_layers(specs)[0]]
 
     def make_scheduler() -> Scheduler:
@@ -162,11 +168,14 @@ def _make_runner(
     model: Any,
     specs: list[KVCacheSpec],
     config: EngineConfig,
-    kernels: KernelSet,
+    platform: Platform,
     processors: list[type[LogitsProcessor]],
 ) -> ModelRunner:
+    runner_class = load_class(
+        platform.get_model_runner_cls(), ModelRunner, f"{type(platform).__name__}.get_model_runner_cls"
+    )
     try:
-        return ModelRunner(model, specs, config, kernels, processors)
+        return runner_class(model, specs, config, platform, processors)
     except MemoryError as error:  # only when the budget was asked for: the one we choose is within what is free
         size = config.cache_config.kv_cache_memory_bytes
         raise OutOfMemoryError(
@@ -210,7 +219,7 @@ def _resolve(
     dtype, dtype_reason = resolve_dtype("dtype", args.dtype, allowed[0], allowed)
     kv_types = tuple(DTYPES.values())
     kv_dtype, kv_reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, source.weight_dtype, kv_types)
-    specs = list(source.model_class.kv_cache_specs(source.model, kv_dtype))
+    specs = kv_cache_specs(platform, source.model_class.kv_cache_specs(source.model, kv_dtype))
     memory = _plan_memory(args, source, specs, platform.memory_free())
     scheduler, reasons = plan_scheduler(args, memory.max_model_len)
     reasons |= memory.reasons | {

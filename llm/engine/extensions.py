@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
+from dataclasses import fields
 
 import llm.layers
 from llm.compilation import CompilationConfig
+from llm.config import EngineArgs
+from llm.errors import PluginError
+from llm.forward import KVCacheSpec
 from llm.layers.custom_op import check_registered, op_registry
+from llm.platforms.interface import Platform
 
 
 def check_operations(compilation: CompilationConfig) -> None:
@@ -20,3 +26,33 @@ def check_operations(compilation: CompilationConfig) -> None:
         for module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
             importlib.import_module(module.name)
     check_registered(compilation)
+
+
+def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:
+    """The arguments as the platform wants them; raises `PluginError` when it answers with something else."""
+    updated = platform.check_and_update_config(args)
+    if not isinstance(updated, EngineArgs):
+        raise PluginError(
+            f"{type(platform).__name__}.check_and_update_config must return the EngineArgs to go on with "
+            f"(dataclasses.replace makes them), got {updated!r}."
+        )
+    return updated
+
+
+def reasons_of_update(platform: Platform, asked: EngineArgs, updated: EngineArgs) -> dict[str, str]:
+    """Why each argument that the platform changed has its value."""
+    changed = [item.name for item in fields(EngineArgs) if getattr(asked, item.name) != getattr(updated, item.name)]
+    if "compilation_config" in changed:
+        changed += ["custom_ops", "mode", "backend"]
+    return {name: f"set by platform {platform.name}" for name in changed}
+
+
+def kv_cache_specs(platform: Platform, declared: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
+    """What the layers declared, as the platform keeps it; raises `PluginError` when layers are lost on the way."""
+    updated = list(platform.update_kv_cache_specs(declared))
+    if len(updated) != len(declared) or not all(isinstance(spec, KVCacheSpec) for spec in updated):
+        raise PluginError(
+            f"{type(platform).__name__}.update_kv_cache_specs must return one KVCacheSpec for each of "
+            f"{len(declared)} attention layers, got {updated!r}."
+        )
+    return updated

@@ -26,7 +26,7 @@ def allocate_kv_caches(
     """(key cache, value cache) per layer, zeros.
 
     `num_blocks` includes the null block; `kv_cache_shapes(spec, num_blocks, block_size)` is that of the attention
-    kernels, whose layout the caches have.
+    backend, whose layout the caches have.
     """
     caches = []
     for spec in specs:

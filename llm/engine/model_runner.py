@@ -18,8 +18,9 @@ from llm.config import EngineConfig
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.kv_cache import allocate_kv_caches, group_layers
 from llm.engine.scheduler import SchedulerOutput
-from llm.forward import KVCacheSpec
-from llm.kernels.select import KernelSet
+from llm.forward import ForwardBatch, KVCacheSpec
+from llm.layers.attention import attention_backend
+from llm.platforms.interface import Platform
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import TokenLogprobs, as_logprobs, gather_logprobs
@@ -50,22 +51,25 @@ class RunnerOutput:
 
 
 class ModelRunner:
-    """Runs `model` (see `llm.models.interface.CausalLM`) on this process's device."""
+    """Runs `model` (see `llm.models.interface.CausalLM`) on this process's device.
+
+    A platform may name a subclass in `Platform.get_model_runner_cls`. Made to be overridden, each on its own:
+    `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and `compute_logits`.
+    """
 
     def __init__(
         self,
         model: Any,
         specs: Sequence[KVCacheSpec],
         config: EngineConfig,
-        kernels: KernelSet,
+        platform: Platform,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
     ) -> None:
         self.model = model
+        self.platform = platform
         cache = config.cache_config
         groups, self._group_of_layer = group_layers(specs)
-        self.kv_caches = allocate_kv_caches(
-            specs, cache.num_blocks + 1, cache.block_size, kernels.op("kv_cache_shapes")
-        )
+        self.kv_caches = self.allocate_kv_caches(specs, cache.num_blocks + 1, cache.block_size)
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
         )
@@ -81,7 +85,9 @@ class ModelRunner:
             return RunnerOutput()
         step = self.batch.build(plan)
         started = perf_counter()
-        hidden = self._forward(step)
+        batch = self.prepare_batch(step)
+        self.extend_context(batch, plan)
+        hidden = self.forward(batch)
         sampling = len(step.sampled_rows)
         outputs = self._sample(hidden[:sampling], step)
         prompt_logprobs = self._prompt_logprobs(hidden[sampling:], step) if step.prompt_rows else {}
@@ -106,14 +112,36 @@ class ModelRunner:
         self.model = None
         self.kv_caches = []
 
-    def _forward(self, step: StepInput) -> torch.Tensor:
-        """Hidden states [L, H] of the tokens whose logits are needed."""
+    def allocate_kv_caches(
+        self, specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(key cache, value cache) per attention layer, as its backend lays them out; called once."""
+
+        def shapes(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            backend = attention_backend(self.platform, spec.head_size)
+            return backend.kv_cache_shapes(self.platform, spec, num_blocks, block_size)
+
+        return allocate_kv_caches(specs, num_blocks, block_size, shapes)
+
+    def prepare_batch(self, step: StepInput) -> ForwardBatch:
+        """The step's batch with the caches and, for each attention layer, the metadata of its group."""
         batch = step.forward_batch
         by_group = batch.attention
         batch.attention = [by_group[group] for group in self._group_of_layer]
         batch.kv_caches = self.kv_caches
+        return batch
+
+    def extend_context(self, batch: ForwardBatch, plan: SchedulerOutput) -> None:
+        """Put what this platform's layers and attention backend need for the step into `batch.extensions`."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [L, H] of the tokens whose logits are needed."""
         hidden = self.model.forward(batch)
         return hidden.index_select(0, batch.logits_indices)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, H] -> float32 [rows, vocab]."""
+        return self.model.compute_logits(hidden)
 
     def _sample(self, hidden: torch.Tensor, step: StepInput) -> list[SamplerOutput]:
         """LM head and sampler: over chunks of rows, or all at once where a processor must see the whole batch."""
@@ -123,7 +151,7 @@ class ModelRunner:
         size = self._rows_per_logits_chunk if processors is None else max(1, len(rows))
         return [
             self.sampler(
-                self.model.compute_logits(hidden[start : start + size]),
+                self.compute_logits(hidden[start : start + size]),
                 self.batch.sampling,
                 rows[start : start + size],
                 outputs[start : start + size],

@@ -1,0 +1,122 @@
+"""Where attention stores keys and values, and how it attends: the part of an attention layer that a platform chooses.
+
+Owns `AttentionBackend` and the paged one of this package. A platform names another by class path in
+`Platform.get_attn_backend_cls`; it then owns the layout of the cache, which nobody else reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
+from llm.kernels.select import kernels_for
+from llm.layers.kernels import platform_kernels
+from llm.platforms.interface import Platform
+from llm.plugins import load_class
+
+PAGED_ATTENTION = "llm.layers.attention.backend.PagedAttention"
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """What a layer tells its backend; see `Attention` for the meaning of each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+class AttentionBackend:
+    """One per attention layer, made with its parameters.
+
+    Attributes:
+        reason: why it computes as it does, a few words; `llm.explain()` shows it.
+    """
+
+    reason: str = "the platform's backend"
+
+    def __init__(self, params: AttentionParams) -> None:
+        self.params = params
+
+    @staticmethod
+    def kv_cache_shapes(
+        platform: Platform, spec: KVCacheSpec, num_blocks: int, block_size: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of one layer's key and value cache, both of `spec.dtype`. Nobody reads block 0."""
+        raise NotImplementedError
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Store key and value [N, kv_heads, head_size] of this step's tokens at `metadata.slot_mapping`."""
+        raise NotImplementedError
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """query [N, heads, head_size] over the cache, this step's tokens included -> the same shape.
+
+        `batch.extensions` holds what the platform's model runner added for this step.
+        """
+        raise NotImplementedError
+
+
+class PagedAttention(AttentionBackend):
+    """The kernels of this package."""
+
+    def __init__(self, params: AttentionParams) -> None:
+        super().__init__(params)
+        kernels = platform_kernels()
+        self.reason = kernels.source("paged_attention")
+        self._write_kv_cache = kernels.op("write_kv_cache")
+        self._paged_attention = kernels.op("paged_attention")
+
+    @staticmethod
+    def kv_cache_shapes(
+        platform: Platform, spec: KVCacheSpec, num_blocks: int, block_size: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return kernels_for(platform).op("kv_cache_shapes")(spec, num_blocks, block_size)
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+    ) -> None:
+        self._write_kv_cache(key, value, *kv_cache, metadata.slot_mapping)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        return self._paged_attention(
+            query,
+            *kv_cache,
+            metadata,
+            scale=self.params.scale,
+            sliding_window=self.params.sliding_window,
+            soft_cap=self.params.soft_cap,
+        )
+
+
+def attention_backend(platform: Platform | None, head_size: int) -> type[AttentionBackend]:
+    """The class that `platform` names for heads of this size; None: the paged one."""
+    path = PAGED_ATTENTION if platform is None else platform.get_attn_backend_cls(head_size)
+    return load_class(path, AttentionBackend, f"{type(platform).__name__}.get_attn_backend_cls")

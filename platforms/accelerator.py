@@ -1,0 +1,72 @@
+"""What CUDA, ROCm and XPU have in common: a module of torch that answers for the device.
+
+Owns no device. The module is part of every torch, so nothing is imported that may be missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from llm.platforms.interface import Platform
+
+LATER = "its kernels come in a later release"
+
+
+class TorchAccelerator(Platform):
+    """A device behind `torch.cuda` or a module like it.
+
+    Attributes:
+        build_name: what a torch that knows the device is built with.
+    """
+
+    build_name: ClassVar[str] = ""
+
+    @classmethod
+    def torch_module(cls) -> Any:
+        """`torch.cuda` or its like."""
+        return torch.cuda
+
+    @classmethod
+    def is_built(cls) -> bool:
+        """Whether this torch knows the device."""
+        raise NotImplementedError
+
+    @classmethod
+    def detect(cls) -> tuple[bool, str]:
+        if not cls.is_built():
+            return False, f"this PyTorch is built without {cls.build_name}"
+        if not cls.torch_module().is_available():
+            return False, f"no {cls.build_name} device is visible"
+        return True, cls.torch_module().get_device_name(0)
+
+    def why_not(self) -> str | None:
+        return LATER
+
+    def device_name(self) -> str:
+        return self.torch_module().get_device_name()
+
+    def memory_total(self) -> int:
+        return int(self.torch_module().mem_get_info()[1])
+
+    def memory_free(self) -> int:
+        return int(self.torch_module().mem_get_info()[0])
+
+    def release_memory(self) -> None:
+        self.torch_module().empty_cache()
+
+    def set_device(self, index: int) -> None:
+        self.torch_module().set_device(index)
+
+    def synchronize(self) -> None:
+        self.torch_module().synchronize()
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.torch_module().manual_seed_all(seed)
+
+    def is_pin_memory_available(self) -> bool:
+        return True
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, torch.float16, torch.float32)

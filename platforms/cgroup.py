@@ -1,0 +1,87 @@
+"""What a container leaves of the machine: the limits of this process's control groups, versions 1 and 2.
+
+Owns reading them. A limit may stand at any level between the process's group and the root, so all are read and the
+smallest counts. Everything is read under `root`, "/" outside of tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Version 1 writes "no limit" as a number near 2**63.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes that may be used, and bytes that are, page cache that is dropped on demand not counted."""
+
+    limit: int
+    used: int
+
+
+def memory_limits(root: Path) -> list[MemoryLimit]:
+    """Every limit on this process's memory."""
+    found = []
+    for version, folder in _groups(root, "memory"):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_number(folder / name) for name in names)
+        if limit is not None and limit < _NO_LIMIT:
+            droppable = _statistics(folder).get("inactive_file" if version == 2 else "total_inactive_file", 0)
+            found.append(MemoryLimit(limit, max(0, (used or 0) - droppable)))
+    return found
+
+
+def cpu_quota(root: Path) -> float | None:
+    """Processors' worth of time that this process may use, None: no limit."""
+    quotas = []
+    for version, folder in _groups(root, "cpu"):
+        if version == 2:
+            quota, period = (_text(folder / "cpu.max") or "max 1").split()
+        else:
+            quota = _text(folder / "cpu.cfs_quota_us") or "-1"
+            period = _text(folder / "cpu.cfs_period_us") or "0"
+        if quota != "max" and int(quota) > 0 and int(period) > 0:
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of this process's group for a controller and of each group above it, the deepest first.
+
+    A container sees its own group as the root of the mount while /proc may still show the host's path: folders that do
+    not exist are passed over, and the root of the mount is always among those that are read.
+    """
+    mounts = root / "sys/fs/cgroup"
+    for line in (_text(root / "proc/self/cgroup") or "0::/").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            version, bases = 2, [mounts / "unified", mounts]
+        elif controller in controllers.split(","):
+            version, bases = 1, [mounts / controllers, mounts / controller]
+        else:
+            continue
+        base = next((base for base in bases if base.is_dir()), None)
+        if base is not None:
+            folder = base / path.strip("/")
+            yield from ((version, each) for each in (folder, *folder.parents) if each.is_relative_to(base))
+
+
+def _text(path: Path) -> str | None:
+    """A file's text, None when it is not there or not ours to read."""
+    try:
+        return path.read_text().strip()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return None if text in (None, "", "max") else int(text)
+
+
+def _statistics(folder: Path) -> dict[str, int]:
+    lines = (_text(folder / "memory.stat") or "").splitlines()
+    return {name: int(value) for name, value in (line.split() for line in lines)}
