@@ -41,7 +41,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from llm import env
 from llm.errors import PluginError, ValidationError, nearest
@@ -164,7 +164,7 @@ def load_class(path: str, base: C, who: str) -> C:
         raise PluginError(f"{who} names {path!r}, which cannot be imported: {_summary(error)}.") from error
     if not isinstance(found, type) or not issubclass(found, base):
         raise PluginError(f"{who} names {path!r}, which does not derive from {base.__module__}.{base.__name__}.")
-    return found
+    return cast(C, found)
 
 
 @functools.lru_cache(maxsize=4)

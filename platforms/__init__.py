@@ -49,6 +49,7 @@ def select_platform(device: str = "auto") -> tuple[Platform, str]:
 
 
 def _by_name(name: Any, parameter: str) -> Platform:
+    cls: Any
     for cls in BUILTIN:
         if cls.name == name:
             is_there, seen = cls.detect()
@@ -93,6 +94,7 @@ def _built_in() -> tuple[Platform, str]:
     """The first built-in platform that can compute here."""
     said: dict[str, str] = {}
     notes: list[str] = []
+    cls: Any
     for cls in BUILTIN:
         is_there, said[cls.name] = cls.detect()
         if not is_there:
@@ -108,7 +110,7 @@ def _built_in() -> tuple[Platform, str]:
 
 
 def _from_plugin(plugin: plugins.Plugin, path: str) -> Platform:
-    cls = plugins.load_class(path, Platform, str(plugin))
+    cls: Any = plugins.load_class(path, Platform, str(plugin))
     plugins.check_contract(getattr(cls, "contract_version", None), str(plugin))
     return plugins.guarded(plugin, "failed in pre_register_and_update", _instance, cls, plugin.name)
 
