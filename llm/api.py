@@ -368,6 +368,22 @@ class LLM:
         engine.runner.set_logits_processors(classes)
         self._preprocessor.logits_processors = classes
 
+    def save_quantized(self, path: str | Path, format: str = "compressed-tensors") -> Path:
+        """Write the quantized model as a new folder that vLLM, transformers (with compressed-tensors) and we load.
+
+        Args:
+            path: of the folder, which must not exist; it appears when it is complete.
+            format: "compressed-tensors" or "modelslim".
+
+        Raises:
+            ValidationError: the model is not quantized, `path` exists, or the format is unknown.
+            LLMError: a layer has no form in the format, or the disk is full.
+        """
+        from llm.quantize_save import save_quantized
+
+        with self._exclusive():
+            return save_quantized(self._begin().runner.model, path, format)
+
     @property
     def stats(self) -> EngineStats:
         """Steps, tokens and seconds since start, the model's share apart from the engine's own."""

@@ -45,7 +45,7 @@ from llm.loading.checkpoint import Checkpoint, read_json
 from llm.loading.loader import load_dummy_weights, load_weights
 from llm.loading.quantization import Resolved, resolve_quantization, without_quantization_keys
 from llm.loading.resolve import resolve_model as resolve_folder
-from llm.loading.weight_map import rename
+from llm.loading.weight_map import Target, rename
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model
@@ -79,6 +79,15 @@ class BuiltEngine:
     engine: Engine
     default_params: SamplingParams
     startup: StartupTimes
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint a model was loaded from: its folder, config.json, and where each tensor went."""
+
+    folder: Path
+    hf_config: Mapping[str, Any]
+    targets: Mapping[str, Target]
 
 
 @dataclass(frozen=True)
@@ -160,8 +169,9 @@ def _build_model(source: _Source, max_model_len: int) -> Any:
 def _load_weights(model: Any, source: _Source, checkpoint: Checkpoint, show_progress: bool) -> None:
     quant_config = source.quantization.config
     ignores = (lambda name: False) if quant_config is None else quant_config.ignores
+    targets = load_weights(model, checkpoint, show_progress=show_progress, ignores=ignores)
     # Saving a quantized model needs to know under which names its weights came.
-    model.checkpoint_targets = load_weights(model, checkpoint, show_progress=show_progress, ignores=ignores)
+    model.origin = Origin(source.folder, source.reader.raw, targets)
 
 
 def _make_runner(
@@ -196,7 +206,9 @@ def _read_source(args: EngineArgs) -> _Source:
     model_class = resolve_model(list(raw.get("architectures") or []), reader.family)
     model = model_class.read_config(reader)
     checkpoint = None if args.load_format == "dummy" else Checkpoint.open(folder)
-    weight_dtype = reader.dtype() if checkpoint is None else _stored_dtype(checkpoint)
+    is_quantized = quantization.config is not None and not quantization.on_load
+    # The floats of a quantized checkpoint are mostly scales, whose type says nothing of the model.
+    weight_dtype = reader.dtype() if checkpoint is None or is_quantized else _stored_dtype(checkpoint)
     return _Source(folder, model_class, model, reader, checkpoint, weight_dtype, quantization)
 
 
