@@ -118,8 +118,8 @@ class CompressedTensorsWriter:
     """int-quantized where activations are quantized, pack-quantized where they are not.
 
     A tied table is written twice and config.json says that it is not tied, since transformers and vLLM cannot tie
-    quantized modules: as an integer LM head, and as a float32 embedding of exactly the values computed with (transformers
-    5 cannot load a quantized one). For a smaller file leave the table alone when quantizing (`lm_head=None`), or save
+    quantized modules: as an integer LM head, and as a float32 table of just the values computed with (transformers 5
+    cannot load a quantized one). For a smaller file leave the table alone when quantizing (`lm_head=None`), or save
     as "modelslim".
     """
 
