@@ -102,7 +102,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget every row, after a step that failed half way; processors may have followed it half way too."""
         self.batch.clear()
-        self.processors.rebuild()
+        self.processors.forget_rows()
 
     def close(self) -> None:
         """Free weights and caches whoever still refers to them: the traceback of an error can, until the next one."""

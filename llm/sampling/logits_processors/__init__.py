@@ -1,6 +1,7 @@
 """Logits processors: the interface, the built-in ones, adapters for request-level callables, and loading."""
 
 from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
+from llm.sampling.logits_processors.extra import EndThinkingLogitsProcessor, NoRepeatNGramLogitsProcessor
 from llm.sampling.logits_processors.interface import (
     AddedRequest,
     BatchUpdate,
@@ -16,9 +17,11 @@ __all__ = [
     "AddedRequest",
     "BatchUpdate",
     "BatchUpdateBuilder",
+    "EndThinkingLogitsProcessor",
     "LogitsProcessor",
     "MoveDirectionality",
     "MovedRequest",
+    "NoRepeatNGramLogitsProcessor",
     "RemovedRequest",
     "RequestLogitsProcessor",
     "process_dict_updates",

@@ -43,10 +43,16 @@ class LogitsProcessors:
         self._config = config
         self._device = device
         self._custom = list(custom)
+        self._is_stale = False
         self.rebuild()
+
+    def forget_rows(self) -> None:
+        """Start with an empty batch: all instances are made anew before the next step."""
+        self._is_stale = True
 
     def rebuild(self) -> None:
         """Make every instance anew, for an empty batch."""
+        self._is_stale = False
         grammar: list[type[LogitsProcessor]] = []
         before: list[type[LogitsProcessor]] = [
             AllowedTokensLogitsProcessor,
@@ -98,6 +104,8 @@ class LogitsProcessors:
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Tell every processor of the step's changes; raises `LogitsProcessorError` when one of them raises."""
+        if self._is_stale:
+            self.rebuild()
         for processor in self.all:
             try:
                 processor.update_state(batch_update)
@@ -166,6 +174,6 @@ def _take_row_errors(processor: LogitsProcessor, lines: dict[int, int], errors: 
 def _failed(processor: LogitsProcessor, method: str, error: Exception) -> LogitsProcessorError:
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return LogitsProcessorError(
-        f"the logits processor {type(processor).__qualname__} raised in {method}() and it cannot be told for which row "
-        f"({reason}); every row of this call was dropped."
+        f"the logits processor {type(processor).__qualname__} raised in {method}() ({reason}); it cannot be told which "
+        "row that concerns, so the whole call fails."
     )

@@ -12,13 +12,25 @@ from llm.sampling.logits_processors import (
     RequestLogitsProcessor,
     process_dict_updates,
 )
+from llm.sampling.logits_processors.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from llm.sampling.logits_processors.loading import ENTRY_POINT_GROUP as LOGITSPROCS_GROUP
+from llm.sampling.logits_processors.pipeline import LogitsProcessors
 
 __all__ = [
+    "LOGITSPROCS_GROUP",
     "AdapterLogitsProcessor",
     "AddedRequest",
     "BatchUpdate",
     "BatchUpdateBuilder",
+    "LogitBiasLogitsProcessor",
     "LogitsProcessor",
+    "LogitsProcessors",
+    "MinPLogitsProcessor",
+    "MinTokensLogitsProcessor",
     "MoveDirectionality",
     "MovedRequest",
     "RemovedRequest",
