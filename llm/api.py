@@ -22,7 +22,7 @@ from llm.engine.output import PromptState, warn_of_errors
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.errors import EngineBusyError, EngineClosedError, GenerationInterrupted, LLMError, ValidationError
-from llm.explain import Explanation, explain_model
+from llm.explain import Explanation, explain_engine
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutput
 from llm.sampling.logits_processors.interface import LogitsProcessor
@@ -327,7 +327,7 @@ class LLM:
         """What every operation, pluggable layer and quant method of the model is, and why; print it, or see it as HTML
         in a notebook."""
         engine = self._open_engine()
-        return explain_model(engine.runner.model, self.config)
+        return explain_engine(engine.runner, self.config)
 
     def add_logits_processor(self, processor: type[LogitsProcessor] | str) -> None:
         """Load another logits processor, a class or `"module:Class"`, for the calls that follow.

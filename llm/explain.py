@@ -9,15 +9,19 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from llm.config import EngineConfig
+from llm.engine.model_runner import ModelRunner
+from llm.layers.attention import AttentionBackend
 from llm.layers.custom_op import CustomOp, PluggableLayer, replaced_class, replacement_reason
+from llm.plugins import plugin_of
 
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
+KINDS = ("platform", "model", "model runner", "attention", "CustomOp", "PluggableLayer", "quant method")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Part:
     """One line: parts of a model that are alike.
 
     Attributes:
-        kind: "CustomOp", "PluggableLayer", "quant method", or what else an engine is made of.
+        kind: one of `KINDS`.
         name: the registered name, or the kind of layer that a quant method serves.
         count: how many instances the model has.
         implementation: name of the class in use.
@@ -46,7 +50,7 @@ class Explanation:
     """The parts of a loaded model. `str()` is a table; a notebook shows it as HTML.
 
     Attributes:
-        parts: every one, operations first.
+        parts: every one, in the order of `KINDS`.
         unused: operations that `custom_ops` names and the model does not have.
     """
 
@@ -72,14 +76,26 @@ class Explanation:
         return [f"custom_ops names {', '.join(self.unused)}: this model has no such operation."] if self.unused else []
 
 
+def explain_engine(runner: ModelRunner, config: EngineConfig) -> Explanation:
+    """What the engine is made of, and the parts of its model."""
+    platform, model = runner.platform, runner.model
+    reasons = config.reasons
+    around = (
+        Part("platform", platform.name, 1, type(platform).__name__, platform.device_type, reasons["device"]),
+        Part("model", config.model_config.model_type, 1, type(model).__name__, "forward", _origin(type(model))),
+        Part("model runner", "model_runner", 1, type(runner).__name__, "execute", _origin(type(runner))),
+    )
+    explained = explain_model(model, config)
+    return replace(explained, parts=around + explained.parts)
+
+
 def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
     """The parts of `model`; tied and shared modules are counted once."""
     counts: Counter[tuple[str, str, str, str, str]] = Counter()
     for module in model.modules():
         counts.update(_describe(module))
     parts = [Part(kind, name, count, *rest) for (kind, name, *rest), count in counts.items()]
-    order = ("CustomOp", "PluggableLayer", "quant method")
-    parts.sort(key=lambda part: (order.index(part.kind), part.name, part.implementation))
+    parts.sort(key=lambda part: (KINDS.index(part.kind), part.name, part.implementation))
     present = {part.name for part in parts}
     unused = tuple(name for name in config.compilation_config.mentioned if name not in present)
     return Explanation(tuple(parts), unused)
@@ -93,9 +109,18 @@ def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:
     elif isinstance(module, PluggableLayer):
         replaced = replaced_class(cls)
         yield "PluggableLayer", _name(cls), cls.__name__, "forward", replacement_reason(cls) if replaced else "in-tree"
+    backend = getattr(module, "backend", None)
+    if isinstance(backend, AttentionBackend):
+        yield "attention", cls.__name__, type(backend).__name__, "attend", backend.reason
     method = getattr(module, "quant_method", None)
     if method is not None:
         yield "quant method", cls.__name__, type(method).__name__, _scheme(method), _quant_reason(method)
+
+
+def _origin(cls: type) -> str:
+    """Whose class it is."""
+    plugin = plugin_of(cls)
+    return f"plugin {plugin}" if plugin else "in-tree" if cls.__module__.startswith("llm.") else cls.__module__
 
 
 def _name(cls: Any) -> str:
