@@ -54,14 +54,14 @@ def _refused(note: str, **harmless: Any) -> dict[str, Argument]:
 _UNSET: tuple[Any, ...] = (None, {})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
-    # --- Parameters of our LLM; device and verbose are not vLLM's. -------------------------------------------------
+    # --- Parameters of our LLM; device, calibration and verbose are not vLLM's. ------------------------------------
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
     _honoured("dtype", "quantization", "device", "compilation_config", "logits_processors", "generation_config"),
     _honoured(
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
     ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
-    _honoured("use_tqdm_on_load", "verbose"),
+    _honoured("use_tqdm_on_load", "calibration", "verbose"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
     _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
     _accepted(

@@ -279,7 +279,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "format": ({"config_groups": {"g": group(INT8, format="marlin-24")}}, "format 'marlin-24'"),
     "group-size": ({"config_groups": {"g": group({**INT4, "group_size": 48})}}, "groups of 48 do not divide"),
     "misspelt": ({"config_groups": {"g": group({**INT4, "groupsize": 48})}}, "is not understood"),
-    "method": ({"quant_method": "gptq"}, "quantized as 'gptq' .*, which is not computed; known: compressed-tensors"),
+    "method": ({"quant_method": "gptq"}, "quantized as 'gptq' .*, which is not computed; .* Known: compressed-tensors"),
     "ignore": ({"ignore": "lm_head"}, "ignore is 'lm_head'"),
 }
 

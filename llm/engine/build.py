@@ -241,6 +241,8 @@ def _resolve(
         "invariant": _NOT_INVARIANT,
         "model_type": "config.json",
         "architecture": "registered for config.json's architectures or model_type",
+        "mode": "what compiles operations that are off" if compilation.compiles else "nothing is compiled",
+        "backend": "of what is compiled",
         "custom_ops": f"operations that it does not name: {compilation.base_mode}",
         "vocab_size": "config.json",
         "tokenizer": "the model's own" if args.tokenizer is None else "asked for",

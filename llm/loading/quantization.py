@@ -144,9 +144,9 @@ def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, Any]) 
     if found.name not in quantization_methods():
         named = repr(found.name) if found.name else "without a quant_method"
         raise UnsupportedModelError(
-            f"the checkpoint is quantized as {named} ({found.source}), which is not computed; known: "
-            f"{', '.join(quantization_methods())}. Use the unquantized checkpoint with one of "
-            f"{', '.join(f'quantization={name!r}' for name in RECIPES)}."
+            f"the checkpoint is quantized as {named} ({found.source}), which is not computed; use the unquantized "
+            f"checkpoint with quantization={' or '.join(map(repr, RECIPES))}. "
+            f"Known: {', '.join(quantization_methods())}."
         )
     config = get_quantization_config(found.name).from_config(found.description)
     config.maybe_update_config(str(folder), hf_config)
