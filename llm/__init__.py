@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from llm.outputs import RequestOutput as RequestOutput
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
+    from llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 # Public name -> the module that defines it.
 _PUBLIC = {
@@ -40,6 +41,7 @@ _PUBLIC = {
     "BeamSearchOutput": "llm.beam_search",
     "BeamSearchSequence": "llm.beam_search",
     "RequestOutputKind": "llm.sampling_params",
+    "StructuredOutputsParams": "llm.sampling_params",
     "RequestOutput": "llm.outputs",
     "CompletionOutput": "llm.outputs",
     "Logprob": "llm.outputs",

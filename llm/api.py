@@ -151,7 +151,9 @@ class LLM:
         built = build_engine(args)
         self._engine = built.engine
         self._default_params = built.default_params
-        self._preprocessor = Preprocessor(built.engine.config.model_config, built.engine.tokenizer)
+        self._preprocessor = Preprocessor(
+            built.engine.config.model_config, built.engine.tokenizer, built.engine.eos_token_ids
+        )
         self._preprocessor.logits_processors = built.engine.runner.processors.custom
         self.config: EngineConfig = built.engine.config
         self.startup = built.startup
@@ -300,6 +302,7 @@ class LLM:
                         engine.step()
                 if state.completions[0].pieces and not guard.requested:
                     yield state
+            self._open_engine().end_call()
             if guard.requested:
                 raise GenerationInterrupted([state.output() if state.finished else None])
             if state.completions[0].request.finish_reason == "abort":

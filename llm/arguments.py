@@ -137,7 +137,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         aux_output_config=_UNSET,
     ),
     _refused(
-        "constrained decoding is not built in; write a logits processor.",
+        "llguidance constrains, JSON is compact; leave it out and use SamplingParams(structured_outputs=...).",
         structured_outputs_config=_UNSET,
         guided_decoding_backend=("auto", None),
     ),

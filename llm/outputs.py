@@ -72,6 +72,21 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
 
 
 @dataclass
+class StructuredOutcome:
+    """What became of `structured_outputs`.
+
+    Attributes:
+        complete: the completion is a whole answer.
+        guaranteed: it was known before the start that it would be, whatever is drawn.
+        reason: why it was not guaranteed; "" otherwise.
+    """
+
+    complete: bool
+    guaranteed: bool
+    reason: str = ""
+
+
+@dataclass
 class CompletionOutput:
     """One completion of one prompt.
 
@@ -84,6 +99,7 @@ class CompletionOutput:
         finish_reason: "stop", "length", "repetition", "abort" or "error".
         stop_reason: the stop string or stop token id that ended it; None for EOS and length.
         error: with finish_reason "error", what went wrong; `raise` it for the traceback.
+        structured: what became of `structured_outputs`; None without.
     """
 
     index: int
@@ -94,6 +110,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    structured: StructuredOutcome | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

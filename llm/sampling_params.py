@@ -190,6 +190,7 @@ class SamplingParams:
         # What the engine adds to its own copy: every id that ends the request, and bad_words as token ids.
         self.all_stop_token_ids: frozenset[int] = frozenset()
         self.bad_words_token_ids: list[list[int]] = []
+        self.structure: Any = None  # `structured_outputs` compiled, see llm.sampling.structured.compile.Structure
         self._normalise()
         self.validate()
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))

@@ -57,6 +57,10 @@ class Tokenizer:
         """Whether the tokenizers library decodes; it never writes spaces between special tokens."""
         return isinstance(self._backend, _FastBackend)
 
+    def to_json(self) -> str | None:
+        """The definition in the format of tokenizer.json, None for a tokenizer that has none."""
+        return None if self._backend.fast is None else self._backend.fast.to_str()
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, with the special tokens that the model's tokenizer adds (a BOS, for example)."""
         return self._backend.encode(list(texts), True)

@@ -86,10 +86,17 @@ class Engine:
 
     def run(self, prompts: Sequence[PromptState], between_steps: Callable[[], None]) -> None:
         """Step until these prompts are done; rows of suspended streams advance along with them."""
-        for completion in (completion for prompt in prompts for completion in prompt.completions):
-            while completion.request.finish_reason is None:
-                self.step()
-                between_steps()
+        try:
+            for completion in (completion for prompt in prompts for completion in prompt.completions):
+                while completion.request.finish_reason is None:
+                    self.step()
+                    between_steps()
+        finally:
+            self.end_call()
+
+    def end_call(self) -> None:
+        """Let go of what is held for the length of a call, threads for example."""
+        self.runner.end_call()
 
     def abort(self, prompts: Sequence[PromptState]) -> None:
         """Drop what is unfinished of these prompts and free its blocks."""

@@ -99,6 +99,10 @@ class ModelRunner:
         """Replace the custom processors, between steps; rows that are in the batch are made known to them."""
         self.processors.set_custom(classes, self.batch.added_rows())
 
+    def end_call(self) -> None:
+        """Let go of what is held for the length of a call."""
+        self.processors.end_call()
+
     def reset(self) -> None:
         """Forget every row, after a step that failed half way; processors may have followed it half way too."""
         self.batch.clear()

@@ -12,8 +12,9 @@ from typing import Any
 
 from llm.engine.preprocess import Row
 from llm.engine.request import Request
-from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
+from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, StructuredOutcome
 from llm.sampling.logprobs import TokenLogprobs
+from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
 
 logger = logging.getLogger("llm")
@@ -90,6 +91,7 @@ class Completion:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=request.error,
+            structured=_structured_outcome(request),
         )
 
     def _find_stop(self, text: str, new: int) -> None:
@@ -170,7 +172,7 @@ class PromptState:
             num_cached_tokens=self.completions[0].request.num_cached_tokens or 0,
             seed=self.row.seed,
             prompt_logprobs=self.completions[0].prompt_logprobs(),
-            params=self.row.params,
+            params=_plain(self.row.params),
         )
 
 
@@ -182,6 +184,22 @@ def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
         logger.warning(
             "%d completions ended with finish_reason='error'; the first with %s: %s", len(errors), kind, message
         )
+
+
+def _plain(params: SamplingParams) -> SamplingParams:
+    """Without what was compiled for the engine: an output holds plain data."""
+    if params.structure is not None:
+        params = params.copy_validated()
+        params.structure = None
+    return params
+
+
+def _structured_outcome(request: Request) -> StructuredOutcome | None:
+    structure = request.params.structure
+    if structure is None:
+        return None
+    complete = structure.is_complete(request.output_token_ids)
+    return StructuredOutcome(complete, structure.tokens_needed is not None, structure.why_unknown)
 
 
 def _ended_by_token(request: Request) -> bool:

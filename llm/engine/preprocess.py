@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from llm.errors import LLMError, ValidationError
 from llm.inputs import TokensPrompt
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.request import check_request_processors
+from llm.sampling.structured.compile import Structure, StructureCompiler, Vocabulary
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
 
@@ -57,14 +58,16 @@ class Preprocessor:
 
     Args:
         tokenizer: None when the engine was built with `skip_tokenizer_init=True`.
+        eos_token_ids: what ends an answer of `structured_outputs`.
 
     Attributes:
         logits_processors: the loaded classes, each of which validates every row's params.
     """
 
-    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int] = ()) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self._structures = StructureCompiler(lambda: Vocabulary(tokenizer, config.vocab_size, eos_token_ids))
         self.logits_processors: Sequence[type[LogitsProcessor]] = ()
         self._calls = 0
 
@@ -137,6 +140,14 @@ class Preprocessor:
         elif params.max_tokens > room:
             given = f"given as {params.max_tokens}; the prompt leaves no more of max_model_len"
             params.set_from(given, max_tokens=room)
+        needed = None if params.structure is None else params.structure.tokens_needed
+        if needed is not None and needed > (params.max_tokens or room):
+            raise ValidationError(
+                f"an answer to structured_outputs needs up to {needed} tokens and there is room for "
+                f"{params.max_tokens}; raise max_tokens or shorten the prompt.",
+                parameter="max_tokens",
+                value=params.max_tokens,
+            )
         call = self._calls - 1
         if params.seed is None:
             origin = f"derived from the engine's seed {self.config.seed}, call {call}, row {index}"
@@ -166,11 +177,20 @@ class Preprocessor:
         if not params.spaces_between_special_tokens and not self._writes_no_spaces():
             raise _bad("spaces_between_special_tokens", False, "True with a tokenizer that has no tokenizer.json")
         if params.structured_outputs is not None:
-            raise _bad("structured_outputs", params.structured_outputs, "None: this release does not have them yet")
+            params.structure = self._compile_structure(params)
         params.bad_words_token_ids = self._bad_words(params.bad_words or [])
         check_request_processors(params)
         self._validate_by_processors(params)
         return params
+
+    def _compile_structure(self, params: SamplingParams) -> Structure:
+        for name, harmless in (("ignore_eos", False), ("min_tokens", 0)):
+            if getattr(params, name) != harmless:
+                right = f"{harmless} with structured_outputs, for an answer ends where it is complete"
+                raise _bad(name, getattr(params, name), right)
+        if params.structured_outputs is None:
+            raise ValueError("there is nothing to compile")
+        return self._structures.compile(params.structured_outputs)
 
     def _writes_no_spaces(self) -> bool:
         return self.tokenizer is None or self.tokenizer.is_fast

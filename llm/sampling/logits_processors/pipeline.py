@@ -25,6 +25,7 @@ from llm.sampling.logits_processors.builtin import (
 from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, LogitsProcessor
 from llm.sampling.logits_processors.request import RequestLogitsProcessors
 from llm.sampling.penalties import PenaltiesLogitsProcessor
+from llm.sampling.structured.processor import StructuredOutputsLogitsProcessor
 
 if TYPE_CHECKING:
     from llm.config import VllmConfig
@@ -44,6 +45,7 @@ class LogitsProcessors:
         self._device = device
         self._custom = list(custom)
         self._is_stale = False
+        self.grammar: list[LogitsProcessor] = []
         self.rebuild()
 
     def forget_rows(self) -> None:
@@ -53,7 +55,8 @@ class LogitsProcessors:
     def rebuild(self) -> None:
         """Make every instance anew, for an empty batch."""
         self._is_stale = False
-        grammar: list[type[LogitsProcessor]] = []
+        self.end_call()
+        grammar: list[type[LogitsProcessor]] = [StructuredOutputsLogitsProcessor]
         before: list[type[LogitsProcessor]] = [
             AllowedTokensLogitsProcessor,
             BadWordsLogitsProcessor,
@@ -97,6 +100,12 @@ class LogitsProcessors:
     @property
     def all(self) -> Iterator[LogitsProcessor]:
         return chain(self.grammar, self.non_argmax_invariant, self.argmax_invariant)
+
+    def end_call(self) -> None:
+        """Let go of what is held for the length of a call: threads."""
+        for processor in self.grammar:
+            if isinstance(processor, StructuredOutputsLogitsProcessor):
+                processor.end_call()
 
     def is_idle(self) -> bool:
         """Whether none of them would change anything in this step."""

@@ -1,0 +1,334 @@
+"""JSON schemas as `Language`s of compact JSON: no white space, properties in the schema's order.
+
+Owns what the keywords mean, the way llguidance reads them. A keyword whose effect on the length is not known raises
+`UnknownLength`: llguidance still constrains the answer, only its length is then not bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llm.sampling.structured.language import DONE, EMPTY, Language
+from llm.sampling.structured.regex import Ranges, UnknownLength, byte_bits, parse_regex, utf8
+
+_ANNOTATIONS = frozenset(
+    "title description default examples $schema $id $comment $defs definitions deprecated readOnly writeOnly".split()
+)
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_KEYWORDS: Mapping[str, frozenset[str]] = {
+    "string": frozenset({"minLength", "maxLength", "pattern"}),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+}
+_ALL_KEYWORDS = frozenset().union(*_KEYWORDS.values())
+_SHORT_ESCAPES = {0x08: b"b", 0x09: b"t", 0x0A: b"n", 0x0C: b"f", 0x0D: b"r", 0x22: b'"', 0x5C: b"\\"}
+_CONTROLS = (*range(0x20), 0x7F)
+_PLAIN: Ranges = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)]
+
+
+def compile_schema(language: Language, schema: Any) -> int:
+    """The node of all compact JSON texts that the schema admits; `language.close` is then to be called.
+
+    Raises:
+        UnknownLength: a keyword that is not read here.
+    """
+    return _Compiler(language, schema).value(schema)
+
+
+class _Compiler:
+    def __init__(self, language: Language, root: Any) -> None:
+        self._language = language
+        self._root = root
+        self._defined: set[str] = set()
+        text = language.literal
+        letters = [text(b"\\" + letter) for letter in _SHORT_ESCAPES.values()]
+        plain = utf8(language, _PLAIN)
+        self._character = language.alt(plain, *letters, *(self._by_number(code) for code in _CONTROLS))
+        self._string_end = language.cat(language.star(self._character), text(b'"'))
+        # llguidance lets every escape by number stand in a name that is not to be one of the schema's.
+        hexadecimal = language.byte_set(byte_bits(0x30, 0x39) | byte_bits(0x41, 0x46) | byte_bits(0x61, 0x66))
+        self._escaped = language.alt(*letters, language.cat(text(b"\\u"), language.repeat(hexadecimal, 4, 4)))
+        self._name_end = language.cat(language.star(language.alt(plain, self._escaped)), text(b'"'))
+
+    def _by_number(self, code: int) -> int:
+        """The escape of a control character by its number, in either case."""
+        digits = (self._language.byte_set(1 << ord(digit.lower()) | 1 << ord(digit.upper())) for digit in f"{code:04x}")
+        return self._language.cat(self._language.literal(b"\\u"), *digits)
+
+    def value(self, schema: Any) -> int:
+        if schema is True or schema == {}:
+            return self._any()
+        if not isinstance(schema, Mapping):
+            raise UnknownLength(f"the schema {schema!r}")
+        keys = set(schema) - _ANNOTATIONS
+        if not keys:
+            return self._any()
+        for keyword in ("$ref", "anyOf", "oneOf", "allOf", "const", "enum"):
+            if keyword in keys:
+                allowed = {keyword, "type"} if keyword in ("const", "enum") else {keyword}
+                self._only(keys, allowed)
+                return getattr(self, f"_{keyword.lstrip('$').lower()}")(schema)
+        if "type" not in keys:
+            raise UnknownLength("a schema without a type")
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        self._only(keys, {"type", *(name for kind in types for name in _KEYWORDS.get(kind, ()))})
+        return self._language.alt(*(getattr(self, f"_{kind}")(schema) for kind in types))
+
+    def _only(self, keys: set[str], allowed: set[str]) -> None:
+        if keys - allowed:
+            raise UnknownLength(f"the keyword {min(keys - allowed)!r}")
+
+    # --- Combinations -----------------------------------------------------------------------------------------------
+
+    def _ref(self, schema: Mapping[str, Any]) -> int:
+        name = schema["$ref"]
+        if name not in self._defined:
+            self._defined.add(name)
+            self._language.define(name, self.value(self._resolve(name)))
+        return self._language.ref(name)
+
+    def _resolve(self, name: Any) -> Any:
+        if not isinstance(name, str) or not name.startswith("#"):
+            raise UnknownLength(f"the reference {name!r}")
+        found = self._root
+        for part in name[1:].split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, Mapping) or key not in found:
+                raise UnknownLength(f"the reference {name!r}")
+            found = found[key]
+        return found
+
+    def _anyof(self, schema: Mapping[str, Any]) -> int:
+        return self._language.alt(*(self.value(choice) for choice in schema["anyOf"]))
+
+    def _oneof(self, schema: Mapping[str, Any]) -> int:
+        return self._language.alt(*(self.value(choice) for choice in schema["oneOf"]))
+
+    def _allof(self, schema: Mapping[str, Any]) -> int:
+        if len(schema["allOf"]) != 1:
+            raise UnknownLength("'allOf' of several schemas")
+        return self.value(schema["allOf"][0])
+
+    def _const(self, schema: Mapping[str, Any]) -> int:
+        return self._literals([schema["const"]], schema)
+
+    def _enum(self, schema: Mapping[str, Any]) -> int:
+        return self._literals(schema["enum"], schema)
+
+    def _literals(self, values: Sequence[Any], schema: Mapping[str, Any]) -> int:
+        types = schema.get("type", list(_TYPES))
+        kept = [value for value in values if _is_of(value, types if isinstance(types, list) else [types])]
+        texts = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in kept]
+        # Such a character can also be written by its number, and `language` would hold one of its spellings only.
+        if any(re.search(r'\\[^"\\]|\x7f', text) for text in texts):
+            raise UnknownLength("a control character in a constant")
+        return self._language.alt(*(self._language.literal(text.encode()) for text in texts))
+
+    def _any(self) -> int:
+        if "any" not in self._defined:
+            self._defined.add("any")
+            self._language.define("any", self._language.alt(*(getattr(self, f"_{kind}")({}) for kind in _TYPES)))
+        return self._language.ref("any")
+
+    # --- Types ------------------------------------------------------------------------------------------------------
+
+    def _null(self, schema: Mapping[str, Any]) -> int:
+        return self._language.literal(b"null")
+
+    def _boolean(self, schema: Mapping[str, Any]) -> int:
+        return self._language.alt(self._language.literal(b"true"), self._language.literal(b"false"))
+
+    def _number(self, schema: Mapping[str, Any]) -> int:
+        return parse_regex(self._language, r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
+
+    def _integer(self, schema: Mapping[str, Any]) -> int:
+        if not _KEYWORDS["integer"] & set(schema):
+            return parse_regex(self._language, "-?(0|[1-9][0-9]*)")
+        lows = [schema.get("minimum"), _plus(schema.get("exclusiveMinimum"), 1)]
+        highs = [schema.get("maximum"), _plus(schema.get("exclusiveMaximum"), -1)]
+        return parse_regex(self._language, integer_range(_whole(lows, max), _whole(highs, min)))
+
+    def _string(self, schema: Mapping[str, Any]) -> int:
+        quote = self._language.literal(b'"')
+        if "pattern" in schema:
+            if {"minLength", "maxLength"} & set(schema):
+                raise UnknownLength("a pattern together with a length")
+            return self._language.cat(quote, self._pattern(schema["pattern"]), quote)
+        low, high = schema.get("minLength", 0), schema.get("maxLength", -1)
+        if (low, high) == (0, -1):
+            return self._language.cat(quote, self._string_end)
+        return self._language.cat(quote, self._language.repeat(self._character, low, high), quote)
+
+    def _pattern(self, pattern: str) -> int:
+        """A pattern is searched for: without an anchor anything may stand before and after it."""
+        if "|" in pattern and ("^" in pattern or "$" in pattern):
+            raise UnknownLength("a pattern with anchors and alternatives")
+        inner = pattern.removeprefix("^")
+        ends = inner.endswith("$") and not inner.endswith(r"\$")
+        anything = self._language.star(self._character)
+        return self._language.cat(
+            DONE if inner != pattern else anything,
+            parse_regex(self._language, inner[:-1] if ends else inner, self._characters),
+            DONE if ends else anything,
+        )
+
+    def _characters(self, ranges: Ranges) -> int:
+        """One character of a pattern inside a JSON string: itself, or its escape."""
+        language = self._language
+        plain = [
+            (max(low, first), min(high, last))
+            for low, high in ranges
+            for first, last in _PLAIN
+            if max(low, first) <= min(high, last)
+        ]
+        escaped = [
+            language.literal(b"\\" + letter)
+            for code, letter in _SHORT_ESCAPES.items()
+            if any(low <= code <= high for low, high in ranges)
+        ]
+        numbers = [self._by_number(code) for code in _CONTROLS if any(low <= code <= high for low, high in ranges)]
+        return language.alt(utf8(language, plain), *escaped, *numbers)
+
+    def _array(self, schema: Mapping[str, Any]) -> int:
+        language = self._language
+        first = [self.value(item) for item in schema.get("prefixItems", [])]
+        low, high = schema.get("minItems", 0), schema.get("maxItems", -1)
+        items = schema.get("items", True)
+        comma = language.literal(b",")
+        rest, most = EMPTY, len(first) if high == -1 else min(high, len(first))
+        if items is not False and (high == -1 or high > len(first)):
+            rest = self.value(items)
+            least = max(0, low - len(first))
+            if not first:
+                more = language.repeat(language.cat(comma, rest), max(0, least - 1), high if high == -1 else high - 1)
+                some = language.cat(rest, more)
+                inside = language.optional(some) if least == 0 else some
+                return language.cat(language.literal(b"["), inside, language.literal(b"]"))
+            tail = language.repeat(language.cat(comma, rest), least, high if high == -1 else high - len(first))
+        else:
+            tail = DONE if low <= most else EMPTY
+        node = tail
+        for index in range(most - 1, -1, -1):
+            node = language.cat(comma if index else DONE, first[index], node)
+            node = language.alt(node, DONE) if index >= low else node
+        return language.cat(language.literal(b"["), node, language.literal(b"]"))
+
+    def _object(self, schema: Mapping[str, Any]) -> int:
+        language = self._language
+        properties = dict(schema.get("properties", {}))
+        required = list(schema.get("required", []))
+        additional = schema.get("additionalProperties", True)
+        for name in required:
+            if name not in properties:
+                properties[name] = additional
+        member = EMPTY if additional is False else self._member(sorted(properties), additional)
+        comma, end = language.literal(b","), language.literal(b"}")
+        more = language.cat(language.star(language.cat(comma, member)), end)
+        # Two languages, built from the end: what may follow when nothing was written yet, and when something was.
+        at_start, later = language.alt(end, language.cat(member, more)), more
+        for name, inner in reversed(properties.items()):
+            key = json.dumps(name, ensure_ascii=False) + ":"
+            value = EMPTY if inner is False else self.value(inner)
+            pair = language.cat(language.literal(key.encode()), value)
+            skip_first, skip = (EMPTY, EMPTY) if name in required else (at_start, later)
+            at_start = language.alt(language.cat(pair, later), skip_first)
+            later = language.alt(language.cat(comma, pair, later), skip)
+        return language.cat(language.literal(b"{"), at_start)
+
+    def _member(self, names: Sequence[str], schema: Any) -> int:
+        language = self._language
+        for name in names:
+            if not name.isascii() or not name.isprintable() or '"' in name or "\\" in name:
+                raise UnknownLength(f"the property name {name!r} next to additional ones")
+        key = self._other_string(set(names), "") if names else self._string_end
+        return language.cat(language.literal(b'"'), key, language.literal(b":"), self.value(schema))
+
+    def _other_string(self, names: set[str], prefix: str) -> int:
+        """The rest of a string that begins with `prefix` and is none of the names, its closing quote included."""
+        language = self._language
+        nexts = sorted({name[len(prefix)] for name in names if name.startswith(prefix) and len(name) > len(prefix)})
+        taken = {ord(character) for character in nexts}
+        others = [(low, high) for first, last in _PLAIN for low, high in _without(first, last, taken)]
+        other = language.alt(utf8(language, others), self._escaped)
+        choices = [language.cat(other, self._name_end)]
+        choices += [
+            language.cat(language.literal(character.encode()), self._other_string(names, prefix + character))
+            for character in nexts
+        ]
+        if prefix not in names:
+            choices.append(language.literal(b'"'))
+        return language.alt(*choices)
+
+
+def integer_range(low: int | None, high: int | None) -> str:
+    """A regular expression of the integers from `low` to `high`, without leading zeros; None: no limit."""
+    if low is not None and high is not None and low > high:
+        raise UnknownLength("a range without numbers")
+    parts = []
+    if low is None or low < 0:
+        largest = None if low is None else -low
+        smallest = 0 if high is None or high >= 0 else -high  # -0 is an integer
+        parts.append(f"-({_digits(smallest, largest)})")
+    if high is None or high >= 0:
+        parts.append(_digits(max(0, low or 0), high))
+    return "|".join(parts)
+
+
+def _digits(low: int, high: int | None) -> str:
+    """Decimal numbers from `low` to `high`, both at least 0."""
+    length = len(str(low))
+    if high is None:
+        return f"{_digits(low, 10**length - 1)}|[1-9][0-9]{{{length},}}"
+    parts = []
+    for size in range(length, len(str(high)) + 1):
+        first, last = max(low, 10 ** (size - 1) if size > 1 else 0), min(high, 10**size - 1)
+        parts.append(_same_size(str(first), str(last)))
+    return "|".join(parts)
+
+
+def _same_size(low: str, high: str) -> str:
+    if not low:
+        return ""
+    if low[0] == high[0]:
+        return low[0] + _grouped(_same_size(low[1:], high[1:]))
+    rest = len(low) - 1
+    parts = [low[0] + _grouped(_same_size(low[1:], "9" * rest)), high[0] + _grouped(_same_size("0" * rest, high[1:]))]
+    if int(high[0]) - int(low[0]) > 1:
+        parts.append(f"[{int(low[0]) + 1}-{int(high[0]) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
+    return "|".join(parts)
+
+
+def _grouped(pattern: str) -> str:
+    return f"({pattern})" if "|" in pattern else pattern
+
+
+def _plus(value: Any, more: int) -> Any:
+    return None if value is None else value + more
+
+
+def _whole(bounds: Sequence[Any], choose: Any) -> int | None:
+    given = [bound for bound in bounds if bound is not None]
+    if any(isinstance(bound, bool) or bound != int(bound) for bound in given):
+        raise UnknownLength("a bound that is no integer")
+    return int(choose(given)) if given else None
+
+
+def _is_of(value: Any, types: Sequence[str]) -> bool:
+    if isinstance(value, bool) or value is None:
+        return ("null" if value is None else "boolean") in types
+    if isinstance(value, int | float):
+        return "number" in types or ("integer" in types and value == int(value))
+    return ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object") in types
+
+
+def _without(first: int, last: int, taken: set[int]) -> Ranges:
+    pieces, start = [], first
+    for code in sorted(code for code in taken if first <= code <= last):
+        if code > start:
+            pieces.append((start, code - 1))
+        start = code + 1
+    return [*pieces, (start, last)] if start <= last else pieces

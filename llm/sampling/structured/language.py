@@ -1,0 +1,283 @@
+"""Languages of bytes that can be read one byte at a time, and the fewest bytes that still complete a string.
+
+Owns expressions, their derivatives (Brzozowski 1964) and their lengths. An expression's derivative by a byte is what
+may follow it; a state of reading is simply the expression that is left. Equal expressions are one node, so states can
+be compared, and what is known of one is computed once. References by name make languages of nested values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+# More bytes than any answer has; no string is left.
+IMPOSSIBLE = 1 << 30
+EMPTY = 0  # the node of no string at all
+DONE = 1  # the node of the empty string
+ALL_BYTES = (1 << 256) - 1
+_UNKNOWN = -1
+
+
+class Language:
+    """An arena of expressions; a node is an index into it.
+
+    Attributes:
+        kinds: per node ("set", bits), ("cat", head, tail), ("alt", nodes), ("star", node), ("repeat", node, low, high)
+            (high -1: no limit) or ("ref", name).
+        nullable: per node, whether the empty string is in it.
+        needs: per node, the fewest bytes of a string in it; of references known after `close`.
+        reach: per node, a number that `needs` of what is left cannot exceed, whatever is read; `IMPOSSIBLE` where
+            values nest without limit. Known after `close`.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: list[tuple] = []
+        self.nullable: list[bool] = []
+        self.needs: list[int] = []
+        self.reach: list[int] = []
+        self._index: dict[tuple, int] = {}
+        self._moves: dict[tuple[int, int], int] = {}
+        self._definitions: dict[str, int] = {}
+        self._closed = False
+        self._node(("alt", ()), False)
+        self._node(("done",), True)
+
+    # --- Building ---------------------------------------------------------------------------------------------------
+
+    def byte_set(self, bits: int) -> int:
+        """Any one of the bytes whose bits are set."""
+        return self._node(("set", bits), False) if bits else EMPTY
+
+    def literal(self, data: bytes) -> int:
+        return self.cat(*(self.byte_set(1 << byte) for byte in data))
+
+    def cat(self, *parts: int) -> int:
+        result = DONE
+        for part in reversed(parts):
+            result = self._cat(part, result)
+        return result
+
+    def alt(self, *choices: int) -> int:
+        flat: set[int] = set()
+        bits = 0
+        for choice in choices:
+            for node in self.kinds[choice][1] if self.kinds[choice][0] == "alt" else (choice,):
+                if self.kinds[node][0] == "set":
+                    bits |= self.kinds[node][1]
+                else:
+                    flat.add(node)
+        if bits:
+            flat.add(self.byte_set(bits))
+        if len(flat) == 1:
+            return flat.pop()
+        nodes = tuple(sorted(flat))
+        return self._node(("alt", nodes), any(self.nullable[node] for node in nodes)) if nodes else EMPTY
+
+    def star(self, node: int) -> int:
+        return DONE if node in (EMPTY, DONE) else self._node(("star", node), True)
+
+    def optional(self, node: int) -> int:
+        return self.alt(DONE, node)
+
+    def repeat(self, node: int, low: int, high: int = -1) -> int:
+        """From `low` to `high` times, without limit where that is -1."""
+        if high == 0 or node == DONE:
+            return DONE
+        if node == EMPTY:
+            return DONE if low == 0 else EMPTY
+        if low == 0 and high == -1:
+            return self.star(node)
+        if (low, high) == (1, 1):
+            return node
+        return self._node(("repeat", node, low, high), low == 0 or self.nullable[node])
+
+    def ref(self, name: str) -> int:
+        """What `define` says of this name, before or after; it must not hold the empty string."""
+        return self._node(("ref", name), False)
+
+    def define(self, name: str, node: int) -> None:
+        if self.nullable[node]:
+            raise ValueError(f"{name} holds the empty string")
+        self._definitions[name] = node
+
+    def close(self) -> None:
+        """Every name is defined: find the lengths, by rounds until none changes."""
+        changed = True
+        while changed:
+            before = list(self.needs)
+            for node in range(len(self.kinds)):
+                self.needs[node] = self._need(node)
+            changed = self.needs != before
+        rounds = len(self._definitions) + 2
+        for last in (False, True):
+            before = list(self.reach)
+            for _ in range(rounds):
+                before = list(self.reach)
+                for node in range(len(self.kinds)):
+                    self.reach[node] = self._reach(node)
+            if not last:  # still growing: a value that holds itself
+                for node, (old, new) in enumerate(zip(before, self.reach, strict=True)):
+                    self.reach[node] = new if old == new else IMPOSSIBLE
+        self._closed = True
+
+    # --- Reading ----------------------------------------------------------------------------------------------------
+
+    def step(self, node: int, byte: int) -> int:
+        """What is left of `node` after `byte`: `EMPTY` when no string of it begins so."""
+        found = self._moves.get((node, byte))
+        if found is None:
+            found = self._moves[node, byte] = self._derive(node, byte)
+        return found
+
+    def read(self, node: int, data: Iterable[int]) -> int:
+        for byte in data:
+            node = self.step(node, byte)
+        return node
+
+    def _derive(self, node: int, byte: int) -> int:
+        kind, *arguments = self.kinds[node]
+        if kind == "set":
+            return DONE if arguments[0] >> byte & 1 else EMPTY
+        if kind == "cat":
+            head, tail = arguments
+            read = self._cat(self.step(head, byte), tail)
+            return self.alt(read, self.step(tail, byte)) if self.nullable[head] else read
+        if kind == "alt":
+            return self.alt(*(self.step(choice, byte) for choice in arguments[0]))
+        if kind == "star":
+            return self._cat(self.step(arguments[0], byte), node)
+        if kind == "repeat":
+            inner, low, high = arguments
+            rest = self.repeat(inner, max(0, low - 1), high if high == -1 else high - 1)
+            return self._cat(self.step(inner, byte), rest)
+        return self.step(self._definitions[arguments[0]], byte) if kind == "ref" else EMPTY
+
+    # --- Nodes ------------------------------------------------------------------------------------------------------
+
+    def _cat(self, head: int, tail: int) -> int:
+        if head == EMPTY or tail == EMPTY:
+            return EMPTY
+        if head == DONE:
+            return tail
+        if tail == DONE:
+            return head
+        while self.kinds[head][0] == "cat":  # to the right, so that the head is what is read next
+            _, head, middle = self.kinds[head]
+            tail = self._cat(middle, tail)
+        return self._node(("cat", head, tail), self.nullable[head] and self.nullable[tail])
+
+    def _node(self, kind: tuple, nullable: bool) -> int:
+        node = self._index.get(kind)
+        if node is None:
+            node = self._index[kind] = len(self.kinds)
+            self.kinds.append(kind)
+            self.nullable.append(nullable)
+            self.needs.append(IMPOSSIBLE)
+            self.reach.append(0)
+            self.needs[node] = self._need(node)
+            self.reach[node] = self._reach(node) if self._closed else 0
+        return node
+
+    def _need(self, node: int) -> int:
+        kind, *arguments = self.kinds[node]
+        if kind == "set":
+            return 1
+        if kind == "cat":
+            return min(IMPOSSIBLE, self.needs[arguments[0]] + self.needs[arguments[1]])
+        if kind == "alt":
+            return min((self.needs[choice] for choice in arguments[0]), default=IMPOSSIBLE)
+        if kind == "repeat":
+            return min(IMPOSSIBLE, self.needs[arguments[0]] * arguments[1])
+        if kind == "ref":
+            return self.needs[self._definitions[arguments[0]]] if arguments[0] in self._definitions else IMPOSSIBLE
+        return 0  # done, star
+
+    def _reach(self, node: int) -> int:
+        kind, *arguments = self.kinds[node]
+        if kind == "cat":
+            head, tail = arguments
+            return min(IMPOSSIBLE, max(self.reach[head] + self.needs[tail], self.reach[tail]))
+        if kind == "alt":
+            return max((self.reach[choice] for choice in arguments[0]), default=0)
+        if kind == "star":
+            return self.reach[arguments[0]]
+        if kind == "repeat":
+            return min(IMPOSSIBLE, self.reach[arguments[0]] + self.needs[arguments[0]] * arguments[1])
+        if kind == "ref":
+            return self.reach[self._definitions[arguments[0]]]
+        return self.needs[node]  # set, done
+
+
+class TokenReader:
+    """Reads whole tokens, all of a vocabulary at once.
+
+    Args:
+        token_bytes: token id -> its bytes; ids that are absent, or have none, complete nothing.
+    """
+
+    def __init__(self, token_bytes: Mapping[int, bytes], vocab_size: int) -> None:
+        present = [token for token, data in token_bytes.items() if data and token < vocab_size]
+        # The longest first: at each position the tokens that have a byte there are the first ones.
+        self.ids = np.array(sorted(present, key=lambda token: -len(token_bytes[token])), dtype=np.int64)
+        self.vocab_size = vocab_size
+        self.columns = []
+        for position in range(len(token_bytes[int(self.ids[0])]) if len(self.ids) else 0):
+            column = [token_bytes[token][position] for token in self.ids.tolist() if len(token_bytes[token]) > position]
+            self.columns.append(np.array(column, dtype=np.int64))
+        self.bytes_that_are_tokens = {data[0] for data in token_bytes.values() if len(data) == 1}
+
+
+class Needs:
+    """The bytes an answer in `language` still needs after each token of the vocabulary, by state.
+
+    Bounded by memory: what was found for a state is kept for `_KEPT` states.
+    """
+
+    _KEPT = 32
+
+    def __init__(self, language: Language, reader: TokenReader) -> None:
+        self._language = language
+        self._reader = reader
+        self._rows: dict[int, int] = {}  # state -> row of the table
+        self._states: list[int] = []
+        self._table = np.empty((0, 256), dtype=np.int32)
+        self._found: dict[int, np.ndarray] = {}
+
+    def after(self, state: int) -> np.ndarray:
+        """int64 [vocab]: bytes needed after each token, `IMPOSSIBLE` where no string of the language goes on so."""
+        if state not in self._found:
+            if len(self._found) == self._KEPT:
+                del self._found[next(iter(self._found))]
+            self._found[state] = self._compute(state)
+        return self._found[state]
+
+    def _compute(self, state: int) -> np.ndarray:
+        rows = np.full(len(self._reader.ids), self._row(state), dtype=np.int64)
+        for column in self._reader.columns:
+            rows[: len(column)] = self._move(rows[: len(column)], column)
+        needs = np.array([self._language.needs[node] for node in self._states], dtype=np.int64)
+        result = np.full(self._reader.vocab_size, IMPOSSIBLE, dtype=np.int64)
+        result[self._reader.ids] = needs[rows]
+        return result
+
+    def _move(self, rows: np.ndarray, column: np.ndarray) -> np.ndarray:
+        moved = self._table[rows, column]
+        missing = np.flatnonzero(moved == _UNKNOWN)
+        if len(missing):
+            for key in np.unique(rows[missing] * 256 + column[missing]).tolist():
+                row, byte = divmod(key, 256)
+                target = self._row(self._language.step(self._states[row], byte))
+                self._table[row, byte] = target
+            moved = self._table[rows, column]
+        return moved
+
+    def _row(self, state: int) -> int:
+        row = self._rows.get(state)
+        if row is None:
+            row = self._rows[state] = len(self._states)
+            self._states.append(state)
+            if row == len(self._table):
+                more = np.full((max(64, len(self._table)), 256), _UNKNOWN, dtype=np.int32)
+                self._table = np.concatenate([self._table, more])
+        return row

@@ -1,0 +1,120 @@
+"""Structured output as a logits processor: rows with a `Structure` may only draw what continues an answer.
+
+Owns the state of the rows and the pool that computes masks. A mask depends on the row's own tokens alone. It is begun
+in `update_state`, before the forward, and is waited for in `apply`, after it.
+
+Where the bytes an answer still needs are known, tokens after which they would outnumber the tokens that are left are
+barred too. One token a byte at worst: as long as the first answer fits, there is always a token that keeps this so, and
+the answer is complete when the budget is spent.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor
+from llm.sampling.logits_processors.state import process_dict_updates
+from llm.sampling.structured.compile import Structure
+from llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llm.config import VllmConfig
+
+
+@dataclass
+class _Row:
+    """A row that is constrained.
+
+    Attributes:
+        output_ids: live.
+        budget: tokens that may be generated in all.
+        state: node of the structure's language, after `read` tokens.
+    """
+
+    structure: Structure
+    output_ids: list[int]
+    budget: int
+    matcher: Any
+    state: int
+    read: int = 0
+    allowed: Future[np.ndarray] | None = None
+    words: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+
+    def compute(self) -> np.ndarray:
+        """bool [vocab], what may be drawn next."""
+        vocabulary = self.structure.vocabulary
+        for token in self.output_ids[self.read :]:
+            self.matcher.consume_token(token)
+            self.state = self.structure.read(self.state, token)
+        self.read = len(self.output_ids)
+        if self.matcher.is_error():
+            raise RuntimeError(f"the grammar failed: {self.matcher.get_error().splitlines()[0]}")
+        self.matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
+        allowed = np.unpackbits(self.words.view(np.uint8), bitorder="little")[: vocabulary.size].astype(bool)
+        fits = self.structure.fits(self.state, self.budget - self.read - 1)
+        if fits is None:
+            return allowed
+        closing = allowed & fits
+        closing[vocabulary.eos_token_ids] = allowed[vocabulary.eos_token_ids]
+        return closing if closing.any() else allowed
+
+
+class StructuredOutputsLogitsProcessor(LogitsProcessor):
+    """Attributes:
+    row_errors: row -> why its mask could not be computed; the engine takes these after `apply`.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._rows: dict[int, _Row] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self.row_errors: dict[int, Exception] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def is_idle(self) -> bool:
+        return not self._rows
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self._rows, batch_update, self._new_row)
+        for row in self._rows.values():
+            if row.allowed is None or row.read != len(row.output_ids):
+                row.allowed = self._begin(row)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for index, row in self._rows.items():
+            try:
+                allowed = row.allowed.result() if row.allowed is not None else row.compute()
+            except Exception as error:  # of this row alone
+                self.row_errors[index] = error
+                continue
+            logits[index, torch.from_numpy(~allowed).to(logits.device)] = -math.inf
+        return logits
+
+    def end_call(self) -> None:
+        """No row is left that needs the pool."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _begin(self, row: _Row) -> Future[np.ndarray]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="llm-grammar")
+        return self._pool.submit(row.compute)
+
+    def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> _Row | None:
+        structure = params.structure
+        if structure is None:
+            return None
+        room = self._max_model_len - len(prompt_ids or [])
+        budget = room if params.max_tokens is None else min(params.max_tokens, room)
+        words = np.zeros(-(-structure.vocabulary.size // 32), dtype=np.int32)
+        return _Row(structure, output_ids, budget, structure.matcher(), structure.root, words=words)

@@ -1,0 +1,246 @@
+"""Regular expressions as `Language`s of UTF-8 bytes.
+
+Owns the syntax: literals, escapes, classes, `.`, groups, alternation, repetition (a lazy `?` makes no difference to
+what is matched), and `^`, `$` at the ends. What is beyond it (look-around, word boundaries, flags, Unicode classes)
+raises `UnknownLength`: an answer is then not bounded, though llguidance may still constrain it. `\\d`, `\\w` and `\\s`
+are ASCII's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from llm.sampling.structured.language import DONE, Language
+
+_LAST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+_CLASSES: dict[str, list[tuple[int, int]]] = {
+    "d": [(0x30, 0x39)],
+    "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
+    "s": [(0x09, 0x0D), (0x20, 0x20)],
+}
+_CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "a": 0x07}
+_MAX_REPEATS = 100_000
+
+Ranges = list[tuple[int, int]]
+
+
+class UnknownLength(ValueError):
+    """No bound is known for what this says."""
+
+
+def ascii_classes(pattern: str) -> str:
+    """The pattern with `\\d`, `\\w`, `\\s` written out, so that others read them as ASCII's too."""
+    inside = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
+    result, in_class, index = [], False, 0
+    while index < len(pattern):
+        piece = pattern[index : index + 2] if pattern[index] == "\\" else pattern[index]
+        if len(piece) == 2 and piece[1] in inside:
+            result.append(inside[piece[1]] if in_class else f"[{inside[piece[1]]}]")
+        elif len(piece) == 2 and piece[1] in "DWS" and not in_class:
+            result.append(f"[^{inside[piece[1].lower()]}]")
+        else:
+            in_class = piece == "[" or (in_class and piece != "]")
+            result.append(piece)
+        index += len(piece)
+    return "".join(result)
+
+
+def parse_regex(language: Language, pattern: str, characters: Callable[[Ranges], int] | None = None) -> int:
+    """The node of all strings that the whole `pattern` matches.
+
+    Args:
+        characters: makes a node of one character out of ranges of code points; None: its UTF-8 bytes.
+
+    Raises:
+        UnknownLength: the pattern says something that is not read here.
+    """
+    return _Parser(language, pattern, characters or (lambda ranges: utf8(language, ranges))).parse()
+
+
+def utf8(language: Language, ranges: Sequence[tuple[int, int]]) -> int:
+    """The node of the UTF-8 encodings of one character in any of the ranges, surrogates left out."""
+    choices = []
+    for low, high in ranges:
+        for first, last in ((low, min(high, _SURROGATES[0] - 1)), (max(low, _SURROGATES[1] + 1), high)):
+            if first <= last:
+                choices += [_sequence(language, *piece) for piece in _same_length(first, last)]
+    return language.alt(*choices)
+
+
+def complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    result, start = [], 0
+    for low, high in sorted(ranges):
+        if low > start:
+            result.append((start, low - 1))
+        start = max(start, high + 1)
+    return [*result, (start, _LAST)] if start <= _LAST else result
+
+
+def byte_bits(low: int, high: int) -> int:
+    return ((1 << (high - low + 1)) - 1) << low
+
+
+def _same_length(low: int, high: int) -> list[tuple[bytes, bytes]]:
+    """The range cut where encodings get longer, as pairs of encodings."""
+    pieces = []
+    for limit in (0x7F, 0x7FF, 0xFFFF, _LAST):
+        if low <= min(high, limit):
+            pieces.append((chr(low).encode(), chr(min(high, limit)).encode()))
+            low = limit + 1
+    return pieces
+
+
+def _sequence(language: Language, low: bytes, high: bytes) -> int:
+    """All encodings from `low` to `high`, which have the same length."""
+    if len(low) == 1:
+        return language.byte_set(byte_bits(low[0], high[0]))
+    if low[0] == high[0]:
+        return language.cat(language.byte_set(1 << low[0]), _sequence(language, low[1:], high[1:]))
+    least, most = bytes([0x80] * (len(low) - 1)), bytes([0xBF] * (len(low) - 1))
+    choices = [
+        language.cat(language.byte_set(1 << low[0]), _sequence(language, low[1:], most)),
+        language.cat(language.byte_set(1 << high[0]), _sequence(language, least, high[1:])),
+    ]
+    if high[0] - low[0] > 1:
+        between = language.byte_set(byte_bits(low[0] + 1, high[0] - 1))
+        choices.append(language.cat(between, _sequence(language, least, most)))
+    return language.alt(*choices)
+
+
+class _Parser:
+    """Recursive descent: alternation, sequence, repetition, atom."""
+
+    def __init__(self, language: Language, pattern: str, characters: Callable[[Ranges], int]) -> None:
+        self._language = language
+        self._pattern = pattern
+        self._characters = characters
+        self._at = 0
+
+    def parse(self) -> int:
+        node = self._alternation()
+        if self._at < len(self._pattern):
+            raise UnknownLength(f"an unmatched {self._pattern[self._at]!r}")
+        return node
+
+    def _peek(self) -> str:
+        return self._pattern[self._at : self._at + 1]
+
+    def _take(self) -> str:
+        character = self._peek()
+        if not character:
+            raise UnknownLength("a pattern that ends too early")
+        self._at += 1
+        return character
+
+    def _alternation(self) -> int:
+        choices = [self._concatenation()]
+        while self._peek() == "|":
+            self._take()
+            choices.append(self._concatenation())
+        return self._language.alt(*choices)
+
+    def _concatenation(self) -> int:
+        parts = []
+        while self._peek() and self._peek() not in "|)":
+            parts.append(self._repetition())
+        return self._language.cat(*parts)
+
+    def _repetition(self) -> int:
+        node = self._atom()
+        while self._peek() and self._peek() in "*+?{":
+            low, high = self._bounds()
+            if self._peek() == "?":  # lazy
+                self._take()
+            if max(low, high) > _MAX_REPEATS or (high != -1 and high < low):
+                raise UnknownLength("a repetition count that cannot be")
+            node = self._language.repeat(node, low, high)
+        return node
+
+    def _bounds(self) -> tuple[int, int]:
+        sign = self._take()
+        if sign != "{":
+            return {"*": (0, -1), "+": (1, -1), "?": (0, 1)}[sign]
+        match = re.match(r"(\d+)(,?)(\d*)\}", self._pattern[self._at :], re.ASCII)
+        if not match:
+            raise UnknownLength("an open brace")
+        self._at += match.end()
+        low = int(match[1])
+        return low, low if not match[2] else int(match[3]) if match[3] else -1
+
+    def _atom(self) -> int:
+        character = self._take()
+        if character == "(":
+            return self._group()
+        if character == "[":
+            return self._characters(self._class())
+        if character == ".":
+            return self._characters(complement([(0x0A, 0x0A)]))
+        if character == "\\":
+            return self._characters(self._escape())
+        if character in "^$":
+            return self._anchor(character)
+        if character in "*+?{":
+            raise UnknownLength(f"a {character!r} with nothing before it")
+        return self._characters([(ord(character), ord(character))])
+
+    def _anchor(self, character: str) -> int:
+        """At the ends of the whole pattern an anchor says nothing, for all of it must match."""
+        if self._at == (1 if character == "^" else len(self._pattern)) and "|" not in self._pattern:
+            return DONE
+        raise UnknownLength(f"a {character!r} inside")
+
+    def _group(self) -> int:
+        if self._peek() == "?":
+            match = re.match(r"\?(:|P?<[A-Za-z_]\w*>)", self._pattern[self._at :], re.ASCII)
+            if not match:
+                raise UnknownLength("a group that looks around or sets flags")
+            self._at += match.end()
+        node = self._alternation()
+        if self._take() != ")":
+            raise UnknownLength("an open group")
+        return node
+
+    def _class(self) -> Ranges:
+        negated = self._peek() == "^"
+        if negated:
+            self._take()
+        ranges: Ranges = []
+        while not ranges or self._peek() != "]":
+            item = self._class_item()
+            if self._peek() == "-" and self._pattern[self._at + 1 : self._at + 2] not in ("]", ""):
+                self._take()
+                last = self._class_item()
+                if len(item) != 1 or len(last) != 1 or item[0][0] != item[0][1] or last[0][0] < item[0][0]:
+                    raise UnknownLength("a range without ends")
+                item = [(item[0][0], last[0][1])]
+            ranges += item
+        self._take()
+        return complement(ranges) if negated else ranges
+
+    def _class_item(self) -> Ranges:
+        character = self._take()
+        if character == "\\":
+            return self._escape()
+        if character == "[" or (character in "&~-" and self._peek() == character):
+            raise UnknownLength("a class inside a class")
+        return [(ord(character), ord(character))]
+
+    def _escape(self) -> Ranges:
+        character = self._take()
+        if character in _CLASSES:
+            return _CLASSES[character]
+        if character.lower() in _CLASSES:
+            return complement(_CLASSES[character.lower()])
+        if character in _CONTROLS:
+            return [(_CONTROLS[character], _CONTROLS[character])]
+        if character in "xu":
+            digits = self._pattern[self._at : self._at + (2 if character == "x" else 4)]
+            if not re.fullmatch(r"[0-9A-Fa-f]{2}|[0-9A-Fa-f]{4}", digits):
+                raise UnknownLength("an escape by number")
+            self._at += len(digits)
+            return [(int(digits, 16), int(digits, 16))]
+        if character.isalnum():
+            raise UnknownLength(f"the escape \\{character}")
+        return [(ord(character), ord(character))]

@@ -1,0 +1,376 @@
+"""Structured output: every answer is what was asked for, and complete within its budget or refused before it starts."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from embedded import assert_idle, open_llm, run, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
+from llm.sampling.structured.compile import Structure, StructureCompiler
+from llm.sampling.structured.json_schema import compile_schema, integer_range
+from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
+from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer"},
+                "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+            },
+            "required": ["value", "next"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+# As pydantic writes them: titles, defaults, optional values as anyOf.
+PYDANTIC = {
+    "$defs": {"Kind": {"enum": ["king", "priest"], "title": "Kind", "type": "string"}},
+    "properties": {
+        "kind": {"$ref": "#/$defs/Kind"},
+        "born": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None, "title": "Born"},
+        "sons": {"items": {"type": "string"}, "title": "Sons", "type": "array", "maxItems": 3},
+    },
+    "required": ["kind", "sons"],
+    "title": "Man",
+    "type": "object",
+}
+TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 3}
+SCHEMAS: dict[str, Any] = {
+    "texts": TEXTS,
+    "person": PERSON,
+    "tree": TREE,
+    "pydantic": PYDANTIC,
+    "open object": {"type": "object", "properties": {"a": {"type": "null"}, "ab": {"type": "boolean"}}},
+    "map": {"type": "object", "additionalProperties": {"type": "integer"}},
+    "undeclared": {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["y", "x"],
+        "additionalProperties": {"type": "null"},
+    },
+    "anything": {},
+    "array": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 4},
+    "empty array": {"type": "array", "items": {"type": "string"}},
+    "tuple": {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "items": False},
+    "tuple and more": {
+        "type": "array",
+        "prefixItems": [{"type": "null"}, {"type": "boolean"}],
+        "items": {"type": "integer"},
+        "minItems": 3,
+        "maxItems": 5,
+    },
+    "enum": {"enum": ["a", 1, {"b": [1, 2]}, 'é"', None]},
+    "const": {"const": "so be it"},
+    "types": {"type": ["string", "null", "integer"]},
+    "one of": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+    "all of": {"allOf": [{"type": "boolean"}]},
+    "short text": {"type": "string", "minLength": 2, "maxLength": 4},
+    "pattern": {"type": "string", "pattern": r"^[a-c]+-\d{2,3}$"},
+    "search": {"type": "string", "pattern": "ab"},
+    "quotes": {"type": "string", "pattern": r'^.[^x]\s"$'},
+    "range": {"type": "integer", "minimum": -15, "maximum": 237},
+    "from": {"type": "integer", "exclusiveMinimum": 5},
+    "to": {"type": "integer", "maximum": -3},
+    "number": {"type": "number"},
+}
+REGEXES = [
+    "a|bb|ccc",
+    "[a-z]{2,5}(-[0-9]+)?",
+    "(foo|bar)*x",
+    ".{3}",
+    r"[^a\n]+",
+    r"\d{3}-\w+\s?",
+    "^abc$",
+    "(?:x|y){2,3}?z",
+    "[é-ü]+!",
+    r"\x41\u00e9",
+    "(a?){3}b",
+    r"\.\*[\]\-]",
+]
+CHOICES = [["Moses"], ["Moses", "Aaron", "king David"], ["é", "ééé", "a\nb", '"']]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(max_num_seqs=4, kv_cache_dtype="float32") as llm:
+        yield llm
+
+
+def structured(max_tokens: int | None = 40, temperature: float = 1.0, **kind: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, max_tokens=max_tokens, structured_outputs=StructuredOutputsParams(**kind), seed=7
+    )
+
+
+def compiled(llm: LLM, **kind: Any) -> Structure:
+    compiler: StructureCompiler = llm._preprocessor._structures
+    return compiler.compile(StructuredOutputsParams(**kind))
+
+
+KINDS = [
+    *({"json": schema} for schema in SCHEMAS.values()),
+    *({"regex": pattern} for pattern in REGEXES),
+    *({"choice": choices} for choices in CHOICES),
+    {"json_object": True},
+]
+
+
+def is_valid(text: str, kind: dict[str, Any]) -> bool:
+    if "regex" in kind:
+        return re.fullmatch(kind["regex"], text) is not None
+    if "choice" in kind:
+        return text in kind["choice"]
+    value = json.loads(text)
+    jsonschema.validate(value, kind.get("json", {"type": "object"}))
+    # Compact: what json writes is as short, but for numbers like 1e5 and escapes that it need not write.
+    return not re.search(r"[,:] ", re.sub(r'"(\\.|[^"\\])*"', '""', text))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind)[:60])
+def test_answers_are_valid_and_complete_in_any_budget(llm: LLM, kind: dict[str, Any]) -> None:
+    needed = compiled(llm, **kind).tokens_needed
+    assert needed is not None
+    params = [structured(needed + more, temperature, **kind) for more in (0, 1, 3, 9) for temperature in (0.0, 1.0)]
+    params += [structured(60, 1.0, **kind)]
+    for output in run(llm, ["And he said"] * len(params), params):
+        completion = output.outputs[0]
+        assert completion.structured is not None and completion.structured.guaranteed
+        assert completion.structured.complete, completion.text
+        assert is_valid(completion.text, kind), completion.text
+        assert completion.error is None
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("kind", [{"json": PERSON}, {"regex": r"[a-z]{2,5}(-[0-9]+)?x{20}"}, {"json": TEXTS}])
+def test_without_the_bound_answers_are_cut(llm: LLM, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above."""
+    needed = compiled(llm, **kind).tokens_needed
+    monkeypatch.setattr(Structure, "fits", lambda *_: None)
+    params = [structured((needed or 0) + more, 1.0, **kind) for more in range(0, 8, 2)]
+    outcomes = [output.outputs[0].structured for output in run(llm, ["And he said"] * len(params), params)]
+    assert not all(outcome is not None and outcome.complete for outcome in outcomes)
+
+
+@pytest.mark.parametrize("kind", [{"json": PERSON}, {"regex": "x{30}"}, {"choice": ["Aaron", "king David"]}])
+def test_what_cannot_fit_is_refused_with_what_it_needs(llm: LLM, kind: dict[str, Any]) -> None:
+    needed = compiled(llm, **kind).tokens_needed
+    assert needed is not None
+    with pytest.raises(ValidationError, match=f"needs up to {needed} tokens.*room for {needed - 1};") as error:
+        run(llm, ["x", "y"], structured(needed - 1, **kind))
+    assert error.value.parameter == "max_tokens"
+
+
+def test_where_no_bound_is_known_the_output_says_so(llm: LLM) -> None:
+    grammar = 'start: "a" rest\nrest: "b" | "c" start'
+    unknown = [{"grammar": grammar}, {"json": {"type": "string", "format": "date"}}, {"regex": r"(?i)abc"}]
+    for kind in unknown:
+        completion = run(llm, "x", structured(30, **kind))[0].outputs[0]
+        assert completion.structured is not None
+        assert not completion.structured.guaranteed and completion.structured.reason
+        assert completion.structured.complete == (completion.finish_reason == "stop")
+    assert re.fullmatch(r"(ac)*ab", run(llm, "x", structured(60, grammar=grammar))[0].outputs[0].text)
+
+
+def test_rows_do_not_influence_each_other(llm: LLM) -> None:
+    kinds = [{"json": PERSON}, {"regex": "[a-z]{3,9}"}, {"json": TREE}, {"choice": ["Moses", "Aaron"]}]
+    params = [
+        *(structured(30, **kind) for kind in kinds),
+        SamplingParams(seed=3, max_tokens=20),
+        structured(31, **kinds[0]),
+    ]
+    prompts = [f"And {index}" for index in range(len(params))]
+    together = run(llm, prompts, params)
+    alone = [run(llm, prompt, each)[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert tokens(together) == tokens(alone)
+    assert together[4].outputs[0].structured is None
+    many = run(
+        llm, "x", SamplingParams(n=3, seed=5, max_tokens=30, structured_outputs=StructuredOutputsParams(json=PERSON))
+    )
+    assert len({completion.text for completion in many[0].outputs}) == 3
+    assert all(completion.structured and completion.structured.complete for completion in many[0].outputs)
+
+
+def test_no_thread_outlives_the_call_and_outputs_are_plain(llm: LLM) -> None:
+    output = run(llm, "x", structured(json=PERSON))[0]
+    assert "".join(llm.stream("x", structured(json=PERSON))) == output.outputs[0].text
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llm-grammar")]
+    assert output.params is not None and output.params.structure is None
+    assert run(llm, "x", output.params)[0].outputs[0].text == output.outputs[0].text
+
+
+def test_the_schema_as_text_as_a_model_and_closed(llm: LLM) -> None:
+    class Model:
+        @staticmethod
+        def model_json_schema() -> dict[str, Any]:
+            return PERSON
+
+    expected = run(llm, "x", structured(json=PERSON))[0].outputs[0].text
+    model: Any = Model
+    for schema in (json.dumps(PERSON), model):
+        assert run(llm, "x", structured(json=schema))[0].outputs[0].text == expected
+    opened = {key: value for key, value in PERSON.items() if key != "additionalProperties"}
+    closed = run(llm, "x", structured(json=opened, disable_additional_properties=True))[0].outputs[0].text
+    assert closed == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ({"json": {"type": "strin"}}, "strin"),
+        ({"json": "{"}, "no JSON"),
+        ({"json": [1]}, "a schema is a JSON object"),
+        ({"json": {"not": {"type": "string"}}}, "not"),
+        ({"regex": "a("}, "unclosed group"),
+        ({"regex": ""}, "not empty"),
+        ({"grammar": "start: x"}, "unknown name"),
+        ({"choice": []}, "at least one text"),
+        ({"choice": ["a", ""]}, "at least one text"),
+        ({"json_object": False}, "only be True"),
+        ({"json": PERSON, "whitespace_pattern": " "}, "whitespace_pattern"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(llm: LLM, kind: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message) as error:
+        run(llm, "x", structured(**kind))
+    assert "\n" not in str(error.value) and str(error.value).endswith(".")
+    assert error.value.parameter in kind
+
+
+def test_what_does_not_go_together(llm: LLM) -> None:
+    choice = StructuredOutputsParams(choice=["a"])
+    for field in ({"ignore_eos": True}, {"min_tokens": 1}):
+        with pytest.raises(ValidationError, match="structured_outputs") as error:
+            run(llm, "x", SamplingParams(structured_outputs=choice, max_tokens=5, **field))
+        assert error.value.parameter in field
+    with pytest.raises(ValidationError, match="exactly one"):
+        StructuredOutputsParams(choice=["a"], regex="b")
+
+
+def test_llguidance_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with open_llm() as llm, pytest.raises(ValidationError, match=r"pip install 'offline-llm\[structured\]'"):
+        run(llm, "x", structured(json=PERSON))
+
+
+# --- Our languages ----------------------------------------------------------------------------------------------------
+
+
+def language_of(kind: dict[str, Any]) -> tuple[Language, int]:
+    language = Language()
+    root = compile_schema(language, kind["json"]) if "json" in kind else parse_regex(language, kind["regex"])
+    language.close()
+    return language, root
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if "json" in kind or "regex" in kind], ids=lambda k: str(k)[:60]
+)
+def test_our_language_is_llguidances(llm: LLM, kind: dict[str, Any]) -> None:
+    """Byte by byte along random strings: the same bytes can follow, and the same strings are answers."""
+    structure = compiled(llm, **kind)
+    language, root = structure.language, structure.root
+    assert language is not None
+    vocabulary = structure.vocabulary
+    one = {data[0]: token for token, data in vocabulary.token_bytes.items() if len(data) == 1}
+    words = np.zeros(-(-vocabulary.size // 32), dtype=np.int32)
+    chance = random.Random(str(kind))
+    for _ in range(8):
+        state, matcher, read = root, structure.matcher(), b""
+        for length in range(60):
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+            ours = {byte for byte in one if language.needs[language.step(state, byte)] < IMPOSSIBLE}
+            theirs = set() if matcher.is_stopped() else {byte for byte, token in one.items() if bits[token]}
+            forced = matcher.compute_ff_bytes()  # then llguidance's mask holds the longest token of them only
+            assert ours == ({forced[0]} if forced and not matcher.is_stopped() else theirs), read
+            assert matcher.is_accepting() == language.nullable[state], read
+            if not ours or (length > 30 and language.nullable[state]):
+                break
+            likely = [byte for byte in sorted(ours) if byte in b'{}[]",:\\-0ae1.']
+            byte = chance.choice(likely if likely and chance.random() < 0.7 else sorted(ours))
+            if length > 30:  # the shortest way out
+                byte = min(ours, key=lambda byte: language.needs[language.step(state, byte)])
+                assert language.needs[language.step(state, byte)] == language.needs[state] - 1
+            state = language.step(state, byte)
+            assert language.needs[state] <= language.reach[root]
+            matcher.consume_token(one[byte])
+            read += bytes([byte])
+
+
+ATOMS = st.sampled_from(["a", "b", "[ab]", "[^a]", ".", "ab", "(a|bb)"])
+PATTERNS = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda pair: f"({pair[0]}|{pair[1]})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}"])).map(lambda p: f"({p[0]}){p[1]}"),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60)
+@given(pattern=PATTERNS, text=st.text(alphabet="abc", max_size=6))
+def test_languages_are_regular_expressions(pattern: str, text: str) -> None:
+    """Membership as Python's `re`; no string of the language is shorter than `needs`, and one is as short."""
+    language, root = language_of({"regex": pattern})
+    state = language.read(root, text.encode())
+    assert language.nullable[state] == (re.fullmatch(pattern, text) is not None)
+    level, length = {root}, 0
+    while not any(language.nullable[node] for node in level):
+        level = {language.step(node, byte) for node in level for byte in b"abc"} - {EMPTY}
+        length += 1
+    assert language.needs[root] == length
+
+
+@settings(max_examples=60)
+@given(low=st.integers(-400, 400), size=st.integers(0, 900), value=st.integers(-1500, 1500))
+def test_integer_ranges(low: int, size: int, value: int) -> None:
+    inside = low <= value <= low + size
+    assert (re.fullmatch(integer_range(low, low + size), str(value)) is not None) == inside
+    assert (re.fullmatch(integer_range(low, None), str(value)) is not None) == (value >= low)
+    assert (re.fullmatch(integer_range(None, low), str(value)) is not None) == (value <= low)
+
+
+def test_needs_of_whole_tokens_are_those_of_their_bytes() -> None:
+    language, root = language_of({"json": TREE})
+    token_bytes = {3: b"{", 4: b'{"value":', 5: b"1", 6: b'{"value":1,"next":null}', 7: b"x", 9: b""}
+    needs = Needs(language, TokenReader(token_bytes, 12)).after(root)
+    expected = [
+        language.needs[language.read(root, token_bytes[token])] if token_bytes.get(token) else IMPOSSIBLE
+        for token in range(12)
+    ]
+    assert needs.tolist() == expected and 0 in expected and IMPOSSIBLE in expected
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(?=a)b", r"\ba", "(a", "a)", "[z-a]", "[[:alpha:]]", "a{2,1}", r"\p{L}", "a^b", "*"]
+)
+def test_patterns_that_are_not_read(pattern: str) -> None:
+    with pytest.raises(UnknownLength):
+        parse_regex(Language(), pattern)
+
+
+def test_classes_are_written_out() -> None:
+    assert ascii_classes(r"\d[\w-]\\d\S") == r"[0-9][0-9A-Za-z_-]\\d[^ \t\n\r\f\v]"
