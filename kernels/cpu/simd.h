@@ -95,7 +95,11 @@ LLM_INLINE F32 load_paired(const BF16* p) {
     const __m512i raw = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, order, raw))};
 }
+LLM_INLINE I32 max_i(I32 a, I32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
+LLM_INLINE I32 and_i(I32 a, I32 b) { return {_mm512_and_si512(a.v, b.v)}; }
+// Truncate to the low byte or half, like a C cast.
 LLM_INLINE void store_int8(int8_t* p, I32 x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x.v)); }
+LLM_INLINE void store_int16(int16_t* p, I32 x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(x.v)); }
 LLM_INLINE I32 load_int8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 
 #elif LLM_AVX2
@@ -155,11 +159,17 @@ LLM_INLINE F32 load_paired(const BF16* p) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16)),
             _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
-// Truncates to the low byte, like a C cast.
+LLM_INLINE I32 max_i(I32 a, I32 b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }
+LLM_INLINE I32 and_i(I32 a, I32 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+LLM_INLINE __m256i low_halves(I32 x) {
+    const __m256i mask = _mm256_set1_epi32(0xffff);
+    const __m256i halves = _mm256_packus_epi32(_mm256_and_si256(x.lo, mask), _mm256_and_si256(x.hi, mask));
+    return _mm256_permute4x64_epi64(halves, 0xD8);
+}
+LLM_INLINE void store_int16(int16_t* p, I32 x) { _mm256_storeu_si256((__m256i*)p, low_halves(x)); }
 LLM_INLINE void store_int8(int8_t* p, I32 x) {
-    alignas(32) int32_t words[LANES];
-    store_i(words, x);
-    for (int i = 0; i < LANES; ++i) p[i] = static_cast<int8_t>(words[i]);
+    const __m256i bytes = _mm256_and_si256(low_halves(x), _mm256_set1_epi16(0xff));
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
 }
 LLM_INLINE I32 load_int8(const int8_t* p) {
     const __m128i raw = load_128(p);
@@ -229,6 +239,11 @@ LLM_INLINE I32 to_int(F32 a) {
         return x >= -0x1p31f && x < 0x1p31f ? static_cast<int32_t>(x) : INT32_MIN;
     });
 }
+LLM_INLINE I32 max_i(I32 a, I32 b) { return lanes<I32>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+LLM_INLINE I32 and_i(I32 a, I32 b) { return lanes<I32>([&](int i) { return a.v[i] & b.v[i]; }); }
+LLM_INLINE void store_int16(int16_t* p, I32 x) {
+    for (int i = 0; i < LANES; ++i) p[i] = static_cast<int16_t>(x.v[i]);
+}
 LLM_INLINE void store_int8(int8_t* p, I32 x) {
     for (int i = 0; i < LANES; ++i) p[i] = static_cast<int8_t>(x.v[i]);
 }
@@ -248,6 +263,13 @@ LLM_INLINE void store_part(float* p, F32 x, int64_t count) {
     alignas(64) float lane[LANES];
     store(lane, x);
     for (int i = 0; i < count; ++i) p[i] = lane[i];
+}
+LLM_INLINE int32_t largest(I32 x) {
+    alignas(64) int32_t lane[LANES];
+    store_i(lane, x);
+    int32_t most = lane[0];
+    for (int i = 1; i < LANES; ++i) most = lane[i] > most ? lane[i] : most;
+    return most;
 }
 // Lane i with lane i + 8, then i + 4, i + 2, i + 1: one tree for every instruction set.
 template <class Op> LLM_INLINE float reduce(F32 x, const Op& op) {

@@ -1,0 +1,303 @@
+// y = x W^T (+ bias) with int8 weights and activations quantized here: exact int32 sums, per-channel scales.
+//
+// A panel is [k / 4][16][4]: four k of a column side by side, as the dot-product instructions read them; k is padded to
+// a multiple of 4 with zeros. Without those instructions both operands are widened to int16 and multiplied in pairs.
+// A sum of k products stays below 2^31 for k up to 2^17: the caller checks.
+#include "panels.h"
+#include "quantize.h"
+
+namespace llm {
+namespace {
+
+constexpr int64_t STEP = 4;               // k of one group of a column
+constexpr int64_t PANEL_STEP = LANES * STEP;  // elements of a panel per step
+#ifndef PFI
+#define PFI 2048
+#endif
+constexpr int64_t PREFETCH_BYTES = PFI;
+constexpr int64_t BLOCK_BYTES = 512 << 10;
+
+#if defined(__AVX512VNNI__)
+
+// The instruction multiplies unsigned by signed bytes: activations are stored plus 128, and 128 times the column's sum
+// is subtracted at the end, modulo 2^32 and therefore exactly.
+using Operand = uint8_t;
+constexpr int32_t OPERAND_SHIFT = 128;
+constexpr int MAX_ROWS = 12;
+constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
+LLM_INLINE void store_operand(Operand* p, I32 x) { store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(OPERAND_SHIFT)); }
+
+template <int ROWS, int PANELS>
+void dots(const Operand* a, int64_t stride, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
+    __m512i acc[ROWS][PANELS];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = _mm512_setzero_si512();
+    const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, steps, PANELS, panel_bytes);
+    for (int64_t s = 0; s < steps; ++s) {
+        __m512i w[PANELS];
+        const int64_t distance = ahead.distance(s);
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
+            const int8_t* at = b + c * panel_bytes + s * PANEL_STEP;
+            w[c] = _mm512_loadu_si512(at);
+            prefetch(at + distance);
+        }
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+            int32_t four;
+            std::memcpy(&four, a + r * stride + s * STEP, 4);
+            const __m512i value = _mm512_set1_epi32(four);
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = _mm512_dpbusd_epi32(acc[r][c], value, w[c]);
+        }
+    }
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r)
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) _mm512_storeu_si512(out + (r * PANELS + c) * LANES, acc[r][c]);
+}
+
+#else
+
+using Operand = int16_t;
+constexpr int32_t OPERAND_SHIFT = 0;
+LLM_INLINE void store_operand(Operand* p, I32 x) { store_int16(p, x); }
+constexpr int panels_for(int) { return 1; }
+
+#if defined(LLM_PLAIN)
+
+constexpr int MAX_ROWS = 6;
+
+template <int ROWS, int PANELS>
+void dots(const Operand* a, int64_t stride, const int8_t* b, int64_t, int64_t steps, int32_t* out) {
+    static_assert(PANELS == 1, "one panel at a time");
+    for (int r = 0; r < ROWS; ++r) {
+        int32_t acc[LANES] = {};
+        for (int64_t s = 0; s < steps; ++s)
+            for (int c = 0; c < LANES; ++c)
+                for (int j = 0; j < STEP; ++j) acc[c] += a[r * stride + s * STEP + j] * b[s * PANEL_STEP + c * STEP + j];
+        std::memcpy(out + r * LANES, acc, sizeof acc);
+    }
+}
+
+#else
+
+// A vector of int16 holds 4 k of some columns; multiplied in pairs it gives two int32 for each column.
+#if LLM_AVX512
+constexpr int MAX_ROWS = 12, VECTORS = 2;
+using Vector = __m512i;
+LLM_INLINE Vector widen_load(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+LLM_INLINE Vector broadcast_four(const int16_t* p) {
+    int64_t four;
+    std::memcpy(&four, p, 8);
+    return _mm512_set1_epi64(four);
+}
+LLM_INLINE Vector multiply(Vector a, Vector b) { return _mm512_madd_epi16(a, b); }
+LLM_INLINE Vector nothing() { return _mm512_setzero_si512(); }
+#else
+constexpr int MAX_ROWS = 6, VECTORS = 4;
+using Vector = __m256i;
+LLM_INLINE Vector widen_load(const int8_t* p) { return _mm256_cvtepi8_epi16(load_128(p)); }
+LLM_INLINE Vector broadcast_four(const int16_t* p) {
+    int64_t four;
+    std::memcpy(&four, p, 8);
+    return _mm256_set1_epi64x(four);
+}
+LLM_INLINE Vector multiply(Vector a, Vector b) { return _mm256_madd_epi16(a, b); }
+LLM_INLINE Vector nothing() { return _mm256_setzero_si256(); }
+#endif
+// Written out: gcc moves additions behind all products, and spills.
+LLM_INLINE void add_to(Vector& sum, Vector x) { asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(x)); }
+constexpr int VECTOR_BYTES = sizeof(Vector) / 2;  // of int8
+
+// Steps that both parts of a panel pass before the next are read: they stay in the first-level cache.
+constexpr int64_t BLOCK_STEPS = 128;
+
+// acc [ROWS][VECTORS] += the products of `steps` steps, for WIDTH of the vectors from `first` on.
+// Not inlined: the registers of one part are all there are.
+template <int ROWS, int WIDTH>
+__attribute__((noinline)) void part(const Operand* a, int64_t stride, const int8_t* b, int64_t steps, Vector* sums, int first) {
+    constexpr int parts = VECTORS / WIDTH;
+    const int8_t* ahead = b + BLOCK_STEPS * PANEL_STEP + (first ? steps / 2 * PANEL_STEP : 0);
+    Vector acc[ROWS][WIDTH];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < WIDTH; ++c) acc[r][c] = sums[r * VECTORS + first + c];
+    b += first * VECTOR_BYTES;
+    for (int64_t s = 0; s < steps; ++s) {
+        Vector w[WIDTH];
+        LLM_UNROLL for (int c = 0; c < WIDTH; ++c) {
+            w[c] = widen_load(b + s * PANEL_STEP + c * VECTOR_BYTES);
+            asm("" : "+v"(w[c]));  // or gcc loads it again for every product
+        }
+        prefetch(ahead + s * (PANEL_STEP / parts));  // each part fetches its share of the next block
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+            const Vector value = broadcast_four(a + r * stride + s * STEP);
+            LLM_UNROLL for (int c = 0; c < WIDTH; ++c) add_to(acc[r][c], multiply(value, w[c]));
+        }
+    }
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < WIDTH; ++c) sums[r * VECTORS + first + c] = acc[r][c];
+}
+
+// The two int32 of each column together: [VECTORS] vectors -> 16 columns.
+LLM_INLINE void add_pairs(const Vector* sums, int32_t* out) {
+    alignas(64) int32_t pair[2 * LANES];
+    std::memcpy(pair, sums, sizeof pair);
+    for (int c = 0; c < LANES; ++c) out[c] = pair[2 * c] + pair[2 * c + 1];
+}
+
+template <int ROWS, int PANELS>
+void dots(const Operand* a, int64_t stride, const int8_t* b, int64_t, int64_t steps, int32_t* out) {
+    static_assert(PANELS == 1, "one panel at a time");
+    constexpr int width = ROWS * VECTORS <= 2 * MAX_ROWS ? VECTORS : 2;
+    Vector sums[ROWS * VECTORS];
+    for (int i = 0; i < ROWS * VECTORS; ++i) sums[i] = nothing();
+    for (int64_t s = 0; s < steps; s += BLOCK_STEPS) {
+        const int64_t some = steps - s < BLOCK_STEPS ? steps - s : BLOCK_STEPS;
+        LLM_UNROLL for (int first = 0; first < VECTORS; first += width)
+            part<ROWS, width>(a + s * STEP, stride, b + s * PANEL_STEP, some, sums, first);
+    }
+    for (int r = 0; r < ROWS; ++r) add_pairs(sums + r * VECTORS, out + r * LANES);
+}
+
+#endif
+#endif
+
+struct Product {
+    const Operand* a;  // [m][padded k]
+    const float* row_scale;  // [m]
+    const int8_t* weight;
+    const int32_t* column_sum;  // [padded n]
+    const float* scale;  // [n]
+    const float* bias;   // [n] or null
+    float* y;
+    int64_t m, n, padded_k;
+    int32_t offset;  // of the operands: `offset` times the column's sum is subtracted
+
+    int64_t panel_bytes() const { return padded_k * LANES; }
+};
+
+template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
+    alignas(64) int32_t sums[ROWS * PANELS * LANES];
+    dots<ROWS, PANELS>(p.a + row * p.padded_k, p.padded_k, p.weight + panel * p.panel_bytes(), p.panel_bytes(),
+                       p.padded_k / STEP, sums);
+    for (int c = 0; c < PANELS; ++c) {
+        const int64_t column = (panel + c) * LANES, columns = p.n - column;
+        alignas(64) int32_t excess[LANES];
+        for (int i = 0; i < LANES; ++i)
+            excess[i] = static_cast<int32_t>(static_cast<uint32_t>(p.offset) * static_cast<uint32_t>(p.column_sum[column + i]));
+        const F32 scale = load_part(p.scale + column, columns), bias = p.bias ? load_part(p.bias + column, columns) : zero();
+        for (int r = 0; r < ROWS; ++r) {
+            const I32 sum = load_i(sums + (r * PANELS + c) * LANES) - load_i(excess);
+            const F32 product = to_float(sum) * set1(p.row_scale[row + r]) * scale;
+            store_part(p.y + (row + r) * p.n + column, p.bias ? product + bias : product, columns);
+        }
+    }
+}
+
+template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
+    constexpr int wide = panels_for(ROWS);
+    for (; panel + wide <= end; panel += wide) tile<ROWS, wide>(p, row, panel);
+    if (wide > 1)
+        for (; panel < end; ++panel) tile<ROWS, 1>(p, row, panel);
+}
+
+void some_rows(const Product& p, int64_t rows, int64_t row, int64_t panel, int64_t end) {
+    switch (rows) {
+        case 1: return tiles<1>(p, row, panel, end);
+        case 2: return tiles<2>(p, row, panel, end);
+        case 3: return tiles<3>(p, row, panel, end);
+        case 4: return tiles<4>(p, row, panel, end);
+        case 5: return tiles<5>(p, row, panel, end);
+        case 6: return tiles<6>(p, row, panel, end);
+#if LLM_AVX512
+        case 8: return tiles<8>(p, row, panel, end);
+        case 10: return tiles<10>(p, row, panel, end);
+        case 12: return tiles<12>(p, row, panel, end);
+#endif
+    }
+}
+
+void product(const Product& p, int64_t threads) {
+    int64_t block = BLOCK_BYTES / (p.padded_k * sizeof(Operand) + 1) / MAX_ROWS * MAX_ROWS;
+    if (block < 4 * MAX_ROWS) block = 4 * MAX_ROWS;
+    const Tasks tasks{p.m, ceil_div(p.n, LANES), block, p.m <= 4 ? 4 : 2};
+    parallel_for(tasks.count(), threads, 0, [&](int64_t task, char*) {
+        const int64_t end = tasks.end_row(task);
+        for (int64_t row = tasks.first_row(task); row < end;) {
+            const int64_t rows = tile_rows(end - row, MAX_ROWS);
+            some_rows(p, rows, row, tasks.first_panel(task), tasks.end_panel(task));
+            row += rows;
+        }
+    });
+}
+
+}  // namespace
+}  // namespace llm
+
+using namespace llm;
+
+// Dynamic (input_scale 0): each row by its largest element, `scale` per channel. Static: by input_scale and
+// input_offset, `scale` the product of both scales.
+LLM_EXPORT void llm_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale,
+                                float input_scale, int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n,
+                                int64_t k, int64_t threads) {
+    const int64_t stride = ceil_div(k, STEP) * STEP;
+    Scratch operands((m * stride + LANES) * sizeof(Operand)), scales(m * sizeof(float));
+    Operand* a = operands.as<Operand>();
+    float* row_scales = scales.as<float>();
+    const bool dynamic = input_scale == 0.0f;
+    parallel_for(m, m * k < (1 << 14) ? 1 : threads, 0, [&](int64_t row, char*) {
+        const float* from = x + row * k;
+        const float own = dynamic ? llm::row_scale(from, k) : 1.0f;
+        const F32 divisor = set1(dynamic ? row_divisor(own) : input_scale), offset = set1(static_cast<float>(input_offset));
+        row_scales[row] = own;
+        alignas(64) Operand last[LANES];
+        for (int64_t i = 0; i < stride; i += LANES) {
+            const I32 q = quantize(from + i, k - i, divisor, offset);
+            if (stride - i >= LANES) {
+                store_operand(a + row * stride + i, q);
+            } else {
+                store_operand(last, q);
+                std::memcpy(a + row * stride + i, last, (stride - i) * sizeof(Operand));
+            }
+        }
+    });
+    const int32_t offset = OPERAND_SHIFT + static_cast<int32_t>(input_offset);
+    product(Product{a, row_scales, weight, column_sum, scale, bias, y, m, n, stride, offset}, threads);
+}
+
+// src [n, k] -> panels [ceil(n / 16)][ceil(k / 4)][16][4] and the sums of the rows, [padded n]. `src` may be `dst` when n
+// is a multiple of 16 and k of 4.
+LLM_EXPORT void llm_pack_int8(const int8_t* src, int8_t* dst, int32_t* column_sum, int64_t n, int64_t k, int64_t threads) {
+    const int64_t steps = ceil_div(k, STEP), bytes = steps * PANEL_STEP;
+    parallel_for(ceil_div(n, LANES), threads, bytes, [&](int64_t panel, char* scratch) {
+        int8_t* out = reinterpret_cast<int8_t*>(scratch);
+        for (int64_t lane = 0; lane < LANES; ++lane) {
+            const int64_t row = panel * LANES + lane;
+            int32_t sum = 0;
+            for (int64_t i = 0; i < steps * STEP; ++i) {
+                const int8_t value = row < n && i < k ? src[row * k + i] : 0;
+                out[i / STEP * PANEL_STEP + lane * STEP + i % STEP] = value;
+                sum += value;
+            }
+            column_sum[row] = sum;
+        }
+        std::memcpy(dst + panel * bytes, out, bytes);
+    });
+}
+
+// Rows [first, end) of the weight.
+LLM_EXPORT void llm_unpack_int8(const int8_t* src, int8_t* dst, int64_t first, int64_t end, int64_t k, int64_t threads) {
+    const int64_t bytes = ceil_div(k, STEP) * PANEL_STEP;
+    parallel_for(end - first, threads, 0, [&](int64_t index, char*) {
+        const int64_t row = first + index;
+        const int8_t* panel = src + row / LANES * bytes + row % LANES * STEP;
+        for (int64_t i = 0; i < k; ++i) dst[index * k + i] = panel[i / STEP * PANEL_STEP + i % STEP];
+    });
+}
+
+// x [m, k] -> q [m, k] and each row's scale.
+LLM_EXPORT void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads) {
+    parallel_for(m, m * k < (1 << 14) ? 1 : threads, 0, [&](int64_t row, char*) {
+        scale[row] = row_scale(x + row * k, k);
+        const F32 divisor = set1(row_divisor(scale[row]));
+        alignas(16) int8_t out[LANES];
+        for (int64_t i = 0; i < k; i += LANES) {
+            store_int8(out, quantize(x + row * k + i, k - i, divisor, zero()));
+            std::memcpy(q + row * k + i, out, k - i < LANES ? k - i : LANES);
+        }
+    });
+}
