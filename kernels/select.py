@@ -21,6 +21,15 @@ from llm.platforms.interface import Platform, PlatformEnum
 # Operation -> (its module in kernels/reference, its module in kernels/cpu or None while there is no kernel).
 # A kernel is the function of the same name, with the library it runs in as an additional first argument.
 OPERATIONS: dict[str, tuple[str, str | None]] = {
+    "pack_float": ("quantized", "packed"),
+    "pack_int8": ("quantized", "packed"),
+    "linear_float": ("linear", "linear"),
+    "embedding_float": ("linear", "linear"),
+    "quantize_per_token": ("quantized", "quantized"),
+    "quantize_static": ("quantized", "quantized"),
+    "linear_w8a8_dynamic": ("quantized", "quantized"),
+    "linear_w8a8_static": ("quantized", "quantized"),
+    "embedding_int8": ("quantized", "quantized"),
     "rms_norm": ("norm", None),
     "layer_norm": ("norm", None),
     "apply_rotary": ("rotary", None),

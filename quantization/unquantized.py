@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 
 from llm.kernels.reference.linear import embedding, linear
+from llm.kernels.select import kernels_for
+from llm.layers.custom_op import construction
 from llm.quantization.base import EmbeddingMethodBase, LinearMethodBase, WeightLoader
 
 
 class UnquantizedLinearMethod(LinearMethodBase):
-    """One parameter `weight` [N, K] in its storage type."""
+    """One parameter `weight` in its storage type: [N, K] while it is loaded, then `packed_weight`'s data."""
+
+    def __init__(self) -> None:
+        kernels = kernels_for(construction().platform)
+        self._has_kernel = kernels.library is not None
+        self._pack = kernels.op("pack_float")
+        self._linear = kernels.op("linear_float")
+        self._embedding = kernels.op("embedding_float")
+        self.source = kernels.source("linear_float") if self._has_kernel else ""
 
     def create_weights(
         self,
@@ -27,19 +38,39 @@ class UnquantizedLinearMethod(LinearMethodBase):
     ) -> None:
         data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
         layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
+        # None until the weight is loaded, and where PyTorch computes: then `weight` is read as it is.
+        layer.packed_weight = None  # type: ignore[assignment]
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(x, stored_weight(layer), bias)
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if not self._has_kernel or layer.packed_weight is not None:
+            return
+        packed = self._pack(layer.weight.data, reuse=True)
+        layer.weight = nn.Parameter(packed.data, requires_grad=False)
+        # The parameter itself, so that whoever frees it frees the packed weight.
+        layer.packed_weight = dataclasses.replace(packed, data=layer.weight)
+        if getattr(layer, "bias", None) is not None:
+            layer.bias.data = layer.bias.data.float()
 
-    def dequantize_weight(self, layer: nn.Module) -> torch.Tensor:
-        return stored_weight(layer).detach().float()
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        packed = layer.packed_weight
+        if packed is None:
+            return linear(x, layer.weight, bias)
+        return self._linear(x, packed, bias)
+
+    def dequantize_weight(self, layer: Any) -> torch.Tensor:
+        packed = layer.packed_weight
+        weight = layer.weight.detach() if packed is None else packed.unpack()
+        return weight.float()
 
 
 class UnquantizedEmbeddingMethod(UnquantizedLinearMethod, EmbeddingMethodBase):
     """The same table, also read by id."""
 
-    def embedding(self, layer: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
-        return embedding(token_ids, stored_weight(layer), torch.float32)
+    def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
+        packed = layer.packed_weight
+        if packed is None:
+            return embedding(token_ids, layer.weight, torch.float32)
+        return self._embedding(token_ids, packed)
 
 
 def new_parameter(data: torch.Tensor, weight_loader: WeightLoader, **attributes: Any) -> nn.Parameter:
@@ -49,9 +80,3 @@ def new_parameter(data: torch.Tensor, weight_loader: WeightLoader, **attributes:
     for name, value in attributes.items():
         setattr(param, name, value)
     return param
-
-
-def stored_weight(layer: nn.Module) -> torch.Tensor:
-    """`layer.weight`; a module's attributes have no static type."""
-    weight: Any = layer.weight
-    return weight

@@ -13,15 +13,9 @@ constexpr int MAX_ROWS = 12;
 #else
 constexpr int MAX_ROWS = 6;
 #endif
-#ifndef PFB
-#define PFB 4096
-#endif
-#ifndef BLK
-#define BLK 1024
-#endif
-constexpr int64_t PREFETCH_BYTES = PFB;
+constexpr int64_t PREFETCH_BYTES = 4096;
 // Activations of one row block: what stays in the second-level cache beside the panels.
-constexpr int64_t BLOCK_BYTES = BLK << 10;
+constexpr int64_t BLOCK_BYTES = 1 << 20;
 
 LLM_INLINE F32 load_panel(const float* p) { return load(p); }
 LLM_INLINE F32 load_panel(const F16* p) { return load(p); }
@@ -168,10 +162,12 @@ LLM_EXPORT void llm_unpack_float(int64_t kind, const void* src, void* dst, int64
     unpack(static_cast<const uint16_t*>(src), static_cast<uint16_t*>(dst), first, end, k, kind == BFLOAT16, threads);
 }
 
-// ids [count], each below the number of rows (the caller checks) -> y [count, k]
-LLM_EXPORT void llm_embedding_float(int64_t kind, const int64_t* ids, const void* weight, float* y, int64_t count, int64_t k,
-                                    int64_t threads) {
-    if (kind == FLOAT32) return gather(ids, static_cast<const float*>(weight), y, count, k, false, threads);
-    if (kind == BFLOAT16) return gather(ids, static_cast<const BF16*>(weight), y, count, k, true, threads);
-    gather(ids, static_cast<const F16*>(weight), y, count, k, false, threads);
+// ids [count] -> y [count, k]; returns 0, or 1 when an id is not in [0, n): then nothing was read.
+LLM_EXPORT int64_t llm_embedding_float(int64_t kind, const int64_t* ids, const void* weight, float* y, int64_t count, int64_t n,
+                                       int64_t k, int64_t threads) {
+    if (!within(ids, count, n)) return 1;
+    if (kind == FLOAT32) gather(ids, static_cast<const float*>(weight), y, count, k, false, threads);
+    else if (kind == BFLOAT16) gather(ids, static_cast<const BF16*>(weight), y, count, k, true, threads);
+    else gather(ids, static_cast<const F16*>(weight), y, count, k, false, threads);
+    return 0;
 }

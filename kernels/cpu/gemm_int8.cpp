@@ -11,10 +11,7 @@ namespace {
 
 constexpr int64_t STEP = 4;               // k of one group of a column
 constexpr int64_t PANEL_STEP = LANES * STEP;  // elements of a panel per step
-#ifndef PFI
-#define PFI 2048
-#endif
-constexpr int64_t PREFETCH_BYTES = PFI;
+constexpr int64_t PREFETCH_BYTES = 4096;
 constexpr int64_t BLOCK_BYTES = 512 << 10;
 
 #if defined(__AVX512VNNI__)
@@ -165,6 +162,7 @@ struct Product {
     float* y;
     int64_t m, n, padded_k;
     int32_t offset;  // of the operands: `offset` times the column's sum is subtracted
+    float factor;  // of all scales: the input's scale, or 1
 
     int64_t panel_bytes() const { return padded_k * LANES; }
 };
@@ -178,7 +176,8 @@ template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t
         alignas(64) int32_t excess[LANES];
         for (int i = 0; i < LANES; ++i)
             excess[i] = static_cast<int32_t>(static_cast<uint32_t>(p.offset) * static_cast<uint32_t>(p.column_sum[column + i]));
-        const F32 scale = load_part(p.scale + column, columns), bias = p.bias ? load_part(p.bias + column, columns) : zero();
+        const F32 scale = set1(p.factor) * load_part(p.scale + column, columns);
+        const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
         for (int r = 0; r < ROWS; ++r) {
             const I32 sum = load_i(sums + (r * PANELS + c) * LANES) - load_i(excess);
             const F32 product = to_float(sum) * set1(p.row_scale[row + r]) * scale;
@@ -229,8 +228,8 @@ void product(const Product& p, int64_t threads) {
 
 using namespace llm;
 
-// Dynamic (input_scale 0): each row by its largest element, `scale` per channel. Static: by input_scale and
-// input_offset, `scale` the product of both scales.
+// y = (float(sum) * its row's scale) * (factor * scale[n]) + bias[n], each product rounded. Dynamic (input_scale 0): rows are
+// quantized by their largest elements, the factor is 1. Static: by input_scale, the factor, and input_offset; rows' scales are 1.
 LLM_EXPORT void llm_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale,
                                 float input_scale, int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n,
                                 int64_t k, int64_t threads) {
@@ -256,7 +255,7 @@ LLM_EXPORT void llm_linear_w8a8(const float* x, const int8_t* weight, const int3
         }
     });
     const int32_t offset = OPERAND_SHIFT + static_cast<int32_t>(input_offset);
-    product(Product{a, row_scales, weight, column_sum, scale, bias, y, m, n, stride, offset}, threads);
+    product(Product{a, row_scales, weight, column_sum, scale, bias, y, m, n, stride, offset, dynamic ? 1.0f : input_scale}, threads);
 }
 
 // src [n, k] -> panels [ceil(n / 16)][ceil(k / 4)][16][4] and the sums of the rows, [padded n]. `src` may be `dst` when n
@@ -289,6 +288,20 @@ LLM_EXPORT void llm_unpack_int8(const int8_t* src, int8_t* dst, int64_t first, i
     });
 }
 
+// ids [count] -> y [count, k] = float(w) * scale of its row; returns 1 when an id is not in [0, n), having read nothing.
+LLM_EXPORT int64_t llm_embedding_int8(const int64_t* ids, const int8_t* weight, const float* scale, float* y, int64_t count,
+                                      int64_t n, int64_t k, int64_t threads) {
+    if (!within(ids, count, n)) return 1;
+    const int64_t bytes = ceil_div(k, STEP) * PANEL_STEP;
+    parallel_for(count, threads, 0, [&](int64_t index, char*) {
+        const int64_t row = ids[index];
+        const int8_t* panel = weight + row / LANES * bytes + row % LANES * STEP;
+        for (int64_t i = 0; i < k; ++i)
+            y[index * k + i] = static_cast<float>(panel[i / STEP * PANEL_STEP + i % STEP]) * scale[row];
+    });
+    return 0;
+}
+
 // x [m, k] -> q [m, k] and each row's scale.
 LLM_EXPORT void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads) {
     parallel_for(m, m * k < (1 << 14) ? 1 : threads, 0, [&](int64_t row, char*) {
@@ -298,6 +311,18 @@ LLM_EXPORT void llm_quantize_per_token(const float* x, int8_t* q, float* scale, 
         for (int64_t i = 0; i < k; i += LANES) {
             store_int8(out, quantize(x + row * k + i, k - i, divisor, zero()));
             std::memcpy(q + row * k + i, out, k - i < LANES ? k - i : LANES);
+        }
+    });
+}
+
+LLM_EXPORT void llm_quantize_static(const float* x, int8_t* q, float scale, int64_t offset, int64_t count, int64_t threads) {
+    constexpr int64_t chunk = 1 << 12;
+    parallel_for(ceil_div(count, chunk), threads, 0, [&](int64_t index, char*) {
+        const int64_t end = Tasks::least(count, (index + 1) * chunk);
+        alignas(16) int8_t out[LANES];
+        for (int64_t i = index * chunk; i < end; i += LANES) {
+            store_int8(out, quantize(x + i, end - i, set1(scale), set1(static_cast<float>(offset))));
+            std::memcpy(q + i, out, Tasks::least(LANES, end - i));
         }
     });
 }

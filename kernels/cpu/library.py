@@ -45,7 +45,10 @@ class Library:
         self.openmp = self._bind_openmp()
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
-        """The C function `name`, with its argument types declared on first use."""
+        """The C function `name`, with its argument types declared on first use.
+
+        ctypes checks nothing else: the caller answers for shapes, types and the lifetime of what it points to.
+        """
         found = self._functions.get(name)
         if found is None:
             found = getattr(self._handle, name)

@@ -13,6 +13,13 @@ namespace {
 
 LLM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Whether every id names one of `n` rows.
+LLM_INLINE bool within(const int64_t* ids, int64_t count, int64_t n) {
+    for (int64_t i = 0; i < count; ++i)
+        if (ids[i] < 0 || ids[i] >= n) return false;
+    return true;
+}
+
 LLM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // How many of `left` rows the next tile takes, when a tile holds at most `most`: as even a split as tiles allow.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from llm.kernels.reference.quantized import PackedWeight
+
 # Rows of a bf16 or fp16 weight are widened this many elements at a time, so that the float32 copy stays in the cache.
 _WIDEN_ELEMENTS = 1 << 20
 
@@ -30,3 +32,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows of weight [V, H] for ids [N] -> dtype [N, H]."""
     return F.embedding(token_ids, weight).to(dtype)
+
+
+def linear_float(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear` with a weight of `pack_float`."""
+    return linear(x, packed.unpack(), bias)
+
+
+def embedding_float(token_ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """`embedding` in float32, from a table of `pack_float`."""
+    return embedding(token_ids, packed.unpack(), torch.float32)

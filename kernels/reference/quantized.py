@@ -65,8 +65,8 @@ def pack_int4(weight: torch.Tensor) -> PackedWeight:
     return PackedWeight(packed.contiguous(), weight.shape[0], weight.shape[1], "int4")
 
 
-def pack_float(weight: torch.Tensor) -> PackedWeight:
-    """float32, bfloat16 or float16 [N, K] -> packed, in its type."""
+def pack_float(weight: torch.Tensor, reuse: bool = False) -> PackedWeight:
+    """float32, bfloat16 or float16 [N, K] -> packed, in its type; `reuse`: the weight's memory may be taken over."""
     if not weight.is_floating_point():
         raise ValueError(f"pack_float takes a floating type, got {weight.dtype}")
     _check_weight(weight, weight.dtype)

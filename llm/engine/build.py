@@ -40,6 +40,7 @@ from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
 from llm.errors import CheckpointError, OutOfMemoryError, ValidationError
 from llm.forward import KVCacheSpec
+from llm.kernels.select import KernelSet, kernels_for
 from llm.layers.custom_op import constructing_for
 from llm.loading.checkpoint import Checkpoint, read_json
 from llm.loading.loader import load_dummy_weights, load_weights
@@ -59,7 +60,6 @@ from llm.tokenizer import Tokenizer
 
 _CONFIG_BYTES = 16 << 20
 _TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs logprobs_mode seed revision".split()
-_NOT_INVARIANT = "PyTorch's own kernels compute: their rounding depends on the batch"
 
 
 class StartupTimes(dict[str, float]):
@@ -125,8 +125,10 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         with times.phase("tokenizer"):
             tokenizer = _tokenizer(args, source.folder)
             generation = _generation_config(source.folder)
+        with times.phase("load kernels"):
+            kernels = kernels_for(platform)
         with times.phase("plan"):
-            config, specs = _resolve(args, source, platform, compilation)
+            config, specs = _resolve(args, source, platform, compilation, kernels)
             config.reasons["device"] = platform_reason
             config.reasons.update(reasons_of_update(platform, asked, args))
             platform.import_kernels()
@@ -224,9 +226,10 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _resolve(
-    args: EngineArgs, source: _Source, platform: Any, compilation: CompilationConfig
+    args: EngineArgs, source: _Source, platform: Any, compilation: CompilationConfig, kernels: KernelSet
 ) -> tuple[EngineConfig, list[KVCacheSpec]]:
     """Every decision, with its reason."""
+    invariant, invariant_reason = kernels.invariant
     allowed = platform.supported_dtypes()
     dtype, dtype_reason = resolve_dtype("dtype", args.dtype, allowed[0], allowed)
     kv_types = tuple(DTYPES.values())
@@ -238,7 +241,7 @@ def _resolve(
         "dtype": f"{dtype_reason}; activations and accumulation are float32 on a CPU",
         "weight_dtype": "as the checkpoint stores them" if source.checkpoint else "config.json",
         "kv_cache_dtype": "the checkpoint's type" if kv_reason == "auto" else kv_reason,
-        "invariant": _NOT_INVARIANT,
+        "invariant": invariant_reason,
         "model_type": "config.json",
         "architecture": "registered for config.json's architectures or model_type",
         "mode": "what compiles operations that are off" if compilation.compiles else "nothing is compiled",
@@ -277,7 +280,7 @@ def _resolve(
         kv_cache_dtype=kv_dtype,
         enable_prefix_caching=args.enable_prefix_caching,
     )
-    return EngineConfig(model, cache, scheduler, platform.device_type, False, compilation, reasons), specs
+    return EngineConfig(model, cache, scheduler, platform.device_type, invariant, compilation, reasons), specs
 
 
 def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], free: int) -> MemoryPlan:

@@ -1,0 +1,65 @@
+"""Products with float weights, and rows of float tables.
+
+Twins of the functions of the same names in `kernels/reference/linear.py`, the library first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from llm.kernels.cpu.library import INT, POINTER, Library
+from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
+
+_LINEAR = ("llm_linear_float", INT, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
+_EMBEDDING = ("llm_embedding_float", INT, POINTER, POINTER, POINTER, INT, INT, INT, INT)
+
+
+def linear_float(lib: Library, x: torch.Tensor, packed: PanelWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x W^T + bias; each output is a chain of fused multiply-adds over k = 0 ... K-1, then the bias.
+
+    Shapes: x float32 [..., K], bias float [N] or None, y float32 [..., N].
+    """
+    x = checked_input(x, packed.k)
+    out = x.new_empty((*x.shape[:-1], packed.n))
+    bias = checked_vector(bias, packed.n)
+    data = packed.data
+    lib.function(*_LINEAR)(
+        FLOAT_KINDS[data.dtype],
+        x.data_ptr(),
+        data.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.numel() // packed.k if packed.k else out.numel() // max(1, packed.n),
+        packed.n,
+        packed.k,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def embedding_float(lib: Library, token_ids: torch.Tensor, packed: PanelWeight) -> torch.Tensor:
+    """Rows of the table as float32: ids int64 [L] -> [L, K]; raises IndexError for an id that is none."""
+    ids = token_ids.to(torch.int64).contiguous()
+    out = torch.empty((*ids.shape, packed.k), dtype=torch.float32)
+    gather = lib.function(*_EMBEDDING, result=INT)
+    kind, threads = FLOAT_KINDS[packed.data.dtype], torch.get_num_threads()
+    bad = gather(kind, ids.data_ptr(), packed.data.data_ptr(), out.data_ptr(), ids.numel(), packed.n, packed.k, threads)
+    if bad:
+        raise IndexError(f"token ids must be in [0, {packed.n}), got {int(ids.min())} to {int(ids.max())}")
+    return out
+
+
+def checked_input(x: torch.Tensor, k: int) -> torch.Tensor:
+    """`x`, contiguous, when it is float32 [..., k]; else ValueError."""
+    if x.dtype != torch.float32 or x.shape[-1] != k:
+        raise ValueError(f"activations are float32 [..., {k}], got {x.dtype} {list(x.shape)}")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def checked_vector(vector: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    """A bias or per-channel scale, contiguous float32 [n]; ValueError for another shape."""
+    if vector is None:
+        return None
+    if vector.shape != (n,):
+        raise ValueError(f"one value per output is needed, [{n}], got {list(vector.shape)}")
+    return vector if vector.dtype == torch.float32 and vector.is_contiguous() else vector.float().contiguous()

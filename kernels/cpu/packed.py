@@ -1,0 +1,94 @@
+"""Weights in panels of 16 rows, as the kernels read them: packing once, and back, bit for bit.
+
+Same names and signatures as in `kernels/reference`, the library first. kernels/README.md draws the panels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llm.kernels.cpu.library import INT, POINTER, Library
+from llm.kernels.reference.quantized import PackedWeight
+
+LANES = 16
+# torch dtype -> its number in gemm_float.cpp
+FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Sums of k products of two int8 stay within int32.
+MAX_INTEGER_K = 1 << 17
+
+_PACK_FLOAT = ("llm_pack_float", INT, POINTER, POINTER, INT, INT, INT)
+_UNPACK_FLOAT = ("llm_unpack_float", INT, POINTER, POINTER, INT, INT, INT, INT)
+_PACK_INT8 = ("llm_pack_int8", POINTER, POINTER, POINTER, INT, INT, INT)
+_UNPACK_INT8 = ("llm_unpack_int8", POINTER, POINTER, INT, INT, INT, INT)
+
+
+@dataclass(frozen=True)
+class PanelWeight(PackedWeight):
+    """`PackedWeight` in panels.
+
+    Attributes:
+        library: whose kernels read it.
+        sums: int32, sum_k of each row; for int8 only.
+    """
+
+    library: Library
+    sums: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.sums is None else self.sums.nbytes)
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        start, end, _ = slice(start, end).indices(self.n)
+        shape = (max(0, end - start), self.k)
+        threads = torch.get_num_threads()
+        if self.kind == "float":
+            out = torch.empty(shape, dtype=self.data.dtype)
+            unpack = self.library.function(*_UNPACK_FLOAT)
+            kind = FLOAT_KINDS[self.data.dtype]
+            unpack(kind, self.data.data_ptr(), out.data_ptr(), start, start + shape[0], self.k, threads)
+            return out
+        out = torch.empty(shape, dtype=torch.int8)
+        unpack = self.library.function(*_UNPACK_INT8)
+        unpack(self.data.data_ptr(), out.data_ptr(), start, start + shape[0], self.k, threads)
+        return out
+
+
+def pack_float(lib: Library, weight: torch.Tensor, reuse: bool = False) -> PanelWeight:
+    """float32, bfloat16 or float16 [N, K] -> panels [N / 16][K][16] in its type.
+
+    `reuse`: the weight's memory may be overwritten; it is then the packed weight's, when N is a multiple of 16.
+    """
+    if weight.dtype not in FLOAT_KINDS or weight.dim() != 2:
+        raise ValueError(f"a weight is float32, bfloat16 or float16 [N, K], got {weight.dtype} {list(weight.shape)}")
+    n, k = weight.shape
+    weight = weight.contiguous()
+    data = weight.view(-1) if reuse and n % LANES == 0 else torch.empty(_padded(n) * k, dtype=weight.dtype)
+    pack = lib.function(*_PACK_FLOAT)
+    pack(FLOAT_KINDS[weight.dtype], weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
+    return PanelWeight(data, n, k, "float", lib)
+
+
+def pack_int8(lib: Library, weight: torch.Tensor) -> PanelWeight:
+    """int8 [N, K] -> panels [N / 16][K / 4][16][4]."""
+    n, k = _check_integers(weight)
+    data = torch.empty(_padded(n) * _padded(k, 4), dtype=torch.int8)
+    sums = torch.empty(_padded(n), dtype=torch.int32)
+    weight = weight.contiguous()
+    pack = lib.function(*_PACK_INT8)
+    pack(weight.data_ptr(), data.data_ptr(), sums.data_ptr(), n, k, torch.get_num_threads())
+    return PanelWeight(data, n, k, "int8", lib, sums)
+
+
+def _check_integers(weight: torch.Tensor) -> tuple[int, int]:
+    if weight.dim() != 2 or weight.dtype != torch.int8:
+        raise ValueError(f"a weight is torch.int8 [N, K], got {weight.dtype} {list(weight.shape)}")
+    if weight.shape[1] > MAX_INTEGER_K:
+        raise ValueError(f"K is {weight.shape[1]}; beyond {MAX_INTEGER_K} a sum of products can leave int32")
+    return weight.shape[0], weight.shape[1]
+
+
+def _padded(count: int, multiple: int = LANES) -> int:
+    return -(-count // multiple) * multiple

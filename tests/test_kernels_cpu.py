@@ -1,0 +1,329 @@
+"""The CPU kernels against their definitions, bit for bit, and those against float64 within a proven bound; and each
+row's bits against its company, its place and the number of threads.
+
+Every test runs on each instruction set that this processor has.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llm.kernels.cpu import build, library, linear, packed, quantized
+from llm.kernels.reference import quantized as reference
+
+try:
+    COMPILER: str | None = build.find_compiler()
+except build.BuildError:
+    COMPILER = None
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
+
+TARGETS = build.supported_targets()
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# m, n, k: empty, one, odd, around the 16 lanes, the tiles' heights and the steps of k.
+SHAPES = [
+    (0, 16, 8),
+    (1, 1, 1),
+    (1, 16, 4),
+    (2, 17, 3),
+    (3, 15, 5),
+    (4, 33, 7),
+    (5, 48, 31),
+    (7, 31, 64),
+    (8, 16, 33),
+    (9, 80, 12),
+    (13, 130, 40),
+    (25, 47, 65),
+    (1, 300, 260),
+    (31, 64, 0),
+]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def lib(request: pytest.FixtureRequest) -> library.Library:
+    return library.load_library(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain() -> library.Library:
+    return library.load_library("plain")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits, except that any NaN equals any other."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    integers = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    equal = a.view(integers) == b.view(integers)
+    return bool((equal | (a.isnan() & b.isnan())).all())
+
+
+def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The definition of a float product: fused multiply-adds from +0 over k = 0 ... K-1."""
+    out = torch.zeros(x.shape[0], weight.shape[0])
+    for k in range(x.shape[1]):
+        out = reference.fused_multiply_add(x[:, k : k + 1], weight[:, k].float(), out)
+    return out
+
+
+def random_int8(n: int, k: int, low: int = -128, high: int = 127) -> torch.Tensor:
+    """Half random, half of the extremes."""
+    values = torch.randint(low, high + 1, (n, k), dtype=torch.int8)
+    extremes = torch.where(torch.rand(n, k) < 0.5, low, high).to(torch.int8)
+    return torch.where(torch.rand(n, k) < 0.5, extremes, values)
+
+
+# Packing
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (16, 5), (17, 1), (37, 23)])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_float_packing_is_exact(lib: library.Library, shape: tuple, dtype: torch.dtype, reuse: bool) -> None:
+    bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)
+    weight = bits.view(dtype) if dtype != torch.float32 else (bits.to(torch.int32) << 16 | 77).view(torch.float32)
+    before = weight.clone()
+    held = packed.pack_float(lib, weight, reuse=reuse)
+    integers = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(held.unpack().view(integers), before.view(integers))  # NaN payloads too
+    assert torch.equal(held.rows(3, 20).view(integers), before[3:20].view(integers))
+    if shape[0]:
+        assert (held.data.data_ptr() == weight.data_ptr()) == (reuse and shape[0] % 16 == 0)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (16, 4), (17, 6), (37, 23)])
+def test_int8_packing_is_exact(lib: library.Library, shape: tuple) -> None:
+    weight = random_int8(*shape)
+    held = packed.pack_int8(lib, weight)
+    assert torch.equal(held.unpack(), weight)
+    assert torch.equal(held.rows(2, 19), weight[2:19])
+    assert held.sums is not None and torch.equal(held.sums[: shape[0]], weight.sum(1, dtype=torch.int32))
+
+
+def test_what_cannot_be_packed_is_refused(lib: library.Library) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float64"):
+        packed.pack_float(lib, torch.zeros(2, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="int32"):
+        packed.pack_int8(lib, torch.zeros(1, packed.MAX_INTEGER_K + 1, dtype=torch.int8))
+    with pytest.raises(ValueError, match=r"float32 \[\.\.\., 4\]"):
+        linear.linear_float(lib, torch.zeros(2, 5), packed.pack_float(lib, torch.zeros(2, 4)))
+
+
+# Float products
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_float_product_is_its_chain(lib: library.Library, shape: tuple, dtype: torch.dtype) -> None:
+    m, n, k = shape
+    x, weight, bias = torch.randn(m, k), torch.randn(n, k).to(dtype), torch.randn(n)
+    held = packed.pack_float(lib, weight)
+    expected = chain(x, weight)
+    assert same(linear.linear_float(lib, x, held), expected)
+    assert same(linear.linear_float(lib, x, held, bias), expected + bias)
+    exact = x.double() @ weight.double().t()
+    bound = (k + 1) * 2.0**-24 * (x.double().abs() @ weight.double().abs().t())
+    assert ((expected - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_special_values_stay_in_their_row_and_column(lib: library.Library, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(9, 20), torch.randn(35, 20).to(dtype)
+    clean = linear.linear_float(lib, x, packed.pack_float(lib, weight))
+    x[3, 5], x[4, 6], x[5, :] = float("nan"), float("inf"), 1e-41
+    weight[34, 2] = float("inf")
+    y = linear.linear_float(lib, x, packed.pack_float(lib, weight))
+    assert same(y, chain(x, weight))
+    assert y[3].isnan().all() and (y[4].isinf() | y[4].isnan()).all() and y[:3, 34].isinf().all()
+    rest = torch.tensor([0, 1, 2, 6, 7, 8])
+    assert same(y[rest, :34], clean[rest, :34])
+    assert (y[5, :34] != 0).any()  # denormals are not flushed
+
+
+def test_a_flushing_thread_changes_nothing(lib: library.Library, threads: Callable[[int], None]) -> None:
+    x, held = torch.full((8, 4), 1e-39), packed.pack_float(lib, torch.ones(40, 4))
+    expected = linear.linear_float(lib, x, held)
+    assert (expected > 0).all()
+    if torch.set_flush_denormal(True):
+        try:
+            assert same(linear.linear_float(lib, x, held), expected)
+            assert torch.tensor([1e-39]).mul(1.0).item() == 0.0  # the caller's own setting is back
+        finally:
+            torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_of_a_table(lib: library.Library, dtype: torch.dtype) -> None:
+    table = torch.randn(53, 19).to(dtype)
+    held = packed.pack_float(lib, table)
+    ids = torch.tensor([0, 52, 16, 15, 7, 7])
+    assert same(linear.embedding_float(lib, ids, held), table[ids].float())
+    assert linear.embedding_float(lib, ids[:0], held).shape == (0, 19)
+    for bad in (53, -1):
+        with pytest.raises(IndexError, match=rf"\[0, 53\), got .*{bad}"):
+            linear.embedding_float(lib, torch.tensor([1, bad]), held)
+
+
+# Integer products
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_products_are_the_twins(lib: library.Library, shape: tuple) -> None:
+    m, n, k = shape
+    x, weight = torch.randn(m, k) * 3, random_int8(n, k)
+    if m > 2 and k:
+        x[1] = 0
+        x[2] = torch.where(torch.rand(k) < 0.5, -1.0, 1.0)  # every activation is -127 or 127
+    scale, bias = torch.rand(n), torch.randn(n)
+    ours, theirs = packed.pack_int8(lib, weight), reference.pack_int8(weight)
+    for b in (None, bias):
+        assert same(
+            quantized.linear_w8a8_dynamic(lib, x, ours, scale, b), reference.linear_w8a8_dynamic(x, theirs, scale, b)
+        )
+        for offset in (0, -128, 127, 5):
+            args = (scale, 0.0625, offset, b)
+            assert same(
+                quantized.linear_w8a8_static(lib, x, ours, *args), reference.linear_w8a8_static(x, theirs, *args)
+            )
+
+
+@pytest.mark.parametrize("k", [1, 15, 16, 17, 100])
+def test_quantized_activations_are_the_twins(lib: library.Library, k: int) -> None:
+    x = torch.randn(12, k) * torch.logspace(-44, 37, 12)[:, None]
+    x[3] = 0
+    x[4] = torch.arange(k) + 0.5  # ties
+    for row, value in ((5, float("nan")), (6, float("inf")), (7, float("-inf"))):
+        x[row, k // 2] = value
+    for ours, theirs in zip(quantized.quantize_per_token(lib, x), reference.quantize_per_token(x), strict=True):
+        assert same(ours, theirs)
+    for scale, offset in ((0.1, 0), (1.0, -128), (1e-30, 7)):
+        assert same(quantized.quantize_static(lib, x, scale, offset), reference.quantize_static(x, scale, offset))
+
+
+def test_a_row_that_is_not_finite_says_so(lib: library.Library) -> None:
+    x, held = torch.randn(3, 20), packed.pack_int8(lib, random_int8(17, 20))
+    clean = quantized.linear_w8a8_dynamic(lib, x, held, torch.ones(17))
+    x[1, 4] = float("nan")
+    y = quantized.linear_w8a8_dynamic(lib, x, held, torch.ones(17))
+    assert y[1].isnan().all() and same(y[[0, 2]], clean[[0, 2]])
+
+
+def test_rows_of_an_int8_table(lib: library.Library) -> None:
+    table, scale, ids = random_int8(53, 19), torch.rand(53), torch.tensor([0, 52, 16, 15, 7, 7])
+    ours, theirs = packed.pack_int8(lib, table), reference.pack_int8(table)
+    assert same(quantized.embedding_int8(lib, ids, ours, scale), reference.embedding_int8(ids, theirs, scale))
+    with pytest.raises(IndexError):
+        quantized.embedding_int8(lib, torch.tensor([53]), ours, scale)
+
+
+# Invariance: a row's bits are its own
+
+
+def products(lib: library.Library, n: int, k: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Every product with a weight [n, k], as a function of the rows."""
+    found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    bias, scale = torch.randn(n), torch.rand(n)
+    for dtype in FLOATS:
+        weight = packed.pack_float(lib, torch.randn(n, k).to(dtype))
+        found[str(dtype)] = lambda x, weight=weight: linear.linear_float(lib, x, weight, bias)
+    int8 = packed.pack_int8(lib, random_int8(n, k))
+    found["w8a8_dynamic"] = lambda x: quantized.linear_w8a8_dynamic(lib, x, int8, scale, bias)
+    found["w8a8_static"] = lambda x: quantized.linear_w8a8_static(lib, x, int8, scale, 0.03, 3, bias)
+    return found
+
+
+def variant_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[str]:
+    """Where a row of x differs between the whole product and some part of it."""
+    whole = product(x)
+    rows = x.shape[0]
+    parts = [slice(row, row + 1) for row in range(rows)]
+    parts += [slice(start, start + count) for count in range(2, 18) for start in (0, 5) if start + count <= rows]
+    return [f"rows {part.start} to {part.stop}" for part in parts if not same(product(x[part]), whole[part])]
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 96), (901, 131)])
+def test_each_row_alone_is_each_row_in_company(lib: library.Library, n: int, k: int) -> None:
+    x = torch.randn(61, k)
+    for name, product in products(lib, n, k).items():
+        assert variant_rows(product, x) == [], name
+
+
+def test_place_and_memory_do_not_matter(lib: library.Library) -> None:
+    x = torch.randn(29, 77)
+    order = torch.randperm(29)
+    shifted = torch.empty(29 * 77 + 1)[1:].view(29, 77).copy_(x)  # not aligned to a vector
+    for name, product in products(lib, 85, 77).items():
+        whole = product(x)
+        assert same(product(x[order]), whole[order]), name
+        assert same(product(shifted), whole), name
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_the_number_of_threads_does_not_matter(lib: library.Library, rows: int, threads: Callable[[int], None]) -> None:
+    x = torch.randn(rows, 130)
+    for name, product in products(lib, 333, 130).items():
+        threads(1)
+        alone = product(x)
+        for count in (2, 3, 5):
+            threads(count)
+            assert same(product(x), alone), (name, count)
+
+
+def test_all_instruction_sets_give_the_same_bits(lib: library.Library, plain: library.Library) -> None:
+    x = torch.randn(23, 143)
+    torch.manual_seed(1)
+    ours = products(lib, 77, 143)
+    torch.manual_seed(1)
+    theirs = products(plain, 77, 143)
+    for name in ours:
+        assert same(ours[name](x), theirs[name](x)), name
+
+
+@pytest.fixture(scope="module")
+def reordered(tmp_path_factory: pytest.TempPathFactory) -> library.Library:
+    """The plain kernels with a planted defect: more than one row is reduced from the last k to the first."""
+    folder = tmp_path_factory.mktemp("reordered")
+    sources = shutil.copytree(build.SOURCE_FOLDER, folder / "sources")
+    path = sources / "gemm_float.cpp"
+    text = path.read_text()
+    planted = text.replace("a[r * p.k + k]", "a[r * p.k + at_k]").replace("(c * p.k + k)", "(c * p.k + at_k)")
+    line = "for (int64_t k = 0; k < p.k; ++k) {"
+    assert planted.count("at_k") == 2 and planted.count(line) == 1
+    path.write_text(planted.replace(line, line + " const int64_t at_k = ROWS > 1 ? p.k - 1 - k : k;"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "SOURCE_FOLDER", Path(sources))
+        build.compile_library(folder / "reordered.so", "plain", build.find_compiler(), ("-O1",))
+    return library.Library("plain", folder / "reordered.so")
+
+
+def test_a_planted_reordering_is_seen(reordered: library.Library, plain: library.Library) -> None:
+    x, weight = torch.randn(12, 50), torch.randn(32, 50)
+
+    def product(lib: library.Library) -> Callable[[torch.Tensor], torch.Tensor]:
+        held: Any = packed.pack_float(lib, weight)
+        return lambda rows: linear.linear_float(lib, rows, held)
+
+    assert variant_rows(product(plain), x) == []
+    assert len(variant_rows(product(reordered), x)) >= 12
+    assert not same(product(reordered)(x), chain(x, weight))
