@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llm import env
+from llm import compilation, env
 from llm.arguments import check_arguments
 from llm.beam_search import BeamSearchOutput, BeamSearchParams
 from llm.config import EngineArgs, EngineConfig
@@ -158,7 +158,7 @@ class LLM:
         self.config: EngineConfig = built.engine.config
         self.startup = built.startup
         if verbose:
-            for note in notes:
+            for note in (*notes, *compilation.notes(compilation_config)):
                 logger.info(note)
             logger.info("resolved configuration\n%s", self.config)
 

@@ -102,6 +102,12 @@ class CompilationConfig:
         return f"custom_ops={ops} mode={self.mode.name} backend={self.backend}"
 
 
+def notes(value: Any) -> list[str]:
+    """What became of the keys of `value` (as `CompilationConfig.of` takes it) that have no effect here."""
+    keys = [key for key in _as_dict(value) if key in HARMLESS_KEYS]
+    return [f"compilation_config: {key} changes nothing: there is no graph capture." for key in keys]
+
+
 def _as_dict(value: Any) -> dict[str, Any]:
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:

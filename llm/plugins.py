@@ -16,8 +16,8 @@ The contract of an out-of-tree accelerator, version 1. The host promises, until 
     2. Two config hooks: `Platform.pre_register_and_update` before anything is read; `check_and_update_config`, which
        returns the `EngineArgs` to go on with, before they are resolved.
     3. The model runner: `Platform.get_model_runner_cls` names a subclass of `llm.engine.model_runner.ModelRunner`,
-       whose methods `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and `compute_logits` are made
-       to be overridden one by one.
+       whose methods `place_model`, `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and
+       `compute_logits` are made to be overridden one by one. A model is built and loaded in the CPU's memory.
     4. Attention: `Platform.get_attn_backend_cls` names an `llm.layers.attention.AttentionBackend`; it owns the layout
        of the cache and the two operations on it.
     5. Operations and layers: `@CustomOp.register_oot` and `@PluggableLayer.register_oot` (`llm.layers.custom_op`),

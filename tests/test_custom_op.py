@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import llm.models.blocks  # noqa: F401  (registers the in-tree operations before `registries` looks)
-from llm.compilation import CompilationConfig, CompilationMode
+from llm.compilation import CompilationConfig, CompilationMode, notes
 from llm.errors import LLMError, ValidationError
 from llm.layers.custom_op import (
     CustomOp,
@@ -426,6 +426,12 @@ def test_a_wrong_config_names_the_key(given: Any, parameter: str) -> None:
 def test_an_unknown_key_lists_near_ones() -> None:
     with pytest.raises(ValidationError, match=r"no key 'custom_op'.*Did you mean 'custom_ops'.*mode, backend"):
         CompilationConfig.of({"custom_op": []})
+
+
+def test_what_became_of_keys_without_effect() -> None:
+    given = {"custom_ops": ["none"], "cudagraph_mode": "NONE", "cache_dir": "x"}
+    assert [note.split(" ")[1] for note in notes(given)] == ["cudagraph_mode", "cache_dir"]
+    assert notes(None) == notes(3) == []
 
 
 def test_enforce_enable_beats_the_config() -> None:

@@ -10,7 +10,6 @@ import pickle
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ from documented_processors import DummyLogitsProcessor, WrappedPerReqLogitsProce
 from embedded import assert_idle, engine_of, open_llm, run, tokens
 from test_batch_updates import Replay
 
-from llm import LLM, RequestOutput, SamplingParams, ValidationError
-from llm.errors import LLMError, LogitsProcessorError, SamplingError
-from llm.sampling.logits_processors import EndThinkingLogitsProcessor, NoRepeatNGramLogitsProcessor, loading
-from llm.sampling.logits_processors.loading import LogitsProcessorLoadError
+from llm import LLM, RequestOutput, SamplingParams, ValidationError, plugins
+from llm.errors import LLMError, LogitsProcessorError, PluginError, SamplingError
+from llm.sampling.logits_processors import EndThinkingLogitsProcessor, NoRepeatNGramLogitsProcessor
 from llm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 TARGET = 67
@@ -68,8 +66,8 @@ def check_targets(outputs: Sequence[RequestOutput], plain: list[list[int]]) -> N
 
 
 def by_entry_point(monkeypatch: pytest.MonkeyPatch, name: str, group: str = "llm.logits_processors") -> None:
-    entry = EntryPoint("dummy", f"documented_processors:{name}", group)
-    monkeypatch.setattr(loading, "entry_points", lambda group: [entry] if group == entry.group else [])
+    plugin = plugins.Plugin(group, "dummy", "a package", f"documented_processors:{name}")
+    monkeypatch.setattr(plugins, "_scan", lambda path: (plugin,))
 
 
 @pytest.mark.parametrize("kind", [DummyLogitsProcessor, WrappedPerReqLogitsProcessor])
@@ -182,9 +180,9 @@ def test_what_cannot_be_loaded_is_refused(given: Any, message: str, is_runtime_e
 
 
 def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("broken", "no_such_module:Class", "llm.logits_processors")
-    monkeypatch.setattr(loading, "entry_points", lambda group: [entry])
-    with pytest.raises(LogitsProcessorLoadError, match="installed logits processor broken"):
+    plugin = plugins.Plugin("llm.logits_processors", "broken", "a-package 1.0", "no_such_module:Class")
+    monkeypatch.setattr(plugins, "_scan", lambda path: (plugin,))
+    with pytest.raises(PluginError, match=r"plugin 'broken' of a-package 1\.0 cannot be imported"):
         LLM()
 
 

@@ -256,7 +256,8 @@ def run(**kwargs):
     with LLM(max_model_len=64, **kwargs) as llm:
         params = SamplingParams(temperature=0, max_tokens=12)
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        more = {"steps": llm._engine.runner.steps, "config": repr(llm.config)}
+        runner = llm._engine.runner
+        more = {"steps": runner.steps, "placed": runner.placed, "config": repr(llm.config)}
         parts = [dataclasses.asdict(part) for part in llm.explain().parts]
         return {"tokens": [output.outputs[0].token_ids for output in outputs], "parts": parts, **more}
 result = {
@@ -332,6 +333,7 @@ def test_operations_of_a_plugin_can_be_turned_off(acme: dict[str, Any]) -> None:
 def test_the_parts_of_a_plugin_were_used(acme: dict[str, Any]) -> None:
     assert acme["device"] == "Acme One"
     assert acme["plain"]["steps"] >= 12  # the runner's own `forward`
+    assert acme["plain"]["placed"] > 0
     assert acme["calls"] > 0  # the layer's
     assert "block_size               8  (set by platform acme)" in acme["plain"]["config"]
     # 4 layers, keys and values, 2 heads of 64 channels that are stored as 128, 4 bytes each, 8 tokens to a block

@@ -244,7 +244,7 @@ def _resolve(
         "invariant": invariant_reason,
         "model_type": "config.json",
         "architecture": "registered for config.json's architectures or model_type",
-        "mode": "what compiles operations that are off" if compilation.compiles else "nothing is compiled",
+        "mode": "operations that are off are compiled one by one" if compilation.compiles else "nothing is compiled",
         "backend": "of what is compiled",
         "custom_ops": f"operations that it does not name: {compilation.base_mode}",
         "vocab_size": "config.json",

@@ -54,7 +54,7 @@ class ModelRunner:
     """Runs `model` (see `llm.models.interface.CausalLM`) on this process's device.
 
     A platform may name a subclass in `Platform.get_model_runner_cls`. Made to be overridden, each on its own:
-    `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and `compute_logits`.
+    `place_model`, `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and `compute_logits`.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ModelRunner:
         platform: Platform,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
     ) -> None:
-        self.model = model
         self.platform = platform
+        self.model = self.place_model(model)
         cache = config.cache_config
         groups, self._group_of_layer = group_layers(specs)
         self.kv_caches = self.allocate_kv_caches(specs, cache.num_blocks + 1, cache.block_size)
@@ -77,9 +77,12 @@ class ModelRunner:
         self.sampler = Sampler(config.model_config.logprobs_mode)
         self._rows_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * config.model_config.vocab_size))
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
         """Compute the scheduled tokens and draw from the rows that reached their last known token."""
+        with self.platform.inference_mode():
+            return self._execute(plan)
+
+    def _execute(self, plan: SchedulerOutput) -> RunnerOutput:
         self.processors.update_state(self.batch.update(plan))
         if not plan.num_scheduled_tokens:
             return RunnerOutput()
@@ -115,6 +118,10 @@ class ModelRunner:
             tensor.data = torch.empty(0)
         self.model = None
         self.kv_caches = []
+
+    def place_model(self, model: Any) -> Any:
+        """The model where it computes; it comes with its weights loaded and processed, in the CPU's memory."""
+        return model
 
     def allocate_kv_caches(
         self, specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int

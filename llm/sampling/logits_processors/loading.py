@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
+from llm import plugins
 from llm.errors import ValidationError
 from llm.sampling.logits_processors.interface import LogitsProcessor
-
-ENTRY_POINT_GROUP = "llm.logits_processors"
 
 
 class LogitsProcessorLoadError(ValidationError, RuntimeError):
@@ -25,7 +23,8 @@ def load_logits_processors(given: Any) -> list[type[LogitsProcessor]]:
 
     Raises:
         ValidationError: an item is neither, or is no subclass of `LogitsProcessor`.
-        LogitsProcessorLoadError: a module or an entry point cannot be imported. Also a RuntimeError.
+        LogitsProcessorLoadError: a module cannot be imported. Also a RuntimeError.
+        PluginError: an entry point cannot be imported. Also a RuntimeError.
     """
     if given is None:
         given = []
@@ -55,13 +54,8 @@ def qualified_name(kind: type) -> str:
 
 
 def _installed() -> list[type[LogitsProcessor]]:
-    found = []
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            found.append(entry.load())
-        except Exception as error:  # whatever a module of someone else raises while it is imported
-            raise _unloadable(f"the installed logits processor {entry.name} ({entry.value})", error) from error
-    return [load_logits_processor(item) for item in found]
+    found = plugins.load(plugins.installed(plugins.LOGITS_PROCESSORS))
+    return [load_logits_processor(item) for item in found.values()]
 
 
 def _by_name(name: str) -> type[LogitsProcessor]:

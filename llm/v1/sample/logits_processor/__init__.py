@@ -1,5 +1,6 @@
 """`vllm.v1.sample.logits_processor`: what a custom logits processor imports."""
 
+from llm.plugins import LOGITS_PROCESSORS as LOGITSPROCS_GROUP
 from llm.sampling.logits_processors import (
     AdapterLogitsProcessor,
     AddedRequest,
@@ -17,7 +18,6 @@ from llm.sampling.logits_processors.builtin import (
     MinPLogitsProcessor,
     MinTokensLogitsProcessor,
 )
-from llm.sampling.logits_processors.loading import ENTRY_POINT_GROUP as LOGITSPROCS_GROUP
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 
 __all__ = [
