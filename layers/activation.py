@@ -14,6 +14,7 @@ from torch import nn
 from llm.errors import ValidationError
 from llm.kernels.reference import activation
 from llm.layers.custom_op import CustomOp
+from llm.layers.kernels import KernelOp
 
 
 def _check_approximate(approximate: str) -> str:
@@ -27,24 +28,36 @@ def _check_approximate(approximate: str) -> str:
 
 
 @CustomOp.register("silu_and_mul")
-class SiluAndMul(CustomOp):
+class SiluAndMul(KernelOp):
     """silu(x[..., :d]) * x[..., d:] for x of width 2d: the gate of a SwiGLU feed-forward (arXiv:2002.05202)."""
+
+    kernel_name = "silu_and_mul"
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.silu_and_mul(x)
 
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x)
+
 
 @CustomOp.register("mul_and_silu")
-class MulAndSilu(CustomOp):
+class MulAndSilu(KernelOp):
     """x[..., :d] * silu(x[..., d:]): SwiGLU with the gate in the second half."""
+
+    kernel_name = "mul_and_silu"
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.mul_and_silu(x)
 
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x)
+
 
 @CustomOp.register("gelu_and_mul")
-class GeluAndMul(CustomOp):
+class GeluAndMul(KernelOp):
     """gelu(x[..., :d]) * x[..., d:] (GeGLU, arXiv:2002.05202); `approximate` is "none" or "tanh"."""
+
+    kernel_name = "gelu_and_mul"
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
@@ -52,6 +65,9 @@ class GeluAndMul(CustomOp):
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.gelu_and_mul(x, self.approximate)
+
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x, self.approximate)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
@@ -89,62 +105,97 @@ class GeluAndMulSparse(CustomOp):
 
 
 @CustomOp.register("gelu")
-class GELU(CustomOp):
+class GELU(KernelOp):
     """0.5 x (1 + erf(x / sqrt(2))) (arXiv:1606.08415)."""
+
+    kernel_name = "gelu"
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.gelu(x, "none")
 
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x, "none")
+
 
 @CustomOp.register("gelu_tanh")
-class GELUTanh(CustomOp):
+class GELUTanh(KernelOp):
     """The tanh approximation of gelu, Hugging Face's "gelu_pytorch_tanh"."""
+
+    kernel_name = "gelu"
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.gelu(x, "tanh")
 
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x, "tanh")
+
 
 @CustomOp.register("gelu_new")
-class NewGELU(CustomOp):
+class NewGELU(KernelOp):
     """GPT-2's gelu: the tanh approximation (arXiv:1606.08415)."""
+
+    kernel_name = "gelu_new"
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.gelu_new(x)
 
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x)
+
 
 @CustomOp.register("gelu_fast")
-class FastGELU(CustomOp):
+class FastGELU(KernelOp):
     """0.5 x (1 + tanh(0.7978845608 x (1 + 0.044715 x^2))).
 
     The constant is sqrt(2 / pi) to ten digits, so in float32 this is `NewGELU`.
     """
 
+    kernel_name = "gelu_new"
+
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.gelu_new(x)
 
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x)
+
 
 @CustomOp.register("quick_gelu")
-class QuickGELU(CustomOp):
+class QuickGELU(KernelOp):
     """x sigmoid(1.702 x): CLIP's gelu."""
+
+    kernel_name = "quick_gelu"
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.quick_gelu(x)
 
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x)
+
 
 @CustomOp.register("relu")
-class ReLU(CustomOp):
+class ReLU(KernelOp):
     """max(x, 0)."""
+
+    kernel_name = "relu"
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.relu(x)
 
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x)
+
 
 @CustomOp.register("relu2")
-class ReLUSquaredActivation(CustomOp):
+class ReLUSquaredActivation(KernelOp):
     """max(x, 0)^2 (arXiv:2109.08668)."""
+
+    kernel_name = "relu2"
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.relu2(x)
+
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x)
 
 
 @CustomOp.register("xielu")

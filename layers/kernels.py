@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 from llm.kernels.select import KernelSet, kernels_for
 from llm.layers.custom_op import CustomOp, construction
 
@@ -15,12 +18,19 @@ class KernelOp(CustomOp):
     """A CustomOp whose `forward_cpu` calls compiled kernels; without them `forward_native` is bound.
 
     Attributes:
-        kernels: where `forward_cpu` finds its functions.
+        kernel_name: of the operation's one kernel, for those that have one.
+        kernel: that kernel, for `forward_cpu`.
+        kernels: where a `forward_cpu` of several finds them.
     """
+
+    kernel_name: ClassVar[str] = ""
+    kernel: Callable[..., Any]
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels = platform_kernels()
+        if self.kernel_name:
+            self.kernel = self.kernels.op(self.kernel_name)
 
     def declines(self, method: str) -> str | None:
         if method == "forward_cpu" and self.kernels.library is None:

@@ -7,6 +7,7 @@ import torch
 from llm.errors import ValidationError
 from llm.layers.custom_op import PluggableLayer
 from llm.layers.embedding import VocabParallelEmbedding
+from llm.layers.kernels import platform_kernels
 
 
 @PluggableLayer.register("logits_processor")
@@ -41,6 +42,7 @@ class LogitsProcessor(PluggableLayer):
         self.scale = scale
         self.logits_as_input = logits_as_input
         self.soft_cap = soft_cap
+        self._soft_cap = platform_kernels().op("soft_cap")
 
     def forward(
         self, lm_head: VocabParallelEmbedding, hidden: torch.Tensor, embedding_bias: torch.Tensor | None = None
@@ -52,7 +54,7 @@ class LogitsProcessor(PluggableLayer):
             bias = lm_head.bias if embedding_bias is None else embedding_bias
             logits = self._of_ids(lm_head, lm_head.quant_method.apply(lm_head, hidden, bias))
         if self.soft_cap is not None:
-            logits = logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+            logits = self._soft_cap(logits.contiguous(), self.soft_cap)
         if self.scale != 1.0:
             logits *= self.scale
         return logits

@@ -13,19 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm.errors import ValidationError
-from llm.kernels.reference.norm import group_rms_norm, layer_norm, rms_norm
+from llm.kernels.reference.norm import add_layer_norm, add_rms_norm, group_rms_norm, layer_norm, rms_norm
 from llm.layers.custom_op import CustomOp
+from llm.layers.kernels import KernelOp
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def _filled(size: int, value: float, dtype: torch.dtype | None) -> nn.Parameter:
     return nn.Parameter(torch.full((size,), value, dtype=dtype), requires_grad=False)
-
-
-def _add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """The sum in float32, of which the residual stream keeps a rounded copy."""
-    return x.float() + residual.float()
 
 
 def _check_divides(parameter: str, groups: int, size: int) -> None:
@@ -36,7 +32,7 @@ def _check_divides(parameter: str, groups: int, size: int) -> None:
 
 
 @CustomOp.register("rms_norm")
-class RMSNorm(CustomOp):
+class RMSNorm(KernelOp):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (arXiv:1910.07467).
 
     Args:
@@ -66,22 +62,24 @@ class RMSNorm(CustomOp):
         self.variance_epsilon = eps
         self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
         self.weight = _filled(hidden_size, 1.0, dtype) if has_weight else None
+        self._rms_norm, self._add_rms_norm = self.kernels.op("rms_norm"), self.kernels.op("add_rms_norm")
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
-            return self._norm(x)
-        total = _add(x, residual)
-        return self._norm(total).to(x.dtype), total.to(x.dtype)
+            return rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
+        return add_rms_norm(x, residual, self.weight, self.variance_epsilon, self.variance_size_override)
 
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
+    def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+        if residual is None:
+            return self._rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
+        return self._add_rms_norm(x, residual, self.weight, self.variance_epsilon, self.variance_size_override)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"
 
 
 @CustomOp.register("gemma_rms_norm")
-class GemmaRMSNorm(CustomOp):
+class GemmaRMSNorm(KernelOp):
     """RMSNorm whose checkpoint stores weight - 1. Arguments as of `RMSNorm`."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, dtype: torch.dtype | None = None) -> None:
@@ -89,20 +87,24 @@ class GemmaRMSNorm(CustomOp):
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
         self.weight = _filled(hidden_size, 0.0, dtype)
+        self._rms_norm, self._add_rms_norm = self.kernels.op("rms_norm"), self.kernels.op("add_rms_norm")
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
-        weight = self.weight.float() + 1.0
         if residual is None:
-            return rms_norm(x, weight, self.variance_epsilon)
-        total = _add(x, residual)
-        return rms_norm(total, weight, self.variance_epsilon).to(x.dtype), total.to(x.dtype)
+            return rms_norm(x, self.weight, self.variance_epsilon, weight_offset=1.0)
+        return add_rms_norm(x, residual, self.weight, self.variance_epsilon, weight_offset=1.0)
+
+    def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+        if residual is None:
+            return self._rms_norm(x, self.weight, self.variance_epsilon, None, 1.0)
+        return self._add_rms_norm(x, residual, self.weight, self.variance_epsilon, None, 1.0)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"
 
 
 @CustomOp.register("layer_norm")
-class LayerNorm(CustomOp):
+class LayerNorm(KernelOp):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in float32 (arXiv:1607.06450).
 
     Args:
@@ -117,12 +119,17 @@ class LayerNorm(CustomOp):
         self.eps = eps
         self.weight = _filled(dim, 1.0, dtype)
         self.bias = _filled(dim, 0.0, dtype)
+        self._layer_norm, self._add_layer_norm = self.kernels.op("layer_norm"), self.kernels.op("add_layer_norm")
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
             return layer_norm(x, self.weight, self.bias, self.eps)
-        total = _add(x, residual)
-        return layer_norm(total, self.weight, self.bias, self.eps).to(x.dtype), total.to(x.dtype)
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+    def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+        if residual is None:
+            return self._layer_norm(x, self.weight, self.bias, self.eps)
+        return self._add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps}"

@@ -16,6 +16,7 @@ import torch
 from llm.errors import ValidationError
 from llm.kernels.reference.rotary import apply_rotary
 from llm.layers.custom_op import CustomOp
+from llm.layers.kernels import KernelOp
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ RECIPES: dict[str, Callable[[RopeParameters, int, int], tuple[torch.Tensor, floa
 
 
 @CustomOp.register("rotary_embedding")
-class RotaryEmbedding(CustomOp):
+class RotaryEmbedding(KernelOp):
     """Rotates the leading channels of each head.
 
     Args:
@@ -169,6 +170,7 @@ class RotaryEmbedding(CustomOp):
         is_neox_style: channel i is paired with i + d (Hugging Face's weights); False: 2i with 2i + 1 (GPT-J).
     """
 
+    kernel_name = "rotary_embedding"
     cos_sin_cache: torch.Tensor
     pair_axis: torch.Tensor
 
@@ -193,6 +195,13 @@ class RotaryEmbedding(CustomOp):
         """
         cos, sin = self._tables(positions)
         return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
+
+    def forward_cpu(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if positions.dim() != 1:
+            return self.forward_native(positions, query, key)
+        return self.kernel(positions, query, key, self.cos_sin_cache, self.head_size, self.is_neox_style)
 
     def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [N, rotary_dim / 2] of each token's position or three."""

@@ -65,7 +65,8 @@ def without_entry(registry: dict[str, Any], cases: dict[str, list[Case]]) -> set
 
 def built(case: Case, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
     """The op with random parameters, which a new one may have left uninitialised."""
-    op = case.build(dtype)
+    with constructing_for(CpuPlatform()):  # where it finds the kernels of its forward_cpu
+        op = case.build(dtype)
     for parameter in op.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + 0.2)
     return op

@@ -12,10 +12,10 @@ import torch
 
 from llm.forward import AttentionMetadata, KVCacheSpec
 from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
+from llm.kernels.cpu.tensors import KINDS, pointer
 
 # Slots of a panel; attention.cpp has the same number as LANES.
 PANEL = 16
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ATTENTION = (
     *(POINTER,) * 3,  # block table, starts, lengths
     *(INT,) * 4,  # rows, width of the table, block size, slots
@@ -107,7 +107,7 @@ def paged_attention(
         sliding_window or 0,
         scale,
         soft_cap or 0.0,
-        None if sinks is None else sinks.data_ptr(),
+        pointer(sinks),
         torch.get_num_threads(),
     )
     if bad >= 0:

@@ -85,6 +85,11 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x.float()).square_().to(x.dtype)
 
 
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """float32, in place: cap * tanh(x / cap)."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
 def xielu(x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: float, eps: float) -> torch.Tensor:
     """float [...] -> [...]: alpha_p x^2 + beta x for x > 0, else alpha_n (expm1(min(x, eps)) - x) + beta x.
 

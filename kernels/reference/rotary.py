@@ -22,3 +22,24 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox_
     out_rotated[..., second] = rotated[..., second] * cos + rotated[..., first] * sin
     out[..., 2 * half :] = x[..., 2 * half :]
     return out
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [N, heads * head_size] and key [N, kv_heads * head_size], rotated by their tokens' positions int64 [N].
+
+    cos_sin_cache float32 [positions, 2d]: cosines, then sines.
+    """
+    cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
+    rotated = (
+        apply_rotary(x.view(x.shape[0], x.shape[1] // head_size, head_size), cos, sin, is_neox_style)
+        for x in (query, key)
+    )
+    query_out, key_out = (x.view(x.shape[0], x.shape[1] * x.shape[2]) for x in rotated)
+    return query_out, key_out

@@ -1,0 +1,66 @@
+// Activations, plain and gated: one element at a time, computed alike in vectors and in their tails.
+#include "rows.h"
+#include "vector_math.h"
+
+namespace llm {
+namespace {
+
+// kernels/cpu/activation.py has the same numbers.
+enum Function : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, QUICK_GELU = 3, RELU = 4, RELU_SQUARED = 5 };
+
+LLM_INLINE F32 sigmoid_times(F32 x, F32 slope) { return x / (exp(zero() - slope) + set1(1.0f)); }
+
+template <int64_t FUNCTION> LLM_INLINE F32 activate(F32 x) {
+    if constexpr (FUNCTION == SILU) return sigmoid_times(x, x);
+    if constexpr (FUNCTION == QUICK_GELU) return sigmoid_times(x, x * set1(1.702f));
+    if constexpr (FUNCTION == GELU) return x * set1(0.5f) * (erf(x * set1(0x1.6a09e6p-1f)) + set1(1.0f));
+    if constexpr (FUNCTION == GELU_TANH) {
+        // 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u), which loses nothing where tanh is near -1.
+        const F32 cube = x * x * x;
+        return sigmoid_times(x, fma(cube, set1(0.044715f), x) * set1(1.5957691216057308f));
+    }
+    // NaN passes: x86's max(a, b) is b when either is NaN.
+    if constexpr (FUNCTION == RELU) return max(zero(), x);
+    if constexpr (FUNCTION == RELU_SQUARED) {
+        const F32 positive = max(zero(), x);
+        return positive * positive;
+    }
+}
+
+// out[row][i] = activate(gate[row][i]) * up[row][i]; without `up` only the first factor.
+template <int64_t FUNCTION>
+void run(const float* gate, const float* up, int64_t stride, float* out, int64_t rows, int64_t width, int64_t threads) {
+    for_rows(rows, width, threads, [&](int64_t row) {
+        for (int64_t i = 0; i < width; i += LANES) {
+            F32 value = activate<FUNCTION>(load_part(gate + row * stride + i, width - i));
+            if (up) value = value * load_part(up + row * stride + i, width - i);
+            store_part(out + row * width + i, value, width - i);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace llm
+
+using namespace llm;
+
+// gate (and up, or null): rows `stride` floats apart -> out [rows][width].
+LLM_EXPORT void llm_activation(int64_t function, const float* gate, const float* up, int64_t stride, float* out, int64_t rows,
+                               int64_t width, int64_t threads) {
+    if (function == SILU) return run<SILU>(gate, up, stride, out, rows, width, threads);
+    if (function == GELU) return run<GELU>(gate, up, stride, out, rows, width, threads);
+    if (function == GELU_TANH) return run<GELU_TANH>(gate, up, stride, out, rows, width, threads);
+    if (function == QUICK_GELU) return run<QUICK_GELU>(gate, up, stride, out, rows, width, threads);
+    if (function == RELU) return run<RELU>(gate, up, stride, out, rows, width, threads);
+    run<RELU_SQUARED>(gate, up, stride, out, rows, width, threads);
+}
+
+// x = cap * tanh(x / cap), in place.
+LLM_EXPORT void llm_soft_cap(float* x, float cap, int64_t count, int64_t threads) {
+    constexpr int64_t width = 1 << 12;
+    for_rows((count + width - 1) / width, width, threads, [&](int64_t row) {
+        const int64_t end = (row + 1) * width < count ? (row + 1) * width : count;
+        for (int64_t i = row * width; i < end; i += LANES)
+            store_part(x + i, tanh(load_part(x + i, end - i) / set1(cap)) * set1(cap), end - i);
+    });
+}

@@ -1,0 +1,132 @@
+"""RMS norm and layer norm in C++; `kernels/reference/norm.py` defines them."""
+
+from __future__ import annotations
+
+import torch
+
+from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
+from llm.kernels.cpu.tensors import KINDS, as_float32, pointer
+
+_RMS = (POINTER, POINTER, INT, POINTER, FLOAT, FLOAT, INT, POINTER, POINTER, INT, INT, INT)
+_LAYER = (POINTER, POINTER, INT, POINTER, POINTER, FLOAT, POINTER, POINTER, INT, INT, INT)
+
+
+def rms_norm(
+    library: Library,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    variance_size: int | None = None,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """float [..., d], weight [d] or None -> float [..., d]."""
+    wide = as_float32(x)
+    out = torch.empty_like(wide)
+    _rms_norm(library, wide, None, weight, eps, variance_size, weight_offset, out, None)
+    return out.to(x.dtype)
+
+
+def add_rms_norm(
+    library: Library,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    variance_size: int | None = None,
+    weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    wide, wide_residual = as_float32(x), as_float32(residual)
+    out, total = torch.empty_like(wide), torch.empty_like(wide)
+    _rms_norm(library, wide, wide_residual, weight, eps, variance_size, weight_offset, out, total)
+    return out.to(x.dtype), total.to(x.dtype)
+
+
+def layer_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """float [..., d], weight and bias [d] -> float [..., d]."""
+    wide = as_float32(x)
+    out = torch.empty_like(wide)
+    _layer_norm(library, wide, None, weight, bias, eps, out, None)
+    return out.to(x.dtype)
+
+
+def add_layer_norm(
+    library: Library,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(layer_norm(x + residual), x + residual)."""
+    wide, wide_residual = as_float32(x), as_float32(residual)
+    out, total = torch.empty_like(wide), torch.empty_like(wide)
+    _layer_norm(library, wide, wide_residual, weight, bias, eps, out, total)
+    return out.to(x.dtype), total.to(x.dtype)
+
+
+def _rms_norm(
+    library: Library,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    variance_size: int | None,
+    weight_offset: float,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+) -> None:
+    width = _width(x, weight, residual)
+    if variance_size is not None and not 0 < variance_size <= width:
+        raise ValueError(f"variance_size must be from 1 to {width}, got {variance_size}")
+    library.function("llm_rms_norm", *_RMS)(
+        x.data_ptr(),
+        pointer(residual),
+        0 if weight is None else KINDS[weight.dtype],
+        pointer(weight),
+        weight_offset,
+        eps,
+        variance_size or width,
+        out.data_ptr(),
+        pointer(total),
+        x.numel() // width if width else 0,
+        width,
+        torch.get_num_threads(),
+    )
+
+
+def _layer_norm(
+    library: Library,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+) -> None:
+    width = _width(x, weight, residual)
+    if bias.dtype != weight.dtype or bias.shape != weight.shape:
+        raise ValueError(f"weight and bias differ: {weight.dtype} {weight.shape}, {bias.dtype} {bias.shape}")
+    library.function("llm_layer_norm", *_LAYER)(
+        x.data_ptr(),
+        pointer(residual),
+        KINDS[weight.dtype],
+        weight.data_ptr(),
+        bias.data_ptr(),
+        eps,
+        out.data_ptr(),
+        pointer(total),
+        x.numel() // width if width else 0,
+        width,
+        torch.get_num_threads(),
+    )
+
+
+def _width(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None) -> int:
+    width = x.shape[-1]
+    if weight is not None and weight.shape != (width,):
+        raise ValueError(f"weight has shape {list(weight.shape)}, x {list(x.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual has shape {list(residual.shape)}, x {list(x.shape)}")
+    return width

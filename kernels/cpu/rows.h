@@ -1,0 +1,38 @@
+// Walking rows of floats: the element types a kernel reads, sums with fixed lanes, and spreading rows over threads.
+#pragma once
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace llm {
+namespace {
+
+enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// Elements that are worth a thread of their own.
+constexpr int64_t ELEMENTS_PER_TASK = 1 << 14;
+
+// row_task(row) for each row.
+template <class Task> void for_rows(int64_t rows, int64_t width, int64_t threads, const Task& row_task) {
+    int64_t at_once = ELEMENTS_PER_TASK / (width + 1);
+    if (at_once < 1) at_once = 1;
+    parallel_for((rows + at_once - 1) / at_once, threads, 0, [&](int64_t index, char*) {
+        const int64_t end = (index + 1) * at_once < rows ? (index + 1) * at_once : rows;
+        for (int64_t row = index * at_once; row < end; ++row) row_task(row);
+    });
+}
+
+// Sum of term(i) over the vectors i = 0, 16, 32, ... of `count` elements: four chains of lanes, then one fixed tree.
+// term(i) must give 0 in the lanes beyond `count`.
+template <class Term> LLM_INLINE float sum_vectors(int64_t count, const Term& term) {
+    F32 acc[4] = {zero(), zero(), zero(), zero()};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+        LLM_UNROLL for (int c = 0; c < 4; ++c) acc[c] = acc[c] + term(i + c * LANES);
+    LLM_UNROLL for (int c = 0; c < 4; ++c)
+        if (i + c * LANES < count) acc[c] = acc[c] + term(i + c * LANES);
+    return sum((acc[0] + acc[1]) + (acc[2] + acc[3]));
+}
+
+}  // namespace
+}  // namespace llm
