@@ -23,7 +23,7 @@ from llm.sampling import draw as draw_module
 from llm.sampling import sampler as sampler_module
 from llm.sampling.logits_processors.interface import BatchUpdate
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
+from llm.sampling.logprobs import MODES, NO_LOGPROBS, TokenLogprobs
 from llm.sampling.philox import philox4x32, uniform
 from llm.sampling.sampler import Sampler, SamplerOutput, SamplingRows
 from llm.sampling_params import SamplingParams
@@ -219,20 +219,26 @@ OPTIONS = st.fixed_dictionaries(
         "top_p": st.sampled_from([1.0, 0.9, 0.5, 0.01]),
         "min_p": st.sampled_from([0.0, 0.0, 0.1, 1.0]),
         "logprobs": st.sampled_from([None, 0, 3, -1]),
+        "frequency_penalty": st.sampled_from([0.0, 0.0, 1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.5]),
+        "logit_bias": st.sampled_from([None, None, {3: 2.0, 7: -5.0}]),
+        "allowed_token_ids": st.sampled_from([None, None, None, list(range(0, 40, 3))]),
     }
 )
 
 
 def draws_alone_and_together(
-    values: np.ndarray, options: list[dict[str, Any]], order: list[int]
+    values: np.ndarray, options: list[dict[str, Any]], order: list[int], mode: str = "raw_logprobs"
 ) -> list[tuple[Any, Any]]:
     """(alone, together in this order) for each row: its token and its logprobs."""
     logits = torch.from_numpy(values).float()
     params = [SamplingParams(**own) for own in options]
-    together = sample(logits[order], rows_of([params[row] for row in order], order))
+    outputs = [[row, 3, 3] for row in range(len(params))]
+    batch = Rows([params[row] for row in order], order, outputs=[outputs[row] for row in order])
+    together = batch.sample(logits[order], mode=mode)
     pairs = []
     for line, row in enumerate(order):
-        alone = sample(logits[row : row + 1], rows_of([params[row]], [row]))
+        alone = Rows([params[row]], [row], outputs=[outputs[row]]).sample(logits[row : row + 1], mode=mode)
         pairs.append(
             (
                 (alone.tokens.tolist()[0], alone.logprobs.get(0)),
@@ -242,12 +248,20 @@ def draws_alone_and_together(
     return pairs
 
 
-@given(values=LOGITS, options=st.lists(OPTIONS, min_size=12, max_size=12), order=st.permutations(range(12)))
-@settings(max_examples=40)
+@given(
+    values=LOGITS,
+    options=st.lists(OPTIONS, min_size=12, max_size=12),
+    order=st.permutations(range(12)),
+    mode=st.sampled_from(MODES),
+    tiles=st.sampled_from([1, 1, 60]),
+)
+@settings(max_examples=60)
 def test_a_draw_is_the_same_alone_in_a_batch_and_in_any_order(
-    values: np.ndarray, options: list[dict[str, Any]], order: list[int]
+    values: np.ndarray, options: list[dict[str, Any]], order: list[int], mode: str, tiles: int
 ) -> None:
-    for alone, together in draws_alone_and_together(values, options, order):
+    """`tiles`: of a vocabulary of 2400 too, which is searched and summed in blocks."""
+    values = np.tile(values, tiles) - 0.125 * np.arange(tiles).repeat(40)
+    for alone, together in draws_alone_and_together(values, options, order, mode):
         assert alone == together
 
 
@@ -413,3 +427,111 @@ def test_parameters_move_with_their_rows(operations: list[Any]) -> None:
         assert rows.logprobs[row] == (NO_LOGPROBS if wanted is None else wanted)
         assert rows.logprob_token_ids.get(row) == params.logprob_token_ids
     assert set(rows.logprob_token_ids) <= set(range(len(live)))
+
+
+@given(
+    vocab=st.sampled_from([1, 7, 511, 512, 513, 2047, 2048, 2049, 2560, 5001]),
+    seed=st.integers(0, 2**32 - 1),
+    nan=st.booleans(),
+)
+@settings(max_examples=60)
+def test_the_argmax_of_blocks_is_the_first_of_the_likeliest(vocab: int, seed: int, nan: bool) -> None:
+    random_numbers = np.random.default_rng(seed)
+    logits = random_numbers.integers(-9, 3, (3, vocab)).astype(np.float32)
+    if nan:
+        logits[1, random_numbers.integers(vocab)] = np.nan
+    found = draw_module.argmax_rows(torch.from_numpy(logits)).tolist()
+    assert found == np.argmax(logits, axis=1).tolist()
+
+
+SPREAD = [0, 1, 511, 512, 1023, 2048, 2500, 4607, 4608, 4999]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.7}, {"top_p": 0.8}, {"top_p": 0.999}, {"top_k": 4}], ids=str)
+def test_draws_from_many_blocks_have_the_distribution_of_the_reference(options: dict[str, Any]) -> None:
+    """The toy's logits, scattered to the edges of the blocks of a larger vocabulary."""
+    params = SamplingParams(**options)
+    logits = torch.full((5000,), -40.0)
+    logits[SPREAD] = TOY
+    drawn = draw_many(logits, params, count=5000)
+    assert set(drawn.tolist()) <= set(SPREAD)
+    assert fits(np.searchsorted(SPREAD, drawn), reference(TOY, params))
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.99, 0.99999])
+@pytest.mark.parametrize("top_k", [0, 40, 1500, 10**6])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_top_p_keeps_the_fewest_that_weigh_enough(top_p: float, top_k: int, spread: float) -> None:
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 4001)).astype(np.float32)) * spread
+    draws = draw_module.draw_rows(logits, np.full(2, top_k), np.full(2, top_p), np.array([0.1, 0.9]), {0, 1})
+    for line in range(2):
+        weights = np.exp(logits[line].double().numpy())
+        order = np.argsort(-weights, kind="stable")[: top_k or None]
+        kept = draws.kept[line]
+        assert kept.tolist() == order[: len(kept)].tolist()
+        mass = weights[order].sum()
+        assert weights[kept].sum() >= (top_p - 1e-6) * mass
+        assert weights[kept[:-1]].sum() <= (top_p + 1e-6) * mass
+        assert draws.tokens[line] in kept
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_processed_logprobs_are_those_the_token_was_drawn_from(mode: str) -> None:
+    """After penalties for a greedy row; after temperature, min_p, top_k and top_p for one that draws."""
+    bias = {3: -5.0}
+    cut = SamplingParams(temperature=0.5, top_k=4, top_p=0.9, min_p=0.01, logit_bias=bias, logprobs=-1)
+    greedy = SamplingParams(temperature=0, logit_bias=bias, logprobs=-1)
+    free = SamplingParams(temperature=2.0, logprobs=-1)
+    rows = Rows([cut, greedy, free])
+    output = rows.sample(TOY.repeat(3, 1), mode=mode)
+    biased = TOY.clone()
+    biased[3] -= 5.0
+    possible = torch.from_numpy(reference(biased, cut)) > 0
+    assert 1 < int(possible.sum()) < 5
+    processed = [(biased / 0.5).masked_fill(~possible, -math.inf), biased, TOY / 2.0]
+    expected = [TOY] * 3 if mode.startswith("raw") else processed
+    for line, own in output.logprobs.items():
+        values = expected[line].log_softmax(-1) if mode.endswith("logprobs") else expected[line]
+        assert own.token_ids[0] == int(output.tokens[line])
+        assert own.logprobs == pytest.approx(values[own.token_ids].tolist(), abs=1e-6)
+    assert sorted(output.logprobs) == [0, 1, 2]
+
+
+def test_logprobs_of_the_ids_that_were_asked_for() -> None:
+    ids = [7, 0, 3, 9]
+    rows = Rows([SamplingParams(temperature=0), SamplingParams(temperature=0, logprob_token_ids=ids)])
+    output = rows.sample(TOY.repeat(2, 1))
+    values = TOY.log_softmax(-1)
+    assert list(output.logprobs) == [1]
+    found = output.logprobs[1]
+    assert found.token_ids == [3, *ids]
+    assert found.logprobs == values[found.token_ids].tolist()
+    assert found.ranks == [int((values >= value).sum()) for value in values[found.token_ids]]
+
+
+def test_an_infinite_logit_forces_its_token() -> None:
+    logits = TOY.repeat(3, 1)
+    logits[:, [4, 6]] = math.inf
+    drawn = draw_many(logits[0], SamplingParams(), count=200)
+    assert set(drawn.tolist()) == {4, 6}
+    assert sample(logits, rows_of([SamplingParams(top_p=0.5), SamplingParams(top_k=1), SamplingParams(temperature=0)]))
+
+
+def test_a_row_without_a_token_is_an_error_and_its_companions_draw_as_ever() -> None:
+    logits = TOY.repeat(5, 1)
+    logits[1] = -math.inf
+    logits[3, 2] = math.nan
+    params = [SamplingParams(temperature=row % 2, logprobs=1) for row in range(5)]
+    rows = rows_of(params)
+    output, whole = sample(logits, rows), sample(TOY.repeat(5, 1), rows)
+    assert sorted(output.errors) == [1, 3] and sorted(output.logprobs) == [0, 2, 4]
+    assert "-inf" in str(output.errors[1]) and "NaN" in str(output.errors[3])
+    assert output.tokens[[0, 2, 4]].tolist() == whole.tokens[[0, 2, 4]].tolist()
+    assert [output.logprobs[row] for row in (0, 2, 4)] == [whole.logprobs[row] for row in (0, 2, 4)]
+
+
+def test_only_rows_that_draw_are_given_to_adapters_and_the_lines_fit() -> None:
+    """Three of five rows draw: processors see all five places, and each line comes back to its row."""
+    own = [SamplingParams(temperature=0, logit_bias={row: 100.0}) for row in range(5)]
+    output = rows_of(own).sample(TOY.repeat(3, 1), [0, 2, 3])
+    assert output.tokens.tolist() == [0, 2, 3]
