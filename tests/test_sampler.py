@@ -89,7 +89,8 @@ class Rows:
         custom: Sequence[Any] = (),
     ) -> None:
         self.sampling = SamplingRows(len(params))
-        config: Any = SimpleNamespace(scheduler_config=SchedulerConfig(len(params), 64))
+        model = SimpleNamespace(max_model_len=2048)
+        config: Any = SimpleNamespace(scheduler_config=SchedulerConfig(len(params), 64), model_config=model)
         self.processors = LogitsProcessors(config, torch.device("cpu"), custom)
         self.outputs = [[] for _ in params] if outputs is None else list(outputs)
         added = []
