@@ -133,10 +133,11 @@ class PluggableLayer(Replaceable):
 
 @dataclass(frozen=True)
 class Binding:
-    """Which method an operation runs (`forward_cpu` ...), whether it was compiled, and why."""
+    """Which method an operation runs (`forward_cpu` ...) and why; whether it is turned off, and compiled then."""
 
     method: str
     reason: str
+    is_off: bool = False
     compiled: bool = False
 
 
@@ -258,10 +259,10 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
 
     def _native(self, reason: str, *, compiled: bool) -> tuple[Binding, Callable[..., Any]]:
         if not compiled:
-            return Binding("forward_native", reason), self.forward_native
+            return Binding("forward_native", reason, is_off=True), self.forward_native
         backend = construction().compilation.backend
         method = torch.compile(self.forward_native, dynamic=True, backend=backend)
-        return Binding("forward_native", f"{reason}, compiled by {backend}", compiled=True), method
+        return Binding("forward_native", f"{reason}, compiled by {backend}", is_off=True, compiled=True), method
 
 
 def replaced_class(cls: type) -> type | None:

@@ -7,6 +7,8 @@ import functools
 import math
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -71,8 +73,27 @@ class CpuPlatform(Platform):
     def num_threads(self) -> int:
         """Threads worth starting: the processors this process may run on, or its quota of their time when less."""
         allowed = len(os.sched_getaffinity(0))
+        return allowed if self._quota is None else min(allowed, self._quota)
+
+    @functools.cached_property
+    def _quota(self) -> int | None:
+        """Whole processors that the quota pays for; read once, for every step asks."""
         quota = cpu_quota(self.root)
-        return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+        return None if quota is None else max(1, math.ceil(quota))
+
+    @contextmanager
+    def inference_mode(self) -> Iterator[None]:
+        """Threads beyond the quota are not used: the kernel would stop all of them until the next period."""
+        threads = torch.get_num_threads()
+        has_too_many = self._quota is not None and threads > self._quota
+        if has_too_many:
+            torch.set_num_threads(self._quota)  # type: ignore[arg-type]
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            if has_too_many:
+                torch.set_num_threads(threads)
 
     @functools.cached_property
     def isa(self) -> frozenset[str]:

@@ -105,7 +105,7 @@ class Platform:
         torch.manual_seed(seed)
 
     def inference_mode(self) -> AbstractContextManager[None]:
-        """The context that a step runs in."""
+        """The context that a step runs in; leaves everything as it was."""
         return torch.inference_mode()
 
     def is_pin_memory_available(self) -> bool:

@@ -14,6 +14,7 @@ from llm import LLM
 from llm.cli import main
 from llm.compilation import CompilationConfig
 from llm.config import EngineConfig
+from llm.engine.extensions import what_varies
 from llm.errors import EngineClosedError, ValidationError
 from llm.explain import HEADINGS, Explanation, Part, explain_model
 from llm.layers.activation import SiluAndMul
@@ -172,6 +173,25 @@ def test_explain_of_a_closed_llm() -> None:
 def test_turning_operations_on_and_off_changes_no_token(llm: LLM, custom_ops: Any) -> None:
     with open_llm(compilation_config={"custom_ops": custom_ops}) as other:
         assert tokens(run(other, PROMPTS)) == tokens(run(llm, PROMPTS))
+
+
+def test_what_else_computes_is_not_called_invariant(llm: LLM) -> None:
+    def varies(other: LLM) -> str | None:
+        return what_varies(other._engine.runner.model)  # type: ignore[union-attr]
+
+    assert varies(llm) is None
+    with open_llm(compilation_config={"custom_ops": ["-rms_norm"]}) as off:
+        assert varies(off) == "rms_norm is disabled by -rms_norm: PyTorch's own operations compute it"
+        assert off.config.invariant is False
+
+    @CustomOp.register_oot
+    class Mine(SiluAndMul):
+        def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+            return self.forward_native(x)
+
+    with open_llm() as replaced:
+        assert varies(replaced) == f"replaced from {__name__}: Mine"
+        assert replaced.config.invariant is False
 
 
 def test_a_wrong_operation_would_be_seen(llm: LLM) -> None:

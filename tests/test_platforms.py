@@ -139,6 +139,21 @@ def test_threads_within_a_container(
         assert platform.num_threads() == expected
 
 
+@pytest.mark.parametrize(("quota", "during"), [("max 100000", 3), ("150000 100000", 2), ("900000 100000", 3)])
+def test_a_step_uses_no_more_threads_than_the_quota_pays_for(tmp_path: Path, quota: str, during: int) -> None:
+    platform = fake_root(tmp_path, ROOT2, {"cpu.max": quota})
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ZeroDivisionError), platform.inference_mode():
+            assert torch.get_num_threads() == during
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 3
+        assert not torch.is_inference_mode_enabled()
+    finally:
+        torch.set_num_threads(before)
+
+
 XEON = "avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16 sse"
 
 

@@ -34,7 +34,7 @@ from llm.config import (
 from llm.engine.block_manager import BlockManager
 from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
-from llm.engine.extensions import check_operations, kv_cache_specs, let_platform_update, reasons_of_update
+from llm.engine.extensions import check_operations, kv_cache_specs, let_platform_update, reasons_of_update, what_varies
 from llm.engine.kv_cache import group_layers
 from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
@@ -134,6 +134,9 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             platform.import_kernels()
         with times.phase("build model"), constructing_for(platform, compilation):
             model = _build_model(source, config.model_config.max_model_len)
+            varies = what_varies(model) if config.invariant else None
+            if varies is not None:
+                config = replace(config, invariant=False, reasons=config.reasons | {"invariant": varies})
         with times.phase("load weights"):
             if source.checkpoint is None:
                 load_dummy_weights(model, config.model_config.seed)

@@ -10,12 +10,16 @@ import pkgutil
 from collections.abc import Sequence
 from dataclasses import fields
 
+from torch import nn
+
 import llm.layers
 from llm.compilation import CompilationConfig
 from llm.config import EngineArgs
 from llm.errors import PluginError
 from llm.forward import KVCacheSpec
-from llm.layers.custom_op import check_registered, op_registry
+from llm.layers.attention import Attention
+from llm.layers.attention.backend import PagedAttention
+from llm.layers.custom_op import CustomOp, check_registered, op_registry, replaced_class, replacement_reason
 from llm.platforms.interface import Platform
 
 
@@ -26,6 +30,21 @@ def check_operations(compilation: CompilationConfig) -> None:
         for module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
             importlib.import_module(module.name)
     check_registered(compilation)
+
+
+def what_varies(model: nn.Module) -> str | None:
+    """Why answers may depend on the batch because something else computes than this package's kernels, else None.
+
+    Whether those kernels themselves are invariant is for `KernelSet.invariant` to say.
+    """
+    for module in model.modules():
+        if replaced_class(type(module)) is not None:
+            return replacement_reason(type(module))
+        if isinstance(module, CustomOp) and module.binding.is_off:
+            return f"{module.name} is {module.binding.reason}: PyTorch's own operations compute it"
+        if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
+            return f"attention is {type(module.backend).__name__}'s"
+    return None
 
 
 def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:
