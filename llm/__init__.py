@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from llm.models.registry import ModelRegistry as ModelRegistry
     from llm.models.registry import register_model as register_model
     from llm.outputs import CompletionOutput as CompletionOutput
+    from llm.outputs import LoglikelihoodOutput as LoglikelihoodOutput
     from llm.outputs import Logprob as Logprob
+    from llm.outputs import PerplexityOutput as PerplexityOutput
     from llm.outputs import RequestOutput as RequestOutput
+    from llm.outputs import StructuredOutcome as StructuredOutcome
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
     from llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -45,6 +48,9 @@ _PUBLIC = {
     "RequestOutput": "llm.outputs",
     "CompletionOutput": "llm.outputs",
     "Logprob": "llm.outputs",
+    "LoglikelihoodOutput": "llm.outputs",
+    "PerplexityOutput": "llm.outputs",
+    "StructuredOutcome": "llm.outputs",
     "PromptType": "llm.inputs",
     "TextPrompt": "llm.inputs",
     "TokensPrompt": "llm.inputs",

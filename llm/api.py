@@ -12,9 +12,7 @@ from typing import Any
 
 from llm import compilation, env
 from llm.arguments import check_arguments
-from llm.beam_search import BeamSearchOutput, BeamSearchParams
 from llm.config import EngineArgs, EngineConfig
-from llm.engine.beam_search import BeamSearches
 from llm.engine.build import build_engine
 from llm.engine.engine import Engine, EngineStats
 from llm.engine.interrupt import InterruptGuard
@@ -28,13 +26,14 @@ from llm.outputs import RequestOutput
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import load_logits_processor, qualified_name
 from llm.sampling_params import SamplingParams
+from llm.scoring import Scoring
 
 logger = logging.getLogger("llm")
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
 
 
-class LLM:
+class LLM(Scoring):
     """A language model in this process.
 
     Args:
@@ -241,41 +240,6 @@ class LLM:
             "tools": tools,
         }
         return self._preprocessor.render_chat(messages, options, chat_template_kwargs or {})
-
-    def beam_search(
-        self,
-        prompts: Any,
-        params: BeamSearchParams,
-        lora_request: None = None,
-        use_tqdm: bool | Callable[..., Any] = False,
-        concurrency_limit: int | None = None,
-        priority: None = None,
-    ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt that a beam search finds: transformers' sequences and scores.
-
-        Args:
-            prompts: as for `generate`.
-            params: width, length and how sequences are scored.
-            use_tqdm: a bar in prompts.
-            concurrency_limit: most prompts searched at a time; None: all of them.
-
-        Raises:
-            ValidationError: names every bad prompt, before any work starts.
-            GenerationInterrupted: Ctrl-C; carries the outputs of the prompts that were done.
-        """
-        _refuse_unless_none("lora_request", lora_request)
-        _refuse_unless_none("priority", priority)
-        check_use_tqdm(use_tqdm)
-        with InterruptGuard() as guard, self._exclusive():
-            engine = self._begin()
-            searches = BeamSearches(engine, self._preprocessor, prompts, params, concurrency_limit)
-            try:
-                searches.run(lambda rows: self._run(engine, rows, False, guard), use_tqdm)
-            except GenerationInterrupted:
-                raise GenerationInterrupted(searches.outputs()) from None
-        if guard.requested:
-            raise GenerationInterrupted(searches.outputs())
-        return [output for output in searches.outputs() if output is not None]
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion's text piece by piece. Leaving the loop early drops the row and frees its blocks.

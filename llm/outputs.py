@@ -117,6 +117,47 @@ class CompletionOutput:
 
 
 @dataclass
+class LoglikelihoodOutput:
+    """How likely a continuation is.
+
+    Attributes:
+        prompt_token_ids: what comes before it.
+        token_ids: the tokens that were scored.
+        logprob: the sum of theirs.
+        logprobs: of each, given all before it.
+        is_greedy: each of them was the likeliest token.
+        num_cached_tokens: leading tokens that came from the prefix cache.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprob: float
+    logprobs: list[float]
+    is_greedy: bool
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class PerplexityOutput:
+    """Perplexity of some texts; `float()` of it is that of all of them together.
+
+    Attributes:
+        perplexity: exp(-logprob / num_tokens).
+        per_text: that of each text.
+        logprob: the sum over all scored tokens.
+        num_tokens: how many were scored.
+    """
+
+    perplexity: float
+    per_text: list[float]
+    logprob: float
+    num_tokens: int
+
+    def __float__(self) -> float:
+        return self.perplexity
+
+
+@dataclass
 class RequestOutput:
     """Everything about one prompt.
 

@@ -52,6 +52,7 @@ FLOORS = {
     "llm.quantize_report": 8,
     "llm.quantize_save": 8,
     "llm.cli": 8,
+    "llm.scoring": 8,
     "llm.__main__": 8,
     "llm.v1": 8,
     "llm.assets": 8,

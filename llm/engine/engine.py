@@ -141,7 +141,9 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             cache_key=self._cache_key(prompt_id, row),
         )
-        completion = Completion(request, self.tokenizer, streaming)
+        if row.params.prompt_logprobs is not None and index == 0:
+            request.prompt_logprobs_from = row.score_from - 1
+        completion = Completion(request, self.tokenizer, streaming, row.score_from)
         self._completions[request.request_id] = completion
         self.scheduler.add(request)
         return completion

@@ -27,13 +27,14 @@ class Completion:
         pieces: text ready to be streamed, in order; only grows when `streaming`.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, streaming: bool) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, streaming: bool, score_from: int = 1) -> None:
         self.request = request
         self.pieces: list[str] = []
         self._tokenizer = tokenizer if request.params.detokenize else None
         self._streaming = streaming
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._score_from = score_from
         self._stops = request.params.stop_strings
         self._text: str | None = None  # set once known in full
         self._emitted = 0
@@ -54,14 +55,16 @@ class Completion:
         """Those of the next prompt tokens."""
         self._prompt_logprobs.extend(logprobs)
         self.request.prompt_logprobs_from += len(logprobs)
-        if len(self._prompt_logprobs) == self.request.num_prompt_tokens - 1:
+        if self.request.prompt_logprobs_from == self.request.num_prompt_tokens - 1:
             self.request.prompt_logprobs_from = self.request.num_prompt_tokens
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | FlatLogprobs | None:
-        """One entry per prompt token, None for the first; those that were not computed before an error are missing."""
+        """One entry per prompt token, None for those that are not scored, the first among them; those that were not
+        computed before an error are missing."""
         if self.request.params.prompt_logprobs is None:
             return None
-        return self._shaped([None, *(self._decode_position(item) for item in self._prompt_logprobs)])
+        scored = [self._decode_position(item) for item in self._prompt_logprobs]
+        return self._shaped([None] * self._score_from + scored)
 
     def push(self, token: int) -> None:
         """Extend the text by a token; finishes the request when a stop string is complete."""

@@ -43,7 +43,8 @@ class _Parsed(NamedTuple):
 class Row:
     """One prompt, ready to be added to the engine. `params` is a copy of the caller's, with what is in effect.
 
-    Rows with equal `sharing` share blocks even where prefix caching is off.
+    Rows with equal `sharing` share blocks even where prefix caching is off. `score_from`, at least 1, is the first
+    token of the prompt whose logprob is wanted where `prompt_logprobs` are.
     """
 
     prompt: str | None
@@ -51,6 +52,7 @@ class Row:
     params: SamplingParams
     seed: int
     sharing: str | None = None
+    score_from: int = 1
 
 
 class Preprocessor:
@@ -96,6 +98,24 @@ class Preprocessor:
                 problems[index] = error
         _raise_problems(problems, len(parsed))
         return rows
+
+    def token_ids(self, prompts: Sequence[Any], parameter: str, continuing: bool = False) -> list[list[int]]:
+        """Token ids of prompts of any kind; texts that continue others get no special tokens.
+
+        Raises:
+            ValidationError: names the first prompt that is none, as one of `parameter`.
+        """
+        parsed: list[_Parsed] = []
+        for index, prompt in enumerate(prompts):
+            try:
+                parsed.append(_parse(prompt))
+            except ValidationError as error:
+                raise ValidationError(f"{parameter} {index}: {error}", parameter=parameter, value=prompt) from error
+        if continuing and self.tokenizer is not None:
+            texts = [text or "" for text, _ in parsed]
+            encoded = self.tokenizer.encode_rendered(texts)
+            return [ids if given is None else given for ids, (_, given) in zip(encoded, parsed, strict=True)]
+        return [ids for _, ids in self._tokenize(parsed)]
 
     def render_chat(
         self, messages: Any, options: Mapping[str, Any], template_arguments: Mapping[str, Any]

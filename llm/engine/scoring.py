@@ -1,0 +1,128 @@
+"""How likely given texts are: rows that score a part of their prompt, and what their logprobs add up to.
+
+Owns the border between a prompt and its continuation, the windows of a text that is longer than the context, and the
+sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llm.checks import check_integer, refuse
+from llm.engine.preprocess import Preprocessor, Row, list_prompts
+from llm.errors import ValidationError
+from llm.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
+from llm.sampling_params import SamplingParams
+
+
+def continuation_rows(preprocessor: Preprocessor, prompts: Any, continuations: Any) -> list[Row]:
+    """One row per pair: prompt and continuation together, scored from where the continuation begins."""
+    first, second = list_prompts(prompts), list_prompts(continuations)
+    if len(first) == 1 and len(second) > 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        refuse("continuations", f"{len(second)} of them", f"as many as there are prompts ({len(first)})")
+    heads = preprocessor.token_ids(first, "prompts")
+    tails = preprocessor.token_ids(second, "continuations", continuing=True)
+    both = [index for index, pair in enumerate(zip(first, second, strict=True)) if all(map(_is_text, pair))]
+    joined = preprocessor.token_ids([_text(first[index]) + _text(second[index]) for index in both], "prompts")
+    whole = [head + tail for head, tail in zip(heads, tails, strict=True)]
+    borders = [len(head) for head in heads]
+    for index, token_ids in zip(both, joined, strict=True):
+        whole[index], borders[index] = token_ids, _common(heads[index], token_ids)
+    for index, (token_ids, border) in enumerate(zip(whole, borders, strict=True)):
+        if border == 0:
+            refuse("prompts", f"none at {index}", "at least one token long")
+        if border >= len(token_ids):
+            refuse("continuations", f"none at {index}", "at least one token long")
+    return _rows(preprocessor, whole, borders)
+
+
+def perplexity_rows(preprocessor: Preprocessor, texts: Any, stride: int | None) -> tuple[list[Row], list[int]]:
+    """(rows, the text each is a window of)."""
+    limit = preprocessor.config.max_model_len - 1  # a row generates one token, which is not looked at
+    if stride is not None:
+        check_integer("stride", stride, 1, limit - 1)
+    windows, borders, owners = [], [], []
+    for index, token_ids in enumerate(preprocessor.token_ids(list_prompts(texts), "texts")):
+        if len(token_ids) < 2:
+            refuse(
+                "texts", f"one of {len(token_ids)} at {index}", "at least two tokens long, for the first is not scored"
+            )
+        if len(token_ids) > limit and stride is None:
+            raise ValidationError(
+                f"text {index} has {len(token_ids)} tokens and a window holds {limit}; pass stride= (for example "
+                f"{limit // 2}) to read it in windows.",
+                parameter="texts",
+                value=len(token_ids),
+            )
+        scored, end = 1, min(limit, len(token_ids))
+        while scored < len(token_ids):
+            start = max(0, end - limit)
+            windows.append(token_ids[start:end])
+            borders.append(scored - start)
+            owners.append(index)
+            scored, end = end, min(end + (stride or limit), len(token_ids))
+    return _rows(preprocessor, windows, borders), owners
+
+
+def likelihood(row: Row, output: RequestOutput) -> LoglikelihoodOutput:
+    scored = _scored(row, output)
+    return LoglikelihoodOutput(
+        prompt_token_ids=row.token_ids[: row.score_from],
+        token_ids=row.token_ids[row.score_from :],
+        logprob=math.fsum(logprob for logprob, _ in scored),
+        logprobs=[logprob for logprob, _ in scored],
+        is_greedy=all(rank == 1 for _, rank in scored),
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def perplexity_of(rows: Sequence[Row], owners: Sequence[int], outputs: Sequence[RequestOutput]) -> PerplexityOutput:
+    logprobs: list[list[float]] = [[] for _ in range(max(owners, default=-1) + 1)]
+    for row, owner, output in zip(rows, owners, outputs, strict=True):
+        logprobs[owner] += [logprob for logprob, _ in _scored(row, output)]
+    count = sum(map(len, logprobs))
+    total = math.fsum(value for values in logprobs for value in values)
+    return PerplexityOutput(
+        perplexity=math.exp(-total / count) if count else math.nan,
+        per_text=[math.exp(-math.fsum(values) / len(values)) for values in logprobs],
+        logprob=total,
+        num_tokens=count,
+    )
+
+
+def _rows(preprocessor: Preprocessor, token_ids: Sequence[list[int]], borders: Sequence[int]) -> list[Row]:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in token_ids]
+    rows = preprocessor.rows(prompts, params, SamplingParams) if prompts else []
+    for row, border in zip(rows, borders, strict=True):
+        row.score_from = border
+        row.sharing = f"scoring {id(rows)}"
+    return rows
+
+
+def _scored(row: Row, output: RequestOutput) -> list[tuple[float, int | None]]:
+    """(logprob, rank) of each scored token."""
+    positions = list(output.prompt_logprobs or [])[row.score_from :]
+    tokens = row.token_ids[row.score_from :]
+    found = [position[token] for token, position in zip(tokens, positions, strict=True) if position is not None]
+    return [(item.logprob, item.rank) for item in found]
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else prompt["prompt"]
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading ids they share."""
+    length = 0
+    while length < min(len(left), len(right)) and left[length] == right[length]:
+        length += 1
+    return length
