@@ -6,9 +6,10 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llm import compilation, env
 from llm.arguments import check_arguments
@@ -27,6 +28,9 @@ from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import load_logits_processor, qualified_name
 from llm.sampling_params import SamplingParams
 from llm.scoring import Scoring
+
+if TYPE_CHECKING:
+    from llm.quantize_report import QuantizationReport
 
 logger = logging.getLogger("llm")
 
@@ -147,6 +151,7 @@ class LLM(Scoring):
             logprobs_mode=logprobs_mode,
             logits_processors=logits_processors,
         )
+        self._args = args
         built = build_engine(args)
         self._engine = built.engine
         self._default_params = built.default_params
@@ -334,6 +339,37 @@ class LLM(Scoring):
         engine = self._open_engine()
         engine.runner.set_logits_processors(classes)
         self._preprocessor.logits_processors = classes
+
+    def quantization_report(
+        self,
+        texts: Sequence[str] = (),
+        *,
+        prompts: Sequence[Any] | None = None,
+        against: str | Path | None = None,
+        speed: bool = True,
+    ) -> QuantizationReport:
+        """What quantization changed: per layer, and for the model as a whole against the unquantized one.
+
+        The unquantized model is opened beside this one while it is measured. Speed is of this machine, now.
+
+        Args:
+            texts: for perplexity, agreement, and the noise of each layer's outputs.
+            prompts: for greedy agreement over 64 tokens; None: 64 pieces of the texts.
+            against: folder of the unquantized model; needed when the checkpoint was quantized already.
+            speed: measure tokens per second with and without.
+        """
+        from llm.quantize_report import make_report
+
+        engine = self._open_engine()
+        plain = replace(self._args, quantization=None, calibration=None)
+        if against is not None:
+            plain = replace(plain, model=against)
+        has_plain = against is not None or not engine.runner.model.origin.is_quantized
+        return make_report(self, engine, (lambda: LLM._of(plain)) if has_plain else None, texts, prompts, speed)
+
+    @classmethod
+    def _of(cls, args: EngineArgs) -> LLM:
+        return cls(**{item.name: getattr(args, item.name) for item in fields(args)})
 
     def save_quantized(self, path: str | Path, format: str = "compressed-tensors") -> Path:
         """Write the quantized model as a new folder that vLLM, transformers (with compressed-tensors) and we load.

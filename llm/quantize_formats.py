@@ -47,7 +47,7 @@ class StoredLayer:
 
 def stored_layers(model: Any) -> list[StoredLayer]:
     """The modules of the checkpoint that `model` was loaded from, with what they hold now, in their order."""
-    if not hasattr(model, "origin"):
+    if not model.origin.targets:
         raise LLMError("the model has random weights (load_format='dummy'); there is no checkpoint to save it as.")
     modules = dict(model.named_modules())
     transposed = tuple(getattr(model, "transposed_weights", ()))

@@ -6,6 +6,7 @@ Owns the arithmetic of quantizing, weights and static activations; nothing here 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ import torch
 _CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 # A weight is quantized this many elements at a time: temporary memory stays small, and in the cache.
 _CHUNK_ELEMENTS = 1 << 18
+# Of the mean diagonal of a second moment, added to it: GPTQ's own choice.
+_DAMPING = 0.01
 
 
 @dataclass
@@ -58,13 +61,23 @@ class Quantized:
 
 
 def quantize_weight(
-    weight: torch.Tensor, bits: int, group_size: int, *, search: bool, importance: torch.Tensor | None = None
+    weight: torch.Tensor,
+    bits: int,
+    group_size: int,
+    *,
+    search: bool,
+    moments: Sequence[torch.Tensor] | None = None,
 ) -> Quantized:
     """Symmetric integers of a weight, one scale per row and group of `group_size` along K.
 
     Rounding to nearest with scale = max|w| / (2**(bits - 1) - 1). With `search` every group tries several smaller
-    scales, refits each by least squares to the integers it gave, and keeps the one of least squared error; the error of
-    a column counts `importance` [K] times (the mean square of its activations).
+    scales, refits each by least squares to the integers it gave, and keeps the one of least squared error. With
+    `moments` of the layer's inputs the error of a column counts as much as its activations are large, and each
+    column's rounding error is taken up by the columns after it (GPTQ, arXiv:2210.17323, with fixed groups).
+
+    Args:
+        weight: float [N, K].
+        moments: mean of x x^T over runs of columns, float32 [B, B] each, together K columns.
 
     Raises:
         ValueError: a weight is not finite.
@@ -72,17 +85,50 @@ def quantize_weight(
     rows, columns = weight.shape
     q = torch.empty(rows, columns, dtype=torch.int8)
     scale = torch.empty(rows, columns // group_size)
-    weights = None if importance is None else importance.float().view(1, -1, group_size)
+    importance = None
+    if moments is not None:
+        importance = torch.cat([moment.diagonal() for moment in moments]).view(1, -1, group_size)
+    feedback = [] if moments is None else [(_feedback(moment), len(moment)) for moment in moments]
     step = max(1, _CHUNK_ELEMENTS // columns)
     signal = noise = 0.0
     for start in range(0, rows, step):
         part = weight[start : start + step].float().contiguous().view(-1, columns // group_size, group_size)
-        part_q, part_scale = _quantize_groups(part, bits, _CLIP_SHARES if search else (1.0,), weights)
+        part_q, part_scale = _quantize_groups(part, bits, _CLIP_SHARES if search else (1.0,), importance)
+        if feedback:
+            spread = part_scale[..., None].expand_as(part).flatten(1)
+            part_q = _round_with_feedback(part.flatten(1), spread, bits, feedback).view_as(part)
         q[start : start + step] = part_q.view(-1, columns)
         scale[start : start + step] = part_scale
         signal += float(part.square().sum())
         noise += float(torch.addcmul(part, part_q.float(), part_scale[..., None], value=-1).square_().sum())
     return Quantized(q, scale, signal, noise)
+
+
+def _feedback(moment: torch.Tensor) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse of a damped second moment, float32 [B, B]."""
+    damped = moment.double()
+    mean = damped.diagonal().mean()
+    damped.diagonal().add_(_DAMPING * mean if mean > 0 else 1.0)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def _round_with_feedback(
+    x: torch.Tensor, scale: torch.Tensor, bits: int, feedback: Sequence[tuple[torch.Tensor, int]]
+) -> torch.Tensor:
+    """Round column by column, moving each error onto the columns after it in its run; x, scale float32 [R, K]."""
+    high = 2 ** (bits - 1) - 1
+    q = torch.empty(x.shape, dtype=torch.int8)
+    start = 0
+    for factor, width in feedback:
+        run, steps = x[:, start : start + width].clone(), scale[:, start : start + width]
+        for column in range(width):
+            rounded = torch.round(run[:, column] / steps[:, column]).clamp_(-high - 1, high)
+            q[:, start + column] = rounded.to(torch.int8)
+            error = (run[:, column] - rounded * steps[:, column]) / factor[column, column]
+            run[:, column + 1 :].addr_(error, factor[column, column + 1 :], alpha=-1)
+        start += width
+    return q
 
 
 def _quantize_groups(

@@ -49,6 +49,7 @@ FLOORS = {
     "llm.api": 8,
     "llm.bench": 8,
     "llm.quantize_formats": 8,
+    "llm.quantize_measure": 8,
     "llm.quantize_report": 8,
     "llm.quantize_save": 8,
     "llm.cli": 8,

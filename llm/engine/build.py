@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -83,11 +83,20 @@ class BuiltEngine:
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint a model was loaded from: its folder, config.json, and where each tensor went."""
+    """The checkpoint a model was loaded from.
+
+    Attributes:
+        hf_config: config.json.
+        weight_dtype: of the unquantized model's weights.
+        is_quantized: the checkpoint itself is.
+        targets: where each tensor went; none for random weights.
+    """
 
     folder: Path
     hf_config: Mapping[str, Any]
-    targets: Mapping[str, Target]
+    weight_dtype: torch.dtype
+    is_quantized: bool
+    targets: Mapping[str, Target] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,6 +174,7 @@ def _build_model(source: _Source, max_model_len: int) -> Any:
         quant_config.packed_modules_mapping = getattr(source.model_class, "packed_modules_mapping", {})
         quant_config.apply_mapper(lambda name: rename(name, back))
     model = source.model_class(source.model, BuildOptions(max_model_len, source.weight_dtype, quant_config))
+    model.origin = Origin(source.folder, source.reader.raw, source.weight_dtype, source.quantization.found)
     if quant_config is not None:
         quant_config.check_used()
         quant_config.prepare_model(model)
@@ -176,7 +186,7 @@ def _load_weights(model: Any, source: _Source, checkpoint: Checkpoint, show_prog
     ignores = (lambda name: False) if quant_config is None else quant_config.ignores
     targets = load_weights(model, checkpoint, show_progress=show_progress, ignores=ignores)
     # Saving a quantized model needs to know under which names its weights came.
-    model.origin = Origin(source.folder, source.reader.raw, targets)
+    model.origin = replace(model.origin, targets=targets)
 
 
 def _make_runner(

@@ -15,24 +15,32 @@ from llm.engine.preprocess import Preprocessor
 from llm.quantization.storage.on_load import ActivationStatistics
 from llm.sampling_params import SamplingParams
 
+# Channels whose correlations are kept: a matrix of all of them would outgrow the model.
+_RUN = 512
+
 
 class _Observer:
     """Sums over everything one layer is given."""
 
     def __init__(self, columns: int) -> None:
-        self._squares = torch.zeros(columns, dtype=torch.float64)
+        self._moments = [
+            torch.zeros(width, width, dtype=torch.float64)
+            for width in (min(_RUN, columns - start) for start in range(0, columns, _RUN))
+        ]
         self._rows = 0
         self._low = self._high = 0.0
 
     def __call__(self, module: Any, inputs: tuple[Any, ...]) -> None:
         x = inputs[0].reshape(-1, inputs[0].shape[-1])
-        self._squares += x.double().square().sum(dim=0)
+        for run, moment in zip(x.double().split(_RUN, dim=1), self._moments, strict=True):
+            moment.addmm_(run.t(), run)
         self._rows += x.shape[0]
         self._low = min(self._low, float(x.min()))
         self._high = max(self._high, float(x.max()))
 
     def statistics(self) -> ActivationStatistics:
-        return ActivationStatistics(self._low, self._high, (self._squares / max(1, self._rows)).float())
+        moments = [(moment / max(1, self._rows)).float() for moment in self._moments]
+        return ActivationStatistics(self._low, self._high, moments)
 
 
 def observe(engine: Any, texts: Sequence[str]) -> dict[str, ActivationStatistics]:

@@ -32,12 +32,14 @@ class Resolved:
         name: what `llm.config` shows.
         reason: why.
         on_load: float weights are quantized while they are read.
+        found: the checkpoint says itself that it is quantized.
     """
 
     config: QuantizationConfig | None
     name: str | None
     reason: str
     on_load: bool = False
+    found: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, Any]) 
         )
     config = get_quantization_config(found.name).from_config(found.description)
     config.maybe_update_config(str(folder), hf_config)
-    return Resolved(config, found.name, found.source)
+    return Resolved(config, found.name, found.source, found=True)
 
 
 def _check_known(asked: Any, user: Any) -> None:

@@ -23,12 +23,12 @@ class ActivationStatistics:
 
     Attributes:
         low, high: the smallest and the largest value.
-        mean_square: float32 [K], of each input channel.
+        moments: mean of x x^T over runs of at most 512 input channels, float32 [B, B] each.
     """
 
     low: float
     high: float
-    mean_square: torch.Tensor
+    moments: list[torch.Tensor]
 
 
 class QuantizeOnLoad(WeightStorage):
@@ -37,7 +37,7 @@ class QuantizeOnLoad(WeightStorage):
     Args:
         bits: 8 (rounding to nearest) or 4 (with a search for the best clipping).
         group_size: columns that share a scale; must divide K.
-        statistics: of the layer's inputs; they weigh the errors of the search.
+        statistics: of the layer's inputs; they weigh the errors of 4-bit weights.
         static_input: fix the activations' scale and offset from `statistics`.
 
     Attributes:
@@ -85,9 +85,9 @@ class QuantizeOnLoad(WeightStorage):
         if self._q is None:
             self._q = torch.empty(sum(self._sizes), self._columns, dtype=torch.int8)
             self._scale = torch.empty(sum(self._sizes), self._columns // self.group_size)
-        importance = self.statistics.mean_square if self.statistics else None
+        moments = self.statistics.moments if self.statistics and self.search else None
         part = slice(start, start + rows)
-        result = quantize_weight(loaded, self.bits, self.group_size, search=self.search, importance=importance)
+        result = quantize_weight(loaded, self.bits, self.group_size, search=self.search, moments=moments)
         self._q[part], self._scale[part] = result.q, result.scale
         self._signal += result.signal
         self._noise += result.noise
