@@ -66,8 +66,14 @@ def stored_layers(model: Any) -> list[StoredLayer]:
             found[module_name] = _stored_layer(module_name, module, target.shard_id, has_bias)
         layer = found[module_name]
         if parameter in dict(module.named_parameters(recurse=False)) and not (layer.is_quantized and last != "bias"):
-            layer.floats[last] = rows_of(module, getattr(module, parameter).data, target.shard_id)
+            layer.floats[last] = rows_of(module, _float_parameter(module, parameter), target.shard_id)
     return list(found.values())
+
+
+def _float_parameter(module: Any, name: str) -> torch.Tensor:
+    """A parameter as the checkpoint had it: a kernel may keep the weight in an order of its own."""
+    packed = getattr(module, "packed_weight", None)
+    return packed.unpack() if name == "weight" and packed is not None else getattr(module, name).data
 
 
 def _stored_layer(name: str, module: Any, shard_id: Any, has_bias: bool) -> StoredLayer:

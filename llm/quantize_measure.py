@@ -140,7 +140,8 @@ def layer_reports(model: Any, output_snr: dict[str, float]) -> list[LayerReport]
         if method is None or getattr(module, "quant_kind", "") not in ("linear", "embedding"):
             continue
         after = stored_bytes(module)
-        before = _float_bytes(module, model, after)
+        packed = module.packed_weight if method.scheme else None
+        before = packed.n * packed.k * model.origin.weight_dtype.itemsize if packed is not None else after
         snr = getattr(getattr(method, "storage", None), "signal_to_noise", None)
         reports.append(LayerReport(name, method.scheme, before, after, snr, output_snr.get(name)))
     return reports
@@ -150,11 +151,6 @@ def stored_bytes(module: Any) -> int:
     """What the layer's weight takes in memory, its bias aside."""
     tensors = [*module.buffers(recurse=False), *module.parameters(recurse=False)]
     return sum(tensor.nbytes for tensor in tensors if tensor is not getattr(module, "bias", None))
-
-
-def _float_bytes(module: Any, model: Any, after: int) -> int:
-    packed = getattr(module, "packed_weight", None)
-    return after if packed is None else packed.n * packed.k * model.origin.weight_dtype.itemsize
 
 
 def output_noise(plain: Any, quantized: Any, texts: Sequence[str]) -> dict[str, float]:
