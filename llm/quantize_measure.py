@@ -140,7 +140,7 @@ def layer_reports(model: Any, output_snr: dict[str, float]) -> list[LayerReport]
         if method is None or getattr(module, "quant_kind", "") not in ("linear", "embedding"):
             continue
         after = stored_bytes(module)
-        packed = module.packed_weight if method.scheme else None
+        packed = getattr(module, "packed_weight", None) if method.scheme else None
         before = packed.n * packed.k * model.origin.weight_dtype.itemsize if packed is not None else after
         snr = getattr(getattr(method, "storage", None), "signal_to_noise", None)
         reports.append(LayerReport(name, method.scheme, before, after, snr, output_snr.get(name)))
