@@ -95,7 +95,7 @@ class Replaceable(nn.Module):
         def decorate(op_cls: T) -> T:
             _check_class(op_cls, cls)
             if _is_taken(op_registry, name, op_cls):
-                raise _duplicate(name, op_registry[name])
+                raise _duplicate(name, op_registry[name], "op_registry")
             op_cls.name = name  # type: ignore[attr-defined]
             op_registry[name] = op_cls
             return op_cls
@@ -120,7 +120,7 @@ class Replaceable(nn.Module):
             _check_class(op_cls, Replaceable)
             target = _target(op_cls, cls, name)
             if _is_taken(op_registry_oot, target.__name__, op_cls):
-                raise _duplicate(target.__name__, op_registry_oot[target.__name__])
+                raise _duplicate(target.__name__, op_registry_oot[target.__name__], "op_registry_oot")
             op_registry_oot[target.__name__] = op_cls
             return op_cls
 
@@ -360,9 +360,9 @@ def _is_taken(registry: dict[str, type[Replaceable]], name: str, op_cls: type) -
     return not (is_rerun and other.__qualname__ == op_cls.__qualname__)
 
 
-def _duplicate(name: str, other: type) -> ValidationError:
+def _duplicate(name: str, other: type, registry: str) -> ValidationError:
     return ValidationError(
-        f"{name!r} is already registered: {other.__module__}.{other.__name__}; choose another name or remove that.",
+        f"{name!r} is already registered: {other.__module__}.{other.__name__}; {registry}.pop({name!r}) removes it.",
         parameter="name",
         value=name,
     )

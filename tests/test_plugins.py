@@ -257,7 +257,8 @@ def run(**kwargs):
         params = SamplingParams(temperature=0, max_tokens=12)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         runner = llm._engine.runner
-        more = {"steps": runner.steps, "placed": runner.placed, "config": repr(llm.config)}
+        int8 = [name for name, param in runner.model.named_parameters() if param.dtype.itemsize == 1]
+        more = {"int8": len(int8), "steps": runner.steps, "placed": runner.placed, "config": repr(llm.config)}
         parts = [dataclasses.asdict(part) for part in llm.explain().parts]
         return {"tokens": [output.outputs[0].token_ids for output in outputs], "parts": parts, **more}
 result = {
@@ -349,7 +350,10 @@ def test_a_model_of_a_plugin(acme: dict[str, Any]) -> None:
 def test_a_quantization_method_of_a_plugin(acme: dict[str, Any], ours: list[list[int]]) -> None:
     methods = found(acme["int8"], "quant method")
     assert methods["QKVParallelLinear"][:2] == ("AcmeInt8Linear", "ACME_INT8")
+    assert (acme["plain"]["int8"], acme["int8"]["int8"]) == (0, 16)  # four linear layers in each of four blocks
     assert all(len(row) == 12 for row in acme["int8"]["tokens"])
+    # Rounding to 8 bits moves few logits past each other: most first tokens stay.
+    assert sum(row[0] == plain[0] for row, plain in zip(acme["int8"]["tokens"], ours, strict=True)) >= 2
     assert "quantization='w8a8' is not computed on acme; known: acme_int8" in acme["refused"]
 
 
