@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from llm.kernels.select import KernelSet, kernels_for
@@ -31,6 +32,12 @@ class KernelOp(CustomOp):
         self.kernels = platform_kernels()
         if self.kernel_name:
             self.kernel = self.kernels.op(self.kernel_name)
+
+    def _bind(self) -> None:
+        super()._bind()
+        if self.binding.method == "forward_cpu" and self.kernels.library is not None:
+            reason = f"{self.binding.reason} {self.kernels.library.target}"
+            self.binding = replace(self.binding, reason=reason)
 
     def declines(self, method: str) -> str | None:
         if method == "forward_cpu" and self.kernels.library is None:

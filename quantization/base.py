@@ -26,8 +26,10 @@ class QuantizeMethodBase(ABC):
         scheme: the arithmetic, e.g. "W8A8_DYNAMIC"; "" for unquantized.
         source: who asked for it, e.g. "quant_model_description.json".
         reason: why this layer got it, in a few words.
+        invariant: whether the bits that a token gets depend on that token alone; see `EngineConfig.invariant`.
     """
 
+    invariant: bool = False
     scheme: str = ""
     source: str = ""
     reason: str = ""

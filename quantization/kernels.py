@@ -15,3 +15,9 @@ def quantized_op(name: str) -> Callable[..., Any]:
     if name in OPERATIONS:
         return kernels_for(construction().platform).op(name)
     return getattr(quantized, name)
+
+
+def has_kernel(name: str) -> bool:
+    """Whether `quantized_op(name)` is a compiled kernel, whose bits do not depend on the batch."""
+    kernels = kernels_for(construction().platform)
+    return kernels.library is not None and name in OPERATIONS and OPERATIONS[name][1] is not None

@@ -19,7 +19,7 @@ class UnquantizedLinearMethod(LinearMethodBase):
 
     def __init__(self) -> None:
         kernels = kernels_for(construction().platform)
-        self._has_kernel = kernels.library is not None
+        self._has_kernel = self.invariant = kernels.library is not None
         self._pack = kernels.op("pack_float")
         self._linear = kernels.op("linear_float")
         self._embedding = kernels.op("embedding_float")

@@ -7,7 +7,7 @@ from functools import lru_cache
 import pytest
 
 from llm.kernels.cpu import build
-from llm.kernels.cpu.library import choose_target, load_library
+from llm.kernels.cpu.library import choose_target, load_library, requested_isa
 from llm.kernels.select import KernelSet
 
 
@@ -17,6 +17,11 @@ def has_compiler() -> bool:
     except build.BuildError:
         return False
     return True
+
+
+def has_kernels() -> bool:
+    """Whether an LLM made here computes with compiled kernels."""
+    return has_compiler() and requested_isa() != "none"
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")

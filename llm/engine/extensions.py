@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 from torch import nn
 
@@ -44,6 +45,11 @@ def what_varies(model: nn.Module) -> str | None:
             return f"{module.name} is {module.binding.reason}: PyTorch's own operations compute it"
         if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
             return f"attention is {type(module.backend).__name__}'s"
+        if isinstance(module, CustomOp) and module.binding.method == "forward_native":
+            return f"{module.name} has no kernel ({module.binding.reason}): PyTorch's own operations compute it"
+        method: Any = getattr(module, "quant_method", None)
+        if method is not None and not method.invariant:
+            return f"{method.scheme or type(method).__name__} has no invariant kernel"
     return None
 
 

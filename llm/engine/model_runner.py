@@ -19,11 +19,12 @@ from llm.engine.batch import InputBatch, StepInput
 from llm.engine.kv_cache import allocate_kv_caches, group_layers
 from llm.engine.scheduler import SchedulerOutput
 from llm.forward import ForwardBatch, KVCacheSpec
+from llm.kernels.select import kernels_for
 from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.logprobs import TokenLogprobs, as_logprobs, gather_logprobs
+from llm.sampling.logprobs import TokenLogprobs, gather_logprobs
 from llm.sampling.sampler import Sampler, SamplerOutput
 
 # Logits are computed for so many bytes of rows at a time.
@@ -74,7 +75,7 @@ class ModelRunner:
             config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
         )
         self.processors = LogitsProcessors(config, torch.device(config.device), logits_processors)
-        self.sampler = Sampler(config.model_config.logprobs_mode)
+        self.sampler = Sampler(config.model_config.logprobs_mode, kernels_for(platform).op("log_softmax"))
         self._rows_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * config.model_config.vocab_size))
 
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
@@ -182,7 +183,7 @@ class ModelRunner:
         found: list[TokenLogprobs] = []
         for start in range(0, len(rows), size):
             logits = self.model.compute_logits(hidden[start : start + size])
-            values = as_logprobs(logits, self.sampler.logprobs_mode)
+            values = self.sampler.as_logprobs(logits)
             chosen = torch.from_numpy(tokens[start : start + size]).to(values.device)
             found += gather_logprobs(values, chosen, counts[start : start + size], {})
         ends = np.cumsum([count for _, _, count in step.prompt_rows]).tolist()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from llm.kernels.reference.vocabulary import log_softmax
 
 # Logprobs are gathered for so many of a row's tokens at a time, to rank them.
 _RANKED_AT_ONCE = 16
@@ -26,9 +28,14 @@ class TokenLogprobs:
     ranks: list[int]
 
 
-def as_logprobs(logits: torch.Tensor, mode: str) -> torch.Tensor:
-    """Float32 [n, vocab]: what `mode` reports of these logits, log-softmax or themselves; always a new tensor."""
-    return logits.float().log_softmax(dim=-1) if mode.endswith("logprobs") else logits.float().clone()
+def as_logprobs(
+    logits: torch.Tensor, mode: str, log_softmax: Callable[[torch.Tensor], torch.Tensor] = log_softmax
+) -> torch.Tensor:
+    """Float32 [n, vocab]: what `mode` reports of these logits, log-softmax or themselves; always a new tensor.
+
+    `log_softmax`: the platform's.
+    """
+    return log_softmax(logits) if mode.endswith("logprobs") else logits.to(torch.float32, copy=True)
 
 
 def gather_logprobs(

@@ -22,12 +22,15 @@ or one NaN) ends with an error, and so does one whose own processor raised.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from llm.errors import SamplingError
+from llm.kernels.reference.vocabulary import log_softmax
 from llm.sampling.draw import argmax_rows, draw_rows
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, as_logprobs, gather_logprobs
@@ -86,10 +89,14 @@ class SamplerOutput:
 class Sampler:
     """Args:
     logprobs_mode: raw or processed x logprobs or logits, see `llm.sampling.logprobs.MODES`.
+    log_softmax: the platform's.
     """
 
-    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+    def __init__(
+        self, logprobs_mode: str = "raw_logprobs", log_softmax: Callable[[torch.Tensor], torch.Tensor] = log_softmax
+    ) -> None:
         self.logprobs_mode = logprobs_mode
+        self.as_logprobs = partial(as_logprobs, mode=logprobs_mode, log_softmax=log_softmax)
 
     def __call__(
         self,
@@ -110,7 +117,7 @@ class Sampler:
             processors: None when all of them are idle.
             batch_size: rows in the batch, for the processors.
         """
-        step = _Step(self.logprobs_mode, params, rows, outputs, processors, batch_size)
+        step = _Step(self.logprobs_mode, self.as_logprobs, params, rows, outputs, processors, batch_size)
         return step.run(logits.float())
 
 
@@ -123,6 +130,7 @@ class _Step:
     """
 
     mode: str
+    as_logprobs: Callable[[torch.Tensor], torch.Tensor]
     params: SamplingRows
     rows: np.ndarray
     outputs: np.ndarray
@@ -162,7 +170,7 @@ class _Step:
             kept = _index(ids, logits)
             masked = torch.full_like(logits[index : index + 1], -math.inf)
             masked[0, kept] = logits[index, kept]
-            self.reported.append((random[index : index + 1], as_logprobs(masked, self.mode)))
+            self.reported.append((random[index : index + 1], self.as_logprobs(masked)))
 
     def _warm(self, logits: torch.Tensor, random: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
         """Steps 9 and 10: (logits of the lines of `random` that have a token left, those lines)."""
@@ -197,7 +205,7 @@ class _Step:
 
     def _report(self, lines: np.ndarray, logits: torch.Tensor) -> None:
         if len(lines):
-            self.reported.append((lines, as_logprobs(_lines(logits, lines), self.mode)))
+            self.reported.append((lines, self.as_logprobs(_lines(logits, lines))))
 
     def _gather(self, tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
         ids_of = self.params.logprob_token_ids
