@@ -18,6 +18,8 @@ import torch
 _BLOCK = 512
 # top_k up to here is cut by torch.topk; beyond, the row is sorted.
 _TOPK_LIMIT = 1024
+# Bins of the histogram that top_p is cut by, per unit of a logit.
+_BINS = 64.0
 # A sum of a row's float32 weights is right to far better than this.
 _SUM_SLACK = 1e-4
 
@@ -98,32 +100,55 @@ def _draw_few(
 def _draw_some(
     logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray, keep: list[int]
 ) -> Drawn:
-    """Rows whose candidates must be put in order, row by row.
-
-    With top_p alone few tokens need sorting: all those lighter than (1 - top_p) / vocab of the row's mass weigh less
-    than 1 - top_p together, so none of them is among the fewest that weigh top_p.
-    """
-    vocab = logits.shape[1]
+    """Rows that are cut at a place which must be searched for, row by row; the draw is in order of id."""
     weights, sums = _weights(logits)
     total = np.cumsum(sums.cpu().numpy().astype(np.float64), axis=1)[:, -1]
     tokens = np.empty(len(logits), dtype=np.int64)
     kept = {}
     for line in range(len(logits)):
-        row, mass = weights[line].cpu().numpy(), float(total[line])
-        count = int(top_k[line]) if 0 < top_k[line] < vocab else vocab
-        lightest = 0.0 if count < vocab else (1.0 - float(top_p[line])) * (1.0 - _SUM_SLACK) * mass / vocab
-        candidates = np.flatnonzero(row >= lightest if lightest > 0.0 else row > 0.0)
-        order = np.argsort(-logits[line].cpu().numpy()[candidates], kind="stable")[:count]
-        ids = candidates[order]
-        own = row[ids].astype(np.float64)
-        cumulative = np.cumsum(own)
-        limit = top_p[line] * (mass if count == vocab else cumulative[-1])
-        size = max(1, int((cumulative - own < limit).sum()))
-        picked = int(np.searchsorted(cumulative[:size], uniform[line] * cumulative[size - 1], side="right"))
-        tokens[line] = ids[min(picked, size - 1)]
+        values, own = logits[line].cpu().numpy(), weights[line].cpu().numpy()
+        if 0 < top_k[line] < len(own):
+            ids = _largest(values, own, int(top_k[line]), float(top_p[line]))
+        else:
+            ids = _nucleus(values, own, float(top_p[line]), float(total[line]))
+        cumulative = np.cumsum(own[ids], dtype=np.float64)
+        picked = int(np.searchsorted(cumulative, uniform[line] * cumulative[-1], side="right"))
+        tokens[line] = ids[min(picked, len(ids) - 1)]
         if line in keep:
-            kept[line] = ids[:size]
+            kept[line] = ids
     return tokens, kept
+
+
+def _largest(values: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """Ids of the `top_k` likeliest, cut to top_p of their mass: values and weights [vocab] -> increasing ids."""
+    candidates = np.flatnonzero(weights > 0.0)
+    ids = candidates[np.argsort(-values[candidates], kind="stable")[:top_k]]
+    own = weights[ids].astype(np.float64)
+    cumulative = np.cumsum(own)
+    return np.sort(ids[: max(1, int((cumulative - own < top_p * cumulative[-1]).sum()))])
+
+
+def _nucleus(values: np.ndarray, weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:
+    """Ids of the fewest tokens that weigh top_p of `mass`: values and weights [vocab] -> increasing ids.
+
+    Few tokens are looked at: all those lighter than (1 - top_p) / vocab of the mass weigh less than 1 - top_p together,
+    so none of them is needed. Of the rest only those around the cut are put in order: a histogram says where it is.
+    """
+    lightest = (1.0 - top_p) * (1.0 - _SUM_SLACK) * mass / len(weights)
+    candidates = np.flatnonzero(weights >= lightest if lightest > 0.0 else weights > 0.0)
+    own = weights[candidates].astype(np.float64)
+    values = values[candidates]
+    bins = ((values.max() - values) * _BINS).astype(np.int64)
+    by_bin = np.bincount(bins, weights=own)
+    before = np.cumsum(by_bin) - by_bin
+    cut = int(np.flatnonzero((before < top_p * mass) & (by_bin > 0))[-1])
+    around = np.flatnonzero(bins == cut)
+    around = around[np.argsort(-values[around], kind="stable")]
+    cumulative = before[cut] + np.cumsum(own[around])
+    inside = around[cumulative - own[around] < top_p * mass]
+    kept = bins < cut
+    kept[inside if len(inside) else around[:1]] = True
+    return candidates[kept]
 
 
 def _draw_any(

@@ -150,9 +150,12 @@ class MinPLogitsProcessor(SparseLogitsProcessor[float]):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self.changed:
             self._rows = torch.tensor(list(self.rows), device=self.device)
-            self._log_min_p = torch.tensor(list(self.rows.values()), device=self.device).log().unsqueeze(1)
+            self._log_min_p = torch.tensor(list(self.rows.values()), device=self.device).log()
             self.changed = False
+        if len(self.rows) == len(logits):
+            bound = logits.amax(dim=-1)
+            bound[self._rows] += self._log_min_p
+            return logits.masked_fill_(logits < bound.unsqueeze(1), -math.inf)
         own = logits.index_select(0, self._rows)
-        own.masked_fill_(own < own.amax(dim=-1, keepdim=True) + self._log_min_p, -math.inf)
-        logits.index_copy_(0, self._rows, own)
-        return logits
+        bound = own.amax(dim=-1) + self._log_min_p
+        return logits.index_copy_(0, self._rows, own.masked_fill_(own < bound.unsqueeze(1), -math.inf))
