@@ -7,6 +7,7 @@ runs, by a clock.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import sys
@@ -86,6 +87,7 @@ def add_command(commands: Any) -> None:
     command.add_argument("--threads", metavar="N", type=int, help="threads to compute with (default: PyTorch's choice)")
     command.add_argument("--against", metavar="ENGINE", help="transformers: alternate with transformers.generate")
     command.add_argument("--profile", action="store_true", help="one more run of each workload: time per operation")
+    command.add_argument("--sampler", action="store_true", help="measure the sampler alone, on random logits")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     command.add_argument("--dtype", metavar="TYPE", help="as in LLM(dtype=...)")
     command.add_argument("--quantization", metavar="NAME", help="as in LLM(quantization=...)")
@@ -134,8 +136,29 @@ def time_imports() -> dict[str, float]:
     return seconds
 
 
+def _bench_sampler(args: argparse.Namespace, options: BenchOptions) -> int:
+    """The sampler needs no model: whatever says something of one is refused."""
+    others = dataclasses.replace(options, reps=BenchOptions.reps, threads=None)
+    if others != BenchOptions():
+        name = next(item.name for item in dataclasses.fields(others) if getattr(others, item.name) != item.default)
+        raise _invalid("sampler", True, f"alone, with --reps, --threads and --json: {name} says something of a model")
+    import torch
+
+    from llm.bench.sampler import as_line, as_object, run_sampler_bench
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if args.json:
+        print(json.dumps(as_object(run_sampler_bench(options.reps)), indent=2))
+    else:
+        run_sampler_bench(options.reps, report=lambda figure: print(as_line(figure), flush=True))
+    return 0
+
+
 def _bench(args: argparse.Namespace) -> int:
     options = read_options(args)
+    if args.sampler:
+        return _bench_sampler(args, options)
     imports = time_imports()
     from llm.bench.report import as_object
     from llm.bench.session import Progress, run_session
