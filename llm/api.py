@@ -249,12 +249,16 @@ class LLM(Scoring):
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion's text piece by piece. Leaving the loop early drops the row and frees its blocks.
 
-        Other calls work while the stream is suspended. Raises as `generate`; `n` must be 1.
+        Other calls work while the stream is suspended. Raises as `generate`, and whatever ended the row with an error
+        of its own; `n` must be 1.
         """
         for state in self.stream_state(prompt, sampling_params):
             pieces = state.completions[0].pieces
             while pieces:
                 yield pieces.pop(0)
+            error = state.completions[0].request.error
+            if error is not None:
+                raise error
 
     def stream_state(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[PromptState]:
         """As `stream`, but yields the request's state whenever there is new text, and once when it has ended."""

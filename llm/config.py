@@ -100,9 +100,22 @@ class ModelConfig:
     revision: str | None = None
     logprobs_mode: str = "raw_logprobs"
 
+    # What logits processors written for vLLM ask of it.
+    trust_remote_code = False
+    tokenizer_mode = "auto"
+    tokenizer_revision = None
+
     def get_vocab_size(self) -> int:
-        """`vocab_size`, as code written for vLLM asks for it."""
         return self.vocab_size
+
+    @property
+    def hf_config(self) -> Any:
+        """transformers' object of the model's config.json as it stands there; imports transformers."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(
+            self.model, revision=self.revision, local_files_only=True, trust_remote_code=False
+        )
 
 
 @dataclass(frozen=True)
@@ -139,6 +152,10 @@ class EngineConfig:
     invariant: bool
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     reasons: dict[str, str] = field(default_factory=dict)
+
+    # What logits processors written for vLLM ask of it: whether there is any of these.
+    speculative_config = None
+    reasoning_config = None
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]

@@ -145,7 +145,8 @@ class SamplingParams:
         skip_reading_prefix_cache: compute the whole prompt; None: only where prompt_logprobs need it.
         repetition_detection: end a request that repeats itself.
         logits_processors: callables (output ids, logits [vocab]) or (prompt ids, output ids, logits) -> logits, or
-            Hugging Face's `LogitsProcessor`s, for this request, applied after all others and before the penalties.
+            Hugging Face's `LogitsProcessor`s, for this request, applied after all others and before the penalties;
+            the `n` completions share them.
         truncate_prompt_tokens: keep so many of the prompt's last tokens; -1: as many as leave room for max_tokens.
 
     Raises:

@@ -97,7 +97,9 @@ class Watcher(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         assert vllm_config.scheduler_config.max_num_seqs == SIZES["max_num_seqs"]
-        assert vllm_config.model_config.get_vocab_size() == vllm_config.model_config.vocab_size
+        model = vllm_config.model_config
+        assert model.get_vocab_size() == model.vocab_size == model.hf_config.vocab_size
+        assert (vllm_config.speculative_config, vllm_config.reasoning_config) == (None, None)
         self.replay = Replay()
 
     def is_argmax_invariant(self) -> bool:
@@ -303,6 +305,14 @@ def test_an_error_of_a_requests_processor_ends_that_request_alone(
     assert all(outputs[index].outputs[0].error is None for index in others)
     assert "1 completions ended with finish_reason='error'; the first with KeyError" in caplog.text
     assert pickle.loads(pickle.dumps(outputs))[row].outputs[0].finish_reason == "error"
+
+
+def test_a_stream_raises_what_ended_it(llm: LLM) -> None:
+    pieces = []
+    with pytest.raises(KeyError, match="my table"):
+        for piece in llm.stream(PROMPTS[3], SamplingParams(logits_processors=[fails_at_three], temperature=0)):
+            pieces.append(piece)
+    assert "".join(pieces) == run(llm, PROMPTS[3], SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].text
 
 
 def test_an_error_keeps_no_tensor_alive(llm: LLM) -> None:

@@ -187,3 +187,35 @@ def test_seeded_draws_on_fixed_logits_are_the_same_in_every_batch() -> None:
         with open_llm(**setting) as other:
             assert seeded(other, rows) == alone
             assert (setting is tight) == (other._engine.scheduler.num_preemptions > 0)  # type: ignore[union-attr]
+
+
+def test_logits_in_chunks_of_rows_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no processor at work the logits of many rows are computed a few rows at a time."""
+    prompts = [[5 + index] * (3 + index) for index in range(8)]
+    own = [SamplingParams(max_tokens=6, temperature=index % 2, seed=index, logprobs=2) for index in range(8)]
+    answers = []
+    for size in (10**6, 3, 1):
+        with open_llm(kv_cache_dtype="float32") as chunked:
+            monkeypatch.setattr(chunked._engine.runner, "_rows_per_logits_chunk", size)  # type: ignore[union-attr]
+            outputs = run(chunked, prompts, own)
+        answers.append([(output.outputs[0].token_ids, len(output.outputs[0].logprobs or [])) for output in outputs])
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs"])
+def test_logprobs_mode_of_the_engine(mode: str, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, logit_bias={300: 50.0}, prompt_logprobs=0)
+    raw = run(llm, PROMPTS[0], params)[0]
+    with open_llm(max_model_len=64, logprobs_mode=mode) as other:
+        output = run(other, PROMPTS[0], params)[0]
+    assert output.outputs[0].token_ids == raw.outputs[0].token_ids == [300, 300]
+    [first, _], [own, _] = raw.outputs[0].logprobs, output.outputs[0].logprobs  # type: ignore[misc]
+    if mode == "processed_logprobs":
+        assert first[300].logprob < -1.0 and own[300].logprob > -0.1
+        assert output.prompt_logprobs == raw.prompt_logprobs  # there is nothing to process a prompt by
+    else:
+        last = max(first, key=lambda token: first[token].logprob)
+        assert own[last].logprob - own[300].logprob == pytest.approx(first[last].logprob - first[300].logprob, abs=1e-4)
+        assert own[last].logprob != pytest.approx(first[last].logprob, abs=1e-3)
+    with pytest.raises(ValidationError, match="logprobs_mode must be 'raw_logprobs' or"):
+        LLM(logprobs_mode="raw")
