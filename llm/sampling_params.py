@@ -89,7 +89,11 @@ class RepetitionDetectionParams:
 @dataclass
 class StructuredOutputsParams:
     """What the output must be: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar` or
-    `json_object`; the other fields are settings of these, under vLLM's names."""
+    `json_object`; the other fields are settings of these, under vLLM's names.
+
+    JSON is written compactly, whatever `disable_any_whitespace` says, and `\\d`, `\\w`, `\\s` are ASCII's. Needs
+    llguidance. `CompletionOutput.structured` says what became of it.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None

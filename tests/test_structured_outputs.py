@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from embedded import assert_idle, open_llm, run, tokens
+from embedded import assert_idle, engine_of, open_llm, run, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,7 +166,7 @@ def test_answers_are_valid_and_complete_in_any_budget(llm: LLM, kind: dict[str, 
 def test_without_the_bound_answers_are_cut(llm: LLM, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
     needed = compiled(llm, **kind).tokens_needed
-    monkeypatch.setattr(Structure, "fits", lambda *_: None)
+    monkeypatch.setattr(Structure, "fitting", lambda self, state, tokens, allowed: allowed)
     params = [structured((needed or 0) + more, 1.0, **kind) for more in range(0, 8, 2)]
     outcomes = [output.outputs[0].structured for output in run(llm, ["And he said"] * len(params), params)]
     assert not all(outcome is not None and outcome.complete for outcome in outcomes)
@@ -190,6 +190,42 @@ def test_where_no_bound_is_known_the_output_says_so(llm: LLM) -> None:
         assert not completion.structured.guaranteed and completion.structured.reason
         assert completion.structured.complete == (completion.finish_reason == "stop")
     assert re.fullmatch(r"(ac)*ab", run(llm, "x", structured(60, grammar=grammar))[0].outputs[0].text)
+
+
+@pytest.mark.parametrize(
+    "field", [{"bad_words": ["x"]}, {"stop": ["q"]}, {"logit_bias": {9: 1.0}}, {"allowed_token_ids": list(range(2304))}]
+)
+def test_nothing_is_guaranteed_next_to_what_can_interfere(llm: LLM, field: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(json=PERSON), seed=1, **field)
+    outcome = run(llm, "x", params)[0].outputs[0].structured
+    assert outcome is not None and not outcome.guaranteed and next(iter(field)) in outcome.reason
+
+
+def test_few_tokens_and_many_are_judged_alike(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [structured(27 + index, seed, json=PERSON) for index, seed in enumerate((0.0, 0.5, 1.0))]
+    expected = tokens(run(llm, ["x"] * 3, params))
+    for few in (0, 1 << 20):
+        monkeypatch.setattr("llm.sampling.structured.compile._FEW", few)
+        assert tokens(run(llm, ["x"] * 3, params)) == expected
+
+
+def test_a_structure_that_met_many_states_is_compiled_anew(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compiled(llm, json=TREE)
+    assert compiled(llm, json=TREE) is before
+    monkeypatch.setattr("llm.sampling.structured.compile._MOST_NODES", 0)
+    assert compiled(llm, json=TREE) is not before
+
+
+def test_a_preempted_row_goes_on_where_it_was() -> None:
+    blocks = {"block_size": 16, "max_model_len": 80, "kv_cache_dtype": "float32", "enable_prefix_caching": False}
+    params = [structured(60, 1.0, json=TEXTS) for _ in range(4)]
+    prompts = [f"And {index}" for index in range(4)]
+    with open_llm(**blocks) as roomy, open_llm(**blocks, kv_cache_memory_bytes=600_000) as tight:
+        expected = [output.outputs[0] for output in run(roomy, prompts, params)]
+        found = [output.outputs[0] for output in run(tight, prompts, params)]
+        assert engine_of(tight).scheduler.num_preemptions > 0
+    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
+    assert all(item.structured is not None and item.structured.complete for item in found)
 
 
 def test_rows_do_not_influence_each_other(llm: LLM) -> None:

@@ -199,10 +199,7 @@ def _plain(params: SamplingParams) -> SamplingParams:
 
 def _structured_outcome(request: Request) -> StructuredOutcome | None:
     structure = request.params.structure
-    if structure is None:
-        return None
-    complete = structure.is_complete(request.output_token_ids)
-    return StructuredOutcome(complete, structure.tokens_needed is not None, structure.why_unknown)
+    return None if structure is None else structure.outcome(request.params, request.output_token_ids)
 
 
 def _ended_by_token(request: Request) -> bool:

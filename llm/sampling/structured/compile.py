@@ -17,15 +17,20 @@ from typing import Any
 import numpy as np
 
 from llm.errors import ValidationError
+from llm.outputs import StructuredOutcome
 from llm.sampling.structured.json_schema import compile_schema
 from llm.sampling.structured.language import IMPOSSIBLE, Language, Needs, TokenReader
 from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex
-from llm.sampling_params import StructuredOutputsParams
+from llm.sampling_params import SamplingParams, StructuredOutputsParams
 from llm.tokenizer import Tokenizer
 
 logger = logging.getLogger("llm")
 
 _KEPT = 64  # compiled structures of one engine
+_MOST_NODES = 50_000
+# Up to so many tokens are read one by one, which is sooner done than reading the whole vocabulary.
+_FEW = 256
+_INTERFERING = "allowed_token_ids bad_words logit_bias logits_processors extra_args stop stop_token_ids".split()
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 # Bytes of UTF-8 text, the controls apart: with a token for each of them any answer can be written one byte at a time.
 _TEXT_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5)])
@@ -59,12 +64,37 @@ class Structure:
         """llguidance's, at the beginning of an answer."""
         return self.prototype.deep_copy()
 
-    def fits(self, state: int, tokens: int) -> np.ndarray | None:
-        """bool [vocab]: after which tokens an answer can still be completed in `tokens` more; None: after any."""
+    def fitting(self, state: int, tokens: int, allowed: np.ndarray) -> np.ndarray:
+        """bool [vocab]: those of the `allowed` tokens after which an answer can be completed in `tokens` more."""
         if self._needs is None or self.language is None or self.language.reach[self.root] <= tokens:
-            return None
+            return allowed
+        ids = np.flatnonzero(allowed)
         with self.lock:
-            return self._needs.after(state) <= tokens
+            if len(ids) > _FEW:
+                fits = allowed & (self._needs.after(state) <= tokens)
+            else:
+                fits = np.zeros_like(allowed)
+                fits[[token for token in ids.tolist() if self._needed_after(state, token) <= tokens]] = True
+        ends = self.vocabulary.eos_token_ids
+        fits[ends] = allowed[ends]
+        return fits
+
+    def _needed_after(self, state: int, token: int) -> int:
+        data = self.vocabulary.token_bytes.get(token)
+        return self.language.needs[self.language.read(state, data)] if self.language and data else IMPOSSIBLE
+
+    @property
+    def is_large(self) -> bool:
+        """Whether so many states were met that it is better compiled anew."""
+        return self.language is not None and len(self.language.kinds) > _MOST_NODES
+
+    def outcome(self, params: SamplingParams, token_ids: Sequence[int]) -> StructuredOutcome:
+        """What became of a request with these params and this output."""
+        reason = self.why_unknown
+        for name in _INTERFERING:
+            if getattr(params, name):
+                reason = reason or f"{name} can bar or cut what an answer needs"
+        return StructuredOutcome(self.is_complete(token_ids), not reason, reason)
 
     def read(self, state: int, token: int) -> int:
         if self.language is None:
@@ -125,7 +155,7 @@ class StructureCompiler:
         """Raises `ValidationError` with one sentence that says what is wrong with the schema, pattern or grammar."""
         kind, value = _kind(params)
         key = json.dumps([kind, value, params.disable_additional_properties], default=repr)
-        if key not in self._kept:
+        if key not in self._kept or self._kept[key].is_large:
             self._kept[key] = self._compile(kind, value)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)

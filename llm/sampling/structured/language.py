@@ -221,10 +221,11 @@ class TokenReader:
         # The longest first: at each position the tokens that have a byte there are the first ones.
         self.ids = np.array(sorted(present, key=lambda token: -len(token_bytes[token])), dtype=np.int64)
         self.vocab_size = vocab_size
-        self.columns = []
-        for position in range(len(token_bytes[int(self.ids[0])]) if len(self.ids) else 0):
-            column = [token_bytes[token][position] for token in self.ids.tolist() if len(token_bytes[token]) > position]
-            self.columns.append(np.array(column, dtype=np.int64))
+        lengths = np.array([len(token_bytes[token]) for token in self.ids.tolist()], dtype=np.int64)
+        starts = np.cumsum(lengths) - lengths
+        data = np.frombuffer(b"".join(token_bytes[token] for token in self.ids.tolist()), dtype=np.uint8)
+        counts = [int((lengths > position).sum()) for position in range(lengths[0] if len(lengths) else 0)]
+        self.columns = [data[starts[:count] + position].astype(np.int64) for position, count in enumerate(counts)]
         self.bytes_that_are_tokens = {data[0] for data in token_bytes.values() if len(data) == 1}
 
 

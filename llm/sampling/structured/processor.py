@@ -58,12 +58,8 @@ class _Row:
             raise RuntimeError(f"the grammar failed: {self.matcher.get_error().splitlines()[0]}")
         self.matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
         allowed = np.unpackbits(self.words.view(np.uint8), bitorder="little")[: vocabulary.size].astype(bool)
-        fits = self.structure.fits(self.state, self.budget - self.read - 1)
-        if fits is None:
-            return allowed
-        closing = allowed & fits
-        closing[vocabulary.eos_token_ids] = allowed[vocabulary.eos_token_ids]
-        return closing if closing.any() else allowed
+        fitting = self.structure.fitting(self.state, self.budget - self.read - 1, allowed)
+        return fitting if fitting.any() else allowed
 
 
 class StructuredOutputsLogitsProcessor(LogitsProcessor):
