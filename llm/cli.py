@@ -45,7 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_bench(commands)
     _add_kernels(commands)
+    _add_quantization(commands)
     return parser
+
+
+def _add_quantization(commands: Any) -> None:
+    from llm.quantize_command import add_command
+
+    add_command(commands)
 
 
 def _add_kernels(commands: Any) -> None:

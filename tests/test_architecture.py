@@ -48,6 +48,7 @@ FLOORS = {
     "llm.explain": 7,
     "llm.api": 8,
     "llm.bench": 8,
+    "llm.quantize_command": 8,
     "llm.quantize_formats": 8,
     "llm.quantize_measure": 8,
     "llm.quantize_report": 8,

@@ -6,6 +6,7 @@ weight is never held. When the last row is there the weight goes to the kernel's
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,7 @@ class QuantizeOnLoad(WeightStorage):
         if loaded.shape != (rows, self._columns):
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {[rows, self._columns]}")
         if self._q is None:
-            self._q = torch.empty(sum(self._sizes), self._columns, dtype=torch.int8)
+            self._q = _scratch(sum(self._sizes), self._columns)
             self._scale = torch.empty(sum(self._sizes), self._columns // self.group_size)
         moments = self.statistics.moments if self.statistics and self.search else None
         part = slice(start, start + rows)
@@ -110,3 +111,12 @@ class QuantizeOnLoad(WeightStorage):
         if self.static_input and self.statistics is not None:
             weight.input_scale, weight.input_offset = static_activation(self.statistics.low, self.statistics.high)
         self._ready(weight)
+
+
+def _scratch(rows: int, columns: int) -> torch.Tensor:
+    """int8 [rows, columns] that goes back to the system when it is freed.
+
+    Out of the heap, buffers that come and go between the packed weights would leave holes that nothing fills.
+    """
+    memory = mmap.mmap(-1, max(1, rows * columns), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.int8)[: rows * columns].view(rows, columns)
