@@ -14,9 +14,10 @@ from typing import Any
 import held_out
 import pytest
 import torch
-from embedded import engine_of, open_llm
+from embedded import ROOT, engine_of, open_llm
 
 from llm.api import EMBEDDED_MODEL
+from llm.cli import main
 from llm.quantization.quantizer import Quantized
 from llm.quantization.storage import on_load
 from llm.quantize_measure import TextScores, agreement, common_prefix, greedy_tokens, prompts_from, score_texts
@@ -40,6 +41,13 @@ def plain() -> Iterator[tuple[TextScores, list[Any], list[list[int]]]]:
         yield score_texts(llm, TEXTS), prompts, greedy_tokens(llm, prompts)
 
 
+def readme_perplexity(scheme: str) -> float:
+    row = next(
+        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if line.startswith(f"| {scheme} |")
+    )
+    return float(row.split("|")[3])
+
+
 @pytest.mark.parametrize("scheme", GATES)
 def test_the_bars_are_met(scheme: str, plain: Any) -> None:
     before, prompts, tokens = plain
@@ -49,6 +57,8 @@ def test_the_bars_are_met(scheme: str, plain: Any) -> None:
         shares = [common_prefix(*pair) for pair in zip(tokens, greedy_tokens(llm, prompts), strict=True)]
         assert after.tokens == before.tokens == 9242
         assert abs(after.perplexity / before.perplexity - 1) <= perplexity
+        # Another instruction set rounds floats differently, by far less than this.
+        assert after.perplexity == pytest.approx(readme_perplexity(scheme), rel=1e-3)
         assert agreement(before.likeliest, after.likeliest) >= next_token
         assert sum(shares) / len(shares) >= prefix
         for name, module in engine_of(llm).runner.model.named_modules():
@@ -164,3 +174,13 @@ def test_the_report_of_a_checkpoint_that_was_quantized_before(tmp_path: Any) -> 
 def test_an_unquantized_model_has_no_report() -> None:
     with open_llm() as llm, pytest.raises(ValueError, match="the model is not quantized"):
         llm.quantization_report()
+
+
+def test_the_command_prints_the_table(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts.txt").write_text(TEXTS[3])
+    assert main(["quantization", "--texts", str(tmp_path / "texts.txt"), "--schemes", "w8a16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| quantization | weights |") and len(lines) == 4
+    assert lines[2].startswith("| none | 5,898,240 B |") and lines[3].startswith("| w8a16 | 2,991,104 B (51%) |")
+    assert main(["quantization", "--texts", str(tmp_path / "none.txt")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
