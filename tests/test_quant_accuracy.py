@@ -68,11 +68,14 @@ def test_the_bars_are_met(scheme: str, plain: Any) -> None:
                 assert storage.signal_to_noise >= least, name
 
 
-def test_calibration_helps_four_bits() -> None:
+def test_calibration_helps_four_bits_even_with_a_few_sentences() -> None:
     """Calibrated on other text than it is scored on."""
-    with open_llm(quantization="w4a8") as rounded, open_llm(quantization="w4a8", calibration=TEXTS[:2]) as calibrated:
-        scores = [score_texts(llm, TEXTS[2:]).perplexity for llm in (rounded, calibrated)]
-    assert scores[1] < scores[0]
+    sentences = [sentence for sentence in TEXTS[0].split(". ") if len(sentence) > 60][:3]
+    scores = []
+    for calibration in (None, sentences, TEXTS[:2]):
+        with open_llm(quantization="w4a16", calibration=calibration) as llm:
+            scores.append(score_texts(llm, TEXTS[5:8]).perplexity)
+    assert scores[1] < scores[0] and scores[2] < scores[0]
 
 
 def test_static_activation_scales_stay_usable() -> None:

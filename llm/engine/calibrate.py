@@ -39,8 +39,19 @@ class _Observer:
         self._high = max(self._high, float(x.max()))
 
     def statistics(self) -> ActivationStatistics:
-        moments = [(moment / max(1, self._rows)).float() for moment in self._moments]
+        moments = [_shrunk(moment / max(1, self._rows), self._rows) for moment in self._moments]
         return ActivationStatistics(self._low, self._high, moments)
+
+
+def _shrunk(moment: torch.Tensor, rows: int) -> torch.Tensor:
+    """A second moment moved towards the one that knows nothing, as far as there are few rows for its size.
+
+    Without it a few sentences of calibration make a model three times worse than none.
+    """
+    size = len(moment)
+    known = rows / (rows + size)
+    unknown = (1 - known) * moment.diagonal().mean() * torch.eye(size, dtype=moment.dtype)
+    return (known * moment + unknown).float()
 
 
 def observe(engine: Any, texts: Sequence[str]) -> dict[str, ActivationStatistics]:
