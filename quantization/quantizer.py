@@ -15,7 +15,7 @@ import torch
 # than a coarser grid for all the others, the more so the larger the group.
 _CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 # A weight is quantized this many elements at a time: temporary memory stays small, and in the cache.
-_CHUNK_ELEMENTS = 1 << 18
+_CHUNK_ELEMENTS = 1 << 16
 # Of the mean diagonal of a second moment, added to it: GPTQ's own choice.
 _DAMPING = 0.01
 

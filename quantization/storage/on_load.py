@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.layers.custom_op import construction
 from llm.quantization.base import WeightLoader
 from llm.quantization.quantizer import IntegerWeight, decibels, quantize_weight, static_activation
 from llm.quantization.storage.base import Ready, WeightStorage
@@ -68,6 +69,7 @@ class QuantizeOnLoad(WeightStorage):
         self._columns = columns
         self._shard_ids: tuple[Any, ...] = tuple(getattr(layer, "shard_ids", ()))
         self._ready = ready
+        self._platform = construction().platform
         self._q: torch.Tensor | None = None
         data = torch.empty(sum(sizes), columns, dtype=dtype, device="meta")
         self.add(layer, "weight", data, self._load, output_dim=0, input_dim=1)
@@ -111,6 +113,9 @@ class QuantizeOnLoad(WeightStorage):
         if self.static_input and self.statistics is not None:
             weight.input_scale, weight.input_offset = static_activation(self.statistics.low, self.statistics.high)
         self._ready(weight)
+        del q, weight
+        if self._platform is not None:
+            self._platform.release_memory()  # what quantizing and packing left behind
 
 
 def _scratch(rows: int, columns: int) -> torch.Tensor:
