@@ -19,7 +19,8 @@ class Logprob:
     Attributes:
         logprob: natural logarithm, float32 log-softmax of the raw logits.
         rank: 1 for the likeliest token of the vocabulary.
-        decoded_token: the token as text, None without a tokenizer.
+        decoded_token: the token as text, None without a tokenizer. Of the tokens that make up one character, the one
+            that completes it has all of it and the others have "".
     """
 
     logprob: float

@@ -70,7 +70,8 @@ def test_they_are_what_the_model_says_of_each_prefix(row: int, llm: LLM, whole: 
         top = [item.logprob for item in position.values() if item.rank is not None and item.rank <= 2]
         assert np.abs(np.sort(expected)[::-1][: len(top)] - top).max() <= TOLERANCE
         assert next(iter(position)) == token and 2 <= len(position) <= 3
-        assert position[token].decoded_token == engine_of(llm).tokenizer.decode([token], False)
+        text = engine_of(llm).tokenizer.decode([token], False)
+        assert position[token].decoded_token == text or text.endswith("\ufffd")
 
 
 def test_a_prompt_of_one_token_has_none_to_report(whole: list[RequestOutput]) -> None:

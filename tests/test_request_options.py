@@ -219,3 +219,22 @@ def test_logprobs_mode_of_the_engine(mode: str, llm: LLM) -> None:
         assert own[last].logprob != pytest.approx(first[last].logprob, abs=1e-3)
     with pytest.raises(ValidationError, match="logprobs_mode must be 'raw_logprobs' or"):
         LLM(logprobs_mode="raw")
+
+
+def test_a_character_of_several_tokens_is_decoded_where_it_is_complete(llm: LLM) -> None:
+    word = "caf\u00e9 \u65e5\u672c"
+    ids = llm.get_tokenizer().encode(word, add_special_tokens=False)
+
+    def spell(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(logits, -torch.inf)
+        forced[ids[len(output_ids)]] = 0.0
+        return forced
+
+    params = SamplingParams(
+        max_tokens=len(ids), logprobs=0, prompt_logprobs=0, logits_processors=[spell], ignore_eos=True
+    )
+    output = run(llm, [1, *ids], params)[0]
+    assert output.outputs[0].text == word and len(ids) > len(word)
+    for positions in (output.outputs[0].logprobs, output.prompt_logprobs[1:]):  # type: ignore[index]
+        texts = [position[token].decoded_token for position, token in zip(positions, ids, strict=True)]  # type: ignore
+        assert "".join(texts) == word and "" in texts  # type: ignore[arg-type]

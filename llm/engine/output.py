@@ -19,6 +19,8 @@ from llm.tokenizer import Tokenizer
 
 logger = logging.getLogger("llm")
 
+_CHARACTER_TOKENS = 4  # a character of UTF-8 has at most so many bytes
+
 
 class Completion:
     """One of a prompt's `n` completions while it runs.
@@ -63,7 +65,7 @@ class Completion:
         computed before an error are missing."""
         if self.request.params.prompt_logprobs is None:
             return None
-        scored = [self._decode_position(item) for item in self._prompt_logprobs]
+        scored = self._decode_positions(self._prompt_logprobs, self._score_from)
         return self._shaped([None] * self._score_from + scored)
 
     def push(self, token: int) -> None:
@@ -128,9 +130,9 @@ class Completion:
         return sum(item.logprobs[0] for item in self._logprobs) if self._wants_logprobs() else None
 
     def _decode_logprobs(self) -> Any:
-        return (
-            self._shaped([self._decode_position(item) for item in self._logprobs]) if self._wants_logprobs() else None
-        )
+        if not self._wants_logprobs():
+            return None
+        return self._shaped(self._decode_positions(self._logprobs, self.request.num_prompt_tokens))
 
     def _wants_logprobs(self) -> bool:
         return self.request.params.logprobs is not None or self.request.params.logprob_token_ids is not None
@@ -144,13 +146,26 @@ class Completion:
             flat.append(position)
         return flat
 
-    def _decode_position(self, item: TokenLogprobs) -> dict[int, Logprob]:
+    def _decode_positions(self, items: list[TokenLogprobs], first: int) -> list[dict[int, Logprob]]:
+        """`first`: where the first of them stands in the request."""
+        return [self._decode_position(item, first + index) for index, item in enumerate(items)]
+
+    def _decode_position(self, item: TokenLogprobs, place: int) -> dict[int, Logprob]:
         position: dict[int, Logprob] = {}
         for token, logprob, rank in zip(item.token_ids, item.logprobs, item.ranks, strict=True):
             if token not in position:
-                text = self._tokenizer.decode([token], False) if self._tokenizer is not None else None
-                position[token] = Logprob(logprob, rank, text)
+                position[token] = Logprob(logprob, rank, self._token_text(token, place))
         return position
+
+    def _token_text(self, token: int, place: int) -> str | None:
+        """A token as text; a part of a character as the text it completes at this place, "" or all of it."""
+        if self._tokenizer is None:
+            return None
+        text = self._tokenizer.decode([token], False)
+        if not text.endswith("\ufffd"):
+            return text
+        before = self.request.token_ids[max(0, place - _CHARACTER_TOKENS) : place]
+        return self._tokenizer.stream(before, False).push(token)
 
 
 class PromptState:
