@@ -25,9 +25,30 @@ _HARMLESS = frozenset(
     _attn_implementation _attn_implementation_autoset gradient_checkpointing torchscript name_or_path unsloth_version
     unsloth_fixed task_specific_params prefix finetuning_task mlp_dropout hidden_dropout resid_pdrop embd_pdrop
     attn_pdrop language_model_type use_bfloat16 tf_legacy_loss
+    auto_map cache_implementation _num_labels is_llama_config transformers.js_config pruned_heads is_decoder
+    max_sequence_length model_max_length cross_attention_hidden_size decoder_start_token_id sep_token_id
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     """.split()
 )
+
+# What generate() of older transformers read from config.json; generation_config.json has taken its place.
+_GENERATION = frozenset(
+    """
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    """.split()
+)
+
+# Keys of config.json that some checkpoints carry to say that a variant is off -> the values that say so.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "lm_head_bias": (False,),
+    "rope_interleaved": (False,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+}
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -118,7 +139,9 @@ class ConfigReader:
 
     def finish(self) -> None:
         """Raise `UnsupportedModelError` when keys are left that nobody read."""
-        left = sorted(set(self.raw) - self._read - _HARMLESS)
+        for key, allowed in _OFF.items():
+            self.expect(key, *allowed)
+        left = sorted(set(self.raw) - self._read - _HARMLESS - _GENERATION)
         if left:
             raise UnsupportedModelError(
                 f"config.json of this {self.family} model has keys that are not understood: {', '.join(left)}; if they "

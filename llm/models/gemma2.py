@@ -14,6 +14,7 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         rope = reader.rope()
         count = reader.positive("num_hidden_layers")
         window = reader.optional_integer("sliding_window", 4096)
+        reader.expect("sliding_window_size", window)  # its first name, which gemma-2-9b and 27b carry too
         windows = layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])
         config = DecoderConfig(
             **gemma_parameters(reader),

@@ -42,7 +42,6 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         reader.expect("n_ctx", positions)
         reader.expect("scale_attn_weights", True)
         reader.expect("scale_attn_by_inverse_layer_idx", False)
-        reader.expect("add_cross_attention", False)
         # Only the precision of the scores, which is float32 here anyway.
         reader.boolean("reorder_and_upcast_attn", False)
         config = DecoderConfig(

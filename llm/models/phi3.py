@@ -12,6 +12,10 @@ class Phi3ForCausalLM(DecoderForCausalLM):
         rope = reader.rope()
         # transformers reads it and never adds one.
         reader.expect("attention_bias", False)
+        # Of Phi-4-mini, at the values that change nothing.
+        reader.expect("mlp_bias", False)
+        reader.expect("full_attn_mod", 1)
+        reader.expect("interpolate_factor", 1)
         sizes = decoder_sizes(reader)
         config = DecoderConfig(
             **(sizes | {"norm_eps": reader.number("rms_norm_eps", 1e-5)}),

@@ -22,6 +22,7 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
         has_rope = reader.integers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
         window = reader.optional_integer("sliding_window")
         use = reader.boolean("use_sliding_window", False)
+        reader.integer("max_window_layers", count)  # transformers does not read it either
         sliding = [use and window is not None and not rotates for rotates in has_rope]
         windows = layer_windows(reader, count, window if use else None, sliding)
         bias = reader.boolean("attention_bias", False)
