@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llm import LLM, SamplingParams
+from llm import LLM
 from llm.errors import UnsupportedModelError
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from llm.errors import CheckpointError, ValidationError
+from llm import LLM
+from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.loading.resolve import ALLOW_PATTERNS, resolve_model
 
 NAME = "some-org/some-model"
@@ -268,3 +269,9 @@ def test_a_model_without_safetensors_is_refused_after_the_download(
 @pytest.mark.parametrize("name", ["a--b/c", "a/b..c", "a/b.git"])
 def test_a_name_that_the_hub_forbids_is_one_sentence(name: str, cache: Path) -> None:
     refuse(name, repr(name), "HFValidationError")
+
+
+@pytest.mark.parametrize("tokenizer", ["nowhere", __file__, "", 3])
+def test_a_tokenizer_that_is_not_there_is_called_the_tokenizer(tokenizer: Any) -> None:
+    with pytest.raises(LLMError, match=r"^tokenizer "):
+        LLM(tokenizer=tokenizer)

@@ -312,7 +312,7 @@ def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], fr
 def _tokenizer(args: EngineArgs, folder: Path) -> Tokenizer | None:
     if args.skip_tokenizer_init:
         return None
-    where = folder if args.tokenizer is None else resolve_folder(args.tokenizer, weights=False)
+    where = folder if args.tokenizer is None else resolve_folder(args.tokenizer, weights=False, argument="tokenizer")
     return Tokenizer(where, args.chat_template)
 
 

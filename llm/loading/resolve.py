@@ -25,31 +25,37 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
-def resolve_model(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+def resolve_model(
+    model: str | Path, revision: str | None = None, *, weights: bool = True, argument: str = "model"
+) -> Path:
     """Return the local folder of a model.
 
     Args:
         model: a folder, or a hub name `org/name` (a `Path` is always a folder).
         revision: a branch, tag or commit of a hub model.
         weights: False: config.json and the tokenizer are enough.
+        argument: what errors call `model`.
 
     Raises:
         CheckpointError: there is no such folder, or the hub's model cannot be had.
         ValidationError: `model` is no path or name, or `revision` is given for a local folder.
     """
     if not isinstance(model, (str, Path)) or not str(model):
-        raise ValidationError(f"model must be a folder or a hub name, not {model!r}", parameter="model", value=model)
+        raise ValidationError(
+            f"{argument} must be a folder or a hub name, not {model!r}", parameter=argument, value=model
+        )
     path = Path(os.path.expanduser(model))
     # os.path's tests say no where Path's raise: a name too long, a NUL, no permission.
     if os.path.isdir(path):
         _refuse_revision(model, revision)
         return path
     if os.path.exists(path):
-        raise CheckpointError(f"model {str(model)!r} is a file; pass the folder that holds config.json and the weights")
+        holds = "config.json and the weights" if weights else "it"
+        raise CheckpointError(f"{argument} {str(model)!r} is a file; pass the folder that holds {holds}")
     if isinstance(model, str) and _HUB_NAME.fullmatch(model):
         return _from_hub(model, revision, weights)
     raise CheckpointError(
-        f"model {str(model)!r} does not exist; pass an existing folder, or a hub name of the form 'org/name'"
+        f"{argument} {str(model)!r} does not exist; pass an existing folder, or a hub name of the form 'org/name'"
     )
 
 

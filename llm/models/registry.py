@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from llm.errors import UnsupportedModelError, ValidationError, nearest
+from llm.errors import UnsupportedModelError, ValidationError
 
 # model_type -> the class in the file of that name. Architectures are known by the class's name.
 _FAMILIES = {
@@ -57,8 +57,8 @@ def resolve_model(architectures: list[str], model_type: str) -> Any:
         if name in _models:
             return _load(_models[name])
     raise UnsupportedModelError(
-        f"no model is registered for architectures {architectures} or model_type {model_type!r}."
-        f"{nearest(model_type, _models)} Known: {', '.join(sorted(_models))}; register_model() adds your own class."
+        f"no model is registered for architectures {architectures} or model_type {model_type!r}. "
+        f"Known: {', '.join(sorted(_models))}; register_model() adds your own class."
     )
 
 
