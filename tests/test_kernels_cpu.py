@@ -208,6 +208,65 @@ def test_int8_products_are_the_twins(lib: library.Library, shape: tuple) -> None
             )
 
 
+def int4(n: int, k: int) -> torch.Tensor:
+    return random_int8(n, k, -8, 7)
+
+
+def test_int4_packing_is_exact(lib: library.Library) -> None:
+    for n, k in ((0, 3), (1, 1), (16, 8), (17, 6), (37, 23)):
+        weight = int4(n, k)
+        held = packed.pack_int4(lib, weight)
+        assert torch.equal(held.unpack(), weight)
+        assert torch.equal(held.rows(2, 19), weight[2:19])
+    with pytest.raises(ValueError, match=r"\[-8, 7\], got \[0, 8\]"):
+        packed.pack_int4(lib, torch.arange(9, dtype=torch.int8)[None])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", [None, 8, 32, 40, 128])
+def test_int4_products_are_the_twins(lib: library.Library, shape: tuple, group: int | None) -> None:
+    m, n, k = shape
+    group_size = group or max(1, k)
+    x, weight = torch.randn(m, k) * 3, int4(n, k)
+    if m > 2 and k:
+        x[1] = 0
+        x[2] = torch.where(torch.rand(k) < 0.5, -1.0, 1.0)
+    scale, bias = torch.rand(n, -(-k // group_size)), torch.randn(n)
+    ours, theirs = packed.pack_int4(lib, weight), reference.pack_int4(weight)
+    for s in (scale, scale.t().contiguous().t(), scale.half(), scale.bfloat16()):
+        assert same(
+            quantized.linear_w4a8(lib, x, ours, s, group_size, bias),
+            reference.linear_w4a8(x, theirs, s.float(), group_size, bias),
+        )
+    assert same(
+        quantized.linear_w4a8(lib, x, ours, scale, group_size), reference.linear_w4a8(x, theirs, scale, group_size)
+    )
+
+
+def test_the_worst_int4_sums_do_not_overflow(lib: library.Library) -> None:
+    for activation, value in ((1.0, 7), (-1.0, 7), (1.0, -8), (-1.0, -8)):
+        x, weight, scale = torch.full((2, 4096), activation), torch.full((17, 4096), value), torch.ones(17, 1)
+        y = quantized.linear_w4a8(lib, x, packed.pack_int4(lib, weight.to(torch.int8)), scale, 4096)
+        assert same(y, torch.full((2, 17), activation * 127 * value * 4096 * (1 / 127)).float().round())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", [None, 5, 32])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weight_only_products_are_chains(lib: library.Library, shape: tuple, group: int | None, bits: int) -> None:
+    m, n, k = shape
+    group_size = group or max(1, k)
+    x, weight = torch.randn(m, k), random_int8(n, k) if bits == 8 else int4(n, k)
+    groups = -(-k // group_size)
+    scale, zero, bias = torch.rand(n, groups), torch.randint(-8, 8, (n, groups)).float(), torch.randn(n)
+    held = (packed.pack_int8 if bits == 8 else packed.pack_int4)(lib, weight)
+    product = quantized.linear_w8a16 if bits == 8 else quantized.linear_w4a16
+    for z in (None, zero):
+        expected = chain(x, reference.dequantize(weight, scale, z, group_size)) if k else torch.zeros(m, n)
+        assert same(product(lib, x, held, scale, z, group_size, bias), expected + bias)
+        assert same(product(lib, x, held, scale, z, group_size), expected)
+
+
 @pytest.mark.parametrize("k", [1, 15, 16, 17, 100])
 def test_quantized_activations_are_the_twins(lib: library.Library, k: int) -> None:
     x = torch.randn(12, k) * torch.logspace(-44, 37, 12)[:, None]
@@ -250,6 +309,12 @@ def products(lib: library.Library, n: int, k: int) -> dict[str, Callable[[torch.
     int8 = packed.pack_int8(lib, random_int8(n, k))
     found["w8a8_dynamic"] = lambda x: quantized.linear_w8a8_dynamic(lib, x, int8, scale, bias)
     found["w8a8_static"] = lambda x: quantized.linear_w8a8_static(lib, x, int8, scale, 0.03, 3, bias)
+    small = packed.pack_int4(lib, int4(n, k))
+    for group in (32, k):
+        groups = torch.rand(n, -(-k // group)), torch.randn(n, -(-k // group))
+        found[f"w4a8 {group}"] = lambda x, g=group, s=groups: quantized.linear_w4a8(lib, x, small, s[0], g, bias)
+        found[f"w8a16 {group}"] = lambda x, g=group, s=groups: quantized.linear_w8a16(lib, x, int8, *s, g, bias)
+        found[f"w4a16 {group}"] = lambda x, g=group, s=groups: quantized.linear_w4a16(lib, x, small, *s, g, bias)
     return found
 
 

@@ -71,35 +71,12 @@ template <class T, int ROWS> void tiles(const Product<T>& p, int64_t row, int64_
     for (; panel < end; ++panel) tile<T, ROWS, 1>(p, row, panel);
 }
 
-template <class T> void some_rows(const Product<T>& p, int64_t rows, int64_t row, int64_t panel, int64_t end) {
-    switch (rows) {
-        case 1: return tiles<T, 1>(p, row, panel, end);
-        case 2: return tiles<T, 2>(p, row, panel, end);
-        case 3: return tiles<T, 3>(p, row, panel, end);
-        case 4: return tiles<T, 4>(p, row, panel, end);
-        case 5: return tiles<T, 5>(p, row, panel, end);
-        case 6: return tiles<T, 6>(p, row, panel, end);
-#if LLM_AVX512
-        case 8: return tiles<T, 8>(p, row, panel, end);
-        case 10: return tiles<T, 10>(p, row, panel, end);
-        case 12: return tiles<T, 12>(p, row, panel, end);
-#endif
-    }
-}
-
 template <class T>
 void product(const float* x, const void* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
     const Product<T> p{x, static_cast<const T*>(weight), bias, y, m, n, k};
-    int64_t block = BLOCK_BYTES / (k * 4 + 1) / MAX_ROWS * MAX_ROWS;
-    if (block < 4 * MAX_ROWS) block = 4 * MAX_ROWS;
-    const Tasks tasks{m, ceil_div(n, LANES), block, m <= 2 ? panels_for(m < 2 ? 1 : 2) : 2};
-    parallel_for(tasks.count(), threads, 0, [&](int64_t task, char*) {
-        const int64_t end = tasks.end_row(task);
-        for (int64_t row = tasks.first_row(task); row < end;) {
-            const int64_t rows = tile_rows(end - row, MAX_ROWS);
-            some_rows(p, rows, row, tasks.first_panel(task), tasks.end_panel(task));
-            row += rows;
-        }
+    const Tasks tasks(m, n, MAX_ROWS, k * sizeof(float), BLOCK_BYTES, threads);
+    tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
+        with_rows(tasks.rows(tile), [&](auto rows) { tiles<T, decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
     });
 }
 

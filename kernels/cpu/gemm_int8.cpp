@@ -25,7 +25,7 @@ constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
 LLM_INLINE void store_operand(Operand* p, I32 x) { store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(OPERAND_SHIFT)); }
 
 template <int ROWS, int PANELS>
-void dots(const Operand* a, int64_t stride, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
+void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
     __m512i acc[ROWS][PANELS];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = _mm512_setzero_si512();
     const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, steps, PANELS, panel_bytes);
@@ -39,7 +39,7 @@ void dots(const Operand* a, int64_t stride, const int8_t* b, int64_t panel_bytes
         }
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
             int32_t four;
-            std::memcpy(&four, a + r * stride + s * STEP, 4);
+            std::memcpy(&four, a + (s * ROWS + r) * STEP, 4);
             const __m512i value = _mm512_set1_epi32(four);
             LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = _mm512_dpbusd_epi32(acc[r][c], value, w[c]);
         }
@@ -53,20 +53,20 @@ void dots(const Operand* a, int64_t stride, const int8_t* b, int64_t panel_bytes
 using Operand = int16_t;
 constexpr int32_t OPERAND_SHIFT = 0;
 LLM_INLINE void store_operand(Operand* p, I32 x) { store_int16(p, x); }
-constexpr int panels_for(int) { return 1; }
 
 #if defined(LLM_PLAIN)
 
 constexpr int MAX_ROWS = 6;
+constexpr int panels_for(int) { return 1; }
 
 template <int ROWS, int PANELS>
-void dots(const Operand* a, int64_t stride, const int8_t* b, int64_t, int64_t steps, int32_t* out) {
+void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, int32_t* out) {
     static_assert(PANELS == 1, "one panel at a time");
     for (int r = 0; r < ROWS; ++r) {
         int32_t acc[LANES] = {};
         for (int64_t s = 0; s < steps; ++s)
             for (int c = 0; c < LANES; ++c)
-                for (int j = 0; j < STEP; ++j) acc[c] += a[r * stride + s * STEP + j] * b[s * PANEL_STEP + c * STEP + j];
+                for (int j = 0; j < STEP; ++j) acc[c] += a[(s * ROWS + r) * STEP + j] * b[s * PANEL_STEP + c * STEP + j];
         std::memcpy(out + r * LANES, acc, sizeof acc);
     }
 }
@@ -101,15 +101,18 @@ LLM_INLINE Vector nothing() { return _mm256_setzero_si256(); }
 LLM_INLINE void add_to(Vector& sum, Vector x) { asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(x)); }
 constexpr int VECTOR_BYTES = sizeof(Vector) / 2;  // of int8
 
-// Steps that both parts of a panel pass before the next are read: they stay in the first-level cache.
-constexpr int64_t BLOCK_STEPS = 128;
+// Few rows wait for memory: they take turns at several panels, so that as many streams are under way.
+constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
+// Steps of a panel before its other half, or the next panel, has its turn: they stay in the first-level cache.
+constexpr int64_t block_steps(int panels) { return panels > 1 ? 16 : 128; }
 
 // acc [ROWS][VECTORS] += the products of `steps` steps, for WIDTH of the vectors from `first` on.
 // Not inlined: the registers of one part are all there are.
 template <int ROWS, int WIDTH>
-__attribute__((noinline)) void part(const Operand* a, int64_t stride, const int8_t* b, int64_t steps, Vector* sums, int first) {
+__attribute__((noinline)) void part(const Operand* a, const int8_t* b, int64_t steps, int64_t ahead, Vector* sums,
+                                    int first) {
     constexpr int parts = VECTORS / WIDTH;
-    const int8_t* ahead = b + BLOCK_STEPS * PANEL_STEP + (first ? steps / 2 * PANEL_STEP : 0);
+    const int8_t* fetched = b + ahead + (first ? steps / 2 * PANEL_STEP : 0);
     Vector acc[ROWS][WIDTH];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < WIDTH; ++c) acc[r][c] = sums[r * VECTORS + first + c];
     b += first * VECTOR_BYTES;
@@ -119,9 +122,9 @@ __attribute__((noinline)) void part(const Operand* a, int64_t stride, const int8
             w[c] = widen_load(b + s * PANEL_STEP + c * VECTOR_BYTES);
             asm("" : "+v"(w[c]));  // or gcc loads it again for every product
         }
-        prefetch(ahead + s * (PANEL_STEP / parts));  // each part fetches its share of the next block
+        prefetch(fetched + s * (PANEL_STEP / parts));  // each part fetches its share
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-            const Vector value = broadcast_four(a + r * stride + s * STEP);
+            const Vector value = broadcast_four(a + (s * ROWS + r) * STEP);
             LLM_UNROLL for (int c = 0; c < WIDTH; ++c) add_to(acc[r][c], multiply(value, w[c]));
         }
     }
@@ -136,24 +139,28 @@ LLM_INLINE void add_pairs(const Vector* sums, int32_t* out) {
 }
 
 template <int ROWS, int PANELS>
-void dots(const Operand* a, int64_t stride, const int8_t* b, int64_t, int64_t steps, int32_t* out) {
-    static_assert(PANELS == 1, "one panel at a time");
+void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
     constexpr int width = ROWS * VECTORS <= 2 * MAX_ROWS ? VECTORS : 2;
-    Vector sums[ROWS * VECTORS];
-    for (int i = 0; i < ROWS * VECTORS; ++i) sums[i] = nothing();
-    for (int64_t s = 0; s < steps; s += BLOCK_STEPS) {
-        const int64_t some = steps - s < BLOCK_STEPS ? steps - s : BLOCK_STEPS;
-        LLM_UNROLL for (int first = 0; first < VECTORS; first += width)
-            part<ROWS, width>(a + s * STEP, stride, b + s * PANEL_STEP, some, sums, first);
+    constexpr int64_t block = block_steps(PANELS);
+    const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, steps, PANELS, panel_bytes);
+    Vector sums[PANELS][ROWS * VECTORS];
+    for (auto& panel : sums)
+        for (Vector& sum : panel) sum = nothing();
+    for (int64_t s = 0; s < steps; s += block) {
+        const int64_t some = Tasks::least(block, steps - s);
+        for (int c = 0; c < PANELS; ++c)
+            LLM_UNROLL for (int first = 0; first < VECTORS; first += width)
+                part<ROWS, width>(a + s * ROWS * STEP, b + c * panel_bytes + s * PANEL_STEP, some, ahead.distance(s), sums[c], first);
     }
-    for (int r = 0; r < ROWS; ++r) add_pairs(sums + r * VECTORS, out + r * LANES);
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < PANELS; ++c) add_pairs(sums[c] + r * VECTORS, out + (r * PANELS + c) * LANES);
 }
 
 #endif
 #endif
 
 struct Product {
-    const Operand* a;  // [m][padded k]
+    const Operand* a;  // of each tile, [k / 4][rows][4]
     const float* row_scale;  // [m]
     const int8_t* weight;
     const int32_t* column_sum;  // [padded n]
@@ -169,7 +176,7 @@ struct Product {
 
 template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
     alignas(64) int32_t sums[ROWS * PANELS * LANES];
-    dots<ROWS, PANELS>(p.a + row * p.padded_k, p.padded_k, p.weight + panel * p.panel_bytes(), p.panel_bytes(),
+    dots<ROWS, PANELS>(p.a + row * p.padded_k, p.weight + panel * p.panel_bytes(), p.panel_bytes(),
                        p.padded_k / STEP, sums);
     for (int c = 0; c < PANELS; ++c) {
         const int64_t column = (panel + c) * LANES, columns = p.n - column;
@@ -193,34 +200,18 @@ template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int
         for (; panel < end; ++panel) tile<ROWS, 1>(p, row, panel);
 }
 
-void some_rows(const Product& p, int64_t rows, int64_t row, int64_t panel, int64_t end) {
-    switch (rows) {
-        case 1: return tiles<1>(p, row, panel, end);
-        case 2: return tiles<2>(p, row, panel, end);
-        case 3: return tiles<3>(p, row, panel, end);
-        case 4: return tiles<4>(p, row, panel, end);
-        case 5: return tiles<5>(p, row, panel, end);
-        case 6: return tiles<6>(p, row, panel, end);
-#if LLM_AVX512
-        case 8: return tiles<8>(p, row, panel, end);
-        case 10: return tiles<10>(p, row, panel, end);
-        case 12: return tiles<12>(p, row, panel, end);
-#endif
+// One row of a tile of `rows`, as [k / 4][rows][4]; returns its scale.
+LLM_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, int64_t rows, float input_scale, int64_t offset,
+                              Operand* out) {
+    const float scale = input_scale == 0.0f ? row_scale(x, k) : 1.0f;
+    const F32 divisor = set1(input_scale == 0.0f ? row_divisor(scale) : input_scale), shift = set1(static_cast<float>(offset));
+    alignas(64) Operand q[LANES];
+    for (int64_t i = 0; i < padded_k; i += LANES) {
+        store_operand(q, quantize(x + i, k - i, divisor, shift));
+        for (int64_t j = 0; j < Tasks::least(LANES, padded_k - i); j += STEP)
+            std::memcpy(out + (i + j) * rows, q + j, STEP * sizeof(Operand));
     }
-}
-
-void product(const Product& p, int64_t threads) {
-    int64_t block = BLOCK_BYTES / (p.padded_k * sizeof(Operand) + 1) / MAX_ROWS * MAX_ROWS;
-    if (block < 4 * MAX_ROWS) block = 4 * MAX_ROWS;
-    const Tasks tasks{p.m, ceil_div(p.n, LANES), block, p.m <= 4 ? 4 : 2};
-    parallel_for(tasks.count(), threads, 0, [&](int64_t task, char*) {
-        const int64_t end = tasks.end_row(task);
-        for (int64_t row = tasks.first_row(task); row < end;) {
-            const int64_t rows = tile_rows(end - row, MAX_ROWS);
-            some_rows(p, rows, row, tasks.first_panel(task), tasks.end_panel(task));
-            row += rows;
-        }
-    });
+    return scale;
 }
 
 }  // namespace
@@ -233,29 +224,23 @@ using namespace llm;
 LLM_EXPORT void llm_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale,
                                 float input_scale, int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n,
                                 int64_t k, int64_t threads) {
-    const int64_t stride = ceil_div(k, STEP) * STEP;
-    Scratch operands((m * stride + LANES) * sizeof(Operand)), scales(m * sizeof(float));
+    const int64_t padded = ceil_div(k, STEP) * STEP;
+    const Scratch operands(m * padded * sizeof(Operand)), scales(m * sizeof(float));
     Operand* a = operands.as<Operand>();
     float* row_scales = scales.as<float>();
-    const bool dynamic = input_scale == 0.0f;
-    parallel_for(m, m * k < (1 << 14) ? 1 : threads, 0, [&](int64_t row, char*) {
-        const float* from = x + row * k;
-        const float own = dynamic ? llm::row_scale(from, k) : 1.0f;
-        const F32 divisor = set1(dynamic ? row_divisor(own) : input_scale), offset = set1(static_cast<float>(input_offset));
-        row_scales[row] = own;
-        alignas(64) Operand last[LANES];
-        for (int64_t i = 0; i < stride; i += LANES) {
-            const I32 q = quantize(from + i, k - i, divisor, offset);
-            if (stride - i >= LANES) {
-                store_operand(a + row * stride + i, q);
-            } else {
-                store_operand(last, q);
-                std::memcpy(a + row * stride + i, last, (stride - i) * sizeof(Operand));
-            }
-        }
+    const Tasks tasks(m, n, MAX_ROWS, padded * sizeof(Operand), BLOCK_BYTES, threads);
+    parallel_for(tasks.tiles(), m * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t tile, char*) {
+        const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
+        for (int64_t r = 0; r < rows; ++r)
+            row_scales[first + r] = quantize_row(x + (first + r) * k, k, padded, rows, input_scale, input_offset,
+                                                 a + first * padded + r * STEP);
     });
     const int32_t offset = OPERAND_SHIFT + static_cast<int32_t>(input_offset);
-    product(Product{a, row_scales, weight, column_sum, scale, bias, y, m, n, stride, offset, dynamic ? 1.0f : input_scale}, threads);
+    const float factor = input_scale == 0.0f ? 1.0f : input_scale;
+    const Product p{a, row_scales, weight, column_sum, scale, bias, y, m, n, padded, offset, factor};
+    tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
+        with_rows(tasks.rows(tile), [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
+    });
 }
 
 // src [n, k] -> panels [ceil(n / 16)][ceil(k / 4)][16][4] and the sums of the rows, [padded n]. `src` may be `dst` when n
@@ -304,7 +289,7 @@ LLM_EXPORT int64_t llm_embedding_int8(const int64_t* ids, const int8_t* weight, 
 
 // x [m, k] -> q [m, k] and each row's scale.
 LLM_EXPORT void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads) {
-    parallel_for(m, m * k < (1 << 14) ? 1 : threads, 0, [&](int64_t row, char*) {
+    parallel_for(m, m * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
         scale[row] = row_scale(x + row * k, k);
         const F32 divisor = set1(row_divisor(scale[row]));
         alignas(16) int8_t out[LANES];

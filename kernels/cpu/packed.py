@@ -21,6 +21,8 @@ MAX_INTEGER_K = 1 << 17
 _PACK_FLOAT = ("llm_pack_float", INT, POINTER, POINTER, INT, INT, INT)
 _UNPACK_FLOAT = ("llm_unpack_float", INT, POINTER, POINTER, INT, INT, INT, INT)
 _PACK_INT8 = ("llm_pack_int8", POINTER, POINTER, POINTER, INT, INT, INT)
+_PACK_INT4 = ("llm_pack_int4", POINTER, POINTER, INT, INT, INT)
+_UNPACK_INT4 = ("llm_unpack_int4", POINTER, POINTER, INT, INT, INT, INT)
 _UNPACK_INT8 = ("llm_unpack_int8", POINTER, POINTER, INT, INT, INT, INT)
 
 
@@ -51,7 +53,7 @@ class PanelWeight(PackedWeight):
             unpack(kind, self.data.data_ptr(), out.data_ptr(), start, start + shape[0], self.k, threads)
             return out
         out = torch.empty(shape, dtype=torch.int8)
-        unpack = self.library.function(*_UNPACK_INT8)
+        unpack = self.library.function(*(_UNPACK_INT8 if self.kind == "int8" else _UNPACK_INT4))
         unpack(self.data.data_ptr(), out.data_ptr(), start, start + shape[0], self.k, threads)
         return out
 
@@ -80,6 +82,17 @@ def pack_int8(lib: Library, weight: torch.Tensor) -> PanelWeight:
     pack = lib.function(*_PACK_INT8)
     pack(weight.data_ptr(), data.data_ptr(), sums.data_ptr(), n, k, torch.get_num_threads())
     return PanelWeight(data, n, k, "int8", lib, sums)
+
+
+def pack_int4(lib: Library, weight: torch.Tensor) -> PanelWeight:
+    """int8 [N, K] with values in [-8, 7] -> panels [N / 16][K / 8][16][4] of two values in a byte."""
+    n, k = _check_integers(weight)
+    if weight.numel() and (weight.min() < -8 or weight.max() > 7):
+        raise ValueError(f"int4 values lie in [-8, 7], got [{int(weight.min())}, {int(weight.max())}]")
+    data = torch.empty(_padded(n) * _padded(k, 8) // 2, dtype=torch.uint8)
+    weight = weight.contiguous()
+    lib.function(*_PACK_INT4)(weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
+    return PanelWeight(data, n, k, "int4", lib)
 
 
 def _check_integers(weight: torch.Tensor) -> tuple[int, int]:

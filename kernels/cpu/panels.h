@@ -22,9 +22,6 @@ LLM_INLINE bool within(const int64_t* ids, int64_t count, int64_t n) {
 
 LLM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// How many of `left` rows the next tile takes, when a tile holds at most `most`: as even a split as tiles allow.
-LLM_INLINE int64_t even_share(int64_t left, int64_t most) { return ceil_div(left, ceil_div(left, most)); }
-
 // How far ahead a step prefetches. Near the end of a panel that is past it: there, in the panel that will be read next,
 // which `panels` side by side make one that many further on.
 struct Ahead {
@@ -34,27 +31,62 @@ struct Ahead {
     LLM_INLINE int64_t distance(int64_t step) const { return step < turn ? bytes : bytes + skip; }
 };
 
-// Rows of the next tile: tiles of 1 to 6, 8, 10 and 12 rows are compiled.
+// Rows of the next tile when `left` remain: as even a split as tiles of at most `most` rows allow. Tiles of 1 to 6, 8, 10 and
+// 12 rows are compiled.
 LLM_INLINE int64_t tile_rows(int64_t left, int64_t most) {
-    const int64_t share = even_share(left, most);
+    const int64_t share = ceil_div(left, ceil_div(left, most));
     if (share <= 6 || share % 2 == 0) return share;
     return share < left ? share + 1 : share - 1;
 }
 
-// The product's tasks: row blocks outside, groups of panels inside, so that a block of activations stays in the cache
-// while the panels stream past it.
-struct Tasks {
-    int64_t rows, panels;            // of the whole product
-    int64_t block_rows, group_panels;  // of one task
-    int64_t blocks() const { return ceil_div(rows, block_rows); }
-    int64_t groups() const { return ceil_div(panels, group_panels); }
-    int64_t count() const { return blocks() * groups(); }
-    int64_t first_row(int64_t task) const { return task / groups() * block_rows; }
-    int64_t end_row(int64_t task) const { return least(rows, first_row(task) + block_rows); }
-    int64_t first_panel(int64_t task) const { return task % groups() * group_panels; }
-    int64_t end_panel(int64_t task) const { return least(panels, first_panel(task) + group_panels); }
+// A product as tasks: blocks of row tiles outside, groups of panels inside, so that a block of activations stays in the
+// cache while the panels stream past it.
+class Tasks {
+    Scratch starts_;
+    int64_t tiles_ = 0, panels_, block_tiles_, threads_, group_panels_ = 2;
+
+  public:
+    // `row_bytes`: of the activations; `block_bytes`: how much of them a block may hold.
+    Tasks(int64_t m, int64_t n, int64_t most_rows, int64_t row_bytes, int64_t block_bytes, int64_t threads)
+        : starts_((m + 1) * sizeof(int64_t)), panels_(ceil_div(n, LANES)), threads_(threads) {
+        int64_t* start = starts_.as<int64_t>();
+        for (start[0] = 0; start[tiles_] < m; ++tiles_) start[tiles_ + 1] = start[tiles_] + tile_rows(m - start[tiles_], most_rows);
+        block_tiles_ = block_bytes / (row_bytes * most_rows + 1);
+        if (block_tiles_ < 4) block_tiles_ = 4;
+        if (tiles_ == 1) group_panels_ = 4;  // as many as a tile of few rows takes at once
+    }
+    int64_t tiles() const { return tiles_; }
+    int64_t first_row(int64_t tile) const { return starts_.as<int64_t>()[tile]; }
+    int64_t rows(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
+    // run(tile, first panel, end panel) for everything, on all threads.
+    template <class Run> void run(const Run& run) const {
+        const int64_t groups = ceil_div(panels_, group_panels_), blocks = ceil_div(tiles_, block_tiles_);
+        parallel_for(groups * blocks, threads_, 0, [&](int64_t task, char*) {
+            const int64_t block = task / groups * block_tiles_, panel = task % groups * group_panels_;
+            for (int64_t tile = block; tile < least(block + block_tiles_, tiles_); ++tile)
+                run(tile, panel, least(panel + group_panels_, panels_));
+        });
+    }
     static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 };
+
+// call(integral constant) with the compiled tile height that `rows` is.
+template <int N> struct Rows { static constexpr int value = N; };
+template <class Call> LLM_INLINE void with_rows(int64_t rows, const Call& call) {
+    switch (rows) {
+        case 1: return call(Rows<1>{});
+        case 2: return call(Rows<2>{});
+        case 3: return call(Rows<3>{});
+        case 4: return call(Rows<4>{});
+        case 5: return call(Rows<5>{});
+        case 6: return call(Rows<6>{});
+#if LLM_AVX512
+        case 8: return call(Rows<8>{});
+        case 10: return call(Rows<10>{});
+        case 12: return call(Rows<12>{});
+#endif
+    }
+}
 
 }  // namespace
 }  // namespace llm

@@ -1,7 +1,7 @@
 // Spreading work over the threads of the OpenMP runtime that the host process already has.
 //
 // The runtime is not linked: library.py binds its entry points (llm_bind_openmp). Unbound, work runs on one thread.
-// Tasks are handed out one by one from a counter, so a slow core takes fewer. No result may depend on which thread runs
+// A slow core takes fewer tasks. No result may depend on which thread runs
 // a task, nor on how many there are.
 #pragma once
 
@@ -54,28 +54,46 @@ class Scratch {
     template <class T> T* as() const { return static_cast<T*>(data_); }
 };
 
+// The tasks are cut into one run for each thread, which takes them in order: neighbours share what they fetched ahead.
+// Who has finished takes from the others' runs.
 template <class Task> struct Region {
+    static constexpr int64_t MOST_RUNS = 64;
+    struct alignas(64) Run {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
     const Task* task;
-    int64_t count, scratch_bytes;
-    std::atomic<int64_t> next;
+    int64_t scratch_bytes, runs;
+    std::atomic<int64_t> arrived{0};
+    Run run[MOST_RUNS];
 
+    Region(const Task& what, int64_t count, int64_t threads, int64_t bytes)
+        : task(&what), scratch_bytes(bytes), runs(threads < MOST_RUNS ? threads : MOST_RUNS) {
+        for (int64_t i = 0; i < runs; ++i) {
+            run[i].next.store(count * i / runs, std::memory_order_relaxed);
+            run[i].end = count * (i + 1) / runs;
+        }
+    }
     static void work(void* self) {
         Region& region = *static_cast<Region*>(self);
-        int64_t index = region.next.fetch_add(1, std::memory_order_relaxed);
-        if (index >= region.count) return;
         FloatControl control;
         Scratch scratch(region.scratch_bytes);
-        for (; index < region.count; index = region.next.fetch_add(1, std::memory_order_relaxed))
-            (*region.task)(index, scratch.as<char>());
+        const int64_t own = region.arrived.fetch_add(1, std::memory_order_relaxed);
+        for (int64_t turn = 0; turn < region.runs; ++turn) {
+            Run& run = region.run[(own + turn) % region.runs];
+            for (int64_t index; (index = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;)
+                (*region.task)(index, scratch.as<char>());
+        }
     }
 };
 
 // task(index, scratch) for each index in [0, count), on at most `threads` threads; `scratch` is the thread's own.
 template <class Task> void parallel_for(int64_t count, int64_t threads, int64_t scratch_bytes, const Task& task) {
     if (count <= 0) return;
-    Region<Task> region{&task, count, scratch_bytes, {0}};
     if (threads > count) threads = count;
-    if (threads <= 1 || !openmp.parallel)
+    if (!openmp.parallel) threads = 1;
+    Region<Task> region(task, count, threads < 1 ? 1 : threads, scratch_bytes);
+    if (threads <= 1)
         Region<Task>::work(&region);
     else
         openmp.parallel(Region<Task>::work, &region, static_cast<unsigned>(threads), 0);

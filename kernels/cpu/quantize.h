@@ -9,6 +9,9 @@
 namespace llm {
 namespace {
 
+// Fewer activations than these are quantized by the calling thread alone.
+constexpr int64_t SERIAL_ELEMENTS = 1 << 14;
+
 // max|x| of a row; NaN when it holds one. As integers, |NaN| > infinity > every number.
 LLM_INLINE float largest_magnitude(const float* x, int64_t k) {
     const I32 mask = set1_i(0x7fffffff);

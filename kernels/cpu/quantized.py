@@ -10,9 +10,19 @@ import torch
 
 from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
 from llm.kernels.cpu.linear import checked_input, checked_vector
-from llm.kernels.cpu.packed import PanelWeight
+from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
 
 _W8A8 = ("llm_linear_w8a8", POINTER, POINTER, POINTER, POINTER, FLOAT, INT, POINTER, POINTER, INT, INT, INT, INT)
+_W4A8 = (
+    "llm_linear_w4a8",
+    *(POINTER, POINTER, POINTER, INT, INT, INT, INT),
+    *(POINTER, POINTER, INT, INT, INT, INT),
+)
+_WEIGHT_ONLY = (
+    "llm_linear_weight_only",
+    *(INT, POINTER, POINTER, POINTER, POINTER, INT, INT),
+    *(POINTER, POINTER, INT, INT, INT, INT),
+)
 _EMBEDDING = ("llm_embedding_int8", POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
 _PER_TOKEN = ("llm_quantize_per_token", POINTER, POINTER, POINTER, INT, INT, INT)
 _STATIC = ("llm_quantize_static", POINTER, POINTER, FLOAT, INT, INT, INT)
@@ -87,6 +97,120 @@ def _linear_w8a8(
         torch.get_num_threads(),
     )
     return out
+
+
+def linear_w4a8(
+    lib: Library,
+    x: torch.Tensor,
+    packed: PanelWeight,
+    scale: torch.Tensor,
+    group_size: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = (sum_g float(sum_{k in g} q w) * scale[:, g]) * xs + bias; x float32 [M, K], scale float [N, G] -> [M, N].
+
+    `scale` is read fastest, without a copy, when it lies column by column: `scale.t().contiguous().t()`. With more than
+    one group, group_size is a multiple of 8.
+    """
+    x, bias = checked_input(x, packed.k), checked_vector(bias, packed.n)
+    _check_kind(packed, "int4")
+    scale, stride = _by_group(scale, packed, group_size)
+    groups = scale.shape[1]
+    if groups > 1 and group_size % 8:
+        raise ValueError(f"groups are of a multiple of 8 columns, got {group_size}")
+    out = x.new_empty((x.shape[0], packed.n))
+    lib.function(*_W4A8)(
+        x.data_ptr(),
+        packed.data.data_ptr(),
+        scale.data_ptr(),
+        FLOAT_KINDS[scale.dtype],
+        stride,
+        group_size,
+        groups,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        packed.n,
+        packed.k,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def linear_w8a16(
+    lib: Library,
+    x: torch.Tensor,
+    packed: PanelWeight,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = x W^T + bias with W = (w - zero) * scale; the chain of `linear_float` with that weight, x float32 [M, K]."""
+    _check_kind(packed, "int8")
+    return _weight_only(lib, x, packed, scale, zero, group_size, bias)
+
+
+def linear_w4a16(
+    lib: Library,
+    x: torch.Tensor,
+    packed: PanelWeight,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `linear_w8a16`, with an int4 weight."""
+    _check_kind(packed, "int4")
+    return _weight_only(lib, x, packed, scale, zero, group_size, bias)
+
+
+def _weight_only(
+    lib: Library,
+    x: torch.Tensor,
+    packed: PanelWeight,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    x, bias = checked_input(x, packed.k), checked_vector(bias, packed.n)
+    scale, stride = _by_group(scale.float(), packed, group_size)
+    zeros = None if zero is None else _by_group(zero.float(), packed, group_size)[0]
+    out = x.new_empty((x.shape[0], packed.n))
+    lib.function(*_WEIGHT_ONLY)(
+        8 if packed.kind == "int8" else 4,
+        x.data_ptr(),
+        packed.data.data_ptr(),
+        scale.data_ptr(),
+        None if zeros is None else zeros.data_ptr(),
+        stride,
+        group_size,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        packed.n,
+        packed.k,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _by_group(values: torch.Tensor, packed: PanelWeight, group_size: int) -> tuple[torch.Tensor, int]:
+    """Values [N, G] with the rows of a group side by side in memory, and the distance between groups."""
+    groups = -(-packed.k // group_size)
+    if values.shape != (packed.n, groups):
+        raise ValueError(f"scale has shape {list(values.shape)}, groups of {group_size} need {[packed.n, groups]}")
+    if values.dtype not in FLOAT_KINDS:
+        raise ValueError(f"scales are float32, bfloat16 or float16, got {values.dtype}")
+    if values.stride(0) != 1 and packed.n > 1:
+        values = values.t().contiguous().t()
+    return values, values.stride(1) if groups > 1 else packed.n
+
+
+def _check_kind(packed: PanelWeight, kind: str) -> None:
+    if packed.kind != kind:
+        raise ValueError(f"the weight is of pack_{kind}, got {packed.kind}")
 
 
 def embedding_int8(lib: Library, token_ids: torch.Tensor, packed: PanelWeight, scale: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,325 @@
+// y = x W^T (+ bias) with int4 weights and activations quantized here to int8: exact int32 sums per group of k, groups added
+// in order in float32.
+//
+// A panel is [k / 8][16][4]: in byte j of a column, weight k + j plus 8 in the low nibble and weight k + 4 + j plus 8 in the
+// high one, so that a mask and a shift give four unsigned bytes of consecutive k. The sums start at -8 times the sum of the
+// activations, which takes the 8 back. k is padded with activations of 0.
+#include "panels.h"
+#include "quantize.h"
+
+namespace llm {
+namespace {
+
+constexpr int64_t STEP = 8;                 // k of one step
+constexpr int64_t PANEL_STEP = LANES * 4;   // bytes of a panel per step
+constexpr int64_t PREFETCH_BYTES = 4096;
+constexpr int64_t BLOCK_BYTES = 512 << 10;
+
+enum ScaleKind : int64_t { SCALE_FLOAT32 = 0, SCALE_BFLOAT16 = 1, SCALE_FLOAT16 = 2 };
+
+struct Product {
+    const int8_t* a;         // of each tile, [k / 8][rows][8]
+    const int32_t* start;    // of each tile, [groups][rows]: -8 times the sum of a group's activations
+    const float* row_scale;  // [m]
+    const uint8_t* weight;
+    const void* scale;  // [groups][scale_stride], of `scale_kind`
+    int64_t scale_kind, scale_stride;
+    const float* bias;  // [n] or null
+    float* y;
+    int64_t m, n, padded_k, groups, group_steps;
+
+    int64_t steps() const { return padded_k / STEP; }
+    int64_t panel_bytes() const { return padded_k * LANES / 2; }
+    LLM_INLINE F32 group_scale(int64_t group, int64_t column) const {
+        const int64_t at = group * scale_stride + column, count = n - column;
+        if (scale_kind == SCALE_FLOAT32) return part(static_cast<const float*>(scale) + at, count);
+        if (scale_kind == SCALE_FLOAT16) return part(static_cast<const F16*>(scale) + at, count);
+        return part(static_cast<const BF16*>(scale) + at, count);
+    }
+    template <class T> LLM_INLINE F32 part(const T* p, int64_t count) const {
+        prefetch(p + 4 * LANES);  // of a later panel: they come from memory one line at a time
+        return load_part(p, count);
+    }
+};
+
+// `sums` below: [rows][PANELS][16] floats, the groups' sums so far; added to, never in registers for longer than a group.
+
+#if !defined(LLM_PLAIN)
+// The inner loops are written out, and volatile to stay in order: gcc 12 loads all broadcasts ahead and spills the sums.
+using Four = const int8_t (*)[4];
+template <class Vector> LLM_INLINE Vector broadcast(const int8_t* four) {
+    Vector out;
+    asm volatile("vpbroadcastd %1, %0" : "=v"(out) : "m"(*reinterpret_cast<Four>(four)));
+    return out;
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+
+constexpr int MAX_ROWS = 12;
+constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
+LLM_INLINE void dot(__m512i& sum, __m512i w, __m512i a) { asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a)); }
+
+template <int ROWS, int PANELS>
+__attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums) {
+    const int64_t bytes = p.panel_bytes();
+    const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
+    const uint8_t* b = p.weight + panel * bytes;
+    const __m512i mask = _mm512_set1_epi8(15);
+    int64_t s = 0;
+    for (int64_t group = 0; group < p.groups; ++group) {
+        __m512i acc[ROWS][PANELS];
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r)
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = _mm512_set1_epi32(start[group * ROWS + r]);
+        const int64_t end = Tasks::least(p.steps(), (group + 1) * p.group_steps);
+        for (; s < end; ++s) {
+            const int64_t distance = ahead.distance(s);
+            __m512i both[PANELS], w[PANELS];
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
+                const uint8_t* at = b + c * bytes + s * PANEL_STEP;
+                both[c] = _mm512_loadu_si512(at);
+                asm("" : "+v"(both[c]));
+                w[c] = _mm512_and_si512(both[c], mask);
+                prefetch(at + distance);
+            }
+            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                const __m512i value = broadcast<__m512i>(a + (s * ROWS + r) * STEP);
+                LLM_UNROLL for (int c = 0; c < PANELS; ++c) dot(acc[r][c], w[c], value);
+            }
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c) w[c] = _mm512_and_si512(_mm512_srli_epi16(both[c], 4), mask);
+            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                const __m512i value = broadcast<__m512i>(a + (s * ROWS + r) * STEP + 4);
+                LLM_UNROLL for (int c = 0; c < PANELS; ++c) dot(acc[r][c], w[c], value);
+            }
+        }
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
+            const F32 scale = p.group_scale(group, (panel + c) * LANES);
+            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                float* at = sums + (r * PANELS + c) * LANES;
+                store(at, fma(to_float(I32{acc[r][c]}), scale, load(at)));
+            }
+        }
+    }
+}
+
+#elif defined(LLM_PLAIN)
+
+constexpr int MAX_ROWS = 6;
+constexpr int panels_for(int) { return 1; }
+
+template <int ROWS, int PANELS>
+void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums) {
+    const uint8_t* b = p.weight + panel * p.panel_bytes();
+    int64_t s = 0;
+    for (int64_t group = 0; group < p.groups; ++group) {
+        int32_t acc[ROWS][LANES];
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < LANES; ++c) acc[r][c] = start[group * ROWS + r];
+        for (const int64_t end = Tasks::least(p.steps(), (group + 1) * p.group_steps); s < end; ++s)
+            for (int r = 0; r < ROWS; ++r)
+                for (int c = 0; c < LANES; ++c)
+                    for (int j = 0; j < 4; ++j) {
+                        const int both = b[s * PANEL_STEP + c * 4 + j];
+                        const int8_t* at = a + (s * ROWS + r) * STEP + j;
+                        acc[r][c] += (both & 15) * at[0] + (both >> 4) * at[4];
+                    }
+        const F32 scale = p.group_scale(group, panel * LANES);
+        for (int r = 0; r < ROWS; ++r)
+            store(sums + r * LANES, fma(to_float(load_i(acc[r])), scale, load(sums + r * LANES)));
+    }
+}
+
+#else
+
+// Unsigned times signed bytes in pairs, added in int16 over 32 k: at most 16 * 15 * 128 = 30720 in magnitude.
+#if LLM_AVX512
+constexpr int MAX_ROWS = 12, VECTORS = 1;
+using Vector = __m512i;
+LLM_INLINE I32 pairs(const Vector* x) { return {_mm512_madd_epi16(x[0], _mm512_set1_epi16(1))}; }
+LLM_INLINE Vector nibbles(const uint8_t* p, bool high) {
+    const Vector both = _mm512_loadu_si512(p);
+    return _mm512_and_si512(high ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+}
+#else
+constexpr int MAX_ROWS = 6, VECTORS = 2;
+using Vector = __m256i;
+LLM_INLINE I32 pairs(const Vector* x) {
+    const Vector one = _mm256_set1_epi16(1);
+    return {_mm256_madd_epi16(x[0], one), _mm256_madd_epi16(x[1], one)};
+}
+alignas(32) constexpr uint8_t LOW_NIBBLES[32] = {15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15,
+                                                 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15};
+// The mask stays in memory: 12 sums, 2 vectors of weights, a broadcast and a product are all 16 registers.
+LLM_INLINE Vector nibbles(const uint8_t* p, bool high) {
+    Vector out = load_256(p);
+    if (high) out = _mm256_srli_epi16(out, 4);
+    asm volatile("vpand %1, %0, %0" : "+v"(out) : "m"(LOW_NIBBLES));
+    return out;
+}
+#endif
+LLM_INLINE void multiply(Vector& sum, Vector w, Vector a) { asm volatile("vpmaddubsw %2, %1, %0" : "=v"(sum) : "v"(w), "v"(a)); }
+LLM_INLINE void multiply_add(Vector& sum, Vector w, Vector a) {
+    Vector product;
+    asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(product) : "v"(w), "v"(a));
+}
+
+// Few rows wait for memory: they take turns at several panels, so that as many streams are under way.
+constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
+constexpr int64_t STEPS_IN_WORDS = 4;
+
+// Up to 4 steps, summed in int16.
+template <int ROWS, int STEPS>
+LLM_INLINE void few_steps(const int8_t* a, const uint8_t* b, int64_t distance, Vector (&words)[ROWS][VECTORS]) {
+    LLM_UNROLL for (int s = 0; s < STEPS; ++s) {
+        prefetch(b + s * PANEL_STEP + distance);
+        LLM_UNROLL for (int half = 0; half < 2; ++half) {
+            Vector w[VECTORS];
+            LLM_UNROLL for (int c = 0; c < VECTORS; ++c) w[c] = nibbles(b + s * PANEL_STEP + c * sizeof(Vector), half);
+            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                const Vector value = broadcast<Vector>(a + (s * ROWS + r) * STEP + half * 4);
+                LLM_UNROLL for (int c = 0; c < VECTORS; ++c) {
+                    if (s == 0 && half == 0) multiply(words[r][c], w[c], value);
+                    else multiply_add(words[r][c], w[c], value);
+                }
+            }
+        }
+    }
+}
+
+template <int ROWS, int PANELS>
+__attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums) {
+    const int64_t bytes = p.panel_bytes();
+    const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
+    alignas(64) int32_t group_sums[ROWS * PANELS * LANES];
+    int64_t s = 0;
+    for (int64_t group = 0; group < p.groups; ++group) {
+        const int64_t end = Tasks::least(p.steps(), (group + 1) * p.group_steps);
+        for (bool first = true; first || s < end; first = false) {
+            const int64_t some = end - s < STEPS_IN_WORDS ? 1 : STEPS_IN_WORDS, distance = ahead.distance(s);
+            const int8_t* at = a + s * ROWS * STEP;
+            const bool last = s + some >= end;
+            for (int c = 0; c < PANELS; ++c) {
+                const uint8_t* b = p.weight + (panel + c) * bytes + s * PANEL_STEP;
+                Vector words[ROWS][VECTORS];
+                if (some == STEPS_IN_WORDS) few_steps<ROWS, STEPS_IN_WORDS>(at, b, distance, words);
+                else few_steps<ROWS, 1>(at, b, distance, words);
+                I32 sum[ROWS];
+                LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                    const I32 before = first ? set1_i(start[group * ROWS + r]) : load_i(group_sums + (r * PANELS + c) * LANES);
+                    sum[r] = before + pairs(words[r]);
+                }
+                if (last) {
+                    const F32 scale = p.group_scale(group, (panel + c) * LANES);
+                    LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                        float* into = sums + (r * PANELS + c) * LANES;
+                        store(into, fma(to_float(sum[r]), scale, load(into)));
+                    }
+                } else {
+                    LLM_UNROLL for (int r = 0; r < ROWS; ++r) store_i(group_sums + (r * PANELS + c) * LANES, sum[r]);
+                }
+            }
+            s += some;
+        }
+    }
+}
+
+#endif
+
+template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
+    alignas(64) float sums[ROWS * PANELS * LANES] = {};
+    add_groups<ROWS, PANELS>(p, p.a + row * p.padded_k, p.start + row * p.groups, panel, sums);
+    for (int c = 0; c < PANELS; ++c) {
+        const int64_t column = (panel + c) * LANES, columns = p.n - column;
+        const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
+        for (int r = 0; r < ROWS; ++r) {
+            const F32 product = load(sums + (r * PANELS + c) * LANES) * set1(p.row_scale[row + r]);
+            store_part(p.y + (row + r) * p.n + column, p.bias ? product + bias : product, columns);
+        }
+    }
+}
+
+template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
+    constexpr int wide = panels_for(ROWS);
+    for (; panel + wide <= end; panel += wide) tile<ROWS, wide>(p, row, panel);
+    if (wide > 1)
+        for (; panel < end; ++panel) tile<ROWS, 1>(p, row, panel);
+}
+
+// One row of a tile of `rows`, as [k / 8][rows][8] and [groups][rows]; returns its scale.
+LLM_INLINE float quantize_row(const float* x, int64_t k, const Product& p, int64_t rows, int8_t* out, int32_t* start) {
+    const float scale = row_scale(x, k);
+    const F32 divisor = set1(row_divisor(scale));
+    for (int64_t group = 0, s = 0; group < p.groups; ++group) {
+        const int64_t end = Tasks::least(p.steps(), (group + 1) * p.group_steps) * STEP;
+        int32_t sum = 0;
+        for (int64_t i = s * STEP; i < end; i += LANES) {
+            alignas(16) int8_t q[LANES];
+            store_int8(q, quantize(x + i, k - i, divisor, zero()));
+            for (int64_t j = 0; j < Tasks::least(LANES, end - i); j += STEP, ++s) {
+                std::memcpy(out + s * rows * STEP, q + j, STEP);
+                for (int64_t e = 0; e < STEP; ++e) sum += q[j + e];
+            }
+        }
+        start[group * rows] = -8 * sum;
+    }
+    return scale;
+}
+
+LLM_INLINE uint8_t both_nibbles(const int8_t* row, int64_t at, int64_t k) {
+    const int low = at < k ? row[at] + 8 : 8, high = at + 4 < k ? row[at + 4] + 8 : 8;
+    return static_cast<uint8_t>(high << 4 | low);
+}
+
+}  // namespace
+}  // namespace llm
+
+using namespace llm;
+
+// scale: [groups][scale_stride] of float32 (0), bfloat16 (1) or float16 (2). group_size is a multiple of 8, or groups is 1.
+LLM_EXPORT void llm_linear_w4a8(const float* x, const uint8_t* weight, const void* scale, int64_t scale_kind,
+                                int64_t scale_stride, int64_t group_size, int64_t groups, const float* bias, float* y, int64_t m,
+                                int64_t n, int64_t k, int64_t threads) {
+    const int64_t padded = ceil_div(k, STEP) * STEP, group_steps = groups == 1 ? padded / STEP : group_size / STEP;
+    const Scratch operands(m * padded), starts(m * groups * sizeof(int32_t)), scales(m * sizeof(float));
+    int8_t* a = operands.as<int8_t>();
+    int32_t* start = starts.as<int32_t>();
+    float* row_scales = scales.as<float>();
+    const Product p{a, start, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
+    const Tasks tasks(m, n, MAX_ROWS, padded, BLOCK_BYTES, threads);
+    parallel_for(tasks.tiles(), m * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t tile, char*) {
+        const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
+        for (int64_t r = 0; r < rows; ++r)
+            row_scales[first + r] = quantize_row(x + (first + r) * k, k, p, rows, a + first * padded + r * STEP,
+                                                 start + first * groups + r);
+    });
+    tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
+        with_rows(tasks.rows(tile), [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
+    });
+}
+
+// src int8 [n, k] with values in [-8, 7] -> panels [ceil(n / 16)][ceil(k / 8)][16][4]
+LLM_EXPORT void llm_pack_int4(const int8_t* src, uint8_t* dst, int64_t n, int64_t k, int64_t threads) {
+    const int64_t steps = ceil_div(k, STEP);
+    parallel_for(ceil_div(n, LANES), threads, 0, [&](int64_t panel, char*) {
+        uint8_t* out = dst + panel * steps * PANEL_STEP;
+        for (int64_t lane = 0; lane < LANES; ++lane) {
+            const int64_t row = panel * LANES + lane;
+            for (int64_t s = 0; s < steps; ++s)
+                for (int64_t j = 0; j < 4; ++j)
+                    out[s * PANEL_STEP + lane * 4 + j] = both_nibbles(src + row * k, s * STEP + j, row < n ? k : 0);
+        }
+    });
+}
+
+// Rows [first, end) of the weight.
+LLM_EXPORT void llm_unpack_int4(const uint8_t* src, int8_t* dst, int64_t first, int64_t end, int64_t k, int64_t threads) {
+    const int64_t bytes = ceil_div(k, STEP) * PANEL_STEP;
+    parallel_for(end - first, threads, 0, [&](int64_t index, char*) {
+        const int64_t row = first + index;
+        const uint8_t* panel = src + row / LANES * bytes + row % LANES * 4;
+        for (int64_t i = 0; i < k; ++i) {
+            const int both = panel[i / STEP * PANEL_STEP + i % 4];
+            dst[index * k + i] = static_cast<int8_t>((i % STEP < 4 ? both & 15 : both >> 4) - 8);
+        }
+    });
+}
