@@ -103,8 +103,9 @@ class IntegerMethod(EmbeddingMethodBase):
         layer.packed_weight = packed
         # Buffers, so that whoever counts or frees the model's memory sees them.
         layer.register_buffer("packed_data", packed.data, persistent=False)
-        layer.register_buffer("weight_scale", weight.scale.float().contiguous(), persistent=False)
-        zero = None if weight.zero is None else weight.zero.float().contiguous()
+        # [N, G], in memory group by group: kernels read 16 rows' scales of one group at once.
+        layer.register_buffer("weight_scale", weight.scale.float().t().contiguous().t(), persistent=False)
+        zero = None if weight.zero is None else weight.zero.float().t().contiguous().t()
         layer.register_buffer("weight_zero", zero, persistent=False)
         self._keep(weight)
         if weight.bias is not None:
