@@ -507,6 +507,7 @@ class LLM(Scoring):
                 try:
                     if self._engine is not None:
                         self._abort_dropped(self._engine)
+                        self._engine.end_call()
                 finally:
                     self._lock.release()
         if guard.requested:

@@ -6,11 +6,12 @@ Does not own the search: see `llm/engine/beam_search.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
-from llm.errors import ValidationError
+from llm.checks import check_flag, check_integer, check_real, refuse
 from llm.outputs import Logprob
 
+_MOST_PENALTY = 100.0  # length ** penalty stays a float
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
@@ -57,29 +58,22 @@ class BeamSearchParams:
     def validate(self) -> None:
         """Check every field again (the object is mutable); raises `ValidationError`."""
         for name in ("beam_width", "max_tokens"):
-            if not _is_integer(getattr(self, name)) or getattr(self, name) < 1:
-                _refuse(name, getattr(self, name), "an integer of at least 1")
+            check_integer(name, getattr(self, name), 1)
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "True or False")
-        penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not abs(penalty) < float("inf"):
-            _refuse("length_penalty", penalty, "a finite number")
+            check_flag(name, getattr(self, name))
+        check_real("length_penalty", self.length_penalty, -_MOST_PENALTY, _MOST_PENALTY)
         if self.temperature != 0:
-            _refuse("temperature", self.temperature, "0.0, for beams are ranked by the model's own logprobs")
+            refuse("temperature", self.temperature, "0.0, for beams are ranked by the model's own logprobs")
         for name in ("structured_outputs", "watermarking"):
             if getattr(self, name) is not None:
-                _refuse(name, getattr(self, name), "None in a beam search")
-        if self.early_stopping not in (True, False, "never") or (
-            self.early_stopping in (0, 1) and not isinstance(self.early_stopping, bool)
-        ):
-            _refuse("early_stopping", self.early_stopping, "True, False or 'never'")
-        allowed = self.allowed_token_ids
-        if allowed is not None and (not isinstance(allowed, list | tuple) or not allowed):
-            _refuse("allowed_token_ids", allowed, "None or a list of at least one token id")
-        for token in allowed or ():
-            if not _is_integer(token) or token < 0:
-                _refuse("allowed_token_ids", token, "a list of token ids")
+                refuse(name, getattr(self, name), "None in a beam search")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            refuse("early_stopping", self.early_stopping, "True, False or 'never'")
+        if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, list | tuple) or not self.allowed_token_ids:
+                refuse("allowed_token_ids", self.allowed_token_ids, "None or a list of at least one token id")
+            for token in self.allowed_token_ids:
+                check_integer("allowed_token_ids", token, 0)
 
 
 @dataclass
@@ -113,11 +107,3 @@ class BeamSearchOutput:
     """A prompt's sequences, the best score first."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _refuse(name: str, value: Any, right: str) -> NoReturn:
-    raise ValidationError(f"{name} must be {right}, got {value!r}.", parameter=name, value=value)

@@ -382,3 +382,12 @@ class SamplingParams:
 
 
 _FIELDS: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(SamplingParams)}
+
+
+def __getattr__(name: str) -> Any:
+    """`BeamSearchParams` stands here in vLLM."""
+    if name == "BeamSearchParams":
+        from llm.beam_search import BeamSearchParams
+
+        return BeamSearchParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

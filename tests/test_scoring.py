@@ -12,7 +12,7 @@ import pytest
 from embedded import assert_idle, engine_of, open_llm
 from tiny_models import TINY_MODELS, VOCAB, make_prompts, one_thread, reference_logprobs, tiny_checkpoint
 
-from llm import LLM, GenerationInterrupted, ValidationError
+from llm import LLM, BeamSearchParams, GenerationInterrupted, ValidationError
 
 MODELS = ("llama", "gemma3", "gpt2")
 TOLERANCE = 1e-4
@@ -180,6 +180,17 @@ def test_bad_calls(embedded: LLM, method: str, arguments: Any, parameter: str) -
 def test_bad_stride(embedded: LLM, stride: Any) -> None:
     with pytest.raises(ValidationError, match="stride"):
         embedded.perplexity(["And the LORD"], stride=stride, use_tqdm=False)
+
+
+def test_logits_are_no_logprobs() -> None:
+    with open_llm(logprobs_mode="raw_logits") as llm:
+        for call in (
+            lambda: llm.loglikelihood("And the", " LORD", use_tqdm=False),
+            lambda: llm.perplexity("And the LORD", use_tqdm=False),
+            lambda: llm.beam_search("And the", BeamSearchParams(beam_width=2, max_tokens=2)),
+        ):
+            with pytest.raises(ValidationError, match="logprobs_mode"):
+                call()
 
 
 def test_nothing_is_no_error(embedded: LLM) -> None:

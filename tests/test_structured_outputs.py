@@ -250,6 +250,8 @@ def test_rows_do_not_influence_each_other(llm: LLM) -> None:
 def test_no_thread_outlives_the_call_and_outputs_are_plain(llm: LLM) -> None:
     output = run(llm, "x", structured(json=PERSON))[0]
     assert "".join(llm.stream("x", structured(json=PERSON))) == output.outputs[0].text
+    for _ in llm.stream("x", structured(json=PERSON)):
+        break
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("llm-grammar")]
     assert output.params is not None and output.params.structure is None
     assert run(llm, "x", output.params)[0].outputs[0].text == output.outputs[0].text

@@ -1,4 +1,4 @@
-"""Ten vLLM scripts run here after changing only their imports.
+"""Twelve vLLM scripts run here after changing only their imports.
 
 Each script of `vllm_scripts/` is one that vLLM runs when `llm` is replaced by `vllm` in its import lines and MODEL
 names a model; here they run on the embedded model, in this process, and what they print is checked.
@@ -7,6 +7,7 @@ names a model; here they run on the embedded model, in this process, and what th
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 from collections.abc import Callable, Iterator
@@ -23,14 +24,14 @@ VLLM_NAMES = {
     "llm": {"LLM", "SamplingParams", "TextPrompt", "TokensPrompt", "PromptType", "RequestOutput", "CompletionOutput"},
     "llm.inputs": {"TextPrompt", "TokensPrompt", "PromptType"},
     "llm.outputs": {"RequestOutput", "CompletionOutput"},
-    "llm.sampling_params": {"SamplingParams", "RequestOutputKind"},
+    "llm.sampling_params": {"SamplingParams", "RequestOutputKind", "BeamSearchParams", "StructuredOutputsParams"},
 }
-VLLM_METHODS = {"generate", "chat", "get_tokenizer"}
+VLLM_METHODS = {"generate", "chat", "get_tokenizer", "beam_search"}
 VLLM_ARGUMENTS = set(ARGUMENTS) - {"device", "verbose"}
 SAMPLING_PARAMS = {
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids"),
     *("ignore_eos", "logprobs", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "output_kind"),
-    "extra_args",
+    *("extra_args", "structured_outputs"),
 }
 
 
@@ -114,11 +115,24 @@ def greedy_fields(printed: str) -> None:
     assert set(re.findall(r"^  finish_reason: '(\w+)'$", printed, re.MULTILINE)) <= {"stop", "length"}
 
 
+def beam_search(printed: str) -> None:
+    found = re.findall(r"^(-[\d.]+) (\d+) tokens: ['\"](.+)['\"]$", printed, re.MULTILINE)
+    assert len(found) == 6
+    assert all(text.startswith(("And Moses said unto", "In the beginning God")) for _, _, text in found)
+
+
+def structured_outputs(printed: str) -> None:
+    lines = dict(line.split(": ", 1) for line in printed.splitlines() if ": " in line)
+    assert lines["choice"] in ("good", "evil")
+    assert re.fullmatch("[a-z]+@[a-z]+[.]com", lines["regex"])
+    assert set(json.loads(lines["json"])) == {"name", "age"}
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     check.__name__: check
     for check in (
         *(basic, batch_params, chat, token_prompts, seeds_logprobs, stopping, prefix_caching, engine_args),
-        *(chat_template, greedy_fields),
+        *(chat_template, greedy_fields, beam_search, structured_outputs),
     )
 }
 
@@ -130,8 +144,8 @@ def test_script(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     CHECKS[path.stem](capsys.readouterr().out)
 
 
-def test_there_are_ten() -> None:
-    assert len(SCRIPTS) == 10
+def test_there_are_twelve() -> None:
+    assert len(SCRIPTS) == 12
     assert {path.stem for path in SCRIPTS} == set(CHECKS)
 
 
@@ -155,7 +169,7 @@ def not_vllm(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_script_is_vllm_but_for_its_imports(path: Path) -> None:
     source = path.read_text()
-    assert "from llm import LLM, SamplingParams" in source
+    assert "from llm import LLM" in source
     assert list(not_vllm(source)) == []
 
 

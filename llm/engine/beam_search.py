@@ -19,9 +19,10 @@ from typing import Any
 
 from llm.bar import Bar
 from llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from llm.checks import check_integer, refuse
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor, Row, list_prompts
-from llm.errors import ValidationError
+from llm.engine.scoring import check_logprobs_mode
 from llm.outputs import Logprob, RequestOutput
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
@@ -126,6 +127,7 @@ class BeamSearches:
         concurrency_limit: int | None,
     ) -> None:
         config = engine.config.model_config
+        check_logprobs_mode(config)
         _check(params, concurrency_limit, config.vocab_size)
         one_token = SamplingParams(temperature=0.0, max_tokens=1)
         rows = preprocessor.rows(prompts, one_token, SamplingParams)
@@ -171,18 +173,13 @@ class BeamSearches:
 
 def _check(params: BeamSearchParams, concurrency_limit: Any, vocab_size: int) -> None:
     if not isinstance(params, BeamSearchParams):
-        raise _bad("params", type(params).__name__, "a BeamSearchParams")
+        refuse("params", type(params).__name__, "a BeamSearchParams")
     params.validate()
-    valid = isinstance(concurrency_limit, int) and not isinstance(concurrency_limit, bool) and concurrency_limit > 0
-    if concurrency_limit is not None and not valid:
-        raise _bad("concurrency_limit", concurrency_limit, "None or an integer of at least 1")
+    if concurrency_limit is not None:
+        check_integer("concurrency_limit", concurrency_limit, 1)
     for token in params.allowed_token_ids or ():
         if token >= vocab_size:
-            raise _bad("allowed_token_ids", token, f"below the vocabulary size {vocab_size}")
-
-
-def _bad(name: str, value: Any, right: str) -> ValidationError:
-    return ValidationError(f"{name} must be {right}, got {value!r}.", parameter=name, value=value)
+            refuse("allowed_token_ids", token, f"below the vocabulary size {vocab_size}")
 
 
 def _output(prompt: SearchPrompt, tokenizer: Tokenizer | None) -> BeamSearchOutput:

@@ -11,10 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llm.checks import check_integer, refuse
+from llm.config import ModelConfig
 from llm.engine.preprocess import Preprocessor, Row, list_prompts
 from llm.errors import ValidationError
 from llm.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from llm.sampling_params import SamplingParams
+
+
+def check_logprobs_mode(config: ModelConfig) -> None:
+    """Raise `ValidationError` where logprobs are asked for and logits would come."""
+    if not config.logprobs_mode.endswith("logprobs"):
+        refuse("logprobs_mode", config.logprobs_mode, "'raw_logprobs' or 'processed_logprobs' to score texts")
 
 
 def continuation_rows(preprocessor: Preprocessor, prompts: Any, continuations: Any) -> list[Row]:
@@ -95,6 +102,7 @@ def perplexity_of(rows: Sequence[Row], owners: Sequence[int], outputs: Sequence[
 
 
 def _rows(preprocessor: Preprocessor, token_ids: Sequence[list[int]], borders: Sequence[int]) -> list[Row]:
+    check_logprobs_mode(preprocessor.config)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in token_ids]
     rows = preprocessor.rows(prompts, params, SamplingParams) if prompts else []
