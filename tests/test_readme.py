@@ -1,0 +1,64 @@
+"""The README says the truth about the tree, the steps and the places it names."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+ROOMS = ("llm", "layers", "quantization", "platforms", "kernels")
+
+
+def tree_of(readme: str) -> list[str]:
+    """The paths of the section "The tree": folders end with "/", a * stands for any letters."""
+    section = readme.split("## The tree\n", 1)[1].split("\n## ", 1)[0]
+    paths, room = [], ""
+    for line in section.splitlines():
+        if not line.startswith("    ") or not line.strip():
+            continue
+        names = re.split(r"\s{2,}", line.strip())[0].split(", ")
+        if not line.startswith("     "):
+            room = names[0]
+            paths.append(room)
+        else:
+            paths.extend(room + name for name in names)
+    return paths
+
+
+def unnamed_sources(paths: list[str]) -> list[str]:
+    """Python files of the rooms that no line of the tree names, nor lies in a folder that one names."""
+    folders = ("platforms/", *(path for path in paths if re.fullmatch(r"\w+/\w.*/", path)))
+    found = []
+    for room in ROOMS:
+        for source in sorted((ROOT / room).rglob("*.py")):
+            name = str(source.relative_to(ROOT))
+            inside_link = any(name.startswith(f"llm/{linked}/") for linked in ROOMS[1:])
+            named = name.startswith(folders) or any(fnmatch(name, path) for path in paths)
+            if not inside_link and not named and name != f"{room}/__init__.py":
+                found.append(name)
+    return found
+
+
+def test_every_path_of_the_tree_exists() -> None:
+    paths = tree_of(README)
+    assert len(paths) > 60
+    assert [path for path in paths if not list(ROOT.glob(path))] == []
+
+
+def test_the_tree_names_every_source_file_or_its_folder() -> None:
+    assert unnamed_sources(tree_of(README)) == []
+
+
+@pytest.mark.parametrize("lost", ["llm/api.py", "layers/attention/", "quantization/packing.py", "kernels/select.py"])
+def test_a_lost_line_is_seen(lost: str) -> None:
+    assert unnamed_sources([path for path in tree_of(README) if path != lost]) != []
+
+
+def test_every_file_that_is_named_in_passing_exists() -> None:
+    named = re.findall(r"`((?:llm|layers|quantization|platforms|kernels|tests|notebooks)/[\w./]*)`", README)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
