@@ -12,19 +12,22 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from documented_processors import DummyLogitsProcessor, WrappedPerReqLogitsProcessor
 from embedded import assert_idle, engine_of, open_llm, run, tokens
-from test_batch_updates import Replay
+from test_batch_updates import Replay, move_untold, newest_place_first
 
 from llm import LLM, RequestOutput, SamplingParams, ValidationError, plugins
 from llm.errors import LLMError, LogitsProcessorError, PluginError, SamplingError
 from llm.sampling.logits_processors import EndThinkingLogitsProcessor, NoRepeatNGramLogitsProcessor
+from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 TARGET = 67
-SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
+# So few tokens a step that prompts come in chunks: rows that draw and rows that do not share a step.
+SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 7}
 PROMPTS = [[5 + index, 300, 7 * index + 1] for index in range(17)]
 
 
@@ -120,21 +123,43 @@ class Watcher(LogitsProcessor):
         return logits
 
 
-@pytest.mark.parametrize("blocks", [None, 3], ids=["roomy", "preempting"])
-def test_updates_of_a_whole_run_replay_to_the_true_batch(blocks: int | None, plain: list[list[int]]) -> None:
+@pytest.mark.parametrize("preempting", [False, True])
+def test_updates_of_a_whole_run_replay_to_the_true_batch(preempting: bool, plain: list[list[int]]) -> None:
     tight = {}
-    if blocks is not None:
+    if preempting:
         with open_llm(**SIZES) as roomy:
             cache = roomy.config.cache_config
         tight = {"max_model_len": 16, "block_size": 4, "enable_prefix_caching": False}
-        tight["kv_cache_memory_bytes"] = cache.kv_cache_memory_bytes // cache.num_blocks // cache.block_size * 32
+        tight["kv_cache_memory_bytes"] = cache.kv_cache_memory_bytes // cache.num_blocks // cache.block_size * 20
     with open_llm(logits_processors=[Watcher], **SIZES, **tight) as watched:
         Watcher.engine, Watcher.kinds = engine_of(watched), set()
         outputs = run(watched, PROMPTS, PARAMS)
         assert Watcher.kinds == {"remove", "extend", "replace", "move"}
-        assert (Watcher.engine.scheduler.num_preemptions > 0) == (blocks is not None)
+        assert (Watcher.engine.scheduler.num_preemptions > 0) == preempting
         assert tokens(outputs) == plain
         del Watcher.engine
+
+
+def lines_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LogitsProcessors.apply
+
+    def planted(self: LogitsProcessors, stage: Any, logits: torch.Tensor, rows: Any, *rest: Any) -> torch.Tensor:
+        return original(self, stage, logits, np.roll(rows, 1), *rest)
+
+    monkeypatch.setattr(LogitsProcessors, "apply", planted)
+
+
+@pytest.mark.parametrize("plant", [move_untold, newest_place_first, lines_of_another_row])
+def test_planted_defects_are_seen(
+    plant: Any, llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the tests above: a batch that says the wrong thing of its rows changes answers."""
+    llm.add_logits_processor(DummyLogitsProcessor)
+    with monkeypatch.context() as planted:
+        plant(planted)
+        with pytest.raises((AssertionError, IndexError, LogitsProcessorError)):
+            check_targets(run(llm, PROMPTS, PARAMS), plain)
+    engine_of(llm).reset()
 
 
 def test_a_bad_extra_arg_is_refused_before_any_work(llm: LLM) -> None:

@@ -122,6 +122,8 @@ class RowTraceback(Exception):
 
 def without_frames(error: Exception) -> Exception:
     """The exception with its traceback turned into text, which `raise` shows and which keeps no object alive."""
+    if error.__traceback__ is None:  # made by the sampler, not raised by anyone
+        return error
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     error.__traceback__ = error.__context__ = None
     error.__cause__ = RowTraceback(text)
