@@ -1,0 +1,67 @@
+"""The kernels under AddressSanitizer and UBSan: a driver in C++ calls each with buffers of exactly the promised size."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from llm.kernels.cpu import build
+
+DRIVER = Path(__file__).parent / "kernels_driver.cpp"
+# The sources that the driver calls.
+CALLED = ("gemm_", "threads")
+# Checks are calls, not code at every access: the build takes a third of the time.
+FLAGS = (
+    *("-O1", "-w", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    *("--param", "asan-instrumentation-with-call-threshold=0"),
+)
+# Plain C++ shows what the intrinsics hide from UBSan; the best set is what most users run.
+TARGETS = sorted({"plain", build.supported_targets()[-1]})
+
+
+def compile_driver(target: str, folder: Path) -> Path | None:
+    """The driver's program, or None where this compiler has no sanitizers."""
+    compiler = build.find_compiler()
+    probe = folder / "probe.cpp"
+    probe.write_text("int main() { return 0; }\n")
+    base = [compiler, *build.FLAGS, *build.TARGETS[target], *FLAGS]
+    if subprocess.run([*base, str(probe), "-o", str(folder / "probe")], capture_output=True, check=False).returncode:
+        return None
+    sources = [path for path in build.sources() if path.stem.startswith(CALLED)] + [DRIVER]
+    objects = [folder / f"{path.stem}.o" for path in sources]
+
+    def compile_one(index: int) -> None:
+        subprocess.run([*base, "-c", str(sources[index]), "-o", str(objects[index])], check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, range(len(sources))))
+    program = folder / "driver"
+    subprocess.run([*base, *map(str, objects), "-o", str(program)], check=True)
+    return program
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        program = compile_driver(request.param, tmp_path_factory.mktemp(request.param))
+    except build.BuildError:
+        pytest.skip("no C++ compiler on this machine")
+    if program is None:
+        pytest.skip("the C++ compiler of this machine has no sanitizers")
+    return program
+
+
+def test_no_kernel_leaves_its_buffers(driver: Path) -> None:
+    done = subprocess.run([str(driver)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    status, calls = done.stdout.split()
+    assert status == "ok" and int(calls) > 5000
+
+
+def test_a_read_beyond_a_buffer_is_seen(driver: Path) -> None:
+    done = subprocess.run([str(driver), "planted"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr
