@@ -1,4 +1,4 @@
-"""The kernels under AddressSanitizer and UBSan: a driver in C++ calls each with buffers of exactly the promised size."""
+"""The kernels under AddressSanitizer and UBSan: a driver calls each with buffers of exactly the promised size."""
 
 from __future__ import annotations
 
