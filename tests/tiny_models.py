@@ -113,6 +113,7 @@ TINY_MODELS = TINY_MODELS | {
     "mistral": TinyModel("MistralConfig", {"sliding_window": 7}, control={"sliding_window": 30}),
     "mistral-full": TinyModel("MistralConfig", {"sliding_window": None}),
     "qwen2": TinyModel("Qwen2Config", {"head_dim": None}),
+    "qwen2-bf16": TinyModel("Qwen2Config", {"head_dim": None}, dtype=torch.bfloat16),
     "qwen2-window": TinyModel(
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "head_dim": None},

@@ -1,4 +1,5 @@
 // Activations, plain and gated: one element at a time, computed alike in vectors and in their tails.
+#include "replay.h"
 #include "rows.h"
 #include "vector_math.h"
 
@@ -64,3 +65,5 @@ LLM_EXPORT void llm_soft_cap(float* x, float cap, int64_t count, int64_t threads
             store_part(x + i, tanh(load_part(x + i, end - i) / set1(cap)) * set1(cap), end - i);
     });
 }
+
+LLM_REPLAYABLE(llm_activation)

@@ -9,6 +9,7 @@
 // multiples of KEYS counted from position 0; scores are reduced over channels in order, outputs over keys in order, by
 // one thread; and a key that a row does not see never takes part in that row's arithmetic.
 #include "parallel.h"
+#include "replay.h"
 #include "vector_math.h"
 
 namespace llm {
@@ -519,3 +520,6 @@ LLM_EXPORT int64_t llm_write_kv_cache(const float* key, int64_t key_stride, cons
         run(static_cast<F16*>(key_cache), static_cast<F16*>(value_cache));
     return -1;
 }
+
+LLM_REPLAYABLE(llm_paged_attention)
+LLM_REPLAYABLE(llm_write_kv_cache)

@@ -4,6 +4,7 @@
 // number of rows and the thread. A panel is [k][16]; bfloat16 panels keep columns c and c + 8 in one 32-bit word, so
 // that a shift and a mask widen them.
 #include "panels.h"
+#include "replay.h"
 
 namespace llm {
 namespace {
@@ -148,3 +149,6 @@ LLM_EXPORT int64_t llm_embedding_float(int64_t kind, const int64_t* ids, const v
     else gather(ids, static_cast<const F16*>(weight), y, count, k, false, threads);
     return 0;
 }
+
+LLM_REPLAYABLE(llm_linear_float)
+LLM_REPLAYABLE(llm_embedding_float)

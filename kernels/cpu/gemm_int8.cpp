@@ -5,6 +5,7 @@
 // A sum of k products stays below 2^31 for k up to 2^17: the caller checks.
 #include "panels.h"
 #include "quantize.h"
+#include "replay.h"
 
 namespace llm {
 namespace {
@@ -311,3 +312,6 @@ LLM_EXPORT void llm_quantize_static(const float* x, int8_t* q, float scale, int6
         }
     });
 }
+
+LLM_REPLAYABLE(llm_linear_w8a8)
+LLM_REPLAYABLE(llm_embedding_int8)

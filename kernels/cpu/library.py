@@ -35,7 +35,10 @@ class Library:
         target: what it was compiled for: plain, avx2, avx512 or avx512_vnni.
         path: the file.
         openmp: the file of the OpenMP runtime its threads come from, None: one thread.
+        recorder: the program that notes calls (program.py), None: nobody does.
     """
+
+    recorder: Any = None
 
     def __init__(self, target: str, path: Path) -> None:
         self.target = target
@@ -55,7 +58,12 @@ class Library:
             found.argtypes = argument_types
             found.restype = result
             self._functions[name] = found
-        return found
+        return found if self.recorder is None else self.recorder.watch(name, found)
+
+    def address(self, name: str) -> int | None:
+        """Where the C function `name` is, None when there is none."""
+        found = getattr(self._handle, name, None)
+        return None if found is None else ctypes.cast(found, POINTER).value
 
     def _bind_openmp(self) -> str | None:
         path = loaded_openmp()

@@ -4,6 +4,7 @@
 // time, computed alike in the body of a row and in its tail.
 #include <cmath>
 
+#include "replay.h"
 #include "rows.h"
 
 namespace llm {
@@ -99,3 +100,6 @@ LLM_EXPORT void llm_layer_norm(const float* x, const float* residual, int64_t ki
     const Rows io{x, residual, out, total, rows, width};
     with_scale(kind, weight, bias, 0.0f, [&](const auto& scale) { layer_norm(io, scale, eps, threads); });
 }
+
+LLM_REPLAYABLE(llm_rms_norm)
+LLM_REPLAYABLE(llm_layer_norm)

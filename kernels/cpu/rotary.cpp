@@ -1,6 +1,7 @@
 // Rotary position embeddings of queries and keys in one pass.
 //
 // Products and sums are rounded one by one, like the PyTorch twin's: the bits are equal.
+#include "replay.h"
 #include "rows.h"
 
 namespace llm {
@@ -63,3 +64,5 @@ LLM_EXPORT int64_t llm_rotary(const int64_t* positions, int64_t tokens, const fl
     });
     return -1;
 }
+
+LLM_REPLAYABLE(llm_rotary)

@@ -142,6 +142,8 @@ def _instruments(engine: Any, recorder: _Recorder) -> Iterator[None]:
     runner, scheduler = engine.runner, engine.scheduler
     with ExitStack() as stack:
         stack.enter_context(_replaced(scheduler, "schedule", recorder.note_step(scheduler)))
+        # Operations are seen where they are called: no step may be replayed.
+        stack.enter_context(_replaced(runner, "replay", None))
         for target, attribute, name, work in _operations(engine, recorder):
             wrapped = recorder.wrap(getattr(target, attribute), name, OPERATION, work)
             stack.enter_context(_replaced(target, attribute, wrapped))

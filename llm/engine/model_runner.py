@@ -17,6 +17,7 @@ import torch
 from llm.config import EngineConfig
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.kv_cache import allocate_kv_caches, group_layers
+from llm.engine.replay import DecodeReplay
 from llm.engine.scheduler import SchedulerOutput
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.kernels.select import kernels_for
@@ -74,6 +75,11 @@ class ModelRunner:
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
         )
+        library = kernels_for(platform).library
+        # None: every step runs operation by operation.
+        self.replay: DecodeReplay | None = None
+        if config.invariant and library is not None:
+            self.replay = DecodeReplay(self.model, library, self.batch.block_tables[0].shape[1])
         self.processors = LogitsProcessors(config, torch.device(config.device), logits_processors)
         self.sampler = Sampler(config.model_config.logprobs_mode, kernels_for(platform).op("log_softmax"))
         self._rows_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * config.model_config.vocab_size))
@@ -117,7 +123,7 @@ class ModelRunner:
         caches = [tensor for layer in self.kv_caches for tensor in layer]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *caches):
             tensor.data = torch.empty(0)
-        self.model = None
+        self.model = self.replay = None
         self.kv_caches = []
 
     def place_model(self, model: Any) -> Any:
@@ -148,7 +154,8 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [L, H] of the tokens whose logits are needed."""
-        hidden = self.model.forward(batch)
+        compute = self.model.forward if self.replay is None else self.replay.forward
+        hidden = compute(batch)
         return hidden.index_select(0, batch.logits_indices)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

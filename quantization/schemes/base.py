@@ -68,6 +68,9 @@ class IntegerMethod(EmbeddingMethodBase):
             self.storage.remove(layer)
             if weight is not None:
                 self._take(layer, weight)
+            bias = getattr(layer, "bias", None)
+            if bias is not None:
+                bias.data = bias.data.float()  # as the kernels read it, once instead of in every step
         except ValueError as error:
             raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
 

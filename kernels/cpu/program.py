@@ -1,0 +1,162 @@
+"""Recording the kernel calls of one computation, to run them again without Python in between.
+
+Owns `record`, `Program`, and the memory that a program computes in. A program repeats the same calls on the same
+addresses: what varies between runs must be written into its inputs beforehand. Whatever is not a kernel call would be
+missing from the repetition, so PyTorch may only allocate and make views while a program is recorded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llm.kernels.cpu.library import INT, POINTER, Library
+
+_ALIGNMENT = 64
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+}
+# Filled once: nothing that a program runs writes into them.
+_CONSTANTS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
+
+
+class NotRecordable(Exception):
+    """Something else than a kernel computed; the message names it."""
+
+
+class _Call(ctypes.Structure):
+    """`Call` in replay.cpp."""
+
+    _fields_ = (("replay", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("expected", ctypes.c_int64))
+
+
+class _Slot(ctypes.Union):
+    """`Slot` in replay.h."""
+
+    _fields_ = (("integer", ctypes.c_int64), ("real", ctypes.c_double))
+
+
+class Program:
+    """Recorded calls; `run` repeats them."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._slots: list[Any] = []
+        self._calls: list[_Call] = []
+        self._compiled: Any = None
+        self._pool = _Pool()
+        self._owner = threading.get_ident()
+        # Alive as long as the program: constants, and whatever the caller needs to be.
+        self.kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def run(self) -> bool:
+        """Repeat the calls; False when one refused its arguments, after which the outputs are undefined."""
+        if self._compiled is None:
+            self._compiled = (_Call * len(self._calls))(*self._calls)
+        replay = self._library.function("llm_replay", POINTER, INT, result=INT)
+        return replay(ctypes.addressof(self._compiled), len(self._calls)) < 0
+
+    def watch(self, name: str, function: Any) -> Callable[..., Any]:
+        """`function`, noting the calls that the recording thread makes."""
+        if threading.get_ident() != self._owner:
+            return function
+
+        def noted(*arguments: Any) -> Any:
+            result = function(*arguments)
+            self._note(name, function, arguments, result)
+            return result
+
+        return noted
+
+    def _note(self, name: str, function: Any, arguments: tuple[Any, ...], result: Any) -> None:
+        replay = self._library.address(f"{name}_replay")
+        if replay is None:
+            raise NotRecordable(f"the kernel {name}")
+        slots = (_Slot * len(arguments))()
+        for slot, value, kind in zip(slots, arguments, function.argtypes, strict=True):
+            if kind is ctypes.c_float:
+                slot.real = value
+            else:
+                slot.integer = value or 0
+        self._slots.append(slots)
+        self._calls.append(_Call(replay, ctypes.addressof(slots), result or 0))
+
+
+@contextmanager
+def record(library: Library) -> Iterator[Program]:
+    """The program of the kernel calls inside the context, which are made as usual.
+
+    Raises:
+        NotRecordable: something else computed.
+    """
+    program = Program(library)
+    library.recorder = program
+    try:
+        with _OnlyKernels(program):
+            yield program
+    finally:
+        library.recorder = None
+
+
+class _Pool:
+    """Memory for the tensors of a program: what is let go of during the recording is used again, by later tensors."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self._owned: list[np.ndarray] = []
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        size = -(-max(1, like.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        free = self._free[size]
+        block = free.pop() if free else self._new(size)
+        # The tensor's storage holds this view; when the last tensor on it goes, the block is free.
+        view = block[:]
+        weakref.finalize(view, free.append, block).atexit = False
+        return torch.from_numpy(view)[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def _new(self, size: int) -> np.ndarray:
+        whole = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+        self._owned.append(whole)
+        start = -whole.ctypes.data % _ALIGNMENT
+        return whole[start : start + size]
+
+
+class _OnlyKernels(TorchDispatchMode):
+    """Raises for every operation of PyTorch that computes; places what is allocated in the program's memory."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            return self._program._pool.empty(result)
+        if func in _CONSTANTS:
+            self._program.kept.append(result)
+            return result
+        if func._schema.is_mutable or not _are_views(result, (args, kwargs)):
+            raise NotRecordable(str(func))
+        return result
+
+
+def _are_views(result: Any, arguments: Any) -> bool:
+    """Whether all tensors of `result` lie in memory of the arguments: `to` or `reshape` may give a view or a copy."""
+    given = {item.untyped_storage().data_ptr() for item in tree_leaves(arguments) if isinstance(item, torch.Tensor)}
+    made = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+    return bool(made) and all(item.untyped_storage().data_ptr() in given for item in made)

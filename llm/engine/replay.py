@@ -1,0 +1,140 @@
+"""Decoding steps without Python between the operations: the kernel calls of a step, recorded once and repeated.
+
+A decoding step of R rows makes the same calls in the same order every time; only ids, positions, slots and block tables
+differ. Owns the recorded step of each number of rows and the tensors it reads. Weights streaming through the cache push
+Python out of it, so that between two kernels it costs several times what it does elsewhere.
+
+Used only where kernels compute everything (`EngineConfig.invariant`); a model that lets PyTorch compute between its
+kernels is found out while recording, and runs as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from llm.forward import AttentionMetadata, ForwardBatch
+from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.program import NotRecordable, Program, record
+
+# Beyond, the time between kernels is small beside theirs.
+MAX_ROWS = 64
+# Recorded steps that are kept; the one used longest ago goes first.
+_MAX_STEPS = 4
+
+
+@dataclass
+class _Step:
+    """A recorded step: `batch` holds the tensors it reads, `hidden` is what it writes.
+
+    `first_layers`: of each group of layers, whose metadata are one object.
+    """
+
+    program: Program
+    batch: ForwardBatch
+    hidden: torch.Tensor
+    first_layers: list[int]
+
+
+class DecodeReplay:
+    """Computes hidden states of decoding steps.
+
+    Args:
+        model: whose `forward` is recorded.
+        library: the kernels it computes with.
+        max_blocks: the widest a block table gets.
+
+    Attributes:
+        refusal: what made recording impossible, None so far.
+    """
+
+    def __init__(self, model: Any, library: Library, max_blocks: int) -> None:
+        self.refusal: str | None = None
+        self._model = model
+        self._library = library
+        self._max_blocks = max_blocks
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self._last: tuple[int, int] | None = None
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """`model.forward(batch)`, float32 [N, H]; the memory is used again by the next call."""
+        rows = len(batch.input_ids)
+        key = (rows, torch.get_num_threads())
+        before, self._last = self._last, key
+        if not self._fits(batch, rows):
+            self._last = None
+            return self._model.forward(batch)
+        step = self._steps.pop(key, None)
+        if step is None:
+            # Once more of the same: more are likely to follow.
+            return self._record(key, batch) if key == before else self._model.forward(batch)
+        self._steps[key] = step
+        _fill(step.batch, batch, step.first_layers)
+        if step.program.run():
+            return step.hidden
+        # A kernel refused its arguments; this time it says so.
+        return self._model.forward(batch)
+
+    def _fits(self, batch: ForwardBatch, rows: int) -> bool:
+        return (
+            self.refusal is None
+            and rows <= MAX_ROWS
+            and batch.positions.dim() == 1
+            and batch.inputs_embeds is None
+            and batch.adapter_ids is None
+            and not batch.extensions
+            and all(len(metadata.query_lens_list) == rows for metadata in batch.attention)
+        )
+
+    def _record(self, key: tuple[int, int], batch: ForwardBatch) -> torch.Tensor:
+        first_layers = list(
+            {id(metadata): layer for layer, metadata in reversed(list(enumerate(batch.attention)))}.values()
+        )
+        own = self._own_batch(batch)
+        _fill(own, batch, first_layers)
+        try:
+            with record(self._library) as program:
+                hidden = self._model.forward(own)
+        except NotRecordable as reason:
+            self.refusal = str(reason)
+            return self._model.forward(batch)
+        if len(self._steps) == _MAX_STEPS:
+            del self._steps[next(iter(self._steps))]
+        self._steps[key] = _Step(program, own, hidden, first_layers)
+        return hidden
+
+    def _own_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """Tensors of its own, block tables as wide as they get; layers of a group share them as before."""
+        groups: dict[int, AttentionMetadata] = {}
+        for metadata in batch.attention:
+            table = metadata.block_table
+            groups.setdefault(
+                id(metadata),
+                replace(
+                    metadata,
+                    block_table=table.new_zeros(len(table), self._max_blocks),
+                    slot_mapping=metadata.slot_mapping.clone(),
+                    query_start_loc=metadata.query_start_loc.clone(),
+                    seq_lens=metadata.seq_lens.clone(),
+                    plan=None,
+                ),
+            )
+        return replace(
+            batch,
+            input_ids=batch.input_ids.clone(),
+            positions=batch.positions.clone(),
+            attention=[groups[id(metadata)] for metadata in batch.attention],
+        )
+
+
+def _fill(own: ForwardBatch, batch: ForwardBatch, first_layers: list[int]) -> None:
+    """Write what varies into the tensors of a recorded step."""
+    own.input_ids.copy_(batch.input_ids)
+    own.positions.copy_(batch.positions)
+    for layer in first_layers:
+        target, source = own.attention[layer], batch.attention[layer]
+        target.block_table[:, : source.block_table.shape[1]].copy_(source.block_table)
+        target.slot_mapping.copy_(source.slot_mapping)
+        target.seq_lens.copy_(source.seq_lens)

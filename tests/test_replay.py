@@ -1,0 +1,162 @@
+"""Decoding steps that are recorded and repeated: the same bits as operation by operation, and nothing is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from embedded import engine_of, open_llm, run
+from kernel_sets import ISAS, has_kernels, kernel_set, needs_compiler
+from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
+
+from llm import LLM, SamplingParams
+from llm.engine import replay
+from llm.kernels.cpu.program import NotRecordable, record
+
+pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
+KERNELS = kernel_set(ISAS[-1]) if has_kernels() else None
+PROMPTS = [[5, 300, 301, 17], [7, 8], [9], list(range(100, 141))]
+
+
+def params(tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, logprobs=3, ignore_eos=True, **{"temperature": 0, **fields})
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(block_size=4) as opened:
+        yield opened
+
+
+def replays(llm: LLM) -> Any:
+    runner: Any = engine_of(llm).runner
+    return runner.replay
+
+
+def answers(llm: LLM, prompts: list[list[int]], wanted: Any) -> list[tuple[Any, Any]]:
+    outputs = run(llm, prompts, wanted)
+    return [
+        (item.token_ids, [[entry.logprob for entry in position.values()] for position in item.logprobs])
+        for output in outputs
+        for item in output.outputs
+    ]
+
+
+def eagerly(llm: LLM, *arguments: Any) -> list[tuple[Any, Any]]:
+    runner: Any = engine_of(llm).runner
+    kept, runner.replay = runner.replay, None
+    try:
+        return answers(llm, *arguments)
+    finally:
+        runner.replay = kept
+
+
+def test_repeated_steps_give_the_bits_of_computed_ones(llm: LLM) -> None:
+    """Rows that leave one by one: every number of rows is recorded and repeated, over block boundaries."""
+    wanted = [params(6), params(12, temperature=1.0, seed=3), params(24), params(30)]
+    expected = eagerly(llm, PROMPTS, wanted)
+    assert answers(llm, PROMPTS, wanted) == expected
+    assert replays(llm).refusal is None
+    assert {rows for rows, _ in replays(llm)._steps} == {1, 2, 3, 4}
+    assert answers(llm, PROMPTS, wanted) == expected
+    assert answers(llm, PROMPTS[::-1], wanted[::-1]) == expected[::-1]
+
+
+def test_memory_of_what_was_let_go_is_used_again(llm: LLM) -> None:
+    answers(llm, PROMPTS, params(8))
+    program = replays(llm)._steps[(4, torch.get_num_threads())].program
+    layers = len(engine_of(llm).runner.kv_caches)
+    assert len(program) > 8 * layers
+    assert len(program._pool._owned) < 15
+
+
+def test_no_more_than_a_few_steps_are_kept(llm: LLM) -> None:
+    for rows in range(1, 8):
+        answers(llm, [[rows, index] for index in range(rows)], params(5))
+    assert len(replays(llm)._steps) == replay._MAX_STEPS
+
+
+def test_what_a_repeated_kernel_refuses_is_an_error(llm: LLM) -> None:
+    """A token id out of range cannot come from a request; a defect that makes one is not passed over."""
+    answers(llm, PROMPTS[:1], params(8))
+    step = replays(llm)._steps[(1, torch.get_num_threads())]
+    assert step.program.run()
+    with torch.inference_mode():
+        step.batch.input_ids.fill_(10**6)
+    assert not step.program.run()
+
+
+def test_bfloat16_weights_with_biases_are_repeated_as_computed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Biases and scales must be as the kernels read them: a conversion in every step would keep it from recording."""
+    folder = tiny_checkpoint("qwen2-bf16", tmp_path_factory)
+    prompts = make_prompts(TINY_MODELS["qwen2-bf16"])
+    for quantization in (None, "w8a8"):
+        with LLM(folder, skip_tokenizer_init=True, quantization=quantization, max_model_len=60) as opened:
+            expected = eagerly(opened, prompts, params(9))
+            assert answers(opened, prompts, params(9)) == expected
+            assert replays(opened).refusal is None and replays(opened)._steps
+
+
+# What may happen between kernels while a step is recorded
+
+
+def recorded(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
+    assert KERNELS is not None and KERNELS.library is not None
+    with torch.inference_mode(), record(KERNELS.library) as program:
+        out = compute(x)
+    program.kept.append(out)
+    return program, out
+
+
+def op(name: str) -> Any:
+    assert KERNELS is not None
+    return KERNELS.op(name)
+
+
+def test_a_program_reads_what_is_in_its_inputs_now() -> None:
+    x = torch.randn(3, 64)
+    program, out = recorded(lambda x: op("gelu_new")(op("silu_and_mul")(x).view(-1, 16)), x)
+    assert len(program) == 2
+    x.copy_(torch.randn(3, 64))
+    assert program.run()
+    assert torch.equal(out, op("gelu_new")(op("silu_and_mul")(x).view(-1, 16)))
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x + 1,
+        lambda x: x.bfloat16(),
+        lambda x: x.double(),
+        lambda x: x[:, ::2].contiguous(),
+        lambda x: x[:, :5].reshape(-1),
+        lambda x: x.clone(),
+        lambda x: torch.empty(3).copy_(x[:, 0]),
+        lambda x: x.mul_(2),
+        lambda x: torch.full((2,), float(x[0, 0])),
+    ],
+)
+def test_what_is_no_kernel_cannot_be_recorded(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(NotRecordable):
+        recorded(compute, torch.randn(3, 64))
+    assert KERNELS is not None and KERNELS.library is not None and KERNELS.library.recorder is None
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: x.float(), lambda x: x[1:].view(-1), lambda x: x.split(3, dim=-1)[0], lambda x: x.contiguous()],
+)
+def test_views_can(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert recorded(compute, torch.randn(3, 64))[1].numel()
+
+
+def test_a_model_that_computes_between_kernels_runs_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = eagerly(llm, PROMPTS, params(6))
+    with open_llm(block_size=4) as other:
+        model: Any = engine_of(other).runner.model
+        forward = model.forward
+        monkeypatch.setattr(model, "forward", lambda batch: forward(batch) * 1.0)
+        assert answers(other, PROMPTS, params(6)) == expected
+        assert "mul" in replays(other).refusal and not replays(other)._steps
