@@ -141,4 +141,6 @@ def _is_norm_weight(name: str, data: torch.Tensor) -> bool:
 
 
 def test_weights_stay_as_stored(case: Case) -> None:
-    assert {parameter.dtype for parameter in case.parameters.values()} == {case.row.dtype}
+    """All but biases: those are few, and kept as they are computed with."""
+    weights = {name: parameter for name, parameter in case.parameters.items() if not name.endswith(".bias")}
+    assert {parameter.dtype for parameter in weights.values()} == {case.row.dtype}
