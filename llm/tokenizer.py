@@ -24,6 +24,8 @@ _CONTEXT_SEARCH_TOKENS = 64
 # Text that ends in U+FFFD may end inside a character; after so many tokens it is taken for what it says.
 _MAX_HELD_TOKENS = 16
 _MAX_CONFIG_BYTES = 64 << 20
+# `{% for part in message["content"] %}`, or a variable or attribute of that name.
+_LOOPS_OVER_CONTENT = re.compile(r"{%-?\s*for\s[^%]*\bin\b[^%]*\bcontent\b[^%]*%}")
 
 
 class Tokenizer:
@@ -122,6 +124,8 @@ class Tokenizer:
                 value=None,
             )
         template = None if chat_template is None else _template_text(chat_template)
+        if any(isinstance(message.get("content"), list) for message in messages):
+            messages = _with_text_content(messages, hf.get_chat_template(template, options.get("tools")))
         return hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
 
     def _context(self, prompt: Sequence[int], skip_special_tokens: bool) -> list[int]:
@@ -318,6 +322,34 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _byte_letters()
+
+
+def _with_text_content(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Messages whose content is a list of parts, as the template takes them.
+
+    A template that loops over contents gets the parts; any other gets their texts, joined by line breaks as in vLLM.
+
+    Raises:
+        ValidationError: a part is not text.
+    """
+    for message in messages:
+        for part in message["content"] if isinstance(message.get("content"), list) else []:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise ValidationError(
+                    f"the content of a message must be a string or a list of {{'type': 'text', 'text': ...}}, got a "
+                    f"part of type {kind!r}.",
+                    parameter="messages",
+                    value=kind,
+                )
+    if _LOOPS_OVER_CONTENT.search(template):
+        return messages
+    return [
+        {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def _template_text(template: str | Path) -> str:

@@ -16,7 +16,7 @@ import pytest
 from embedded import GREEDY, PROMPTS, SAMPLED, assert_idle, copy_model, engine_of, open_llm, run, tokens
 
 from llm import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
-from llm.errors import ValidationError
+from llm.errors import UnsupportedModelError, ValidationError
 
 LONG = "In the beginning God created the heaven and the earth, and the earth was without form, and void. " * 3
 
@@ -398,6 +398,47 @@ def test_a_template_of_the_call_replaces_the_models(llm: LLM) -> None:
 
 
 # Defaults of the model
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Who"}, {"type": "text", "text": "art thou?"}]}]
+
+
+@pytest.mark.parametrize(
+    "template, prompt",
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "Who\nart thou?"),
+        ("{% for m in messages %}{{ '[' + m['content'] + ']' }}{% endfor %}", "[Who\nart thou?]"),
+        (
+            "{%- for m in messages -%}{%- for p in m['content'] -%}<{{ p.text }}>{%- endfor %}{% endfor %}",
+            "<Who><art thou?>",
+        ),
+        ("{% for m in messages %}{% for p in m.content %}{{ p['text'] }}{% endfor %}{% endfor %}", "Whoart thou?"),
+    ],
+)
+def test_content_in_parts_of_text_is_rendered_as_the_template_takes_it(llm: LLM, template: str, prompt: str) -> None:
+    (rendered,) = llm.render_chat(PARTS, chat_template=template)
+    assert rendered["prompt"] == prompt
+    assert isinstance(PARTS[0]["content"], list)
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "text", 3])
+def test_content_that_is_not_text_is_refused(llm: LLM, part: Any) -> None:
+    with pytest.raises(ValidationError, match=r"content of a message .* got a part of type"):
+        llm.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
+
+
+def test_chat_template_kwargs_are_a_dict(llm: LLM) -> None:
+    with pytest.raises(ValidationError, match="chat_template_kwargs must be a dict"):
+        llm.chat(CONVERSATION, GREEDY, chat_template_kwargs=["mark"], use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("eos", ["</s>", [[1]], [1, None], True])
+def test_an_eos_that_is_no_token_id_is_an_error_before_loading(tmp_path: Path, file: str, eos: Any) -> None:
+    name = file.removesuffix(".json")
+    folder = copy_model(tmp_path / "model", **{name: {"eos_token_id": eos}})
+    with pytest.raises(UnsupportedModelError, match=f"^{file}: eos_token_id is .*must be a token id or a list"):
+        LLM(folder)
 
 
 def test_generation_config_supplies_defaults_when_no_params_are_given(tmp_path: Path) -> None:

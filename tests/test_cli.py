@@ -202,3 +202,10 @@ def test_a_defect_of_ours_is_not_dressed_up_as_a_mistake(monkeypatch: pytest.Mon
     monkeypatch.setattr(cli, "_sampling_params", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["generate", PROMPT])
+
+
+def test_a_full_disk_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "llm", "generate", PROMPT, *SHORT]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (1, "error: No space left on device.\n")

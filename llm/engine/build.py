@@ -134,6 +134,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         with times.phase("tokenizer"):
             tokenizer = _tokenizer(args, source.folder)
             generation = _generation_config(source.folder)
+            eos = frozenset(_eos_token_ids(source.reader, generation))
         with times.phase("load kernels"):
             kernels = kernels_for(platform)
         with times.phase("plan"):
@@ -162,7 +163,6 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         blocks = BlockManager(config.cache_config.num_blocks + 1, windows, config.cache_config.block_size)
         return Scheduler(config.scheduler_config, blocks)
 
-    eos = frozenset(_eos_token_ids(source.reader, generation))
     engine = Engine(config, make_scheduler, runner, tokenizer, eos)
     return BuiltEngine(engine, _default_params(args, generation), times)
 
@@ -323,8 +323,7 @@ def _generation_config(folder: Path) -> Mapping[str, Any]:
 
 def _eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> tuple[int, ...]:
     """EOS of config.json and of generation_config.json together."""
-    value = generation.get("eos_token_id") or []
-    return (*reader.eos_token_ids(), *(value if isinstance(value, list) else [value]))
+    return (*reader.eos_token_ids(), *ConfigReader(generation, "generation_config.json").eos_token_ids())
 
 
 def _default_params(args: EngineArgs, generation: Mapping[str, Any]) -> SamplingParams:

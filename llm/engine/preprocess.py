@@ -130,6 +130,8 @@ class Preprocessor:
             ValidationError: `messages` is no conversation, an argument is not the template's, or the template refuses.
         """
         conversations = list_conversations(messages)
+        if not isinstance(template_arguments, Mapping):
+            raise _bad("chat_template_kwargs", template_arguments, "a dict of the template's arguments, or None")
         for name in template_arguments:
             if name in options or name in _RESERVED_FOR_RENDERING:
                 raise _bad("chat_template_kwargs", name, "arguments of the template alone")

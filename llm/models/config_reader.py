@@ -58,9 +58,11 @@ class ConfigReader:
 
     Args:
         raw: the decoded file, `hf_overrides` applied; a key whose value is None counts as absent.
+        file: what errors call it.
     """
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    def __init__(self, raw: Mapping[str, Any], file: str = "config.json") -> None:
+        self._file = file
         self.given = frozenset(raw)
         self.raw = {key: value for key, value in raw.items() if value is not None}
         self.family = str(self.raw.get("model_type", "?"))
@@ -134,8 +136,12 @@ class ConfigReader:
         return _read_rope(ConfigReader(defaults | dict(parameters)), self)
 
     def eos_token_ids(self) -> tuple[int, ...]:
+        """One id or a list of them; of generation_config.json too."""
         value = self.raw.get("eos_token_id", [])
-        return tuple(value) if isinstance(value, list) else (value,)
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(item) is int for item in ids):
+            raise self.error("eos_token_id", value, "a token id or a list of them")
+        return tuple(ids)
 
     def finish(self) -> None:
         """Raise `UnsupportedModelError` when keys are left that nobody read."""
@@ -158,7 +164,7 @@ class ConfigReader:
         return value
 
     def error(self, key: str, value: Any, right: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"config.json: {key} is {value!r}, must be {right}.")
+        return UnsupportedModelError(f"{self._file}: {key} is {value!r}, must be {right}.")
 
     def _get(self, key: str, kind: Any, default: Any) -> Any:
         self._read.add(key)
@@ -177,9 +183,9 @@ def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
     kind = "longrope" if kind == "su" or (kind == "yarn" and model.family == "phi3") else kind
     if kind not in RECIPES:
         raise reader.error("rope_type", kind, " or ".join(map(repr, RECIPES)))
-    longest = int(model.raw.get("max_position_embeddings", 0))
+    longest = model.integer("max_position_embeddings", 0)
     original = reader.positive("original_max_position_embeddings", longest or 1)
-    original = int(model.raw.get("original_max_position_embeddings", original))
+    original = model.positive("original_max_position_embeddings", original)
     ratio = longest / original if longest else 1.0
     has_ratio = kind in ("yarn", "deepseek_yarn", "longrope")
     default_factor = ratio if has_ratio else (_REQUIRED if kind != "default" else 1.0)
