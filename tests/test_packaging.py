@@ -20,6 +20,8 @@ NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "work", "*.eg
 TEST_COMMAND = "python -m pip install -e '.[test]' && python -m pytest"
 FIRST_JOB = 'python -m llm generate "In the beginning"'
 
+COMPILER = any(shutil.which(name) for name in (os.environ.get("CXX") or "", "c++", "g++", "clang++") if name)
+
 pytestmark = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").is_file(), reason="the tests do not run from a source tree: there is nothing to build"
 )
@@ -28,16 +30,19 @@ pytestmark = pytest.mark.skipif(
 def copy_tree(target: Path) -> Path:
     """Copy what a build reads, links kept as links; build/ left out, its old files would enter the wheel."""
     target.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target / name)
     for name in ("llm", *ROOMS):
         shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=NOT_SHIPPED)
     return target
 
 
-def build(tree: Path, out: Path, *arguments: str) -> Path:
+def build(tree: Path, out: Path, *arguments: str, kernels: str = "0") -> Path:
+    """Build the wheel; `kernels`: the instruction sets whose compiled kernels it carries, "0": none."""
+    environment = {**os.environ, "LLM_BUILD_KERNELS": kernels}
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *arguments, str(tree)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    result = subprocess.run(command, stdout=pipe, stderr=both, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stdout[-4000:]
     (wheel,) = out.glob("*.whl")
     return wheel
@@ -131,6 +136,38 @@ def test_wheel_holds_the_tree_and_nothing_else(tree: Path, wheels: dict[str, Pat
 )
 def test_wheel_holds(name: str, wheels: dict[str, Path]) -> None:
     assert name in shipped_files(wheels["tree"])
+
+
+@pytest.fixture(scope="module")
+def kernel_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree with one source of the kernels: what is tested here is where they go."""
+    tree = copy_tree(tmp_path_factory.mktemp("kernels") / "tree")
+    for source in (tree / "kernels" / "cpu").glob("*.cpp"):
+        if source.name != "threads.cpp":
+            source.unlink()
+    return tree
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler on this machine")
+def test_a_wheel_carries_the_kernels_when_there_is_a_compiler(kernel_tree: Path, tmp_path: Path) -> None:
+    wheel = build(kernel_tree, tmp_path / "dist", "--wheel", kernels="plain")
+    assert "-py3-none-linux" in wheel.name
+    assert {name.partition("/")[0] for name in shipped_files(wheel)} == {"llm"}
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = "from llm.kernels.cpu import build; print(build.ensure_library('plain', announce=print))"
+    found = run_python(code, cwd=tmp_path, path=[tmp_path / "site"])  # one line: nothing was compiled again
+    assert Path(found).parent == tmp_path / "site" / "llm" / "kernels" / "cpu" / "compiled"
+
+
+def test_without_a_compiler_the_wheel_is_for_any_platform(
+    kernel_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    wheel = build(kernel_tree, tmp_path / "dist", "--wheel", kernels="plain")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in shipped_files(wheel) if name.endswith(".so")]
 
 
 def test_no_console_script(wheels: dict[str, Path]) -> None:

@@ -105,9 +105,14 @@ def cache_folder() -> Path:
     return Path(base) / "offline-llm" / "kernels"
 
 
+def packaged_name(target: str) -> str:
+    """The file name of the library that a wheel carries for exactly these sources."""
+    return f"{target}-{source_key()}.so"
+
+
 def packaged_library(target: str) -> Path | None:
     """The library that the wheel carries for exactly these sources, if it does."""
-    path = PACKAGED_FOLDER / f"{target}-{source_key()}.so"
+    path = PACKAGED_FOLDER / packaged_name(target)
     return path if path.exists() else None
 
 
