@@ -96,6 +96,7 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--top-p", metavar="P", type=float, help="draw among the likeliest that sum to P")
     command.add_argument("--min-p", metavar="P", type=float, help="drop tokens below P times the likeliest")
     command.add_argument("--seed", metavar="N", type=int, help="makes the answer reproducible")
+    command.add_argument("--quantization", metavar="NAME", help="w8a8, w8a16, w4a8, w4a16: quantize while loading")
     command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and output together")
     command.add_argument("--verbose", action="store_true", help="show what was decided, and why")
     _add_compilation(command)
@@ -164,6 +165,7 @@ def _generate(args: argparse.Namespace) -> int:
     text = _read_stdin() if args.prompt == "-" else args.prompt
     with LLM(
         EMBEDDED_MODEL if args.model is None else args.model,
+        quantization=args.quantization,
         max_model_len=args.max_model_len,
         max_num_seqs=1,
         seed=args.seed,

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tiny_models import tiny_checkpoint
 
 from llm import LLM
+from llm.api import EMBEDDED_MODEL
 from llm.errors import CheckpointError, ValidationError
 from llm.kernels.reference.quantized import dequantize
 from llm.quantization.configs.online import RECIPES, OnlineConfig
@@ -264,6 +265,24 @@ def test_tied_copies_are_still_compared(tmp_path: Any) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head.weight differs from the embedding"):
         LLM(folder, quantization="w8a8")
+
+
+def test_the_memory_plan_counts_quantized_weights() -> None:
+    config = OnlineConfig.parse("w4a8")
+    matrix, table, norm = ((1024, 1024), 2 << 20), ((32000, 1024), 65_536_000), ((1024,), 2048)
+    expected = config.expected_bytes([matrix, matrix, table, norm])
+    assert expected == 65_536_000 + 2048 + 2 * (1024 * 1024 * 5 // 8)
+    with open_llm(quantization="w4a8") as llm:
+        model = engine_of(llm).runner.model
+        held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        shapes = [(tuple(parameter.shape), 2 * parameter.numel()) for parameter in plain_parameters()]
+        assert held <= config.expected_bytes(shapes) <= 2 * held
+
+
+def plain_parameters() -> list[Any]:
+    from safetensors.torch import load_file
+
+    return list(load_file(EMBEDDED_MODEL / "model.safetensors").values())
 
 
 def test_parse_gives_what_was_asked() -> None:

@@ -297,7 +297,7 @@ def _resolve(
 
 
 def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], free: int) -> MemoryPlan:
-    weights = source.checkpoint.total_bytes if source.checkpoint else 0
+    weights = _weight_bytes(source)
     return plan_memory(
         bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
         block_size=args.block_size or DEFAULT_BLOCK_SIZE,
@@ -307,6 +307,16 @@ def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], fr
         requested_bytes=args.kv_cache_memory_bytes,
         free_bytes=max(0, free - weights),
     )
+
+
+def _weight_bytes(source: _Source) -> int:
+    """What the weights will take once they are loaded; at least, when they are quantized while they are read."""
+    if source.checkpoint is None:
+        return 0
+    config = source.quantization.config
+    if not isinstance(config, OnlineConfig):
+        return source.checkpoint.total_bytes
+    return config.expected_bytes([(info.shape, info.nbytes) for info in source.checkpoint.tensors.values()])
 
 
 def _tokenizer(args: EngineArgs, folder: Path) -> Tokenizer | None:

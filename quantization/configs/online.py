@@ -39,6 +39,8 @@ RECIPES: dict[str, Recipe] = {
 }
 _KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration")
 _SMALLEST_GROUP = 8
+# Of a float32 scale for each 32 weights.
+_SCALE_BYTES = 4 / 32
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,18 @@ class OnlineConfig(QuantizationConfig):
                 parameter="quantization",
                 value=sorted(self._unused),
             )
+
+    def expected_bytes(self, tensors: Sequence[tuple[tuple[int, ...], int]]) -> int:
+        """About what a checkpoint's tensors, (shape, bytes) each, will take: rather too much than too little.
+
+        The largest matrix, which is the embedding, counts as it is: it may not be quantized.
+        """
+        names = (self.scheme, *(recipe for _, recipe, _ in self.layers))
+        bits = max(RECIPES[name].bits for name in names)
+        matrices = sorted((nbytes, shape) for shape, nbytes in tensors if len(shape) == 2)
+        whole = sum(nbytes for shape, nbytes in tensors if len(shape) != 2) + (matrices[-1][0] if matrices else 0)
+        per_weight = bits / 8 + _SCALE_BYTES
+        return whole + round(sum(min(nbytes, math.prod(shape) * per_weight) for nbytes, shape in matrices[:-1]))
 
     def _choose(self, name: str, prefix: str) -> _Choice | None:
         if self._is_ignored(name, prefix):
