@@ -1,4 +1,4 @@
-"""`python -m llm kernels`: compile the CPU kernels ahead of time, and show what is there."""
+"""`python -m llm kernels`: compile the CPU kernels ahead of time, and measure them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,26 @@ from llm.kernels.cpu import build
 
 def add_command(commands: Any) -> None:
     """Add `kernels` to the command line's subcommands."""
-    command = commands.add_parser("kernels", help="compile the CPU kernels ahead of time")
+    command = commands.add_parser("kernels", help="compile the CPU kernels ahead of time, or measure them")
     actions = command.add_subparsers(required=True, metavar="ACTION")
     action = actions.add_parser("build", help="compile for this processor, unless it is done already")
     action.set_defaults(run=_build)
     choices = tuple(build.TARGETS)
     action.add_argument("--target", choices=choices, action="append", help="instruction set (default: the best here)")
     action.add_argument("--force", action="store_true", help="compile again")
+    action = actions.add_parser("bench", help="rates of the matrix products, next to PyTorch's")
+    action.set_defaults(run=_bench)
+    action.add_argument("--seconds", type=float, default=0.3, help="for each entry (default: %(default)s)")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from llm.kernels.bench import run
+    from llm.kernels.select import kernels_for
+    from llm.platforms import select_platform
+
+    for line in run(kernels_for(select_platform("cpu")[0]), args.seconds):
+        print(line, flush=True)
+    return 0
 
 
 def _build(args: argparse.Namespace) -> int:

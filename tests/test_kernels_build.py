@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llm.errors import ValidationError
-from llm.kernels import select
+from llm.kernels import bench, select
 from llm.kernels.cpu import build, library
 from llm.platforms import select_platform
 
@@ -178,3 +178,14 @@ def test_every_operation_has_its_implementations() -> None:
     for name in select.OPERATIONS:
         assert callable(kernels.op(name)) and callable(select.REFERENCE.op(name))
         assert select.REFERENCE.source(name) == "PyTorch"
+
+
+@needs_compiler
+def test_the_bench_measures_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SHAPES", ((32, 48),))
+    monkeypatch.setattr(bench, "ROWS", (1, 9))
+    monkeypatch.setattr(bench, "_COLD_BYTES", 1 << 14)
+    monkeypatch.setattr(bench, "_READ_BYTES", 1 << 18)
+    lines = list(bench.run(select.kernels_for(select_platform("cpu")[0]), 0.0))
+    assert [line.split()[0] for line in lines[3:10]] == ["float32", "bfloat16", "float16"] + ["w8a8"] + ["w4a8"] * 3
+    assert sum(line.startswith("torch") for line in lines) == 3

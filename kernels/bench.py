@@ -1,0 +1,131 @@
+"""`python -m llm kernels bench`: the rates of the products here, next to PyTorch's own and to what memory gives.
+
+Ours and PyTorch's alternate in the same process; the best and the median of the repetitions are shown. Few rows are
+measured over more weights than the caches hold. PyTorch's libraries choose their own instruction set: to compare with
+LLM_CPU_ISA=avx2, also set MKL_ENABLE_INSTRUCTIONS=AVX2 and FBGEMM_ENABLE_INSTRUCTIONS=AVX2.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from llm.kernels.select import KernelSet
+
+# (outputs, inputs): the feed-forward of a 0.5 B model, both ways, and a square.
+SHAPES = ((4864, 896), (896, 4864), (2048, 2048))
+ROWS = (1, 4, 16, 64, 240)
+# Few rows read this much weight before they come back to the first byte.
+_COLD_BYTES = 256 << 20
+_FEW_ROWS = 8
+_READ_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measurement: operations and bytes of weights in a second, at best and in the median."""
+
+    name: str
+    rows: int
+    shape: tuple[int, int]
+    best: float
+    median: float
+    bytes_per_s: float
+
+    def __str__(self) -> str:
+        shape = f"{self.shape[0]}x{self.shape[1]}"
+        rates = f"{self.best / 1e9:8.0f} {self.median / 1e9:8.0f} {self.bytes_per_s / 1e9:8.1f}"
+        return f"{self.name:<14}{self.rows:>5}  {shape:<11}{rates}"
+
+
+HEADING = f"{'':<14}{'rows':>5}  {'weight':<11}{'G/s':>8} {'median':>8} {'GB/s':>8}"
+
+
+def run(kernels: KernelSet, seconds: float) -> Iterator[str]:
+    """Lines of the table, as they are measured; `seconds` for each entry."""
+    yield f"{kernels.source('linear_float')}, {torch.get_num_threads()} threads; weights of N x K, float32 activations"
+    yield f"reads {_read_rate() / 1e9:.1f} GB/s (torch.mv)"
+    yield HEADING
+    for shape in SHAPES:
+        for rows in ROWS:
+            products = dict(_products(kernels, shape, rows))
+            yield from map(str, _measure(products, shape, rows, seconds))
+
+
+Product = tuple[int, list[Callable[[torch.Tensor], Any]]]
+
+
+def _products(kernels: KernelSet, shape: tuple[int, int], rows: int) -> Iterator[tuple[str, Product]]:
+    """Name -> (bytes of one weight, the product with each of several weights)."""
+    n, k = shape
+    scale = torch.rand(n, 1)
+    floats = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    linear, dynamic, w4a8 = (kernels.op(name) for name in ("linear_float", "linear_w8a8_dynamic", "linear_w4a8"))
+
+    def copies(nbytes: int, make: Callable[[], Any], call: Callable[[Any, torch.Tensor], Any]) -> Product:
+        count = max(1, _COLD_BYTES // nbytes) if rows <= _FEW_ROWS else 1
+        return nbytes, [functools.partial(call, make()) for _ in range(count)]
+
+    def ours(name: str, weight: torch.Tensor, call: Callable[[Any, torch.Tensor], Any]) -> Product:
+        pack = kernels.op(name)
+        return copies(pack(weight).data.nbytes, lambda: pack(weight), call)
+
+    for name, dtype in floats.items():
+        yield name, ours("pack_float", torch.randn(n, k).to(dtype), lambda held, x: linear(x, held))
+    integers = torch.randint(-8, 8, (n, k), dtype=torch.int8)
+    yield "w8a8", ours("pack_int8", integers, lambda held, x: dynamic(x, held, scale[:, 0]))
+    for group in (k, 128, 32):
+        groups = torch.rand(-(-k // group), n).t()
+
+        def by_group(held: Any, x: torch.Tensor, groups: torch.Tensor = groups, group: int = group) -> torch.Tensor:
+            return w4a8(x, held, groups, group)
+
+        yield "w4a8" if group == k else f"w4a8 g={group}", ours("pack_int4", integers, by_group)
+    weight = torch.randn(n, k)
+    yield "torch float32", copies(weight.nbytes, weight.clone, lambda w, x: F.linear(x, w))
+    if rows > _FEW_ROWS:
+        quantized = _torch_int8(n, k)
+        yield "torch int8", copies(n * k, lambda: quantized, lambda layer, x: layer(x))
+
+
+def _torch_int8(n: int, k: int) -> Any:
+    """PyTorch's dynamically quantized linear layer (FBGEMM on x86)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = torch.nn.Sequential(torch.nn.Linear(k, n))
+        return torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def _measure(products: dict[str, Product], shape: tuple[int, int], rows: int, seconds: float) -> Iterator[Line]:
+    x = torch.randn(rows, shape[1])
+    times: dict[str, list[float]] = {name: [] for name in products}
+    end = perf_counter() + seconds * len(products)
+    with torch.inference_mode():
+        while perf_counter() < end or len(next(iter(times.values()))) < 3:
+            for name, (_, calls) in products.items():
+                times[name].append(_time(calls, x))
+    for name, (nbytes, calls) in products.items():
+        operations = 2 * rows * shape[0] * shape[1] * len(calls)
+        best, middle = min(times[name]), median(times[name])
+        yield Line(name, rows, shape, operations / best, operations / middle, nbytes * len(calls) / best)
+
+
+def _time(calls: list[Callable[[torch.Tensor], Any]], x: torch.Tensor) -> float:
+    started = perf_counter()
+    for call in calls:
+        call(x)
+    return perf_counter() - started
+
+
+def _read_rate() -> float:
+    """Bytes per second of a float32 matrix times a vector, at best."""
+    matrix, vector = torch.ones(_READ_BYTES // (4 * 4096), 4096), torch.ones(4096)
+    return matrix.nbytes / min(_time([lambda x: torch.mv(matrix, x)], vector) for _ in range(10))
