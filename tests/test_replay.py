@@ -155,8 +155,31 @@ def test_views_can(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
 def test_a_model_that_computes_between_kernels_runs_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = eagerly(llm, PROMPTS, params(6))
     with open_llm(block_size=4) as other:
-        model: Any = engine_of(other).runner.model
-        forward = model.forward
-        monkeypatch.setattr(model, "forward", lambda batch: forward(batch) * 1.0)
+        model_class: Any = type(engine_of(other).runner.model)
+        forward = model_class.forward
+        monkeypatch.setattr(model_class, "forward", lambda self, batch: forward(self, batch) * 1.0)
         assert answers(other, PROMPTS, params(6)) == expected
         assert "mul" in replays(other).refusal and not replays(other)._steps
+
+
+@pytest.mark.parametrize("kind", ["forward hook", "pre-hook", "replaced forward"])
+def test_hooks_of_the_user_see_every_step(llm: LLM, kind: str) -> None:
+    model: Any = engine_of(llm).runner.model
+    run(llm, [PROMPTS[0]], params(8))  # recorded before the hook is there
+    norm, calls = model.model.norm, []
+    if kind == "forward hook":
+        remove = norm.register_forward_hook(lambda *_: calls.append(1)).remove
+    elif kind == "pre-hook":
+        remove = norm.register_forward_pre_hook(lambda *_: calls.append(1)).remove
+    else:
+        forward = norm.forward
+        norm.forward = lambda *args: (calls.append(1), forward(*args))[1]
+
+        def remove() -> None:
+            del norm.forward
+
+    run(llm, [PROMPTS[0]], params(8))
+    assert len(calls) == 8
+    remove()
+    run(llm, [PROMPTS[0]], params(8))
+    assert len(calls) == 8

@@ -53,6 +53,7 @@ class DecodeReplay:
     def __init__(self, model: Any, library: Library, max_blocks: int) -> None:
         self.refusal: str | None = None
         self._model = model
+        self._modules = list(model.modules())
         self._library = library
         self._max_blocks = max_blocks
         self._steps: dict[tuple[int, int], _Step] = {}
@@ -86,6 +87,13 @@ class DecodeReplay:
             and batch.adapter_ids is None
             and not batch.extensions
             and all(len(metadata.query_lens_list) == rows for metadata in batch.attention)
+            and not self._is_hooked()
+        )
+
+    def _is_hooked(self) -> bool:
+        """Whether somebody wants to see or change what modules compute: hooks are Python, and repeating skips it."""
+        return any(
+            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in self._modules
         )
 
     def _record(self, key: tuple[int, int], batch: ForwardBatch) -> torch.Tensor:
