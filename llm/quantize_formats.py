@@ -254,7 +254,9 @@ class ModelSlimWriter:
         for layer in self._layers:
             for name in self.tensors(layer):
                 is_float = layer.weight is None or name.endswith(".bias")
-                types[name] = "FLOAT" if is_float else layer.scheme
+                # Its static half was not kept: here it is computed as dynamic, and so it is written.
+                scheme = "W8A8_DYNAMIC" if layer.scheme == "W8A8_MIX" else layer.scheme
+                types[name] = "FLOAT" if is_float else scheme
         return {"config.json": dict(self._hf_config), "quant_model_description.json": types}
 
     def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:

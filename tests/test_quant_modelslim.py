@@ -91,6 +91,17 @@ def test_every_layer_computes_the_formula(case: str, write: Writer) -> None:
         assert tokens(run(llm, PROMPT))
 
 
+def test_mix_is_saved_as_what_is_computed(write: Writer, tmp_path: Path) -> None:
+    folder, _ = write(CASES["mix"][1])
+    with open_llm(folder, skip_tokenizer_init=True) as llm:
+        before = tokens(run(llm, PROMPT))
+        llm.save_quantized(tmp_path / "saved", "modelslim")
+    types = json.loads((tmp_path / "saved" / "quant_model_description.json").read_text())
+    assert types["model.layers.0.self_attn.o_proj.weight"] == "W8A8_DYNAMIC"
+    with open_llm(tmp_path / "saved", skip_tokenizer_init=True) as llm:
+        assert tokens(run(llm, PROMPT)) == before
+
+
 def test_the_comparison_sees_a_wrong_weight(write: Writer) -> None:
     folder, written = write(CASES["int4-new"][1])
     packed = written["model.layers.0.mlp.up_proj.weight"]
