@@ -378,8 +378,8 @@ class LLM(Scoring):
     def save_quantized(self, path: str | Path, format: str = "compressed-tensors") -> Path:
         """Write the quantized model as a new folder that vLLM, transformers (with compressed-tensors) and we load.
 
-        vLLM 0.32 has no kernel for 8-bit weights under float activations on a CPU: for it, on a CPU, save "w8a8", "w4a8",
-        or "w4a16" in groups of 128 with `lm_head=None`.
+        vLLM 0.32 has no kernel for 8-bit weights under float activations on a CPU: for it, on a CPU, save "w8a8",
+        "w4a8", or "w4a16" in groups of 128 with `lm_head=None`.
 
         Args:
             path: of the folder, which must not exist; it appears when it is complete.

@@ -63,8 +63,10 @@ class StaticInt8(_RowStorage):
 
     deq_scale = input_scale * weight_scale; quant_bias holds bias / deq_scale - input_offset * sum_k w, rounded, so the
     layer's own bias is in it already. Activations are round(x / scale) + offset; vllm-ascend rounds x * (1 / scale) +
-    offset, which differs only on the border between two integers. Tensors: `weight` int8 [N, K], `input_scale`, `input_offset` [1], `quant_bias`
-    int32 [N], `deq_scale` [N] as float32 or as int64 that carries its bits, `weight_scale`, `weight_offset` [N, 1].
+    offset, which differs only on the border between two integers.
+
+    Tensors: `weight` int8 [N, K], `input_scale`, `input_offset` [1], `quant_bias` int32 [N], `deq_scale` [N] as float32
+    or as int64 that carries its bits, `weight_scale`, `weight_offset` [N, 1].
     """
 
     holds_bias = True
