@@ -127,6 +127,34 @@ def test_a_program_reads_what_is_in_its_inputs_now() -> None:
 @pytest.mark.parametrize(
     "compute",
     [
+        lambda x, y: x + y,
+        lambda x, y: x * 0.3,
+        lambda x, y: (x * 1e30) * 1e30 + y,
+        lambda x, y: x[:, 3:19].contiguous(),
+        lambda x, y: x.view(3, 4, 16)[:, 1:].contiguous(),
+    ],
+)
+def test_sums_and_products_between_kernels_keep_their_bits(compute: Callable[..., torch.Tensor]) -> None:
+    """They are repeated by kernels of their own."""
+    x, y = torch.randn(3, 64), torch.randn(3, 64)
+    program, out = recorded(lambda x: compute(x, y), x)
+    assert len(program)
+    x.copy_(torch.randn(3, 64))
+    y.copy_(torch.randn(3, 64))
+    assert program.run()
+    assert torch.equal(out, compute(x, y))
+
+
+def test_positions_are_shifted_in_a_program() -> None:
+    positions = torch.arange(5)
+    program, out = recorded(lambda positions: positions + 2, positions)
+    positions += 7
+    assert program.run() and torch.equal(out, positions + 2)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
         lambda x: x + 1,
         lambda x: x.bfloat16(),
         lambda x: x.double(),
@@ -157,9 +185,9 @@ def test_a_model_that_computes_between_kernels_runs_as_before(llm: LLM, monkeypa
     with open_llm(block_size=4) as other:
         model_class: Any = type(engine_of(other).runner.model)
         forward = model_class.forward
-        monkeypatch.setattr(model_class, "forward", lambda self, batch: forward(self, batch) * 1.0)
+        monkeypatch.setattr(model_class, "forward", lambda self, batch: forward(self, batch) / 1.0)
         assert answers(other, PROMPTS, params(6)) == expected
-        assert "mul" in replays(other).refusal and not replays(other)._steps
+        assert "div" in replays(other).refusal and not replays(other)._steps
 
 
 @pytest.mark.parametrize("kind", ["forward hook", "pre-hook", "replaced forward"])

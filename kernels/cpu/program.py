@@ -2,7 +2,8 @@
 
 Owns `record`, `Program`, and the memory that a program computes in. A program repeats the same calls on the same
 addresses: what varies between runs must be written into its inputs beforehand. Whatever is not a kernel call would be
-missing from the repetition, so PyTorch may only allocate and make views while a program is recorded.
+missing from the repetition, so while a program is recorded PyTorch may only allocate and make views; the few sums and
+products of elementwise.py are computed by kernels in its place.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llm.kernels.cpu.elementwise import substitute
 from llm.kernels.cpu.library import INT, POINTER, Library
 
 _ALIGNMENT = 64
@@ -120,14 +122,15 @@ class _Pool:
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self._owned: list[np.ndarray] = []
 
-    def empty(self, like: torch.Tensor) -> torch.Tensor:
-        size = -(-max(1, like.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = shape.numel() * dtype.itemsize
+        size = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
         free = self._free[size]
         block = free.pop() if free else self._new(size)
         # The tensor's storage holds this view; when the last tensor on it goes, the block is free.
         view = block[:]
         weakref.finalize(view, free.append, block).atexit = False
-        return torch.from_numpy(view)[: like.nbytes].view(like.dtype).view(like.shape)
+        return torch.from_numpy(view)[:nbytes].view(dtype).view(shape)
 
     def _new(self, size: int) -> np.ndarray:
         whole = np.empty(size + _ALIGNMENT, dtype=np.uint8)
@@ -144,11 +147,15 @@ class _OnlyKernels(TorchDispatchMode):
         self._program = program
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        program = self._program
+        own = substitute(program._library, func, args, kwargs, program._pool.empty)
+        if own is not None:
+            return own
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
-            return self._program._pool.empty(result)
+            return program._pool.empty(result.shape, result.dtype)
         if func in _CONSTANTS:
-            self._program.kept.append(result)
+            program.kept.append(result)
             return result
         if func._schema.is_mutable or not _are_views(result, (args, kwargs)):
             raise NotRecordable(str(func))

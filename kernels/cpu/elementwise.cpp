@@ -1,0 +1,28 @@
+// The sums, products and copies that models leave to PyTorch between kernels, for recorded steps (program.py): one
+// rounding per element, so the bits are PyTorch's.
+#include "replay.h"
+#include "rows.h"
+
+using namespace llm;
+
+LLM_EXPORT void llm_add(const float* x, const float* y, float* out, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) store_part(out + i, load_part(x + i, count - i) + load_part(y + i, count - i), count - i);
+}
+
+LLM_EXPORT void llm_scale(const float* x, float factor, float* out, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) store_part(out + i, load_part(x + i, count - i) * set1(factor), count - i);
+}
+
+LLM_EXPORT void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) out[i] = x[i] + offset;
+}
+
+// Rows of `width` floats that are `stride` apart -> out, without gaps.
+LLM_EXPORT void llm_copy_rows(const float* x, int64_t stride, float* out, int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; ++row) std::memcpy(out + row * width, x + row * stride, width * sizeof(float));
+}
+
+LLM_REPLAYABLE(llm_add)
+LLM_REPLAYABLE(llm_scale)
+LLM_REPLAYABLE(llm_shift)
+LLM_REPLAYABLE(llm_copy_rows)

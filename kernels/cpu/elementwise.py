@@ -1,0 +1,67 @@
+"""Operations of PyTorch that a recorded step computes with kernels instead, to the same bits (elementwise.cpp).
+
+`substitute` takes what PyTorch was about to run and answers with the same result, or None where it has no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
+
+_aten = torch.ops.aten
+Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
+
+
+def substitute(library: Library, func: Any, args: Any, kwargs: Any, allocate: Allocate) -> torch.Tensor | None:
+    """The result of `func(*args, **kwargs)` in a tensor of `allocate(shape, dtype)`."""
+    handler = _HANDLERS.get(func)
+    return None if handler is None or kwargs else handler(library, args, allocate)
+
+
+def _add(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None:
+    x, y = args
+    if _is_dense(x, torch.float32) and _is_dense(y, torch.float32) and x.shape == y.shape:
+        out = allocate(x.shape, x.dtype)
+        add = library.function("llm_add", POINTER, POINTER, POINTER, INT)
+        add(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
+        return out
+    if _is_dense(x, torch.int64) and type(y) is int:
+        out = allocate(x.shape, x.dtype)
+        library.function("llm_shift", POINTER, INT, POINTER, INT)(x.data_ptr(), y, out.data_ptr(), x.numel())
+        return out
+    return None
+
+
+def _multiply(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None:
+    x, factor = args
+    if not _is_dense(x, torch.float32) or not isinstance(factor, float):
+        return None
+    out = allocate(x.shape, x.dtype)
+    library.function("llm_scale", POINTER, FLOAT, POINTER, INT)(x.data_ptr(), factor, out.data_ptr(), x.numel())
+    return out
+
+
+def _contiguous(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None:
+    """Rows that are apart: what splitting a fused product leaves."""
+    (x,) = args
+    if x.is_contiguous() or x.dtype != torch.float32 or x.dim() < 2 or not x.numel() or not x[0].is_contiguous():
+        return None
+    out = allocate(x.shape, x.dtype)
+    copy = library.function("llm_copy_rows", POINTER, INT, POINTER, INT, INT)
+    copy(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x[0].numel())
+    return out
+
+
+def _is_dense(x: Any, dtype: torch.dtype) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == dtype and x.is_contiguous() and x.dim() > 0
+
+
+_HANDLERS: dict[Any, Callable[[Library, Any, Allocate], torch.Tensor | None]] = {
+    _aten.add.Tensor: _add,
+    _aten.mul.Tensor: _multiply,
+    _aten.contiguous.default: _contiguous,
+}
