@@ -17,6 +17,7 @@ from llm.kernels.cpu.program import NotRecordable, record
 
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
 KERNELS = kernel_set(ISAS[-1]) if has_kernels() else None
+PROMPT_TEXTS = ["In the beginning God created the heaven and the earth.", "And Moses said unto the people,"]
 PROMPTS = [[5, 300, 301, 17], [7, 8], [9], list(range(100, 141))]
 
 
@@ -62,6 +63,16 @@ def test_repeated_steps_give_the_bits_of_computed_ones(llm: LLM) -> None:
     assert {rows for rows, _ in replays(llm)._steps} == {1, 2, 3, 4}
     assert answers(llm, PROMPTS, wanted) == expected
     assert answers(llm, PROMPTS[::-1], wanted[::-1]) == expected[::-1]
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static", "w8a16", "w4a8", "w4a16"])
+def test_steps_of_quantized_models_are_repeated(scheme: str) -> None:
+    calibration = PROMPT_TEXTS if scheme == "w8a8_static" else None
+    with open_llm(quantization=scheme, calibration=calibration) as quantized:
+        expected = eagerly(quantized, PROMPTS, params(6))
+        assert answers(quantized, PROMPTS, params(6)) == expected
+        assert replays(quantized).refusal is None
+        assert replays(quantized)._steps
 
 
 def test_memory_of_what_was_let_go_is_used_again(llm: LLM) -> None:

@@ -6,6 +6,7 @@
 // activations, which takes the 8 back. k is padded with activations of 0.
 #include "panels.h"
 #include "quantize.h"
+#include "replay.h"
 
 namespace llm {
 namespace {
@@ -323,3 +324,5 @@ LLM_EXPORT void llm_unpack_int4(const uint8_t* src, int8_t* dst, int64_t first, 
         }
     });
 }
+
+LLM_REPLAYABLE(llm_linear_w4a8)

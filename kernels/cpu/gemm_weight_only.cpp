@@ -3,6 +3,7 @@
 // The weights of a panel are made float32 for a block of k at a time, in the cache; each output is then one chain of fused
 // multiply-adds over k = 0 ... K-1, as with a float weight. Panels are those of gemm_int8.cpp and gemm_int4.cpp.
 #include "panels.h"
+#include "replay.h"
 
 namespace llm {
 namespace {
@@ -145,3 +146,5 @@ LLM_EXPORT void llm_linear_weight_only(int64_t bits, const float* x, const uint8
         }
     });
 }
+
+LLM_REPLAYABLE(llm_linear_weight_only)
