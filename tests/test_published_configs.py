@@ -98,3 +98,18 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
     small |= {"num_hidden_layers": _LAYERS, "n_layer": _LAYERS}
     small |= {key: config[key][:_LAYERS] for key in ("layer_types", "no_rope_layers") if key in config}
     return {key: value for key, value in small.items() if key in config}
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "note"),
+    [
+        (4096, "short factors, for it is within the original 4096"),
+        (4097, "long factors, for it is beyond the original 4096"),
+    ],
+)
+def test_the_choice_of_longropes_factors_is_stated(tmp_path: Path, max_model_len: int, note: str) -> None:
+    config = PUBLISHED["phi-3-mini-128k"]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "hf_overrides": _small(config)}
+    with LLM(tmp_path, max_model_len=max_model_len, **arguments) as llm:
+        assert note in str(llm.config)

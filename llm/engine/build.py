@@ -263,6 +263,7 @@ def _resolve(
         "vocab_size": "config.json",
         "tokenizer": "the model's own" if args.tokenizer is None else "asked for",
     }
+    reasons["max_model_len"] += _rope_note(source.model, memory.max_model_len)
     for name in _TAKEN_AS_THEY_ARE:
         reasons[name] = args.why(name)
     reasons["quantization"] = source.quantization.reason
@@ -294,6 +295,19 @@ def _resolve(
         enable_prefix_caching=args.enable_prefix_caching,
     )
     return EngineConfig(model, cache, scheduler, platform.device_type, invariant, compilation, reasons), specs
+
+
+def _rope_note(model: Any, max_model_len: int) -> str:
+    """What `max_model_len` decided about ropes whose frequencies depend on it, for short prompts too."""
+    ropes = {layer.rope for layer in getattr(model, "layers", ()) if getattr(layer, "rope", None) is not None}
+    for rope in ropes:
+        original = rope.original_max_position_embeddings
+        if rope.rope_type == "longrope":
+            side = ("long", "beyond") if max_model_len > original else ("short", "within")
+            return f"; LongRoPE's {side[0]} factors, for it is {side[1]} the original {original}"
+        if rope.rope_type == "dynamic":
+            return "; the dynamic rope is scaled for this length once"
+    return ""
 
 
 def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], free: int) -> MemoryPlan:
