@@ -11,9 +11,7 @@ import pytest
 
 from llm.kernels.cpu import build
 
-DRIVER = Path(__file__).parent / "kernels_driver.cpp"
-# The sources that the driver calls.
-CALLED = ("gemm_", "threads")
+DRIVERS = [Path(__file__).parent / name for name in ("kernels_driver.cpp", "kernels_driver_step.cpp")]
 # Checks are calls, not code at every access: the build takes a third of the time.
 FLAGS = (
     *("-O1", "-w", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -31,7 +29,7 @@ def compile_driver(target: str, folder: Path) -> Path | None:
     base = [compiler, *build.FLAGS, *build.TARGETS[target], *FLAGS]
     if subprocess.run([*base, str(probe), "-o", str(folder / "probe")], capture_output=True, check=False).returncode:
         return None
-    sources = [path for path in build.sources() if path.stem.startswith(CALLED)] + [DRIVER]
+    sources = [*build.sources(), *DRIVERS]
     objects = [folder / f"{path.stem}.o" for path in sources]
 
     def compile_one(index: int) -> None:

@@ -1,0 +1,128 @@
+// Calls attention and the elementwise kernels with buffers of exactly the size that is promised; see kernels_driver.cpp.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <initializer_list>
+#include <vector>
+
+extern "C" {
+int64_t llm_paged_attention(const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t, const float*,
+                            int64_t, int64_t, int64_t, const void*, const void*, float*, int64_t, int64_t, int64_t, int64_t,
+                            float, float, const float*, int64_t);
+int64_t llm_write_kv_cache(const float*, int64_t, const float*, int64_t, int64_t, void*, void*, const int64_t*, int64_t,
+                           int64_t, int64_t, int64_t, int64_t);
+void llm_rms_norm(const float*, const float*, int64_t, const void*, float, float, int64_t, float*, float*, int64_t, int64_t,
+                  int64_t);
+void llm_layer_norm(const float*, const float*, int64_t, const void*, const void*, float, float*, float*, int64_t, int64_t,
+                    int64_t);
+void llm_activation(int64_t, const float*, const float*, int64_t, float*, int64_t, int64_t, int64_t);
+void llm_soft_cap(float*, float, int64_t, int64_t);
+int64_t llm_rotary(const int64_t*, int64_t, const float*, int64_t, int64_t, int64_t, const float*, int64_t, float*, int64_t,
+                   const float*, int64_t, float*, int64_t, int64_t, int64_t);
+void llm_log_softmax(const float*, float*, int64_t, int64_t, int64_t);
+void llm_add(const float*, const float*, float*, int64_t);
+void llm_scale(const float*, float, float*, int64_t);
+void llm_copy_rows(const float*, int64_t, float*, int64_t, int64_t);
+}
+
+namespace step {
+
+int calls = 0;
+
+// Heap memory of exactly `count` elements: the bytes behind it are poisoned.
+template <class T> struct Exactly {
+    T* data;
+    explicit Exactly(int64_t n, T value = T{}) : data(static_cast<T*>(std::malloc(n * sizeof(T) + (n == 0)))) {
+        for (int64_t i = 0; i < n; ++i) data[i] = value;
+    }
+    ~Exactly() { std::free(data); }
+};
+
+void need(bool holds, const char* what) {
+    if (holds) return;
+    std::printf("%s\n", what);
+    std::exit(1);
+}
+
+// One row: `cached` tokens of an earlier step, `fresh` of this one.
+template <class T>
+void attention(int64_t kind, int64_t heads, int64_t kv_heads, int64_t size, int64_t block, int64_t window, int64_t cached,
+               int64_t fresh) {
+    const int64_t length = cached + fresh, blocks = (length + block - 1) / block, slots = (blocks + 1) * block;
+    const int64_t panels = (slots + 15) / 16 + 1, elements = panels * kv_heads * size * 16;
+    Exactly<T> keys(elements), values(elements);
+    Exactly<float> k(length * kv_heads * size, 0.5f), v(length * kv_heads * size, 0.25f), q(fresh * heads * size, 0.1f);
+    Exactly<float> out(fresh * heads * size), sinks(heads, 0.5f);
+    Exactly<int64_t> mapping(length);
+    Exactly<int32_t> table(blocks), starts(2), lengths(1);
+    for (int64_t i = 0; i < blocks; ++i) table.data[i] = static_cast<int32_t>(blocks - i);  // 1 ... blocks, backwards
+    for (int64_t i = 0; i < length; ++i) mapping.data[i] = table.data[i / block] * block + i % block;
+    starts.data[0] = 0, starts.data[1] = static_cast<int32_t>(fresh), lengths.data[0] = static_cast<int32_t>(length);
+    const int64_t stride = kv_heads * size;
+    need(llm_write_kv_cache(k.data, stride, v.data, stride, kind, keys.data, values.data, mapping.data, slots, length, kv_heads,
+                            size, 1) == -1, "a good slot was refused");
+    const auto attend = [&](float cap, const float* sink) {
+        return llm_paged_attention(table.data, starts.data, lengths.data, 1, blocks, block, slots, q.data, heads * size, fresh,
+                                   kind, keys.data, values.data, out.data, heads, kv_heads, size, window, 0.3f, cap, sink, 1);
+    };
+    need(attend(0.0f, nullptr) == -1 && std::fabs(out.data[0] - 0.25f) < 1e-3f, "attention is wrong");
+    need(attend(3.0f, sinks.data) == -1, "a good step was refused");
+    table.data[blocks - 1] = static_cast<int32_t>(blocks + 1);
+    need(attend(0.0f, nullptr) == 0, "a block outside of the cache was read");
+    mapping.data[length - 1] = slots;
+    need(llm_write_kv_cache(k.data, stride, v.data, stride, kind, keys.data, values.data, mapping.data, slots, length, kv_heads,
+                            size, 1) == length - 1, "a slot outside of the cache was written");
+    calls += 5;
+}
+
+template <class T> void rows(int64_t kind, int64_t count, int64_t width) {
+    Exactly<float> x(count * width, 0.5f), y(count * width, 0.25f), out(count * width), total(count * width);
+    Exactly<T> weight(width), bias(width);
+    llm_rms_norm(x.data, nullptr, kind, weight.data, 0.0f, 1e-5f, width, out.data, nullptr, count, width, 1);
+    llm_rms_norm(x.data, y.data, kind, weight.data, 1.0f, 1e-5f, (width + 1) / 2, out.data, total.data, count, width, 1);
+    llm_layer_norm(x.data, y.data, kind, weight.data, bias.data, 1e-5f, out.data, total.data, count, width, 1);
+    for (int64_t function = 0; function < 6; ++function) {
+        llm_activation(function, x.data, nullptr, width, out.data, count, width, 1);
+        llm_activation(function, x.data, x.data + width / 2, width, out.data, count, width / 2, 1);
+    }
+    llm_soft_cap(out.data, 3.0f, count * width, 1);
+    llm_log_softmax(x.data, out.data, count, width, 1);
+    llm_add(x.data, y.data, out.data, count * width);
+    llm_scale(x.data, 3.0f, out.data, count * width);
+    llm_copy_rows(x.data, width, out.data, count, width / 2);
+    const int64_t head = width * 2;
+    Exactly<float> heads(count * 3 * head, 0.5f), key(count * head, 0.5f), to(count * 3 * head), key_to(count * head);
+    Exactly<float> angles(4 * 2 * (width - width / 3));
+    Exactly<int64_t> positions(count, 3);
+    const int64_t pairs = width - width / 3;
+    for (int64_t halves : {0, 1})
+        need(llm_rotary(positions.data, count, angles.data, 4, pairs, halves, heads.data, 3 * head, to.data, 3, key.data, head,
+                        key_to.data, 1, head, 1) == -1, "a good position was refused");
+    positions.data[count - 1] = 4;
+    need(llm_rotary(positions.data, count, angles.data, 4, pairs, 1, heads.data, 3 * head, to.data, 3, key.data, head,
+                    key_to.data, 1, head, 1) == count - 1, "a position outside of the table was read");
+    calls += 23;
+}
+
+}  // namespace step
+
+// Returns the number of calls.
+int run_step_kernels() {
+    using namespace step;
+    for (int64_t size : {10, 64})
+        for (int64_t block : {3, 16, 48})
+            for (int64_t window : {0, 5})
+                for (int64_t fresh : {1, 9, 70}) {
+                    attention<float>(0, 6, 2, size, block, window, 75, fresh);
+                    attention<uint16_t>(1, 7, 1, size, block, window, 3, fresh);
+                    attention<uint16_t>(2, 4, 4, size, block, window, 0, fresh);
+                }
+    for (int64_t count : {1, 3})
+        for (int64_t width : {1, 2, 15, 16, 17, 63, 64, 65, 100}) {
+            rows<float>(0, count, width);
+            rows<uint16_t>(1, count, width);
+            rows<uint16_t>(2, count, width);
+        }
+    return calls;
+}
