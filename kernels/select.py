@@ -52,6 +52,9 @@ OPERATIONS: dict[str, tuple[str, str | None]] = {
     "relu2": ("activation", "activation"),
     "soft_cap": ("activation", "activation"),
     "log_softmax": ("vocabulary", "vocabulary"),
+    "argmax": ("vocabulary", "vocabulary"),
+    "top_k": ("vocabulary", "vocabulary"),
+    "gather_logprobs": ("vocabulary", "vocabulary"),
 }
 
 

@@ -70,6 +70,9 @@ LLM_INLINE F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_
 LLM_INLINE F32 select_less(F32 a, F32 b, F32 x, F32 y) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
 }
+// Bit i: whether !(a <= b), or a >= b, in lane i. A NaN is not at most anything, nor at least.
+LLM_INLINE uint32_t not_at_most(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ); }
+LLM_INLINE uint32_t at_least(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 LLM_INLINE F32 nan_to_zero(F32 a) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_ORD_Q), a.v)}; }
 
 LLM_INLINE I32 set1_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
@@ -130,6 +133,15 @@ LLM_INLINE F32 round_even(F32 a) {
 LLM_INLINE F32 select_less(F32 a, F32 b, F32 x, F32 y) {
     return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
             _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+}
+LLM_INLINE uint32_t lane_bits(__m256 lo, __m256 hi) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(lo)) | static_cast<uint32_t>(_mm256_movemask_ps(hi)) << 8;
+}
+LLM_INLINE uint32_t not_at_most(F32 a, F32 b) {
+    return lane_bits(_mm256_cmp_ps(a.lo, b.lo, _CMP_NLE_UQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_NLE_UQ));
+}
+LLM_INLINE uint32_t at_least(F32 a, F32 b) {
+    return lane_bits(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
 }
 LLM_INLINE F32 nan_to_zero(F32 a) {
     return {_mm256_and_ps(a.lo, _mm256_cmp_ps(a.lo, a.lo, _CMP_ORD_Q)),
@@ -205,6 +217,16 @@ LLM_INLINE F32 abs(F32 a) { return lanes<F32>([&](int i) { return std::fabs(a.v[
 LLM_INLINE F32 round_even(F32 a) { return lanes<F32>([&](int i) { return std::nearbyintf(a.v[i]); }); }
 LLM_INLINE F32 select_less(F32 a, F32 b, F32 x, F32 y) {
     return lanes<F32>([&](int i) { return a.v[i] < b.v[i] ? x.v[i] : y.v[i]; });
+}
+LLM_INLINE uint32_t not_at_most(F32 a, F32 b) {
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; ++i) bits |= static_cast<uint32_t>(!(a.v[i] <= b.v[i])) << i;
+    return bits;
+}
+LLM_INLINE uint32_t at_least(F32 a, F32 b) {
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; ++i) bits |= static_cast<uint32_t>(a.v[i] >= b.v[i]) << i;
+    return bits;
 }
 LLM_INLINE F32 nan_to_zero(F32 a) { return lanes<F32>([&](int i) { return std::isnan(a.v[i]) ? 0.0f : a.v[i]; }); }
 

@@ -1,5 +1,11 @@
-// Over the vocabulary: log-softmax.
+// Over the vocabulary: the likeliest token, the k likeliest, log-softmax, and logprobs and ranks of chosen tokens.
+//
+// A row is read in order of id, and only what beats the best so far leaves the vectors. Selecting is exact, so rows may be
+// cut into chunks as the threads need it; a sum is over a whole row in fixed lanes (rows.h). Neither shows in a result.
+#include <algorithm>
 #include <cmath>
+#include <functional>
+#include <limits>
 
 #include "rows.h"
 #include "vector_math.h"
@@ -7,19 +13,120 @@
 namespace llm {
 namespace {
 
-LLM_INLINE float largest_of(const float* x, int64_t count) {
-    F32 best = set1(-INFINITY);
-    for (int64_t i = 0; i < count; i += LANES) best = max(best, load_part(x + i, count - i, -INFINITY));
-    return largest(best);
+// Logits that are worth a thread of their own.
+constexpr int64_t CHUNK = 1 << 15;
+
+// hit(i) for the i in [begin, end), in order, with !(x[i] <= bound), which hit may raise; until it returns false.
+template <class Hit> LLM_INLINE void scan_above(const float* x, int64_t begin, int64_t end, const float& bound, const Hit& hit) {
+    constexpr int64_t STEP = 4 * LANES;
+    for (int64_t i = begin; i < end; i += STEP) {
+        const F32 least = set1(bound);
+        uint64_t bits = 0;
+        LLM_UNROLL for (int c = 0; c < 4; ++c) {
+            const int64_t left = end - i - c * LANES;
+            if (left <= 0) break;
+            bits |= static_cast<uint64_t>(not_at_most(load_part(x + i + c * LANES, left, -INFINITY), least)) << c * LANES;
+        }
+        for (; bits; bits &= bits - 1) {
+            const int64_t at = i + __builtin_ctzll(bits);
+            if (!(x[at] <= bound) && !hit(at)) return;
+        }
+    }
 }
 
-// x - largest - log(sum of e^(x - largest)).
-void log_softmax_row(const float* x, float* out, int64_t count) {
-    const F32 top = set1(largest_of(x, count));
-    const float total = sum_vectors(count, [&](int64_t i) { return exp(load_part(x + i, count - i, -INFINITY) - top); });
-    // The logarithm of one number in double, rounded once: the same on every instruction set.
-    const F32 logarithm = set1(static_cast<float>(std::log(static_cast<double>(total))));
-    for (int64_t i = 0; i < count; i += LANES) store_part(out + i, load_part(x + i, count - i) - top - logarithm, count - i);
+struct Best {
+    float value;
+    int64_t id;
+};
+
+// The first of the largest; a NaN, the first one, is larger than anything. All -inf: (-inf, begin).
+Best best_of(const float* x, int64_t begin, int64_t end) {
+    Best best{-INFINITY, begin};
+    scan_above(x, begin, end, best.value, [&](int64_t i) {
+        best = {x[i], i};
+        return x[i] == x[i];
+    });
+    return best;
+}
+
+// One number that orders tokens: the larger logit, then the lower id, is the larger number. -0 is 0, a NaN above inf.
+LLM_INLINE uint64_t order_of(float value, int64_t id) {
+    const uint32_t bits = float_to_bits(value + 0.0f);
+    const uint32_t rank = value != value ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return static_cast<uint64_t>(rank) << 32 | (0xffffffffu - static_cast<uint32_t>(id));
+}
+LLM_INLINE int64_t id_of(uint64_t order) { return 0xffffffffu - static_cast<uint32_t>(order); }
+
+// The k largest of a row so far, among up to `capacity` tokens.
+struct Largest {
+    const float* x;
+    uint64_t* held;
+    int64_t k, capacity, count = 0;
+    float bound = -INFINITY;  // what is not above it is not among them
+
+    static int64_t capacity_for(int64_t k) { return 2 * k + 64; }
+
+    LLM_INLINE bool add(int64_t id) {
+        held[count++] = order_of(x[id], id);
+        if (count == capacity) keep();
+        return true;
+    }
+    void keep() {
+        if (count < k) return;
+        std::nth_element(held, held + k - 1, held + count, std::greater<uint64_t>());
+        count = k;
+        const float least = x[id_of(held[k - 1])];
+        bound = least == least ? least : INFINITY;  // only another NaN is above a NaN
+    }
+    // The tokens of -inf that there is room for, the lowest ids first: scan_above never gives them.
+    void fill(int64_t width) {
+        for (int64_t id = 0; id < width && count < k; ++id)
+            if (x[id] == -INFINITY) held[count++] = order_of(x[id], id);
+    }
+};
+
+// How many chunks each row is cut into, so that each thread has work.
+int64_t chunks_of(int64_t rows, int64_t width, int64_t threads) {
+    const int64_t most = (width + CHUNK - 1) / CHUNK;
+    const int64_t wanted = rows >= 2 * threads ? 1 : 2 * threads / (rows < 1 ? 1 : rows);
+    return std::max<int64_t>(1, std::min(most, wanted));
+}
+
+// task(row, chunk, begin, end) for every chunk of every row.
+template <class Task> void for_chunks(int64_t rows, int64_t width, int64_t chunks, int64_t threads, const Task& task) {
+    if (chunks == 1) return for_rows(rows, width, threads, [&](int64_t row) { task(row, int64_t{0}, int64_t{0}, width); });
+    parallel_for(rows * chunks, threads, 0, [&](int64_t index, char*) {
+        const int64_t row = index / chunks, chunk = index % chunks;
+        task(row, chunk, width * chunk / chunks, width * (chunk + 1) / chunks);
+    });
+}
+
+// What log-softmax takes from each logit of a row: the largest, then the logarithm of the sum of e^(x - largest).
+struct Normaliser {
+    F32 top, logarithm;
+
+    static Normaliser none() { return {zero(), zero()}; }
+    static Normaliser of(const float* x, int64_t width) {
+        const F32 top = set1(best_of(x, 0, width).value);
+        const float total =
+            sum_vectors(width, [&](int64_t i) { return exp(load_part(x + i, width - i, -INFINITY) - top); });
+        // The logarithm of one number in double, rounded once: the same on every instruction set.
+        return {top, set1(static_cast<float>(std::log(static_cast<double>(total))))};
+    }
+    LLM_INLINE F32 apply(F32 x) const { return x - top - logarithm; }
+};
+
+// Of each of N values, how many of the row's are at least as large.
+template <int N>
+void count_at_least(const float* x, int64_t width, const Normaliser& norm, const float* values, int64_t* counts) {
+    int64_t found[N] = {};
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        const F32 own = norm.apply(load_part(x + i, left));
+        const uint32_t inside = left >= LANES ? 0xffffu : (1u << left) - 1;
+        LLM_UNROLL for (int n = 0; n < N; ++n) found[n] += __builtin_popcount(at_least(own, set1(values[n])) & inside);
+    }
+    for (int n = 0; n < N; ++n) counts[n] = found[n];
 }
 
 }  // namespace
@@ -28,5 +135,76 @@ void log_softmax_row(const float* x, float* out, int64_t count) {
 using namespace llm;
 
 LLM_EXPORT void llm_log_softmax(const float* x, float* out, int64_t rows, int64_t width, int64_t threads) {
-    for_rows(rows, width, threads, [&](int64_t row) { log_softmax_row(x + row * width, out + row * width, width); });
+    for_rows(rows, width, threads, [&](int64_t row) {
+        const float* from = x + row * width;
+        float* to = out + row * width;
+        const Normaliser norm = Normaliser::of(from, width);
+        for (int64_t i = 0; i < width; i += LANES) store_part(to + i, norm.apply(load_part(from + i, width - i)), width - i);
+    });
+}
+
+// x [rows][width] -> its first largest: values and ids [rows]; a NaN is the largest. width >= 1.
+LLM_EXPORT void llm_argmax(const float* x, float* values, int64_t* ids, int64_t rows, int64_t width, int64_t threads) {
+    const int64_t chunks = chunks_of(rows, width, threads);
+    const Scratch scratch(rows * chunks * static_cast<int64_t>(sizeof(Best)));
+    Best* parts = scratch.as<Best>();
+    for_chunks(rows, width, chunks, threads, [&](int64_t row, int64_t chunk, int64_t begin, int64_t end) {
+        parts[row * chunks + chunk] = best_of(x + row * width, begin, end);
+    });
+    for (int64_t row = 0; row < rows; ++row) {
+        Best best = parts[row * chunks];
+        for (int64_t chunk = 1; chunk < chunks && best.value == best.value; ++chunk) {
+            const Best next = parts[row * chunks + chunk];
+            if (!(next.value <= best.value)) best = next;
+        }
+        values[row] = best.value;
+        ids[row] = best.id;
+    }
+}
+
+// x [rows][width] -> its k largest in falling order, equal ones by id: values and ids [rows][k]. 1 <= k <= width < 2^32.
+LLM_EXPORT void llm_top_k(const float* x, int64_t k, float* values, int64_t* ids, int64_t rows, int64_t width,
+                          int64_t threads) {
+    const int64_t chunks = chunks_of(rows, width, threads), capacity = Largest::capacity_for(k);
+    const Scratch scratch(rows * chunks * capacity * 8), sizes(rows * chunks * 8);
+    uint64_t* parts = scratch.as<uint64_t>();
+    int64_t* counts = sizes.as<int64_t>();
+    for_chunks(rows, width, chunks, threads, [&](int64_t row, int64_t chunk, int64_t begin, int64_t end) {
+        const int64_t part = row * chunks + chunk;
+        Largest largest{x + row * width, parts + part * capacity, k, capacity};
+        scan_above(largest.x, begin, end, largest.bound, [&](int64_t i) { return largest.add(i); });
+        largest.keep();
+        counts[part] = largest.count;
+    });
+    for_rows(rows, chunks * capacity, threads, [&](int64_t row) {
+        Largest largest{x + row * width, parts + row * chunks * capacity, k, capacity, counts[row * chunks]};
+        for (int64_t part = row * chunks + 1; part < (row + 1) * chunks; ++part)
+            for (int64_t i = 0; i < counts[part]; ++i) largest.add(id_of(parts[part * capacity + i]));
+        largest.keep();
+        largest.fill(width);
+        std::sort(largest.held, largest.held + k, std::greater<uint64_t>());
+        for (int64_t i = 0; i < k; ++i) {
+            ids[row * k + i] = id_of(largest.held[i]);
+            values[row * k + i] = largest.x[ids[row * k + i]];
+        }
+    });
+}
+
+// Of x [rows][width] or, with `normalise`, its log-softmax: values of ids [rows][count], and for the first `ranked` of
+// them how many of the row are at least as large [rows][ranked]. False, and nothing done: an id is not in [0, width).
+LLM_EXPORT int64_t llm_gather_logprobs(const float* x, const int64_t* ids, int64_t count, int64_t ranked, int64_t normalise,
+                                       float* values, int64_t* ranks, int64_t rows, int64_t width, int64_t threads) {
+    for (int64_t i = 0; i < rows * count; ++i)
+        if (ids[i] < 0 || ids[i] >= width) return 0;
+    for_rows(rows, width, threads, [&](int64_t row) {
+        const float* own = x + row * width;
+        const Normaliser norm = normalise ? Normaliser::of(own, width) : Normaliser::none();
+        float* found = values + row * count;
+        int64_t* places = ranks + row * ranked;
+        for (int64_t i = 0; i < count; ++i) store_part(found + i, norm.apply(set1(own[ids[row * count + i]])), 1);
+        int64_t i = 0;
+        for (; i + 8 <= ranked; i += 8) count_at_least<8>(own, width, norm, found + i, places + i);
+        for (; i < ranked; ++i) count_at_least<1>(own, width, norm, found + i, places + i);
+    });
+    return 1;
 }

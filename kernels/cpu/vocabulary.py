@@ -6,8 +6,14 @@ import torch
 
 from llm.kernels.cpu.library import INT, POINTER, Library
 from llm.kernels.cpu.tensors import as_float32
+from llm.kernels.reference import vocabulary as reference
 
 _LOG_SOFTMAX = (POINTER, POINTER, INT, INT, INT)
+_ARGMAX = (POINTER, POINTER, POINTER, INT, INT, INT)
+_TOP_K = (POINTER, INT, POINTER, POINTER, INT, INT, INT)
+_GATHER = (POINTER, POINTER, INT, INT, INT, POINTER, POINTER, INT, INT, INT)
+# Beyond, one sort of the row is faster.
+_MOST = 1024
 
 
 def log_softmax(library: Library, logits: torch.Tensor) -> torch.Tensor:
@@ -19,3 +25,55 @@ def log_softmax(library: Library, logits: torch.Tensor) -> torch.Tensor:
         logits.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads()
     )
     return out
+
+
+def argmax(library: Library, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [n, vocab] -> (values float32 [n], ids int64 [n])."""
+    logits = as_float32(logits)
+    rows, width = logits.shape
+    if not width:
+        raise ValueError("the rows of argmax are empty")
+    values, ids = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    library.function("llm_argmax", *_ARGMAX)(
+        logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, width, torch.get_num_threads()
+    )
+    return values, ids
+
+
+def top_k(library: Library, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [n, vocab] -> (values float32 [n, k], ids int64 [n, k])."""
+    rows, width = logits.shape
+    if not 1 <= k <= min(width, _MOST):
+        return reference.top_k(logits, k)
+    logits = as_float32(logits)
+    values, ids = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
+    library.function("llm_top_k", *_TOP_K)(
+        logits.data_ptr(), k, values.data_ptr(), ids.data_ptr(), rows, width, torch.get_num_threads()
+    )
+    return values, ids
+
+
+def gather_logprobs(
+    library: Library, logits: torch.Tensor, ids: torch.Tensor, ranked: int, normalise: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [n, vocab], int64 [n, m] -> (float32 [n, m], ranks int64 [n, ranked])."""
+    logits, ids = as_float32(logits), ids.contiguous()
+    rows, width = logits.shape
+    if ids.dtype != torch.int64 or ids.dim() != 2 or len(ids) != rows or not 0 <= ranked <= ids.shape[1]:
+        raise ValueError(f"ids must be int64 [{rows}, {ranked} or more], got {ids.dtype} {list(ids.shape)}")
+    values, ranks = torch.empty(ids.shape), torch.empty(rows, ranked, dtype=torch.int64)
+    gather = library.function("llm_gather_logprobs", *_GATHER, result=INT)
+    if not gather(
+        logits.data_ptr(),
+        ids.data_ptr(),
+        ids.shape[1],
+        ranked,
+        normalise,
+        values.data_ptr(),
+        ranks.data_ptr(),
+        rows,
+        width,
+        torch.get_num_threads(),
+    ):
+        raise IndexError(f"ids must be in [0, {width}), got {ids.min()} to {ids.max()}")
+    return values, ranks

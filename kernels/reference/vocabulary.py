@@ -2,9 +2,109 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+# The maxima of blocks of so many tokens are found several times as fast as torch finds the place of a maximum.
+_BLOCK = 512
+# So few top ones are looked for within the blocks that have the largest maxima.
+_FEW = 32
+# Columns are compared with a row so many at a time, to rank them.
+_RANKED_AT_ONCE = 16
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """float [n, vocab] -> float32 [n, vocab]: logits - log(sum of e^logits)."""
     return logits.float().log_softmax(dim=-1)
+
+
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of the likeliest of each row: float32 [n, vocab] -> (values float32 [n], ids int64 [n]).
+
+    A NaN counts as the likeliest: a value is NaN where the row has one, and -inf where the row has nothing else.
+    """
+    vocab = logits.shape[1]
+    if vocab < 4 * _BLOCK:
+        ids = logits.argmax(dim=-1, keepdim=True)
+    else:
+        block = _block_amax(logits).argmax(dim=-1, keepdim=True)
+        inside = (block * _BLOCK + torch.arange(_BLOCK, device=logits.device)).clamp_(max=vocab - 1)
+        ids = inside.gather(1, logits.gather(1, inside).argmax(dim=-1, keepdim=True))
+    return logits.gather(1, ids).squeeze(1), ids.squeeze(1)
+
+
+def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest of each row in falling order: float32 [n, vocab] -> (values [n, k], ids int64 [n, k]).
+
+    Of equal ones those with the lower ids come first; a NaN is larger than anything. 1 <= k <= vocab.
+
+    `torch.topk` takes and orders equal values as it likes, and differently for different widths. So its ids are put in
+    order, and a row whose equals may be beyond the edge is sorted as a whole.
+    """
+    vocab = logits.shape[1]
+    if not 1 <= k <= vocab:
+        raise ValueError(f"k must be from 1 to {vocab}, got {k}")
+    if k == vocab:
+        return _sorted(logits, k)
+    ids = _some_largest(logits, k + 1).sort(dim=-1).values
+    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    edge, beyond = values[:, k - 1], values[:, k]
+    tied = (edge == beyond) | edge.isnan()
+    values, ids = values[:, :k].contiguous(), ids[:, :k].contiguous()
+    if tied.any():
+        values[tied], ids[tied] = _sorted(logits[tied], k)
+    return values, ids
+
+
+def gather_logprobs(
+    logits: torch.Tensor, ids: torch.Tensor, ranked: int, normalise: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of chosen tokens, and the ranks of the first `ranked` of them.
+
+    Args:
+        logits: float32 [n, vocab].
+        ids: int64 [n, m], in [0, vocab).
+        normalise: False: the logits themselves in place of their log-softmax.
+
+    Returns:
+        float32 [n, m] and int64 [n, ranked]; a rank counts the row's values that are at least as large.
+    """
+    values = log_softmax(logits) if normalise else logits
+    chosen = values.gather(1, ids)
+    ranks = np.empty((len(ids), ranked), dtype=np.int64)
+    for start in range(0, ranked, _RANKED_AT_ONCE):
+        for line, own in enumerate(chosen[:, start : min(ranked, start + _RANKED_AT_ONCE)]):
+            larger = (values[line] >= own.unsqueeze(1)).cpu().numpy()
+            # NumPy counts a mask several times as fast as torch sums it.
+            ranks[line, start : start + len(own)] = [np.count_nonzero(mask) for mask in larger]
+    return chosen, torch.from_numpy(ranks).to(logits.device)
+
+
+def _sorted(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return values[:, :k], ids[:, :k]
+
+
+def _some_largest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of `count` largest of each row [n, count], of equals any."""
+    vocab = logits.shape[1]
+    blocks = vocab // _BLOCK
+    if count > _FEW or blocks < 4 * count:
+        return torch.topk(logits, count, dim=-1).indices
+    whole = blocks * _BLOCK
+    chosen = logits[:, :whole].unflatten(1, (blocks, _BLOCK)).amax(dim=-1).topk(count, dim=-1).indices
+    ids = (chosen.unsqueeze(2) * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
+    ids = torch.cat((ids, torch.arange(whole, vocab, device=logits.device).expand(len(logits), -1)), dim=1)
+    return ids.gather(1, torch.topk(logits.gather(1, ids), count, dim=-1).indices)
+
+
+def _block_amax(logits: torch.Tensor) -> torch.Tensor:
+    """The largest logit of each block [n, blocks], the last one shorter."""
+    whole = logits.shape[1] // _BLOCK * _BLOCK
+    parts = []
+    if whole:
+        parts.append(logits[:, :whole].unflatten(1, (-1, _BLOCK)).amax(dim=-1))
+    if whole < logits.shape[1]:
+        parts.append(logits[:, whole:].amax(dim=-1, keepdim=True))
+    return torch.cat(parts, dim=1)
