@@ -55,6 +55,8 @@ OPERATIONS: dict[str, tuple[str, str | None]] = {
     "argmax": ("vocabulary", "vocabulary"),
     "top_k": ("vocabulary", "vocabulary"),
     "gather_logprobs": ("vocabulary", "vocabulary"),
+    "block_sums": ("vocabulary", "vocabulary"),
+    "cut_below_largest": ("vocabulary", "vocabulary"),
 }
 
 

@@ -58,7 +58,7 @@ def test_each_case_does_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.clear()
         sampler._measure(case, logits, 2)
         assert len(seen) == 3 and all(torch.equal(given, logits) for given, _ in seen)
-        works = case in ("penalties", "a custom processor on every row")
+        works = case in ("min_p 0.1", "penalties", "a custom processor on every row")
         assert all((processors is not None) == works for _, processors in seen), case
 
 

@@ -150,12 +150,13 @@ def test_logits_are_computed_under_the_cap(
 
 def test_a_lost_position_is_seen(llm: LLM, whole: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the tests above: each logprob reported of the token one place on."""
-    gather = model_runner.gather_logprobs
+    sampler = engine_of(llm).runner.sampler
+    gather = sampler.gather_logprobs
 
-    def planted(values: torch.Tensor, tokens: torch.Tensor, *rest: Any) -> Any:
-        return gather(values, tokens.roll(1), *rest)
+    def planted(logits: torch.Tensor, tokens: torch.Tensor, *rest: Any) -> Any:
+        return gather(logits, tokens.roll(1), *rest)
 
-    monkeypatch.setattr(model_runner, "gather_logprobs", planted)
+    monkeypatch.setattr(sampler, "gather_logprobs", planted)
     with pytest.raises(AssertionError):
         check(run(llm, PROMPTS, WANTED), whole)
 

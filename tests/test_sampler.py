@@ -17,8 +17,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_sets import ISAS, has_compiler, kernel_set
 
 from llm.config import SchedulerConfig
+from llm.kernels.reference import vocabulary
+from llm.kernels.select import REFERENCE, KernelSet
 from llm.sampling import draw as draw_module
 from llm.sampling import sampler as sampler_module
 from llm.sampling.logits_processors.interface import BatchUpdate
@@ -29,6 +32,8 @@ from llm.sampling.sampler import Sampler, SamplerOutput, SamplingRows
 from llm.sampling_params import SamplingParams
 
 DRAWS = 20_000
+# PyTorch, and the compiled kernels where there are any.
+SETS = (REFERENCE, *((kernel_set(ISAS[-1]),) if has_compiler() else ()))
 TOY = torch.tensor([1.2, -0.3, 0.7, 2.0, -1.1, 0.0, 1.9, 0.4, -0.6, 1.5])
 
 
@@ -87,11 +92,13 @@ class Rows:
         stops: tuple[int, ...] = (),
         outputs: Sequence[list[int]] | None = None,
         custom: Sequence[Any] = (),
+        kernels: KernelSet = REFERENCE,
     ) -> None:
+        self.kernels = kernels
         self.sampling = SamplingRows(len(params))
         model = SimpleNamespace(max_model_len=2048)
         config: Any = SimpleNamespace(scheduler_config=SchedulerConfig(len(params), 64), model_config=model)
-        self.processors = LogitsProcessors(config, torch.device("cpu"), custom)
+        self.processors = LogitsProcessors(config, torch.device("cpu"), custom, kernels)
         self.outputs = [[] for _ in params] if outputs is None else list(outputs)
         added = []
         for row, own in enumerate(params):
@@ -108,7 +115,7 @@ class Rows:
         counts = np.array([len(self.outputs[row]) for row in rows.tolist()])
         idle = self.processors.is_idle()
         processors = None if idle else self.processors
-        return Sampler(mode)(logits.clone(), self.sampling, rows, counts, processors, len(self.outputs))
+        return Sampler(mode, self.kernels)(logits.clone(), self.sampling, rows, counts, processors, len(self.outputs))
 
 
 def rows_of(params: list[SamplingParams], seeds: list[int] | None = None, stops: tuple[int, ...] = ()) -> Rows:
@@ -229,17 +236,23 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def draws_alone_and_together(
-    values: np.ndarray, options: list[dict[str, Any]], order: list[int], mode: str = "raw_logprobs"
+    values: np.ndarray,
+    options: list[dict[str, Any]],
+    order: list[int],
+    mode: str = "raw_logprobs",
+    kernels: KernelSet = REFERENCE,
 ) -> list[tuple[Any, Any]]:
     """(alone, together in this order) for each row: its token and its logprobs."""
     logits = torch.from_numpy(values).float()
     params = [SamplingParams(**own) for own in options]
     outputs = [[row, 3, 3] for row in range(len(params))]
-    batch = Rows([params[row] for row in order], order, outputs=[outputs[row] for row in order])
+    batch = Rows([params[row] for row in order], order, outputs=[outputs[row] for row in order], kernels=kernels)
     together = batch.sample(logits[order], mode=mode)
     pairs = []
     for line, row in enumerate(order):
-        alone = Rows([params[row]], [row], outputs=[outputs[row]]).sample(logits[row : row + 1], mode=mode)
+        alone = Rows([params[row]], [row], outputs=[outputs[row]], kernels=kernels).sample(
+            logits[row : row + 1], mode=mode
+        )
         pairs.append(
             (
                 (alone.tokens.tolist()[0], alone.logprobs.get(0)),
@@ -255,37 +268,37 @@ def draws_alone_and_together(
     order=st.permutations(range(12)),
     mode=st.sampled_from(MODES),
     tiles=st.sampled_from([1, 1, 60]),
+    kernels=st.sampled_from(SETS),
 )
-@settings(max_examples=60)
+@settings(max_examples=80)
 def test_a_draw_is_the_same_alone_in_a_batch_and_in_any_order(
-    values: np.ndarray, options: list[dict[str, Any]], order: list[int], mode: str, tiles: int
+    values: np.ndarray, options: list[dict[str, Any]], order: list[int], mode: str, tiles: int, kernels: KernelSet
 ) -> None:
     """`tiles`: of a vocabulary of 2400 too, which is searched and summed in blocks."""
     values = np.tile(values, tiles) - 0.125 * np.arange(tiles).repeat(40)
-    for alone, together in draws_alone_and_together(values, options, order, mode):
+    for alone, together in draws_alone_and_together(values, options, order, mode, kernels):
         assert alone == together
 
 
 def test_torch_topk_alone_would_let_companions_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above, and the reason of `_likeliest`."""
-    monkeypatch.setattr(draw_module, "_likeliest", lambda logits, top_k: torch.topk(logits, min(int(top_k.max()), 40)))
+    """The control of the test above, and the reason that `top_k` orders equals."""
+    monkeypatch.setattr(vocabulary, "top_k", torch.topk)
     values = np.random.default_rng(0).integers(-3, 3, (12, 40)) / 2.0
     options: list[dict[str, Any]] = [{"top_k": 1 + 3 * row} for row in range(12)]
     pairs = draws_alone_and_together(values, options, list(range(12)))
     assert any(alone != together for alone, together in pairs)
 
 
-@given(values=LOGITS, top_k=st.lists(st.integers(1, 60), min_size=12, max_size=12), hidden=st.integers(0, 40))
+@given(values=LOGITS, top_k=st.integers(1, 40), hidden=st.integers(0, 40))
 @settings(max_examples=60)
-def test_the_likeliest_are_those_of_a_stable_sort(values: np.ndarray, top_k: list[int], hidden: int) -> None:
+def test_the_likeliest_are_those_of_a_stable_sort(values: np.ndarray, top_k: int, hidden: int) -> None:
     logits = torch.from_numpy(values).float()
     logits[:, :hidden] = -math.inf
-    found_values, found_ids = draw_module._likeliest(logits, torch.tensor(top_k).unsqueeze(1))
-    sorted_values, sorted_ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    for row, count in enumerate(top_k):
-        finite = min(count, 40 - hidden)
-        assert found_values[row, :count].tolist() == sorted_values[row, :count].tolist()
-        assert found_ids[row, :finite].tolist() == sorted_ids[row, :finite].tolist()
+    expected = torch.sort(logits, dim=-1, descending=True, stable=True)
+    for kernels in SETS:
+        found_values, found_ids = kernels.op("top_k")(logits, top_k)
+        assert found_values.tolist() == expected.values[:, :top_k].tolist()
+        assert found_ids.tolist() == expected.indices[:, :top_k].tolist()
 
 
 def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
@@ -441,8 +454,9 @@ def test_the_argmax_of_blocks_is_the_first_of_the_likeliest(vocab: int, seed: in
     logits = random_numbers.integers(-9, 3, (3, vocab)).astype(np.float32)
     if nan:
         logits[1, random_numbers.integers(vocab)] = np.nan
-    found = draw_module.argmax_rows(torch.from_numpy(logits)).tolist()
-    assert found == np.argmax(logits, axis=1).tolist()
+    values, ids = REFERENCE.op("argmax")(torch.from_numpy(logits))
+    assert ids.tolist() == np.argmax(logits, axis=1).tolist()
+    np.testing.assert_array_equal(values.numpy(), logits.max(axis=1))
 
 
 SPREAD = [0, 1, 511, 512, 1023, 2048, 2500, 4607, 4608, 4999]
@@ -464,7 +478,9 @@ def test_draws_from_many_blocks_have_the_distribution_of_the_reference(options: 
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_top_p_keeps_the_fewest_that_weigh_enough(top_p: float, top_k: int, spread: float) -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 4001)).astype(np.float32)) * spread
-    draws = draw_module.draw_rows(logits, np.full(2, top_k), np.full(2, top_p), np.array([0.1, 0.9]), {0, 1})
+    draws = draw_module.draw_rows(
+        logits, logits.amax(1), np.full(2, top_k), np.full(2, top_p), np.array([0.1, 0.9]), {0, 1}
+    )
     for line in range(2):
         weights = np.exp(logits[line].double().numpy())
         order = np.argsort(-weights, kind="stable")[: top_k or None]
@@ -542,7 +558,7 @@ def test_only_rows_that_draw_are_given_to_adapters_and_the_lines_fit() -> None:
 @pytest.mark.parametrize("vocab", [4001, 20001])
 def test_the_top_logprobs_of_a_large_vocabulary_are_found_in_its_blocks(count: int, vocab: int) -> None:
     values = torch.from_numpy(np.random.default_rng(0).permuted(np.arange(2 * vocab).reshape(2, -1), axis=1)).float()
-    found = gather_logprobs(values, torch.tensor([7, vocab - 1]), np.array([count, count]), {})
+    found = gather_logprobs(values, torch.tensor([7, vocab - 1]), np.array([count, count]), {}, False)
     for row, own in zip(values, found, strict=True):
         ordered, ids = row.sort(descending=True)
         assert own.token_ids[1:] == ids[:count].tolist()

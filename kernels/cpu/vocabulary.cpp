@@ -101,6 +101,12 @@ template <class Task> void for_chunks(int64_t rows, int64_t width, int64_t chunk
     });
 }
 
+// e^x for x <= 0; 0 below -87, where barred tokens are and a processor is slow: the result would be denormal.
+LLM_INLINE F32 weight(F32 x) {
+    const F32 least = set1(-87.0f);
+    return select_less(x, least, zero(), exp(max(least, x)));  // a NaN passes both
+}
+
 // What log-softmax takes from each logit of a row: the largest, then the logarithm of the sum of e^(x - largest).
 struct Normaliser {
     F32 top, logarithm;
@@ -109,7 +115,7 @@ struct Normaliser {
     static Normaliser of(const float* x, int64_t width) {
         const F32 top = set1(best_of(x, 0, width).value);
         const float total =
-            sum_vectors(width, [&](int64_t i) { return exp(load_part(x + i, width - i, -INFINITY) - top); });
+            sum_vectors(width, [&](int64_t i) { return weight(load_part(x + i, width - i, -INFINITY) - top); });
         // The logarithm of one number in double, rounded once: the same on every instruction set.
         return {top, set1(static_cast<float>(std::log(static_cast<double>(total))))};
     }
@@ -207,4 +213,29 @@ LLM_EXPORT int64_t llm_gather_logprobs(const float* x, const int64_t* ids, int64
         for (; i < ranked; ++i) count_at_least<1>(own, width, norm, found + i, places + i);
     });
     return 1;
+}
+
+// sums [rows][ceil(width / block)] of e^(x - largest) over blocks of each row; largest [rows]. block: a multiple of 16.
+LLM_EXPORT void llm_block_sums(const float* x, const float* largest, int64_t block, float* sums, int64_t rows, int64_t width,
+                               int64_t threads) {
+    const int64_t blocks = (width + block - 1) / block;
+    for_rows(rows * blocks, block, threads, [&](int64_t index) {
+        const int64_t row = index / blocks, begin = index % blocks * block, count = std::min(block, width - begin);
+        const float* own = x + row * width + begin;
+        const F32 top = set1(largest[row]);
+        sums[index] = sum_vectors(count, [&](int64_t i) { return weight(load_part(own + i, count - i, -INFINITY) - top); });
+    });
+}
+
+// In place: -inf for what is below the row's largest + offset [rows].
+LLM_EXPORT void llm_cut_below_largest(float* x, const float* offset, int64_t rows, int64_t width, int64_t threads) {
+    for_rows(rows, width, threads, [&](int64_t row) {
+        if (offset[row] == -INFINITY) return;
+        float* own = x + row * width;
+        const F32 bound = set1(best_of(own, 0, width).value + offset[row]), barred = set1(-INFINITY);
+        for (int64_t i = 0; i < width; i += LANES) {
+            const F32 value = load_part(own + i, width - i);
+            store_part(own + i, select_less(value, bound, barred, value), width - i);
+        }
+    });
 }

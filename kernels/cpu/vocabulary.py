@@ -12,6 +12,8 @@ _LOG_SOFTMAX = (POINTER, POINTER, INT, INT, INT)
 _ARGMAX = (POINTER, POINTER, POINTER, INT, INT, INT)
 _TOP_K = (POINTER, INT, POINTER, POINTER, INT, INT, INT)
 _GATHER = (POINTER, POINTER, INT, INT, INT, POINTER, POINTER, INT, INT, INT)
+_BLOCK_SUMS = (POINTER, POINTER, INT, POINTER, INT, INT, INT)
+_CUT = (POINTER, POINTER, INT, INT, INT)
 # Beyond, one sort of the row is faster.
 _MOST = 1024
 
@@ -77,3 +79,28 @@ def gather_logprobs(
     ):
         raise IndexError(f"ids must be in [0, {width}), got {ids.min()} to {ids.max()}")
     return values, ranks
+
+
+def block_sums(library: Library, logits: torch.Tensor, largest: torch.Tensor, block: int) -> torch.Tensor:
+    """float32 [n, vocab], [n] -> float32 [n, ceil(vocab / block)]."""
+    logits, largest = as_float32(logits), as_float32(largest)
+    rows, width = logits.shape
+    if block < 16 or block % 16 or largest.shape != (rows,):
+        raise ValueError(f"block must be a multiple of 16 and largest [{rows}], got {block} and {list(largest.shape)}")
+    sums = torch.empty(rows, -(-width // block))
+    library.function("llm_block_sums", *_BLOCK_SUMS)(
+        logits.data_ptr(), largest.data_ptr(), block, sums.data_ptr(), rows, width, torch.get_num_threads()
+    )
+    return sums
+
+
+def cut_below_largest(library: Library, logits: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """float32 [n, vocab], [n] -> `logits`, in place where they are contiguous float32."""
+    logits, offset = as_float32(logits), as_float32(offset)
+    rows, width = logits.shape
+    if offset.shape != (rows,):
+        raise ValueError(f"offset must be [{rows}], got {list(offset.shape)}")
+    library.function("llm_cut_below_largest", *_CUT)(
+        logits.data_ptr(), offset.data_ptr(), rows, width, torch.get_num_threads()
+    )
+    return logits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -50,8 +52,12 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
     edge, beyond = values[:, k - 1], values[:, k]
-    tied = (edge == beyond) | edge.isnan()
+    barred = edge == -math.inf
+    tied = ((edge == beyond) | edge.isnan()) & ~barred
     values, ids = values[:, :k].contiguous(), ids[:, :k].contiguous()
+    for line in barred.nonzero().flatten().tolist():
+        count = int((values[line] != -math.inf).sum())
+        ids[line, count:] = (logits[line] == -math.inf).nonzero().flatten()[: k - count]
     if tied.any():
         values[tied], ids[tied] = _sorted(logits[tied], k)
     return values, ids
@@ -79,6 +85,29 @@ def gather_logprobs(
             # NumPy counts a mask several times as fast as torch sums it.
             ranks[line, start : start + len(own)] = [np.count_nonzero(mask) for mask in larger]
     return chosen, torch.from_numpy(ranks).to(logits.device)
+
+
+def block_sums(logits: torch.Tensor, largest: torch.Tensor, block: int) -> torch.Tensor:
+    """Sums of e^(logits - largest) over blocks of each row: float32 [n, vocab], [n] -> [n, ceil(vocab / block)].
+
+    The last block is shorter where `block`, a multiple of 16, does not divide vocab. A term below e^-87 may count as 0.
+    """
+    weights = (logits - largest.unsqueeze(1)).exp_()
+    whole = weights.shape[1] // block * block
+    sums = [weights[:, :whole].unflatten(1, (-1, block)).sum(dim=-1)] if whole else []
+    if whole < weights.shape[1]:
+        sums.append(weights[:, whole:].sum(dim=-1, keepdim=True))
+    return torch.cat(sums, dim=1)
+
+
+def cut_below_largest(logits: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """-inf in place of what is below the row's largest + offset: float32 [n, vocab], [n] -> `logits`, overwritten.
+
+    An offset of -inf leaves its row as it is.
+    """
+    bound = logits.amax(dim=-1) + offset
+    bound[offset == -math.inf] = -math.inf
+    return logits.masked_fill_(logits < bound.unsqueeze(1), -math.inf)
 
 
 def _sorted(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.logprobs import TokenLogprobs, gather_logprobs
+from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling.sampler import Sampler, SamplerOutput
 
 # Logits are computed for so many bytes of rows at a time.
@@ -75,13 +75,13 @@ class ModelRunner:
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
         )
-        library = kernels_for(platform).library
+        kernels = kernels_for(platform)
         # None: every step runs operation by operation.
         self.replay: DecodeReplay | None = None
-        if config.invariant and library is not None:
-            self.replay = DecodeReplay(self.model, library, self.batch.block_tables[0].shape[1])
-        self.processors = LogitsProcessors(config, torch.device(config.device), logits_processors)
-        self.sampler = Sampler(config.model_config.logprobs_mode, kernels_for(platform).op("log_softmax"))
+        if config.invariant and kernels.library is not None:
+            self.replay = DecodeReplay(self.model, kernels.library, self.batch.block_tables[0].shape[1])
+        self.processors = LogitsProcessors(config, torch.device(config.device), logits_processors, kernels)
+        self.sampler = Sampler(config.model_config.logprobs_mode, kernels)
         self._rows_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * config.model_config.vocab_size))
 
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
@@ -190,9 +190,8 @@ class ModelRunner:
         found: list[TokenLogprobs] = []
         for start in range(0, len(rows), size):
             logits = self.model.compute_logits(hidden[start : start + size])
-            values = self.sampler.as_logprobs(logits)
-            chosen = torch.from_numpy(tokens[start : start + size]).to(values.device)
-            found += gather_logprobs(values, chosen, counts[start : start + size], {})
+            chosen = torch.from_numpy(tokens[start : start + size]).to(logits.device)
+            found += self.sampler.gather_logprobs(logits, chosen, counts[start : start + size], {})
         ends = np.cumsum([count for _, _, count in step.prompt_rows]).tolist()
         return {
             batch.request_ids[row]: found[end - count : end]

@@ -1,4 +1,4 @@
-"""The likeliest token, and draws by the inverse of the cumulative distribution.
+"""Draws by the inverse of the cumulative distribution.
 
 Owns the arithmetic of one token per row. What a row gets depends on that row alone, bit for bit: every sum runs in one
 order, over blocks of fixed width or over the row's own candidates, whatever the other rows are.
@@ -14,9 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# Rows are searched and summed in blocks of so many tokens.
+from llm.kernels.select import REFERENCE, KernelSet
+from llm.sampling.logprobs import select_lines
+
+# Rows are summed in blocks of so many tokens.
 _BLOCK = 512
-# top_k up to here is cut by torch.topk; beyond, the row is sorted.
+# A top_k up to here is selected; beyond, the row is sorted.
 _TOPK_LIMIT = 1024
 # Bins of the histogram that top_p is cut by, per unit of a logit.
 _BINS = 64.0
@@ -32,21 +35,14 @@ class Draws:
     kept: dict[int, np.ndarray]
 
 
-def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the likeliest of each row: float32 [n, vocab] -> int64 [n]. A NaN counts as the likeliest.
-
-    `torch.argmax` takes several times as long as one pass over the logits; the maximum of each block does not.
-    """
-    vocab = logits.shape[1]
-    if vocab < 4 * _BLOCK:
-        return logits.argmax(dim=-1)
-    block = _block_amax(logits).argmax(dim=-1, keepdim=True)
-    ids = (block * _BLOCK + torch.arange(_BLOCK, device=logits.device)).clamp_(max=vocab - 1)
-    return ids.gather(1, logits.gather(1, ids).argmax(dim=-1, keepdim=True)).squeeze(1)
-
-
 def draw_rows(
-    logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray, wanted: set[int]
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    uniform: np.ndarray,
+    wanted: set[int],
+    kernels: KernelSet = REFERENCE,
 ) -> Draws:
     """Draw from softmax(logits) cut to the top_k likeliest, then to the fewest of those whose mass is top_p.
 
@@ -55,10 +51,12 @@ def draw_rows(
 
     Args:
         logits: float32 [n, vocab], temperature applied; every row has a token above -inf and no NaN.
+        largest: float32 [n], the largest logit of each row.
         top_k: int64 [n], 0 for all.  top_p: float64 [n].  uniform: float64 [n] in [0, 1).
         wanted: the lines whose `Draws.kept` is needed.
+        kernels: what computes over the vocabulary.
     """
-    logits = _without_infinity(logits)
+    logits, largest = _without_infinity(logits, largest)
     vocab = logits.shape[1]
     cut_k = (top_k > 0) & (top_k < vocab)
     few = cut_k & (top_k <= _TOPK_LIMIT)
@@ -68,41 +66,51 @@ def draw_rows(
         lines = np.flatnonzero(chosen)
         if not len(lines):
             continue
-        own = logits if len(lines) == len(top_k) else logits[torch.from_numpy(lines).to(logits.device)]
+        rows = _Rows(
+            select_lines(logits, lines), select_lines(largest, lines), top_k[lines], top_p[lines], uniform[lines]
+        )
         keep = [index for index, line in enumerate(lines.tolist()) if line in wanted]
-        tokens, kept = draw(own, top_k[lines], top_p[lines], uniform[lines], keep)
+        tokens, kept = draw(rows, keep, kernels)
         draws.tokens[lines] = tokens
         draws.kept.update({int(lines[index]): ids for index, ids in kept.items()})
     return draws
 
 
+@dataclass
+class _Rows:
+    """Arguments of `draw_rows`, of some of its rows."""
+
+    logits: torch.Tensor
+    largest: torch.Tensor
+    top_k: np.ndarray
+    top_p: np.ndarray
+    uniform: np.ndarray
+
+
 Drawn = tuple[np.ndarray, dict[int, np.ndarray]]
 
 
-def _draw_few(
-    logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray, keep: list[int]
-) -> Drawn:
+def _draw_few(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
     """Rows with a small top_k: the likeliest of all rows at once."""
-    likeliest, all_ids = _likeliest(logits, torch.from_numpy(top_k).to(logits.device).unsqueeze(1))
+    likeliest, all_ids = kernels.op("top_k")(rows.logits, int(rows.top_k.max()))
     values, ids = likeliest.cpu().numpy(), all_ids.cpu().numpy()
     weights = np.exp((values - values[:, :1]).astype(np.float64))
-    weights[np.arange(weights.shape[1]) >= top_k[:, None]] = 0.0
+    weights[np.arange(weights.shape[1]) >= rows.top_k[:, None]] = 0.0
     cumulative = np.cumsum(weights, axis=1)
-    weights[cumulative - weights >= top_p[:, None] * cumulative[:, -1:]] = 0.0
+    weights[cumulative - weights >= rows.top_p[:, None] * cumulative[:, -1:]] = 0.0
     cumulative = np.cumsum(weights, axis=1)
-    picked = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(axis=1)
+    picked = (cumulative <= rows.uniform[:, None] * cumulative[:, -1:]).sum(axis=1)
     # Rounding can put the target at the very end: take the last token that has any weight.
     picked = np.minimum(picked, (weights > 0).sum(axis=1) - 1)
     tokens = np.take_along_axis(ids, picked[:, None], axis=1)[:, 0]
     return tokens, {index: ids[index][weights[index] > 0] for index in keep}
 
 
-def _draw_some(
-    logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray, keep: list[int]
-) -> Drawn:
+def _draw_some(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
     """Rows that are cut at a place which must be searched for, row by row; the draw is in order of id."""
-    weights, sums = _weights(logits)
-    total = np.cumsum(sums.cpu().numpy().astype(np.float64), axis=1)[:, -1]
+    logits, top_k, top_p = rows.logits, rows.top_k, rows.top_p
+    weights = (logits - rows.largest.unsqueeze(1)).exp_()
+    total = _cumulative_blocks(rows, kernels)[:, -1]
     tokens = np.empty(len(logits), dtype=np.int64)
     kept = {}
     for line in range(len(logits)):
@@ -112,7 +120,7 @@ def _draw_some(
         else:
             ids = _nucleus(values, own, float(top_p[line]), float(total[line]))
         cumulative = np.cumsum(own[ids], dtype=np.float64)
-        picked = int(np.searchsorted(cumulative, uniform[line] * cumulative[-1], side="right"))
+        picked = int(np.searchsorted(cumulative, rows.uniform[line] * cumulative[-1], side="right"))
         tokens[line] = ids[min(picked, len(ids) - 1)]
         if line in keep:
             kept[line] = ids
@@ -151,70 +159,35 @@ def _nucleus(values: np.ndarray, weights: np.ndarray, top_p: float, mass: float)
     return candidates[kept]
 
 
-def _draw_any(
-    logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray, keep: list[int]
-) -> Drawn:
+def _draw_any(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
     """Rows without a cut: first the block, then the token within it."""
-    weights, sums = _weights(logits)
-    by_block = np.cumsum(sums.cpu().numpy().astype(np.float64), axis=1)
-    target = uniform * by_block[:, -1]
-    last_block = (sums > 0).cpu().numpy().cumsum(axis=1).argmax(axis=1)
+    vocab = rows.logits.shape[1]
+    by_block = _cumulative_blocks(rows, kernels)
+    target = rows.uniform * by_block[:, -1]
+    last_block = np.diff(by_block, prepend=0.0).astype(bool).cumsum(axis=1).argmax(axis=1)
     block = np.minimum((by_block <= target[:, None]).sum(axis=1), last_block)
     before = np.where(block > 0, np.take_along_axis(by_block, np.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
     ids = block[:, None] * _BLOCK + np.arange(_BLOCK)
-    inside = torch.from_numpy(np.minimum(ids, weights.shape[1] - 1)).to(weights.device)
-    own = weights.gather(1, inside).cpu().numpy().astype(np.float64)
-    own[ids >= weights.shape[1]] = 0.0
+    inside = torch.from_numpy(np.minimum(ids, vocab - 1)).to(rows.logits.device)
+    own = np.exp((rows.logits.gather(1, inside) - rows.largest.unsqueeze(1)).cpu().numpy().astype(np.float64))
+    own[ids >= vocab] = 0.0
     cumulative = np.cumsum(own, axis=1)
     picked = (cumulative <= (target - before)[:, None]).sum(axis=1)
     picked = np.minimum(picked, (own > 0).cumsum(axis=1).argmax(axis=1))
     tokens = np.take_along_axis(ids, picked[:, None], axis=1)[:, 0]
-    return tokens, {index: np.arange(weights.shape[1]) for index in keep}
+    return tokens, {index: np.arange(vocab) for index in keep}
 
 
-def _likeliest(logits: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """At least the `top_k` [n, 1] likeliest of each row, equal ones in order of id: (logits, ids) [n, width].
-
-    `torch.topk` takes and orders equal values as it likes, differently for different widths, and the width is the
-    companions' affair. So its ids are put in order, and a row whose equals may be beyond the edge is sorted as a whole.
-    """
-    width = min(int(top_k.max()) + 1, logits.shape[-1])
-    values, ids = torch.topk(logits, width, dim=-1)
-    ids, by_id = ids.sort(dim=-1)
-    values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)
-    least = values.gather(1, (top_k - 1).clamp(max=width - 1))
-    cut_off = ((values[:, -1:] == least) & (least > -math.inf)).squeeze(1)
-    if width < logits.shape[-1] and cut_off.any():
-        whole, whole_ids = torch.sort(logits[cut_off], dim=-1, descending=True, stable=True)
-        values[cut_off], ids[cut_off] = whole[:, :width], whole_ids[:, :width]
-    return values, ids
+def _cumulative_blocks(rows: _Rows, kernels: KernelSet) -> np.ndarray:
+    """Sums of e^(logits - largest) up to the end of each block: float64 [n, blocks]."""
+    sums = kernels.op("block_sums")(rows.logits, rows.largest, _BLOCK)
+    return np.cumsum(sums.cpu().numpy().astype(np.float64), axis=1)
 
 
-def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp(logits - the likeliest) float32 [n, vocab], and its sums over blocks [n, blocks], the last one shorter."""
-    weights = (logits - _block_amax(logits).amax(dim=-1, keepdim=True)).exp_()
-    whole = weights.shape[1] // _BLOCK * _BLOCK
-    head = weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1) if whole else weights[:, :0]
-    tail = weights[:, whole:].sum(dim=-1, keepdim=True)
-    return weights, torch.cat((head, tail), dim=1)
-
-
-def _block_amax(logits: torch.Tensor) -> torch.Tensor:
-    """The largest logit of each block [n, blocks], the last one shorter."""
-    whole = logits.shape[1] // _BLOCK * _BLOCK
-    parts = []
-    if whole:
-        parts.append(logits[:, :whole].unflatten(1, (-1, _BLOCK)).amax(dim=-1))
-    if whole < logits.shape[1]:
-        parts.append(logits[:, whole:].amax(dim=-1, keepdim=True))
-    return torch.cat(parts, dim=1)
-
-
-def _without_infinity(logits: torch.Tensor) -> torch.Tensor:
+def _without_infinity(logits: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that have +inf drawn among those tokens alone: a processor's way of forcing one."""
-    infinite = logits.amax(dim=-1) == math.inf
+    infinite = largest == math.inf
     if not infinite.any():
-        return logits
+        return logits, largest
     forced = torch.where(logits == math.inf, 0.0, -math.inf)
-    return torch.where(infinite.unsqueeze(1), forced, logits)
+    return torch.where(infinite.unsqueeze(1), forced, logits), largest.masked_fill(infinite, 0.0)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from llm.kernels.reference.vocabulary import log_softmax
+from llm.kernels.select import REFERENCE, KernelSet
 
-# Logprobs are gathered for so many of a row's tokens at a time, to rank them.
-_RANKED_AT_ONCE = 16
-# So few top ones are looked for in blocks of so many tokens.
-_FEW = 32
-_BLOCK = 512
 NO_LOGPROBS = -2
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
@@ -31,69 +26,46 @@ class TokenLogprobs:
     ranks: list[int]
 
 
-def as_logprobs(
-    logits: torch.Tensor, mode: str, log_softmax: Callable[[torch.Tensor], torch.Tensor] = log_softmax
-) -> torch.Tensor:
-    """Float32 [n, vocab]: what `mode` reports of these logits, log-softmax or themselves; always a new tensor.
-
-    `log_softmax`: the platform's.
-    """
-    return log_softmax(logits) if mode.endswith("logprobs") else logits.to(torch.float32, copy=True)
-
-
 def gather_logprobs(
-    values: torch.Tensor, tokens: torch.Tensor, counts: np.ndarray, asked: Mapping[int, Sequence[int]]
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    counts: np.ndarray,
+    asked: Mapping[int, Sequence[int]],
+    normalise: bool = True,
+    kernels: KernelSet = REFERENCE,
 ) -> list[TokenLogprobs]:
     """One `TokenLogprobs` per line.
 
     Args:
-        values: float32 [n, vocab].
+        logits: float [n, vocab].
         tokens: int64 [n], the chosen tokens.
-        counts: int64 [n], how many top ones; -1: all.
+        counts: int64 [n], how many top ones; -1: all. Of equal ones those with the lower ids come first.
         asked: line -> ids to report in place of the top ones.
+        normalise: False: report the logits themselves.
+        kernels: what computes it.
     """
-    vocab = values.shape[1]
-    chosen = values.gather(1, tokens.unsqueeze(1))
-    ranks = _count_rows(values >= chosen)
-    result = [
-        TokenLogprobs([token], [value], [rank])
-        for token, value, rank in zip(tokens.tolist(), chosen.squeeze(1).tolist(), ranks, strict=True)
-    ]
+    top_k, gather = kernels.op("top_k"), kernels.op("gather_logprobs")
+    logits, tokens = logits.float(), tokens.unsqueeze(1)
+    vocab = logits.shape[1]
+    result = [TokenLogprobs([], [], []) for _ in range(len(tokens))]
     widths = np.where(counts == -1, vocab, np.minimum(counts, vocab))
-    widths[list(asked)] = 0
-    for width in np.unique(widths[widths > 0]).tolist():
+    widths[list(asked)] = -1
+    for width in np.unique(widths[widths >= 0]).tolist():
         lines = np.flatnonzero(widths == width)
-        top_values, top_ids = _top(values[torch.from_numpy(lines).to(values.device)], width)
-        for line, ids, own in zip(lines.tolist(), top_ids.tolist(), top_values.tolist(), strict=True):
-            result[line].token_ids += ids
-            result[line].logprobs += own
-            result[line].ranks += range(1, width + 1)
-    for line, ids in asked.items():
-        own_values = values[line, torch.tensor(list(ids), device=values.device)]
-        result[line].token_ids += ids
-        result[line].logprobs += own_values.tolist()
-        for part in own_values.split(_RANKED_AT_ONCE):
-            result[line].ranks += _count_rows(values[line] >= part.unsqueeze(1))
+        own = select_lines(logits, lines)
+        ids = select_lines(tokens, lines)
+        if width:
+            ids = torch.cat((ids, top_k(own, width)[1]), dim=1)
+        values, ranks = gather(own, ids, 1, normalise)
+        for line, *found in zip(lines.tolist(), ids.tolist(), values.tolist(), ranks.tolist(), strict=True):
+            result[line] = TokenLogprobs(found[0], found[1], [*found[2], *range(1, width + 1)])
+    for line, of_line in asked.items():
+        ids = torch.cat((tokens[line], torch.tensor(list(of_line), device=tokens.device))).unsqueeze(0)
+        values, ranks = gather(logits[line : line + 1], ids, ids.shape[1], normalise)
+        result[line] = TokenLogprobs(ids[0].tolist(), values[0].tolist(), ranks[0].tolist())
     return result
 
 
-def _count_rows(mask: torch.Tensor) -> list[int]:
-    """True values of each row of bool [n, vocab]; several times as fast as torch's sum of a mask."""
-    return [int(np.count_nonzero(row)) for row in mask.cpu().numpy()]
-
-
-def _top(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest of each row [n, vocab], in falling order: (values, ids) [n, count].
-
-    The largest few stand in the few blocks that have the largest maxima, and only those are searched.
-    """
-    vocab = values.shape[1]
-    blocks = vocab // _BLOCK
-    if count > _FEW or blocks < 4 * count:
-        return torch.topk(values, count, dim=-1)
-    whole = blocks * _BLOCK
-    chosen = values[:, :whole].unflatten(1, (blocks, _BLOCK)).amax(dim=-1).topk(count, dim=-1).indices
-    ids = (chosen.unsqueeze(2) * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
-    ids = torch.cat((ids, torch.arange(whole, vocab, device=values.device).expand(len(values), -1)), dim=1)
-    top_values, places = torch.topk(values.gather(1, ids), count, dim=-1)
-    return top_values, ids.gather(1, places)
+def select_lines(tensor: torch.Tensor, lines: np.ndarray) -> torch.Tensor:
+    """These lines of a tensor; itself where that is all of them."""
+    return tensor if len(lines) == len(tensor) else tensor.index_select(0, torch.from_numpy(lines).to(tensor.device))

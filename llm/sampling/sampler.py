@@ -22,7 +22,6 @@ or one NaN) ends with an error, and so does one whose own processor raised.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,10 +29,10 @@ import numpy as np
 import torch
 
 from llm.errors import SamplingError
-from llm.kernels.reference.vocabulary import log_softmax
-from llm.sampling.draw import argmax_rows, draw_rows
+from llm.kernels.select import REFERENCE, KernelSet
+from llm.sampling.draw import draw_rows
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, as_logprobs, gather_logprobs
+from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, gather_logprobs, select_lines
 from llm.sampling.philox import uniform
 from llm.sampling_params import MIN_TEMPERATURE, SamplingParams
 
@@ -89,14 +88,13 @@ class SamplerOutput:
 class Sampler:
     """Args:
     logprobs_mode: raw or processed x logprobs or logits, see `llm.sampling.logprobs.MODES`.
-    log_softmax: the platform's.
+    kernels: the platform's.
     """
 
-    def __init__(
-        self, logprobs_mode: str = "raw_logprobs", log_softmax: Callable[[torch.Tensor], torch.Tensor] = log_softmax
-    ) -> None:
+    def __init__(self, logprobs_mode: str = "raw_logprobs", kernels: KernelSet = REFERENCE) -> None:
         self.logprobs_mode = logprobs_mode
-        self.as_logprobs = partial(as_logprobs, mode=logprobs_mode, log_softmax=log_softmax)
+        self.kernels = kernels
+        self.gather_logprobs = partial(gather_logprobs, normalise=logprobs_mode.endswith("logprobs"), kernels=kernels)
 
     def __call__(
         self,
@@ -117,7 +115,7 @@ class Sampler:
             processors: None when all of them are idle.
             batch_size: rows in the batch, for the processors.
         """
-        step = _Step(self.logprobs_mode, self.as_logprobs, params, rows, outputs, processors, batch_size)
+        step = _Step(self, params, rows, outputs, processors, batch_size)
         return step.run(logits.float())
 
 
@@ -126,11 +124,10 @@ class _Step:
     """One call of the sampler.
 
     Attributes:
-        reported: (lines, their logprobs [lines, vocab]), of the lines that asked for any.
+        reported: (lines, their logits [lines, vocab] to be reported of), of the lines that asked for logprobs.
     """
 
-    mode: str
-    as_logprobs: Callable[[torch.Tensor], torch.Tensor]
+    sampler: Sampler
     params: SamplingRows
     rows: np.ndarray
     outputs: np.ndarray
@@ -142,51 +139,57 @@ class _Step:
     def run(self, logits: torch.Tensor) -> SamplerOutput:
         temperature = self.params.temperature[self.rows]
         asks = self.params.logprobs[self.rows] != NO_LOGPROBS
-        raw = self.mode.startswith("raw")
+        raw = self.sampler.logprobs_mode.startswith("raw")
+        draws = bool((temperature > 0).any())
         logits = self._apply("grammar", logits)
         if raw:
-            self._report(np.flatnonzero(asks), logits)
+            self._report(np.flatnonzero(asks), logits, draws or self.processors is not None)
         logits = self._apply("non_argmax_invariant", logits)
-        tokens = argmax_rows(logits)
-        self._check(logits, tokens)
+        largest, tokens = self._argmax(logits)
         if not raw:
-            self._report(np.flatnonzero(asks & (temperature == 0)), logits)
-        random = np.flatnonzero(temperature > 0)
-        if len(random):
-            self._draw(logits, random, tokens, set() if raw else set(np.flatnonzero(asks).tolist()))
+            self._report(np.flatnonzero(asks & (temperature == 0)), logits, draws)
+        if draws:
+            random = np.flatnonzero(temperature > 0)
+            self._draw(logits, largest, random, tokens, set() if raw else set(np.flatnonzero(asks).tolist()))
         return SamplerOutput(tokens, self._gather(tokens), self.errors)
 
-    def _draw(self, logits: torch.Tensor, random: np.ndarray, tokens: torch.Tensor, wanted: set[int]) -> None:
+    def _draw(
+        self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray, tokens: torch.Tensor, wanted: set[int]
+    ) -> None:
         """Steps 9 to 13 for the lines of `random`; their tokens are put in place."""
-        logits, random = self._warm(logits, random)
+        logits, largest, random = self._warm(logits, largest, random)
         if not len(random):
             return
         rows = self.rows[random]
         numbers = uniform(self.params.seed[rows], self.params.sample_index[rows], self.outputs[random])
         keep = {index for index, line in enumerate(random.tolist()) if line in wanted}
-        draws = draw_rows(logits, self.params.top_k[rows], self.params.top_p[rows], numbers, keep)
+        cuts = self.params.top_k[rows], self.params.top_p[rows]
+        draws = draw_rows(logits, largest, *cuts, numbers, keep, self.sampler.kernels)
         tokens[_index(random, tokens)] = torch.from_numpy(draws.tokens).to(tokens.device)
         for index, ids in draws.kept.items():
             kept = _index(ids, logits)
             masked = torch.full_like(logits[index : index + 1], -math.inf)
             masked[0, kept] = logits[index, kept]
-            self.reported.append((random[index : index + 1], self.as_logprobs(masked)))
+            self.reported.append((random[index : index + 1], masked))
 
-    def _warm(self, logits: torch.Tensor, random: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-        """Steps 9 and 10: (logits of the lines of `random` that have a token left, those lines)."""
+    def _warm(
+        self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """Steps 9 and 10: (logits of the lines of `random` that have a token left, their largest, those lines)."""
         late = self.processors is not None and any(not item.is_idle() for item in self.processors.argmax_invariant)
         if not late:
             random = self._without_errors(random)
-            logits = _lines(logits, random)
+            logits, largest = select_lines(logits, random), select_lines(largest, random)
         temperature = self.params.temperature[self.rows if late else self.rows[random]]
-        divisor = np.where(temperature > 0, temperature, np.float32(1.0))
-        logits = logits.div_(torch.from_numpy(divisor).to(logits.device).unsqueeze(1))
+        divisor = torch.from_numpy(np.where(temperature > 0, temperature, np.float32(1.0))).to(logits.device)
+        logits = logits.div_(divisor.unsqueeze(1))
         if not late:
-            return logits, random
+            # Division keeps the order, so the largest quotient is that of the largest.
+            return logits, largest / divisor, random
         logits = self._apply("argmax_invariant", logits)
-        self._check(logits, argmax_rows(logits))
+        largest, _ = self._argmax(logits)
         random = self._without_errors(random)
-        return _lines(logits, random), random
+        return select_lines(logits, random), select_lines(largest, random), random
 
     def _without_errors(self, lines: np.ndarray) -> np.ndarray:
         return lines if not self.errors else lines[[line not in self.errors for line in lines.tolist()]]
@@ -197,34 +200,33 @@ class _Step:
             return logits
         return processors.apply(getattr(processors, stage), logits, self.rows, self.batch_size, self.errors)
 
-    def _check(self, logits: torch.Tensor, likeliest: torch.Tensor) -> None:
-        """Note the lines whose likeliest token is none."""
-        top = logits.gather(1, likeliest.unsqueeze(1)).squeeze(1)
-        for line in (~(top > -math.inf)).nonzero().flatten().tolist():
-            self.errors.setdefault(line, SamplingError(_NAN if math.isnan(float(top[line])) else _ALL_BARRED))
+    def _argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the largest logit of each line, its token); the lines that have none are noted."""
+        largest, tokens = self.sampler.kernels.op("argmax")(logits)
+        for line in (~(largest > -math.inf)).nonzero().flatten().tolist():
+            self.errors.setdefault(line, SamplingError(_NAN if math.isnan(float(largest[line])) else _ALL_BARRED))
+        return largest, tokens
 
-    def _report(self, lines: np.ndarray, logits: torch.Tensor) -> None:
-        if len(lines):
-            self.reported.append((lines, self.as_logprobs(_lines(logits, lines))))
+    def _report(self, lines: np.ndarray, logits: torch.Tensor, overwritten: bool) -> None:
+        """`overwritten`: whether `logits` may still be."""
+        if not len(lines):
+            return
+        own = select_lines(logits, lines)
+        self.reported.append((lines, own.clone() if overwritten and own is logits else own))
 
     def _gather(self, tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
         ids_of = self.params.logprob_token_ids
         gathered: dict[int, TokenLogprobs] = {}
-        for lines, values in self.reported:
+        for lines, logits in self.reported:
             rows = self.rows[lines]
             asked = {index: ids_of[row] for index, row in enumerate(rows.tolist()) if row in ids_of}
-            own = gather_logprobs(values, tokens[_index(lines, tokens)], self.params.logprobs[rows], asked)
+            own = self.sampler.gather_logprobs(logits, select_lines(tokens, lines), self.params.logprobs[rows], asked)
             gathered.update(zip(lines.tolist(), own, strict=True))
         return {line: own for line, own in gathered.items() if line not in self.errors}
 
 
 def _index(lines: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(lines).to(like.device)
-
-
-def _lines(tensor: torch.Tensor, lines: np.ndarray) -> torch.Tensor:
-    """These lines of a tensor; itself where that is all of them."""
-    return tensor if len(lines) == len(tensor) else tensor.index_select(0, _index(lines, tensor))
 
 
 _ALL_BARRED = "no token is left to draw: the parameters or processors of this request give every token a logit of -inf."

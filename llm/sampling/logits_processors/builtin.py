@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
+from llm.kernels.select import REFERENCE, KernelSet
 from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor
 from llm.sampling.logits_processors.state import process_dict_updates
 from llm.sampling_params import SamplingParams
@@ -141,6 +142,14 @@ class LogitBiasLogitsProcessor(SparseLogitsProcessor[dict[int, float]]):
 class MinPLogitsProcessor(SparseLogitsProcessor[float]):
     """`min_p`: tokens less likely than min_p times the likeliest get -inf; after the temperature."""
 
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool, kernels: KernelSet = REFERENCE
+    ) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        self._cut = kernels.op("cut_below_largest")
+        # By batch row; -inf: no min_p.
+        self._log_min_p = torch.empty(0, device=device)
+
     def new_state(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> float | None:
         return params.min_p if params.min_p > 0.0 and not params.greedy else None
 
@@ -148,14 +157,9 @@ class MinPLogitsProcessor(SparseLogitsProcessor[float]):
         return True
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.changed:
-            self._rows = torch.tensor(list(self.rows), device=self.device)
-            self._log_min_p = torch.tensor(list(self.rows.values()), device=self.device).log()
+        if self.changed or len(self._log_min_p) != len(logits):
+            self._log_min_p = torch.full((len(logits),), -math.inf, device=self.device)
+            rows = torch.tensor(list(self.rows), device=self.device)
+            self._log_min_p[rows] = torch.tensor(list(self.rows.values()), device=self.device).log()
             self.changed = False
-        if len(self.rows) == len(logits):
-            bound = logits.amax(dim=-1)
-            bound[self._rows] += self._log_min_p
-            return logits.masked_fill_(logits < bound.unsqueeze(1), -math.inf)
-        own = logits.index_select(0, self._rows)
-        bound = own.amax(dim=-1) + self._log_min_p
-        return logits.index_copy_(0, self._rows, own.masked_fill_(own < bound.unsqueeze(1), -math.inf))
+        return self._cut(logits, self._log_min_p)

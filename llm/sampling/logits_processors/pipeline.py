@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from llm.errors import LogitsProcessorError
+from llm.kernels.select import REFERENCE, KernelSet
 from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor
 from llm.sampling.logits_processors.builtin import (
     AllowedTokensLogitsProcessor,
@@ -40,8 +41,15 @@ class LogitsProcessors:
         argmax_invariant: after the temperature: min_p, then custom ones.
     """
 
-    def __init__(self, config: VllmConfig, device: torch.device, custom: Sequence[type[LogitsProcessor]] = ()) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        device: torch.device,
+        custom: Sequence[type[LogitsProcessor]] = (),
+        kernels: KernelSet = REFERENCE,
+    ) -> None:
         self._config = config
+        self._kernels = kernels
         self._device = device
         self._custom = list(custom)
         self._is_stale = False
@@ -73,7 +81,7 @@ class LogitsProcessors:
             self._make(PenaltiesLogitsProcessor),
         ]
         self.argmax_invariant = [
-            self._make(MinPLogitsProcessor),
+            MinPLogitsProcessor(self._config, self._device, False, self._kernels),
             *(processor for processor, skip in zip(custom, invariant, strict=True) if skip),
         ]
 
