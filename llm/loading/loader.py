@@ -21,6 +21,8 @@ from llm.loading.weight_map import Target, WeightMap
 _NAMES_SHOWN = 5
 _PROGRESS_DELAY_SECONDS = 2.0
 _DUMMY_STD = 0.02
+# What a file may lack and random weights have; without the others the layer takes its plain form.
+_DUMMY_OPTIONAL = ("weight_scale", "bias")
 
 
 def load_weights(
@@ -73,24 +75,36 @@ def load_weights(
 
 
 def load_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Random weights for measuring: normal with deviation 0.02, ones for norms; deterministic by name and seed."""
+    """Random weights for measuring: normal with deviation 0.02, ones for norms; deterministic by name and seed.
+
+    Of a quantized checkpoint's tensors, integers are small ones that 4 bits hold, scales positive, offsets 0.
+    """
     for name, parameter in list(model.named_parameters()):
-        if parameter.dim() == 1 and name.endswith("weight"):
-            parameter.data.fill_(1.0)
+        leaf = name.rpartition(".")[2]
+        if getattr(parameter, "optional", False) and leaf not in _DUMMY_OPTIONAL:
             continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        _fill_dummy(parameter, generator)
+        _fill_dummy(parameter, leaf, generator)
+        parameter.elements_loaded = parameter.numel()  # type: ignore[attr-defined]
     process_weights(model)
 
 
-def _fill_dummy(parameter: Any, generator: torch.Generator) -> None:
+def _fill_dummy(parameter: Any, leaf: str, generator: torch.Generator) -> None:
     """A weight that is quantized on load is on no device: it gets its numbers through its loader, as from a file."""
-    if not parameter.is_meta:
+    if parameter.is_meta:
+        data = torch.empty(parameter.shape, dtype=parameter.dtype)
+        parameter.weight_loader(parameter, data.normal_(0.0, _DUMMY_STD, generator=generator), None)
+    elif not parameter.is_floating_point():
+        parameter.data.random_(-8, 8, generator=generator)
+    elif parameter.dim() == 1 and leaf == "weight":
+        parameter.data.fill_(1.0)
+    elif "scale" in leaf:
+        parameter.data.fill_(_DUMMY_STD)
+    elif "offset" in leaf:
+        parameter.data.zero_()
+    else:
         parameter.data.normal_(0.0, _DUMMY_STD, generator=generator)
-        return
-    data = torch.empty(parameter.shape, dtype=parameter.dtype)
-    parameter.weight_loader(parameter, data.normal_(0.0, _DUMMY_STD, generator=generator), None)
 
 
 def process_weights(model: nn.Module) -> None:
