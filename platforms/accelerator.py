@@ -44,7 +44,7 @@ class TorchAccelerator(Platform):
     def why_not(self) -> str | None:
         return LATER
 
-    def device_name(self) -> str:
+    def get_device_name(self) -> str:
         return self.torch_module().get_device_name()
 
     def memory_total(self) -> int:

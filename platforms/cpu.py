@@ -57,7 +57,7 @@ class CpuPlatform(Platform):
     def detect(cls) -> tuple[bool, str]:
         return True, "a CPU is always there"
 
-    def device_name(self) -> str:
+    def get_device_name(self) -> str:
         for line in _lines(self.root / "proc/cpuinfo"):
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()

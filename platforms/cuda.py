@@ -19,11 +19,11 @@ class CudaPlatform(TorchAccelerator):
     def is_built(cls) -> bool:
         return torch.version.cuda is not None
 
-    def device_capability(self) -> tuple[int, int] | None:
+    def get_device_capability(self) -> tuple[int, int] | None:
         return torch.cuda.get_device_capability()
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         """bfloat16 from capability 8.0 on."""
-        if (self.device_capability() or (0, 0)) >= (8, 0):
+        if (self.get_device_capability() or (0, 0)) >= (8, 0):
             return (torch.bfloat16, torch.float16, torch.float32)
         return (torch.float16, torch.float32)

@@ -69,11 +69,11 @@ class Platform:
 
     # --- The device. ---
 
-    def device_name(self) -> str:
+    def get_device_name(self) -> str:
         """As its maker calls it."""
         raise NotImplementedError
 
-    def device_capability(self) -> tuple[int, int] | None:
+    def get_device_capability(self) -> tuple[int, int] | None:
         """(major, minor) of devices that have such a number, else None."""
         return None
 

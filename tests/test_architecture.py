@@ -57,6 +57,8 @@ FLOORS = {
     "llm.scoring": 8,
     "llm.__main__": 8,
     "llm.v1": 8,
+    "llm.model_executor": 8,
+    "llm.attention": 8,
     "llm.assets": 8,
 }
 # An `__init__.py` runs before any module of its package, so it stands where the lowest of them does.

@@ -180,7 +180,7 @@ def test_this_machine() -> None:
     platform = CpuPlatform()
     assert 0 < platform.memory_free() <= platform.memory_total()
     assert 1 <= platform.num_threads() <= len(os.sched_getaffinity(0))
-    assert platform.device_name()
+    assert platform.get_device_name()
     assert ("avx2" in platform.isa) == (torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"})
     platform.release_memory()
     platform.synchronize()
@@ -195,7 +195,7 @@ def test_this_machine() -> None:
 
 
 def test_a_name_without_a_processor_name(tmp_path: Path) -> None:
-    assert fake_root(tmp_path, ROOT2, {}).device_name()
+    assert fake_root(tmp_path, ROOT2, {}).get_device_name()
 
 
 # --- The choice. ---
@@ -270,7 +270,7 @@ def test_a_device_without_kernels_is_described_and_passed_over(monkeypatch: pyte
     with pytest.raises(ValidationError, match="later release"):
         select_platform("cuda")
     fake = FakeCuda()
-    assert (fake.device_name(), fake.memory_total(), fake.memory_used()) == ("Fake 9000", 8 * GIB, 5 * GIB)
+    assert (fake.get_device_name(), fake.memory_total(), fake.memory_used()) == ("Fake 9000", 8 * GIB, 5 * GIB)
 
 
 def test_when_nothing_is_found_everything_that_was_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

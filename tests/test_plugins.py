@@ -274,7 +274,7 @@ except ValidationError as error:
 from acme.layers import AcmeRowParallelLinear
 from llm.platforms import current_platform
 result["calls"] = AcmeRowParallelLinear.calls
-result["device"] = current_platform.device_name()
+result["device"] = current_platform.get_device_name()
 result["loaded"] = "rival" in sys.modules
 print(json.dumps(result))
 """

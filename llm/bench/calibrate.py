@@ -76,7 +76,7 @@ def calibrate(seconds: float) -> Calibration:
         gemm = _gemm_rate(_GEMM_SHAPE, seconds)
     platform.release_memory()
     return Calibration(
-        platform.device_name(), len(usable_cores()), torch.get_num_threads(), read, gemm, watch.other_cores
+        platform.get_device_name(), len(usable_cores()), torch.get_num_threads(), read, gemm, watch.other_cores
     )
 
 

@@ -34,7 +34,7 @@ class AcmePlatform(CpuPlatform):
     simple_compile_backend = "eager"
     supported_quantization = ("acme_int8",)
 
-    def device_name(self) -> str:
+    def get_device_name(self) -> str:
         return "Acme One"
 
     def pre_register_and_update(self) -> None:
