@@ -96,7 +96,14 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--top-p", metavar="P", type=float, help="draw among the likeliest that sum to P")
     command.add_argument("--min-p", metavar="P", type=float, help="drop tokens below P times the likeliest")
     command.add_argument("--seed", metavar="N", type=int, help="makes the answer reproducible")
-    command.add_argument("--quantization", metavar="NAME", help="w8a8, w8a16, w4a8, w4a16: quantize while loading")
+    command.add_argument(
+        *("--logits-processors", "--logits_processors"),
+        metavar="CLASS",
+        nargs="+",
+        help="logits processors to load, as module:Class",
+    )
+    command.add_argument("--extra-args", metavar="JSON", help='for logits processors: {"target_token": 67}')
+    _add_quantize_on_load(command)
     command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and output together")
     command.add_argument("--verbose", action="store_true", help="show what was decided, and why")
     _add_compilation(command)
@@ -111,7 +118,12 @@ def _add_explain(commands: Any) -> None:
     command.set_defaults(run=_explain)
     command.add_argument("model", nargs="?", help="model folder or hub name (default: the embedded model)")
     command.add_argument("--dummy", action="store_true", help="do not read the weights")
+    _add_quantize_on_load(command)
     _add_compilation(command)
+
+
+def _add_quantize_on_load(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--quantization", metavar="NAME", help="w8a8, w8a16, w4a8, w4a16: quantize while loading")
 
 
 def _add_compilation(command: argparse.ArgumentParser) -> None:
@@ -150,6 +162,7 @@ def _explain(args: argparse.Namespace) -> int:
 
     with LLM(
         EMBEDDED_MODEL if args.model is None else args.model,
+        quantization=args.quantization,
         max_num_seqs=1,
         load_format="dummy" if args.dummy else "auto",
         skip_tokenizer_init=True,
@@ -170,6 +183,7 @@ def _generate(args: argparse.Namespace) -> int:
         max_num_seqs=1,
         seed=args.seed,
         verbose=args.verbose,
+        logits_processors=args.logits_processors,
         compilation_config=_compilation_config(args),
     ) as llm:
         params = _sampling_params(llm, args)
@@ -195,7 +209,17 @@ def _sampling_params(llm: Any, args: argparse.Namespace) -> Any:
     """The model's defaults with what the command line says instead."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.extra_args is not None:
+        given["extra_args"] = _extra_args(args.extra_args)
     return dataclasses.replace(llm.get_default_sampling_params(), **given)
+
+
+def _extra_args(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        message = f'--extra-args must be JSON such as {{"target_token": 67}}, got {text!r} ({error}).'
+        raise ValidationError(message, parameter="extra_args", value=text) from error
 
 
 def _stream(llm: Any, prompt: Any, params: Any, echo: str) -> None:

@@ -209,3 +209,18 @@ def test_a_full_disk_is_one_sentence() -> None:
         command = [sys.executable, "-m", "llm", "generate", PROMPT, *SHORT]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert (result.returncode, result.stderr) == (1, "error: No space left on device.\n")
+
+
+def test_a_logits_processor_and_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's `--logits_processors <1> <2>`, and what a request of its server carries in `vllm_xargs`."""
+    loaded = ["--logits_processors", "documented_processors:DummyLogitsProcessor"]
+    assert main(["generate", PROMPT, *SHORT, *loaded, "--extra-args", '{"target_token": 67}']) == 0
+    with open_llm() as llm:
+        forced = (
+            run(llm, PROMPT, SamplingParams(temperature=0, max_tokens=6, allowed_token_ids=[67]))[0].outputs[0].text
+        )
+    assert capsys.readouterr().out == f"{PROMPT}{forced}\n"
+    assert main(["generate", PROMPT, *SHORT, *loaded, "--extra-args", '{"target_token": "a"}']) == 1
+    assert "target_token" in capsys.readouterr().err
+    assert main(["generate", PROMPT, "--extra-args", "{"]) == 1
+    assert "--extra-args must be JSON" in capsys.readouterr().err
