@@ -188,7 +188,7 @@ def guarded(plugin: Plugin, what: str, function: Callable[..., Any], *args: Any)
     try:
         return function(*args)
     except Exception as error:
-        message = f"{plugin} {what}: {_summary(error)}"
+        message = str(error).rstrip(".") if isinstance(error, PluginError) else f"{plugin} {what}: {_summary(error)}"
         if env.get_choice("LLM_PLUGIN_ERRORS", ("RAISE", "WARN"), "RAISE") == "WARN":
             logger.warning("%s; it is left out.", message)
             return None

@@ -75,7 +75,10 @@ def _by_name(name: Any, parameter: str) -> Platform:
             parameter=parameter,
             value=name,
         )
-    return _from_plugin(found[name], path)
+    plugged_in = _from_plugin(found[name], path)
+    if plugged_in is None:
+        raise PluginError(f"{parameter}={name!r} cannot be used: {found[name]} is broken and was left out.")
+    return plugged_in
 
 
 def _plugged_in() -> tuple[Platform, str] | None:
@@ -87,7 +90,8 @@ def _plugged_in() -> tuple[Platform, str] | None:
             f"only one platform plugin can be active, and {names} found their devices; choose with "
             f"LLM_PLATFORM={next(iter(active)).name}, or leave one out of LLM_PLUGINS."
         )
-    return next(((_from_plugin(plugin, path), f"{plugin}") for plugin, path in active.items()), None)
+    made = {plugin: _from_plugin(plugin, path) for plugin, path in active.items()}
+    return next(((platform, f"{plugin}") for plugin, platform in made.items() if platform is not None), None)
 
 
 def _built_in() -> tuple[Platform, str]:
@@ -109,10 +113,16 @@ def _built_in() -> tuple[Platform, str]:
     raise LLMError(f"there is no platform to compute on ({tried}; no platform plugin is active).")
 
 
-def _from_plugin(plugin: plugins.Plugin, path: str) -> Platform:
-    cls: Any = plugins.load_class(path, Platform, str(plugin))
-    plugins.check_contract(getattr(cls, "contract_version", None), str(plugin))
-    return plugins.guarded(plugin, "failed in pre_register_and_update", _instance, cls, plugin.name)
+def _from_plugin(plugin: plugins.Plugin, path: str) -> Platform | None:
+    """The platform at a plugin's class path; None when it is broken and LLM_PLUGIN_ERRORS=warn leaves it out."""
+
+    def make() -> Platform:
+        cls: Any = plugins.load_class(path, Platform, str(plugin))
+        plugins.check_contract(getattr(cls, "contract_version", None), str(plugin))
+        return _instance(cls, plugin.name)
+
+    found: Platform | None = plugins.guarded(plugin, "failed while it was made", make)
+    return found
 
 
 @functools.cache

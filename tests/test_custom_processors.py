@@ -213,6 +213,19 @@ def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM()
 
 
+def test_a_plugin_that_is_no_processor_is_named_or_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = plugins.Plugin("llm.logits_processors", "broken", "a-package 1.0", f"{__name__}:NotAProcessor")
+    monkeypatch.setattr(plugins, "_scan", lambda path: (plugin,))
+    with pytest.raises(PluginError, match=r"plugin 'broken' of a-package 1\.0 .*NotAProcessor is not a subclass"):
+        LLM()
+    monkeypatch.setenv("LLM_PLUGIN_ERRORS", "warn")
+    with caplog.at_level("WARNING", logger="llm"), open_llm(**SIZES) as llm:
+        assert llm.logits_processors == []
+    assert any("NotAProcessor is not a subclass" in record.getMessage() for record in caplog.records)
+
+
 def define(code: int) -> type[LogitsProcessor]:
     """A class as a notebook cell defines it, again and again under one name."""
 

@@ -197,10 +197,35 @@ def test_the_contract_is_checked(site: Path, version: str, said: str) -> None:
         (3, "must answer with a class path"),
     ],
 )
-def test_a_class_path_that_leads_nowhere(site: Path, path: Any, problem: str) -> None:
+def test_a_class_path_that_leads_nowhere(
+    site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: Any, problem: str
+) -> None:
     install_platform(site, "made-up", path)
     with pytest.raises(PluginError, match=f"plugin 'made_up' of made-up 0.5 .*{problem}"):
         select_platform()
+    check_left_out(monkeypatch, caplog, problem)
+
+
+def test_a_platform_that_fails_when_it_is_made(
+    site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = "contract_version = 1\n    def __init__(self): raise OSError('no driver')"
+    install_platform(site, "made-up", version=failing)
+    problem = "failed while it was made: OSError: no driver"
+    with pytest.raises(PluginError, match=f"plugin 'made_up' of made-up 0.5 {problem}"):
+        select_platform()
+    check_left_out(monkeypatch, caplog, problem)
+
+
+def check_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: str) -> None:
+    """LLM_PLUGIN_ERRORS=warn goes on without the platform, unless it was asked for by name."""
+    monkeypatch.setenv("LLM_PLUGIN_ERRORS", "warn")
+    with caplog.at_level(logging.WARNING, logger="llm"):
+        assert select_platform()[0].name == "cpu"
+    (record,) = caplog.records
+    assert "plugin 'made_up' of made-up 0.5 " in record.getMessage() and problem in record.getMessage()
+    with pytest.raises(PluginError, match=r"device='made_up' cannot be used: plugin 'made_up' of made-up .* is broken"):
+        select_platform("made_up")
 
 
 def test_the_base_of_a_class_path_is_checked() -> None:

@@ -24,7 +24,7 @@ def load_logits_processors(given: Any) -> list[type[LogitsProcessor]]:
     Raises:
         ValidationError: an item is neither, or is no subclass of `LogitsProcessor`.
         LogitsProcessorLoadError: a module cannot be imported. Also a RuntimeError.
-        PluginError: an entry point cannot be imported. Also a RuntimeError.
+        PluginError: an entry point cannot be imported, or is no such class. Also a RuntimeError.
     """
     if given is None:
         given = []
@@ -54,8 +54,9 @@ def qualified_name(kind: type) -> str:
 
 
 def _installed() -> list[type[LogitsProcessor]]:
-    found = plugins.load(plugins.installed(plugins.LOGITS_PROCESSORS))
-    return [load_logits_processor(item) for item in found.values()]
+    found = plugins.load(plugins.installed(plugins.LOGITS_PROCESSORS)).items()
+    kinds = (plugins.guarded(plugin, "cannot be used", load_logits_processor, item) for plugin, item in found)
+    return [kind for kind in kinds if kind is not None]
 
 
 def _by_name(name: str) -> type[LogitsProcessor]:
