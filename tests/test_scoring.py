@@ -42,6 +42,11 @@ def worst(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
+def rounding(llm: LLM) -> float:
+    """How far answers in other batches may be: not at all, but where PyTorch computes."""
+    return 0.0 if llm.config.invariant else TOLERANCE / 10
+
+
 def test_loglikelihood_is_transformers(model: tuple[Path, LLM]) -> None:
     folder, llm = model
     outputs = llm.loglikelihood(PROMPTS, TAILS, use_tqdm=False)
@@ -66,8 +71,8 @@ def test_alone_is_batched_and_caching_changes_nothing(model: tuple[Path, LLM]) -
         assert alone.num_cached_tokens == 0
         # Up to the last full block before the token whose logits are the first that are needed.
         assert again.num_cached_tokens == (len(prompt) - 1) // 4 * 4
-        assert worst(alone.logprobs, output.logprobs) < TOLERANCE / 10
-        assert worst(alone.logprobs, again.logprobs) < TOLERANCE / 10
+        assert worst(alone.logprobs, output.logprobs) <= rounding(llm)
+        assert worst(alone.logprobs, again.logprobs) <= rounding(llm)
         assert alone.is_greedy == output.is_greedy
 
 
@@ -106,7 +111,8 @@ def test_perplexity_is_transformers(model: tuple[Path, LLM]) -> None:
     per_text = [math.exp(-sum(values) / len(values)) for values in logprobs]
     assert output.per_text == pytest.approx(per_text, rel=2 * TOLERANCE)
     assert float(output) == pytest.approx(math.exp(-output.logprob / output.num_tokens))
-    assert llm.perplexity([texts[0]], use_tqdm=False).perplexity == pytest.approx(per_text[0], rel=2 * TOLERANCE)
+    alone = llm.perplexity([texts[0]], use_tqdm=False).perplexity
+    assert alone == pytest.approx(output.per_text[0], rel=rounding(llm), abs=0)
 
 
 @pytest.mark.parametrize("stride", [1, 20, 62])
@@ -137,7 +143,7 @@ def test_texts_are_tokenized_together(embedded: LLM) -> None:
         assert output.prompt_token_ids + output.token_ids == whole
         assert tokenizer.decode(output.token_ids).endswith(tail.strip())
         ids = embedded.loglikelihood([output.prompt_token_ids], [output.token_ids], use_tqdm=False)[0]
-        assert ids.logprobs == pytest.approx(output.logprobs, abs=1e-5)
+        assert worst(ids.logprobs, output.logprobs) <= rounding(embedded)
     # A token across the border belongs to what is scored.
     spanning = embedded.loglikelihood("And Mos", "es said", use_tqdm=False)[0]
     assert spanning.prompt_token_ids + spanning.token_ids == tokenizer("And Moses said")["input_ids"]
