@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedded import engine_of, open_llm, run
+from embedded import engine_of, open_llm, python, run
 from kernel_sets import ISAS, has_kernels, kernel_set, needs_compiler
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
@@ -73,6 +73,16 @@ def test_steps_of_quantized_models_are_repeated(scheme: str) -> None:
         assert answers(quantized, PROMPTS, params(6)) == expected
         assert replays(quantized).refusal is None
         assert replays(quantized)._steps
+
+
+def test_recording_imports_no_compiler() -> None:
+    script = (
+        "import sys; from llm import LLM, SamplingParams; llm = LLM();"
+        "llm.generate('In', SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False);"
+        "print(len(llm._engine.runner.replay._steps), 'torch._dynamo' in sys.modules)"
+    )
+    done = python("-c", script)
+    assert done.stdout.split() == ["1", "False"], done.stderr
 
 
 def test_memory_of_what_was_let_go_is_used_again(llm: LLM) -> None:

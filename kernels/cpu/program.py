@@ -146,6 +146,11 @@ class _OnlyKernels(TorchDispatchMode):
         super().__init__()
         self._program = program
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Kept out of its compiler by name, torch would import all of it at the first recording: most of a second.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         program = self._program
         own = substitute(program._library, func, args, kwargs, program._pool.empty)
