@@ -21,6 +21,12 @@ void llm_soft_cap(float*, float, int64_t, int64_t);
 int64_t llm_rotary(const int64_t*, int64_t, const float*, int64_t, int64_t, int64_t, const float*, int64_t, float*, int64_t,
                    const float*, int64_t, float*, int64_t, int64_t, int64_t);
 void llm_log_softmax(const float*, float*, int64_t, int64_t, int64_t);
+void llm_argmax(const float*, float*, int64_t*, int64_t, int64_t, int64_t);
+void llm_top_k(const float*, int64_t, float*, int64_t*, int64_t, int64_t, int64_t);
+int64_t llm_gather_logprobs(const float*, const int64_t*, int64_t, int64_t, int64_t, float*, int64_t*, int64_t, int64_t,
+                            int64_t);
+void llm_block_sums(const float*, const float*, int64_t, float*, int64_t, int64_t, int64_t);
+void llm_cut_below_largest(float*, const float*, int64_t, int64_t, int64_t);
 void llm_add(const float*, const float*, float*, int64_t);
 void llm_scale(const float*, float, float*, int64_t);
 void llm_copy_rows(const float*, int64_t, float*, int64_t, int64_t);
@@ -105,6 +111,24 @@ template <class T> void rows(int64_t kind, int64_t count, int64_t width) {
     calls += 23;
 }
 
+// `threads` is how many chunks a row is cut into; without OpenMP one thread walks them all.
+void over_the_vocabulary(int64_t count, int64_t width, int64_t threads) {
+    const int64_t k = width < 5 ? width : 5, blocks = (width + 15) / 16;
+    Exactly<float> x(count * width), best(count), top(count * k), picked(count * 9), sums(count * blocks);
+    Exactly<int64_t> ids(count), top_ids(count * k), asked(count * 9), ranks(count * 9);
+    for (int64_t i = 0; i < count * 9; ++i) asked.data[i] = i % 2 ? width - 1 : 0;
+    llm_argmax(x.data, best.data, ids.data, count, width, threads);
+    llm_top_k(x.data, k, top.data, top_ids.data, count, width, threads);
+    for (int64_t i = 0; i < count; ++i) need(ids.data[i] == top_ids.data[i * k], "argmax is not the first of top_k");
+    need(llm_gather_logprobs(x.data, asked.data, 9, 9, 1, picked.data, ranks.data, count, width, threads), "ids are good");
+    llm_block_sums(x.data, best.data, 16, sums.data, count, width, threads);
+    llm_cut_below_largest(x.data, best.data, count, width, threads);
+    asked.data[count * 9 - 1] = width;
+    need(!llm_gather_logprobs(x.data, asked.data, 9, 1, 0, picked.data, ranks.data, count, width, threads),
+         "an id outside of the vocabulary was read");
+    calls += 6;
+}
+
 }  // namespace step
 
 // Returns the number of calls.
@@ -123,6 +147,8 @@ int run_step_kernels() {
             rows<float>(0, count, width);
             rows<uint16_t>(1, count, width);
             rows<uint16_t>(2, count, width);
+            over_the_vocabulary(count, width, 1);
         }
+    over_the_vocabulary(1, 70001, 3);
     return calls;
 }

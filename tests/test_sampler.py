@@ -514,6 +514,17 @@ def test_processed_logprobs_are_those_the_token_was_drawn_from(mode: str) -> Non
     assert sorted(output.logprobs) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.source("argmax"))
+@pytest.mark.parametrize("options", [{"temperature": 0.5}, {"temperature": 0, "logit_bias": {3: 1.0}}], ids=str)
+def test_raw_logprobs_are_of_the_logits_before_they_are_overwritten(
+    options: dict[str, Any], kernels: KernelSet
+) -> None:
+    output = Rows([SamplingParams(**options, logprobs=3)] * 2, kernels=kernels).sample(TOY.repeat(2, 1))
+    for own in output.logprobs.values():
+        assert own.token_ids[1:] == [3, 6, 9] and own.ranks[1:] == [1, 2, 3]
+        assert own.logprobs == pytest.approx(TOY.log_softmax(-1)[own.token_ids].tolist(), abs=1e-6)
+
+
 def test_logprobs_of_the_ids_that_were_asked_for() -> None:
     ids = [7, 0, 3, 9]
     rows = Rows([SamplingParams(temperature=0), SamplingParams(temperature=0, logprob_token_ids=ids)])
