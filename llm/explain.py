@@ -133,7 +133,7 @@ def _scheme(method: Any) -> str:
 
 
 def _quant_reason(method: Any) -> str:
-    known = (getattr(method, "reason", ""), getattr(method, "source", ""))
+    known = (getattr(method, name, "") for name in ("reason", "source", "kernel"))
     return ", ".join(item for item in known if item) or "no quantization asked for"
 
 

@@ -26,6 +26,7 @@ class QuantizeMethodBase(ABC):
         scheme: the arithmetic, e.g. "W8A8_DYNAMIC"; "" for unquantized.
         source: who asked for it, e.g. "quant_model_description.json".
         reason: why this layer got it, in a few words.
+        kernel: what computes it, e.g. "cpu kernel avx512_vnni" or "PyTorch"; "" where nobody says.
         invariant: whether the bits that a token gets depend on that token alone; see `EngineConfig.invariant`.
     """
 
@@ -33,6 +34,7 @@ class QuantizeMethodBase(ABC):
     scheme: str = ""
     source: str = ""
     reason: str = ""
+    kernel: str = ""
 
     @abstractmethod
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:

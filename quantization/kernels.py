@@ -21,3 +21,8 @@ def has_kernel(name: str) -> bool:
     """Whether `quantized_op(name)` is a compiled kernel, whose bits do not depend on the batch."""
     kernels = kernels_for(construction().platform)
     return kernels.library is not None and name in OPERATIONS and OPERATIONS[name][1] is not None
+
+
+def computed_by(name: str) -> str:
+    """What `quantized_op(name)` is, for explanations: "cpu kernel avx512_vnni" or "PyTorch"."""
+    return kernels_for(construction().platform).source(name) if name in OPERATIONS else "PyTorch"

@@ -23,7 +23,7 @@ class UnquantizedLinearMethod(LinearMethodBase):
         self._pack = kernels.op("pack_float")
         self._linear = kernels.op("linear_float")
         self._embedding = kernels.op("embedding_float")
-        self.source = kernels.source("linear_float") if self._has_kernel else ""
+        self.kernel = kernels.source("linear_float")
 
     def create_weights(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from embedded import PROMPTS, open_llm, run, tokens
+from kernel_sets import has_compiler
 from torch import nn
 
 from llm import LLM
@@ -239,3 +240,15 @@ def test_from_a_notebook_cell(llm: LLM) -> None:
     assert norm.runs == "forward_oot"
     assert norm.reason == "replaced from __main__: MyNorm; oot kernel"
     assert issubclass(namespace["MyNorm"], RMSNorm)
+
+
+@pytest.mark.parametrize("quantization", [None, "w4a8"])
+def test_what_computes_a_quantized_layer_is_said(quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for isa, computes in (("none", "PyTorch"), ("plain", "cpu kernel plain")):
+        if isa != "none" and not has_compiler():
+            continue
+        monkeypatch.setenv("LLM_CPU_ISA", isa)
+        with open_llm(load_format="dummy", quantization=quantization) as llm:
+            parts = [part for part in llm.explain().parts if part.kind == "quant method"]
+        assert all(part.reason.split(", ")[-1] == computes for part in parts)
+        assert all(("quantized on load" in part.reason) == (quantization is not None) for part in parts)

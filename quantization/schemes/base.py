@@ -14,7 +14,7 @@ from torch import nn
 from llm.errors import CheckpointError
 from llm.kernels.reference.quantized import dequantize
 from llm.quantization.base import EmbeddingMethodBase, WeightLoader
-from llm.quantization.kernels import has_kernel, quantized_op
+from llm.quantization.kernels import computed_by, has_kernel, quantized_op
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.base import WeightStorage
 
@@ -44,6 +44,7 @@ class IntegerMethod(EmbeddingMethodBase):
         self._linear = quantized_op(self.linear_op)
         self._embedding = quantized_op("embedding_int8")
         self.invariant = has_kernel(self.linear_op)
+        self.kernel = computed_by(self.linear_op)
 
     def create_weights(
         self,
