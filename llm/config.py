@@ -117,6 +117,11 @@ class ModelConfig:
             self.model, revision=self.revision, local_files_only=True, trust_remote_code=False
         )
 
+    @property
+    def hf_text_config(self) -> Any:
+        """Of `hf_config` the part that describes the language model: all of it, where there is nothing else."""
+        return self.hf_config.get_text_config()
+
 
 @dataclass(frozen=True)
 class CacheConfig:

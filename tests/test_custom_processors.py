@@ -102,6 +102,7 @@ class Watcher(LogitsProcessor):
         assert vllm_config.scheduler_config.max_num_seqs == SIZES["max_num_seqs"]
         model = vllm_config.model_config
         assert model.get_vocab_size() == model.vocab_size == model.hf_config.vocab_size
+        assert model.hf_text_config.vocab_size == model.vocab_size
         assert (vllm_config.speculative_config, vllm_config.reasoning_config) == (None, None)
         self.replay = Replay()
 
