@@ -22,6 +22,7 @@ from llm.sampling.structured.compile import Structure, StructureCompiler
 from llm.sampling.structured.json_schema import compile_schema, integer_range
 from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
 from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex
+from llm.sampling_params import RepetitionDetectionParams
 
 PERSON = {
     "type": "object",
@@ -412,3 +413,13 @@ def test_patterns_that_are_not_read(pattern: str) -> None:
 
 def test_classes_are_written_out() -> None:
     assert ascii_classes(r"\d[\w-]\\d\S") == r"[0-9][0-9A-Za-z_-]\\d[^ \t\n\r\f\v]"
+
+
+def test_repetition_detection_can_cut_an_answer(llm: LLM) -> None:
+    repeats = StructuredOutputsParams(regex="(ab){20}")
+    detect = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=3)
+    params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=repeats, repetition_detection=detect)
+    completion = run(llm, "Once", params)[0].outputs[0]
+    assert completion.finish_reason == "repetition" and completion.structured is not None
+    assert not completion.structured.complete and not completion.structured.guaranteed
+    assert "repetition_detection" in completion.structured.reason

@@ -30,7 +30,9 @@ _KEPT = 64  # compiled structures of one engine
 _MOST_NODES = 50_000
 # Up to so many tokens are read one by one, which is sooner done than reading the whole vocabulary.
 _FEW = 256
-_INTERFERING = "allowed_token_ids bad_words logit_bias logits_processors extra_args stop stop_token_ids".split()
+_INTERFERING = (
+    "allowed_token_ids bad_words logit_bias logits_processors extra_args stop stop_token_ids repetition_detection"
+).split()
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 # Bytes of UTF-8 text, the controls apart: with a token for each of them any answer can be written one byte at a time.
 _TEXT_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5)])
