@@ -40,7 +40,7 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "one-row-blocks-of-4": {"max_num_seqs": 1, "block_size": 4},
 }
 # Rows of the table quantized on load, by schemes that have kernels.
-QUANTIZED = ("llama+w8a8", "qwen2-bf16+w8a8")
+QUANTIZED = ("llama+w8a8", "qwen2-bf16+w8a8", "llama+w4a8", "llama+w4a16")
 # A step computes so little here that these take long: they get half of the requests.
 SLOW = {"chunks-of-1-blocks-of-4", "one-row-blocks-of-4"}
 # The KV cache holds little more than the longest sequence.
