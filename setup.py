@@ -19,8 +19,11 @@ ROOT = Path(__file__).resolve().parent
 
 
 def load_build():
-    """kernels/cpu/build.py by its path: neither this package nor PyTorch need be there while a wheel is built."""
-    spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "kernels" / "cpu" / "build.py")
+    """kernels/cpu/build.py by its path: neither this package nor PyTorch need be there while a wheel is built.
+
+    By way of llm/: a source distribution has files where the repository has links, and no folders beside llm/.
+    """
+    spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "llm" / "kernels" / "cpu" / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -149,8 +149,11 @@ def kernel_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler on this machine")
-def test_a_wheel_carries_the_kernels_when_there_is_a_compiler(kernel_tree: Path, tmp_path: Path) -> None:
-    wheel = build(kernel_tree, tmp_path / "dist", "--wheel", kernels="plain")
+@pytest.mark.parametrize("way", [["--wheel"], []], ids=["tree", "sdist"])
+def test_a_wheel_carries_the_kernels_when_there_is_a_compiler(
+    way: list[str], kernel_tree: Path, tmp_path: Path
+) -> None:
+    wheel = build(kernel_tree, tmp_path / "dist", *way, kernels="plain")
     assert "-py3-none-linux" in wheel.name
     assert {name.partition("/")[0] for name in shipped_files(wheel)} == {"llm"}
     with zipfile.ZipFile(wheel) as archive:
