@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from llm import compilation, env
-from llm.arguments import check_arguments
+from llm.arguments import CALLS, check_arguments
+from llm.checks import check_flag
 from llm.config import EngineArgs, EngineConfig
 from llm.engine.build import build_engine
 from llm.engine.engine import Engine, EngineStats
@@ -23,6 +24,7 @@ from llm.engine.progress import Progress, check_use_tqdm
 from llm.errors import EngineBusyError, EngineClosedError, GenerationInterrupted, LLMError, ValidationError
 from llm.explain import Explanation, explain_engine
 from llm.inputs import TokensPrompt
+from llm.names import known_names
 from llm.outputs import RequestOutput
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import load_logits_processor, qualified_name
@@ -121,6 +123,8 @@ class LLM(Scoring):
         self._engine: Engine | None = None
         self._lock = threading.RLock()
         self._dropped: list[PromptState] = []
+        check_flag("verbose", verbose)
+        env.warn_of_unknown()
         _set_log_level(verbose)
         notes = check_arguments(kwargs)
         args = EngineArgs(
@@ -166,6 +170,7 @@ class LLM(Scoring):
                 logger.info(note)
             logger.info("resolved configuration\n%s", self.config)
 
+    @known_names("LLM.generate", CALLS)
     def generate(
         self,
         prompts: Any,
@@ -198,13 +203,15 @@ class LLM(Scoring):
             raise GenerationInterrupted(outputs)
         return outputs
 
+    @known_names("LLM.chat", CALLS)
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
         lora_request: None = None,
+        priority: None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -216,6 +223,7 @@ class LLM(Scoring):
         The model's chat template, given `chat_template_kwargs`, turns each into a prompt; then as `generate`.
         """
         _refuse_unless_none("lora_request", lora_request)
+        _refuse_unless_none("priority", priority)
         prompts = self.render_chat(
             messages,
             chat_template=chat_template,
@@ -226,6 +234,7 @@ class LLM(Scoring):
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    @known_names("LLM.render_chat", CALLS)
     def render_chat(
         self,
         messages: Sequence[Any],
@@ -246,6 +255,7 @@ class LLM(Scoring):
         }
         return self._preprocessor.render_chat(messages, options, chat_template_kwargs or {})
 
+    @known_names("LLM.stream", {**CALLS, "use_tqdm": "a stream shows no bar"})
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion's text piece by piece. Leaving the loop early drops the row and frees its blocks.
 
@@ -260,6 +270,7 @@ class LLM(Scoring):
             if error is not None:
                 raise error
 
+    @known_names("LLM.stream_state", CALLS)
     def stream_state(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[PromptState]:
         """As `stream`, but yields the request's state whenever there is new text, and once when it has ended."""
         state: PromptState | None = None
@@ -344,6 +355,7 @@ class LLM(Scoring):
         engine.runner.set_logits_processors(classes)
         self._preprocessor.logits_processors = classes
 
+    @known_names("LLM.quantization_report")
     def quantization_report(
         self,
         texts: Sequence[str] = (),
@@ -375,6 +387,7 @@ class LLM(Scoring):
     def _of(cls, args: EngineArgs) -> LLM:
         return cls(**{item.name: getattr(args, item.name) for item in fields(args)})
 
+    @known_names("LLM.save_quantized")
     def save_quantized(self, path: str | Path, format: str = "compressed-tensors") -> Path:
         """Write the quantized model as a new folder that vLLM, transformers (with compressed-tensors) and we load.
 

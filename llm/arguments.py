@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from llm.errors import ValidationError, nearest
+from llm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,21 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
 )
 
 ARGUMENTS: dict[str, Argument] = {name: argument for group in _GROUPS for name, argument in group.items()}
+
+# Arguments that methods do not have, those of vLLM's among them -> what to do instead; see `llm.names`.
+CALLS: dict[str, str] = {
+    **{
+        item.name: f"it is a field of SamplingParams: pass sampling_params=SamplingParams({item.name}=...)"
+        for item in fields(SamplingParams)
+    },
+    "chat_template_content_format": "text and parts of text are both taken, as the template needs them; leave it out",
+    "max_new_tokens": "pass sampling_params=SamplingParams(max_tokens=...)",
+    "mm_processor_kwargs": "prompts are text; leave it out",
+    "prompt": "its name is prompts",
+    "prompt_token_ids": "pass [{'prompt_token_ids': ids}, ...], or the lists of ids themselves, as prompts",
+    "stream": "use LLM.stream(prompt, sampling_params), which yields text as it comes",
+    "tokenization_kwargs": "tokenize with LLM.get_tokenizer() and pass token ids, or use truncate_prompt_tokens",
+}
 
 _HONOURED = [name for name, argument in ARGUMENTS.items() if argument.status == "honoured"]
 _SECRETS = frozenset({"hf_token"})  # never shown in a message

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llm.checks import check_flag, check_integer, check_real, refuse
+from llm.names import known_fields
 from llm.outputs import Logprob
 
 _MOST_PENALTY = 100.0  # length ** penalty stays a float
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
+@known_fields({"n": "beam_width sequences are returned"})
 @dataclass
 class BeamSearchParams:
     """How to search.

@@ -15,6 +15,12 @@ import torch
 
 from llm.compilation import CompilationConfig as CompilationConfig
 from llm.compilation import CompilationMode as CompilationMode
+from llm.config_parts import ConfigForPlugins
+from llm.config_parts import DeviceConfig as DeviceConfig
+from llm.config_parts import LoadConfig as LoadConfig
+from llm.config_parts import ObservabilityConfig as ObservabilityConfig
+from llm.config_parts import ParallelConfig as ParallelConfig
+from llm.config_parts import StructuredOutputsConfig as StructuredOutputsConfig
 from llm.errors import OutOfMemoryError, ValidationError
 
 DEFAULT_MAX_NUM_SEQS = 256
@@ -24,6 +30,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GIB = 1 << 30
+_BYTES_PER_ID = 4
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,9 @@ class ModelConfig:
     trust_remote_code = False
     tokenizer_mode = "auto"
     tokenizer_revision = None
+    runner_type = "generate"
+    is_encoder_decoder = False
+    is_multimodal_model = False
 
     def get_vocab_size(self) -> int:
         return self.vocab_size
@@ -142,12 +152,13 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(ConfigForPlugins):
     """Everything that was decided. `print(llm.config)` shows each value with its reason.
 
     Attributes:
         invariant: whether answers are bit-identical however requests were batched.
         reasons: field name -> why it has its value.
+        quant_config: the `llm.quantization.base.QuantizationConfig` of the weights, None when they are floats.
     """
 
     model_config: ModelConfig
@@ -157,10 +168,7 @@ class EngineConfig:
     invariant: bool
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     reasons: dict[str, str] = field(default_factory=dict)
-
-    # What logits processors written for vLLM ask of it: whether there is any of these.
-    speculative_config = None
-    reasoning_config = None
+    quant_config: Any = None
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
@@ -228,9 +236,10 @@ def plan_memory(
         what = f"one block ({block_size} tokens)" if max_model_len is None else f"max_model_len={max_model_len}"
         holds = least * block_bytes
         within_reach = requested_bytes is not None or holds <= free_bytes
+        smaller = ", or lower block_size" if block_size > DEFAULT_BLOCK_SIZE and max_model_len is None else ""
         raise OutOfMemoryError(
             f"a sequence of {what} needs {holds} bytes of KV cache and the budget is {budget} ({reason}); "
-            f"{_what_would_fit(num_blocks * block_size, holds if within_reach else None)}."
+            f"{_what_would_fit(num_blocks * block_size, holds if within_reach else None)}{smaller}."
         )
     reasons = {
         "kv_cache_memory_bytes": f"{reason}; memory is touched when used",
@@ -263,8 +272,19 @@ def _what_would_fit(tokens: int, holds: int | None) -> str:
     return ", or ".join(ways)
 
 
-def plan_scheduler(args: EngineArgs, max_model_len: int) -> tuple[SchedulerConfig, dict[str, str]]:
-    """Batch sizes and their reasons; raises `ValidationError` when whole prompts would not fit a step."""
+def plan_scheduler(args: EngineArgs, max_model_len: int, free_bytes: int) -> tuple[SchedulerConfig, dict[str, str]]:
+    """Batch sizes and their reasons.
+
+    Raises:
+        ValidationError: whole prompts would not fit a step.
+        OutOfMemoryError: the token ids of so many rows, which are kept, would not fit `free_bytes`.
+    """
+    row_bytes = _BYTES_PER_ID * max_model_len
+    if args.max_num_seqs is not None and args.max_num_seqs * row_bytes > free_bytes:
+        raise OutOfMemoryError(
+            f"max_num_seqs={args.max_num_seqs} rows of {max_model_len} token ids need "
+            f"{args.max_num_seqs * row_bytes} bytes and {free_bytes} are free; lower it."
+        )
     reasons = {name: args.why(name) for name in ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")}
     tokens = args.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
     if not args.enable_chunked_prefill and tokens < max_model_len:

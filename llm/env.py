@@ -6,6 +6,9 @@ notebook can set one before `LLM(...)`.
 
 from __future__ import annotations
 
+import difflib
+import functools
+import logging
 import os
 
 from llm.errors import ValidationError
@@ -18,6 +21,23 @@ VARIABLES: dict[str, str] = {
     "LLM_PLUGIN_ERRORS": "raise (default): a plugin that cannot be loaded is an error; warn: it is a warning",
     "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
 }
+
+# How alike a name must be to one of the table (difflib's ratio) to be taken for it.
+_MISSPELT = 0.75
+
+
+def warn_of_unknown() -> None:
+    """Warn, once per name and process, of variables that look like misspelt ones of the table."""
+    for name in os.environ:
+        if name.startswith("LLM_") and name not in VARIABLES:
+            _warn_of(name)
+
+
+@functools.cache
+def _warn_of(name: str) -> None:
+    """Other programs have variables that begin so too: only what is close to one of ours is taken for it."""
+    if close := difflib.get_close_matches(name, VARIABLES, n=1, cutoff=_MISSPELT):
+        logging.getLogger("llm").warning("the environment variable %s is not known; did you mean %s?", name, close[0])
 
 
 def get(name: str) -> str | None:

@@ -29,6 +29,10 @@ class ValidationError(LLMError, ValueError):
         self.value = value
 
 
+class ArgumentError(ValidationError, TypeError):
+    """A call was given an argument that it does not have."""
+
+
 class CheckpointError(LLMError, ValueError):
     """A model folder cannot be loaded: a file is missing, malformed, or does not match the architecture."""
 

@@ -160,7 +160,7 @@ def load_class(path: str, base: C, who: str) -> C:
         raise PluginError(f"{who} must answer with a class path such as 'acme.runner.AcmeRunner', got {path!r}.")
     try:
         found: Any = getattr(importlib.import_module(module), name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{who} names {path!r}, which cannot be imported: {_summary(error)}.") from error
     if not isinstance(found, type) or not issubclass(found, base):
         raise PluginError(f"{who} names {path!r}, which does not derive from {base.__module__}.{base.__name__}.")
@@ -187,7 +187,7 @@ def guarded(plugin: Plugin, what: str, function: Callable[..., Any], *args: Any)
     """Call into a plugin: what goes wrong there is told with its name and package, see LLM_PLUGIN_ERRORS."""
     try:
         return function(*args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = str(error).rstrip(".") if isinstance(error, PluginError) else f"{plugin} {what}: {_summary(error)}"
         if env.get_choice("LLM_PLUGIN_ERRORS", ("RAISE", "WARN"), "RAISE") == "WARN":
             logger.warning("%s; it is left out.", message)
@@ -197,5 +197,5 @@ def guarded(plugin: Plugin, what: str, function: Callable[..., Any], *args: Any)
         ) from error
 
 
-def _summary(error: Exception) -> str:
+def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")

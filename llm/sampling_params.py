@@ -22,7 +22,8 @@ model to judge (token ids in range, room in the context): see `llm/engine/prepro
     origins, print(params)      where each value came from (`RequestOutput.params`)
 
     Of vLLM's fields, not here: watermarking, thinking_token_budget (see `EndThinkingLogitsProcessor`), stream_interval,
-    skip_clone, prompt_logprob_token_ids, prompt_logprob_start.
+    skip_clone, prompt_logprob_token_ids, prompt_logprob_start. `_ELSEWHERE` says what to do without these, without
+    names that vLLM has dropped and those of transformers.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from llm.checks import (
     plain_number,
     refuse,
 )
+from llm.names import known_fields
 
 # Below this a temperature means greedy, and between it and MIN_TEMPERATURE it is raised to that: vLLM's two constants.
 GREEDY_EPSILON = 1e-5
@@ -56,6 +58,23 @@ MAX_LOGPROB_TOKEN_IDS = 128
 _FLAGS = (
     "flat_logprobs ignore_eos detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"
 ).split()
+_ELSEWHERE = {
+    "best_of": "draw n completions with logprobs=0 and keep those of the largest cumulative_logprob",
+    "do_sample": "temperature=0 is greedy, any other temperature samples",
+    "early_stopping": "it is one of BeamSearchParams, for LLM.beam_search",
+    "eos_token_id": "stop_token_ids ends at further ids, and ignore_eos goes on at the model's own",
+    "guided_decoding": "use structured_outputs=StructuredOutputsParams(...)",
+    "length_penalty": "it is one of BeamSearchParams, for LLM.beam_search",
+    "max_length": "max_tokens limits what is generated, and LLM(max_model_len=...) prompt and output together",
+    "num_beams": "use LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))",
+    "num_return_sequences": "its name is n",
+    "prompt_logprob_token_ids": "prompt_logprobs=-1 returns those of every token",
+    "skip_clone": "params are never changed here, so nothing has to be cloned",
+    "stream_interval": "LLM.stream yields text as it comes",
+    "thinking_token_budget": "load EndThinkingLogitsProcessor, of llm.sampling.logits_processors",
+    "use_beam_search": "use LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))",
+    "watermarking": "text is not watermarked; write a logits processor that does it",
+}
 
 
 class RequestOutputKind(Enum):
@@ -66,6 +85,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@known_fields()
 @dataclass
 class RepetitionDetectionParams:
     """End a request whose output repeats itself, with `finish_reason="repetition"`.
@@ -86,6 +106,7 @@ class RepetitionDetectionParams:
         check_integer("min_count", self.min_count, 2 if self.max_pattern_size else 0)
 
 
+@known_fields()
 @dataclass
 class StructuredOutputsParams:
     """What the output must be: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar` or
@@ -111,6 +132,7 @@ class StructuredOutputsParams:
             refuse("structured_outputs", given, f"given exactly one of {', '.join(kinds)}")
 
 
+@known_fields(_ELSEWHERE)
 @dataclass(repr=False)
 class SamplingParams:
     """How to sample one request.
@@ -235,7 +257,8 @@ class SamplingParams:
         self._validate_lengths()
         self._validate_penalties()
         check_real("temperature", self.temperature, 0.0, 2.0)
-        check_integer("top_k", self.top_k, 0)
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            refuse("top_k", self.top_k, "an integer of at least 1, or 0 or -1 for all tokens")
         check_real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             refuse("top_p", self.top_p, "above 0 and at most 1")

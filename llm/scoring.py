@@ -16,10 +16,12 @@ from llm.engine.preprocess import Row
 from llm.engine.progress import check_use_tqdm
 from llm.engine.scoring import continuation_rows, likelihood, perplexity_of, perplexity_rows
 from llm.errors import GenerationInterrupted
+from llm.names import known_names
 from llm.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 
 
 class Scoring:
+    @known_names("LLM.beam_search")
     def beam_search(
         self: Any,
         prompts: Any,
@@ -56,6 +58,7 @@ class Scoring:
             raise GenerationInterrupted(searches.outputs())
         return [output for output in searches.outputs() if output is not None]
 
+    @known_names("LLM.loglikelihood")
     def loglikelihood(
         self: Any, prompts: Any, continuations: Any, *, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[LoglikelihoodOutput]:
@@ -79,6 +82,7 @@ class Scoring:
             outputs = _score(self, rows, use_tqdm, guard)
         return [likelihood(row, output) for row, output in zip(rows, outputs, strict=True)]
 
+    @known_names("LLM.perplexity")
     def perplexity(
         self: Any, texts: Any, *, stride: int | None = None, use_tqdm: bool | Callable[..., Any] = True
     ) -> PerplexityOutput:

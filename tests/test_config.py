@@ -153,20 +153,20 @@ def test_a_small_budget_still_serves_the_longest_sequence() -> None:
 
 
 def test_batch_sizes() -> None:
-    config, reasons = plan_scheduler(EngineArgs("x"), 1024)
+    config, reasons = plan_scheduler(EngineArgs("x"), 1024, MIB)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (
         DEFAULT_MAX_NUM_SEQS,
         DEFAULT_MAX_NUM_BATCHED_TOKENS,
     )
     assert set(reasons.values()) == {"default"}
-    config, reasons = plan_scheduler(EngineArgs("x", max_num_seqs=2, max_num_batched_tokens=7), 1024)
+    config, reasons = plan_scheduler(EngineArgs("x", max_num_seqs=2, max_num_batched_tokens=7), 1024, MIB)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (2, 7)
     assert (reasons["max_num_seqs"], reasons["max_num_batched_tokens"]) == ("asked for", "asked for")
 
 
 def test_whole_prompts_need_a_step_that_holds_the_longest() -> None:
     whole = EngineArgs("x", enable_chunked_prefill=False)
-    config, reasons = plan_scheduler(whole, 9000)
+    config, reasons = plan_scheduler(whole, 9000, MIB)
     assert config.max_num_batched_tokens == 9000
     assert "enable_chunked_prefill" in reasons["max_num_batched_tokens"]
-    assert plan_scheduler(whole, 100)[0].max_num_batched_tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS
+    assert plan_scheduler(whole, 100, MIB)[0].max_num_batched_tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS

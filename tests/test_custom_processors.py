@@ -10,6 +10,7 @@ import pickle
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,14 @@ class Watcher(LogitsProcessor):
         model = vllm_config.model_config
         assert model.get_vocab_size() == model.vocab_size == model.hf_config.vocab_size
         assert model.hf_text_config.vocab_size == model.vocab_size
-        assert (vllm_config.speculative_config, vllm_config.reasoning_config) == (None, None)
+        assert (vllm_config.speculative_config, vllm_config.lora_config, vllm_config.quant_config) == (None, None, None)
+        assert vllm_config.device_config.device == device and vllm_config.device_config.device_type == "cpu"
+        parallel = vllm_config.parallel_config
+        assert parallel.world_size == parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
+        assert vllm_config.load_config.load_format == "auto" and vllm_config.additional_config == {}
+        assert vllm_config.structured_outputs_config.backend == "guidance"
+        assert vllm_config.observability_config.otlp_traces_endpoint is None
+        assert not model.is_multimodal_model and model.runner_type == "generate"
         self.replay = Replay()
 
     def is_argmax_invariant(self) -> bool:
@@ -205,6 +213,13 @@ def test_what_cannot_be_loaded_is_refused(given: Any, message: str, is_runtime_e
         LLM(logits_processors=given)
     assert caught.value.parameter == "logits_processors"
     assert isinstance(caught.value, RuntimeError) == is_runtime_error
+
+
+def test_a_module_that_exits_does_not_end_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_that_exits.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValidationError, match="SystemExit: 3"):
+        LLM(logits_processors=["module_that_exits:Class"])
 
 
 def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,3 +526,23 @@ def test_the_paths_of_vllm_lead_to_the_same_names() -> None:
 
     assert Same is LogitsProcessor and callable(process_dict_updates) and BatchUpdateBuilder().reset() is False
     assert init_logger("llm.mine").name == "llm.mine"
+
+
+class NeedsTarget(DummyLogitsProcessor):
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        params.extra_args["target_token"]
+
+
+@pytest.mark.parametrize("extra_args, said", [({}, "KeyError: 'target_token'"), (None, "TypeError: ")])
+def test_whatever_validate_params_raises_is_told_of_its_rows(extra_args: Any, said: str) -> None:
+    with open_llm(logits_processors=[NeedsTarget], **SIZES) as llm:
+        good, bad = SamplingParams(max_tokens=2, extra_args={"target_token": 9}), SamplingParams(extra_args=extra_args)
+        with pytest.raises(
+            ValidationError, match=f"^prompt 1: NeedsTarget refuses the sampling params: {said}"
+        ) as caught:
+            run(llm, PROMPTS[:2], [good, bad])
+        assert isinstance(caught.value.__cause__.__cause__, KeyError | TypeError)
+        assert_idle(llm)
+        check = run(llm, PROMPTS[:1], good)[0].outputs[0]
+        assert check.token_ids == [9, 9]

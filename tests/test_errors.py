@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -13,9 +14,19 @@ import torch
 from embedded import GREEDY, PROMPTS, assert_idle, copy_model, open_llm, run, tokens
 from safetensors.torch import load_file, save_file
 
-from llm import LLM, EngineClosedError, LLMError, SamplingParams, ValidationError
+from llm import (
+    LLM,
+    BeamSearchParams,
+    EngineClosedError,
+    LLMError,
+    SamplingParams,
+    StructuredOutputsParams,
+    ValidationError,
+)
+from llm.arguments import CALLS
 from llm.config import EngineConfig
 from llm.errors import CheckpointError, OutOfMemoryError, UnsupportedModelError
+from llm.sampling_params import _ELSEWHERE, RepetitionDetectionParams
 
 SECRET = "the launch code is 7731"
 
@@ -167,10 +178,55 @@ def test_bad_arguments_of_a_call(llm: LLM, call: Callable[[LLM], Any], parameter
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("method", ["generate", "chat", "stream"])
-def test_an_unknown_argument_of_a_call_is_named(llm: LLM, method: str) -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'max_tokens'"):
-        getattr(llm, method)("x", max_tokens=3)
+@pytest.mark.parametrize(
+    "method, argument, names",
+    [
+        *((method, "max_tokens", ["SamplingParams(max_tokens=...)"]) for method in ("generate", "chat", "stream")),
+        ("generate", "use_tqmd", ["'use_tqdm'"]),
+        ("generate", "prompt_token_ids", ["prompts"]),
+        ("chat", "mesages", ["'messages'"]),
+        ("stream", "use_tqdm", ["no bar"]),
+        ("render_chat", "tool", ["'tools'"]),
+        ("beam_search", "beam_width", ["params"]),
+        ("loglikelihood", "continuation", ["'continuations'"]),
+        ("perplexity", "strides", ["'stride'"]),
+        ("quantization_report", "promts", ["'prompts'"]),
+        ("save_quantized", "fmt", ["'format'"]),
+    ],
+)
+def test_an_unknown_argument_of_a_call_is_named(llm: LLM, method: str, argument: str, names: list[str]) -> None:
+    """Before anything else is looked at, and as the TypeError that Python would raise."""
+    with pytest.raises(TypeError) as caught:
+        getattr(llm, method)("x", **{argument: 3})
+    assert isinstance(caught.value, ValidationError)
+    assert (caught.value.parameter, caught.value.value) == (argument, 3)
+    assert complaints(caught.value, f"LLM.{method} has no argument {argument!r}", *names) == []
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "kind, argument, names",
+    [
+        (SamplingParams, "tempature", ["'temperature'"]),
+        (SamplingParams, "max_new_tokens", ["'max_tokens'"]),
+        (SamplingParams, "num_beams", ["LLM.beam_search"]),
+        (SamplingParams, "guided_decoding", ["structured_outputs"]),
+        (BeamSearchParams, "beam_size", ["'beam_width'"]),
+        (StructuredOutputsParams, "schema", ["json"]),
+        (RepetitionDetectionParams, "min_counts", ["'min_count'"]),
+    ],
+)
+def test_an_unknown_field_is_named(kind: Any, argument: str, names: list[str]) -> None:
+    with pytest.raises(TypeError) as caught:
+        kind(**{argument: 3})
+    assert isinstance(caught.value, ValidationError)
+    assert (caught.value.parameter, caught.value.value) == (argument, 3)
+    assert complaints(caught.value, f"{kind.__name__} has no argument {argument!r}", *names) == []
+
+
+def test_what_is_done_instead_is_about_names_that_do_not_exist() -> None:
+    assert not set(_ELSEWHERE) & set(inspect.signature(SamplingParams).parameters)
+    assert not set(CALLS) & set(inspect.signature(LLM.generate).parameters)
 
 
 def test_text_needs_a_tokenizer() -> None:
@@ -217,6 +273,7 @@ def test_text_needs_a_tokenizer() -> None:
         ("hf_overrides", "x", ["x"]),
         ("enable_prefix_caching", "no", ["no"]),
         ("skip_tokenizer_init", 1, ["1"]),
+        ("verbose", "x", ["x"]),
         ("compilation_config", 4, ["4", "VLLM_COMPILE"]),
         ("logits_processors", ["x"], ["x"]),
         ("tensor_parallel_size", 2, ["2"]),
@@ -273,6 +330,30 @@ def test_a_budget_below_one_block() -> None:
     [size] = re.findall(r"kv_cache_memory_bytes=(\d+) would be enough", str(caught.value))
     with open_llm(kv_cache_memory_bytes=int(size)) as llm:
         assert llm.config.model_config.max_model_len == 16
+
+
+def test_more_rows_than_memory_are_not_blamed_on_the_cache() -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        LLM(max_num_seqs=10**9)
+    assert complaints(caught.value, "max_num_seqs=1000000000", "8192000000000") == []
+    with pytest.raises(OutOfMemoryError, match="lower block_size"):
+        LLM(block_size=10**9)
+
+
+# The first is refused by PyTorch, the second would be granted and fail when it is written.
+@pytest.mark.parametrize("sizes", [{"vocab_size": 10**10}, {"num_hidden_layers": 12}])
+def test_a_shape_larger_than_memory(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
+    monkeypatch.setattr("llm.platforms.cpu.CpuPlatform.memory_free", lambda self: 8_000_000)
+    with pytest.raises(OutOfMemoryError) as caught:
+        LLM(load_format="dummy", hf_overrides=sizes, max_num_seqs=1, max_model_len=16)
+    assert complaints(caught.value, "weights", "config.json") == []
+
+
+def test_weights_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm.platforms.cpu.CpuPlatform.memory_free", lambda self: 1_000_000)
+    with pytest.raises(OutOfMemoryError) as caught:
+        LLM()
+    assert complaints(caught.value, "weights", "1000000", "quantization") == []
 
 
 def test_a_budget_that_cannot_be_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

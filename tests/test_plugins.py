@@ -95,6 +95,14 @@ BROKEN = {
     "cannot be imported": "import no_such_module_anywhere\n",
     "failed": "def register(): raise RuntimeError('no such device')\n",
 }
+EXITS = {"cannot be imported": "raise SystemExit(3)\n", "failed": "def register(): raise SystemExit(3)\n"}
+
+
+@pytest.mark.parametrize("problem", EXITS)
+def test_a_plugin_that_exits_does_not_end_the_program(site: Path, problem: str) -> None:
+    install(site, "made-up-3", EXITS[problem], general_plugins__leaves="register")
+    with pytest.raises(PluginError, match=f"plugin 'leaves' of made-up-3 0.5 {problem}: SystemExit: 3;"):
+        plugins.load_general_plugins()
 
 
 @pytest.mark.parametrize("problem", BROKEN)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from embedded import GREEDY, PROMPTS, copy_model, open_llm, python, run
 
-from llm import LLM, ValidationError
+from llm import LLM, ValidationError, env
 from llm.errors import CheckpointError
 
 SCRIPT = """
@@ -100,6 +100,18 @@ def test_a_malformed_log_level_raises(monkeypatch: pytest.MonkeyPatch, value: st
     monkeypatch.setenv("LLM_LOG_LEVEL", value)
     with pytest.raises(ValidationError, match=r"LLM_LOG_LEVEL=.*use one of DEBUG, INFO, WARNING, ERROR"):
         LLM()
+
+
+def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of other programs are none of our business."""
+    env._warn_of.cache_clear()
+    for name in ("LLM_PLUGIN", "LLM_MODEL", "LLM_API_KEY", "MY_LLM_PLUGINS"):
+        monkeypatch.setenv(name, "x")
+    open_and_close()
+    open_and_close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the environment variable LLM_PLUGIN is not known; did you mean LLM_PLUGINS?"
+    ]
 
 
 def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,13 +143,16 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             config.reasons.update(reasons_of_update(platform, asked, args))
             platform.import_kernels()
         with times.phase("build model"), constructing_for(platform, compilation):
-            model = _build_model(source, config.model_config.max_model_len)
+            with _told_of_memory(source.folder):
+                model = _build_model(source, config.model_config.max_model_len)
             varies = what_varies(model) if config.invariant else None
             if varies is not None:
                 config = replace(config, invariant=False, reasons=config.reasons | {"invariant": varies})
         with times.phase("load weights"):
             if source.checkpoint is None:
-                load_dummy_weights(model, config.model_config.seed)
+                _check_dummy_weights_fit(model, platform.memory_free(), source.folder)
+                with _told_of_memory(source.folder):
+                    load_dummy_weights(model, config.model_config.seed)
             else:
                 _load_weights(model, source, source.checkpoint, args.use_tqdm_on_load)
     finally:
@@ -179,6 +182,26 @@ def _build_model(source: _Source, max_model_len: int) -> Any:
         quant_config.check_used()
         quant_config.prepare_model(model)
     return model
+
+
+@contextmanager
+def _told_of_memory(folder: Path) -> Iterator[None]:
+    """PyTorch's refusal to allocate, a RuntimeError without a type of its own, as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise OutOfMemoryError(f"the weights that {folder / 'config.json'} asks for cannot be allocated.") from error
+
+
+def _check_dummy_weights_fit(model: Any, free: int, folder: Path) -> None:
+    """Nothing is touched yet; weights that are quantized while they are made are on no device and count nothing."""
+    needed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    if needed > free:
+        raise OutOfMemoryError(
+            f"the weights that {folder / 'config.json'} asks for take {needed} bytes and {free} are free."
+        )
 
 
 def _load_weights(model: Any, source: _Source, checkpoint: Checkpoint, show_progress: bool) -> None:
@@ -248,8 +271,9 @@ def _resolve(
     kv_types = tuple(DTYPES.values())
     kv_dtype, kv_reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, source.weight_dtype, kv_types)
     specs = kv_cache_specs(platform, source.model_class.kv_cache_specs(source.model, kv_dtype))
-    memory = _plan_memory(args, source, specs, platform.memory_free())
-    scheduler, reasons = plan_scheduler(args, memory.max_model_len)
+    free = platform.memory_free()
+    memory = _plan_memory(args, source, specs, free)
+    scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
     reasons |= memory.reasons | {
         "dtype": f"{dtype_reason}; activations and accumulation are float32 on a CPU",
         "weight_dtype": "as the checkpoint stores them" if source.checkpoint else "config.json",
@@ -294,7 +318,10 @@ def _resolve(
         kv_cache_dtype=kv_dtype,
         enable_prefix_caching=args.enable_prefix_caching,
     )
-    return EngineConfig(model, cache, scheduler, platform.device_type, invariant, compilation, reasons), specs
+    config = EngineConfig(
+        model, cache, scheduler, platform.device_type, invariant, compilation, reasons, source.quantization.config
+    )
+    return config, specs
 
 
 def _rope_note(model: Any, max_model_len: int) -> str:
@@ -312,6 +339,11 @@ def _rope_note(model: Any, max_model_len: int) -> str:
 
 def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], free: int) -> MemoryPlan:
     weights = _weight_bytes(source)
+    if weights > free:
+        raise OutOfMemoryError(
+            f"the weights take {weights} bytes and {free} are free; free memory, pass quantization= to make them "
+            "smaller while they are read, or choose a smaller model."
+        )
     return plan_memory(
         bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
         block_size=args.block_size or DEFAULT_BLOCK_SIZE,
@@ -319,7 +351,7 @@ def _plan_memory(args: EngineArgs, source: _Source, specs: list[KVCacheSpec], fr
         max_model_len=args.max_model_len,
         longest=source.model.max_position_embeddings,
         requested_bytes=args.kv_cache_memory_bytes,
-        free_bytes=max(0, free - weights),
+        free_bytes=free - weights,
     )
 
 

@@ -237,9 +237,10 @@ class Preprocessor:
                 processor.validate_params(params)
             except ValidationError:
                 raise
-            except ValueError as error:
+            except Exception as error:  # most often of a key that extra_args lacks
+                said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                 raise ValidationError(
-                    f"{processor.__name__} refuses the sampling params: {error}", parameter="sampling_params"
+                    f"{processor.__name__} refuses the sampling params: {said}", parameter="sampling_params"
                 ) from error
         if params.extra_args and not self.logits_processors and not params.logits_processors:
             logger.warning(

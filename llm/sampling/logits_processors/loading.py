@@ -65,7 +65,7 @@ def _by_name(name: str) -> type[LogitsProcessor]:
         raise _bad(name, "'module:Class' strings")
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _unloadable(f"the logits processor {name!r}", error) from error
     for attribute in path.split("."):
         if not hasattr(found, attribute):
@@ -76,7 +76,7 @@ def _by_name(name: str) -> type[LogitsProcessor]:
     return load_logits_processor(found)
 
 
-def _unloadable(what: str, error: Exception) -> LogitsProcessorLoadError:
+def _unloadable(what: str, error: BaseException) -> LogitsProcessorLoadError:
     message = f"{what} cannot be imported ({type(error).__name__}: {error})."
     return LogitsProcessorLoadError(message, parameter="logits_processors", value=what)
 

@@ -1,0 +1,92 @@
+"""Sub-configs that code written for vLLM reads, logits processors and plugins, and that have one value here.
+
+Owns nothing that is decided: one device in one process, no adapters, no speculation. `llm.config` holds what is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    device_type: str
+
+    @cached_property
+    def device(self) -> torch.device:
+        return torch.device(self.device_type)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    world_size: int = 1
+    rank: int = 0
+    data_parallel_rank: int = 0
+    nnodes: int = 1
+    node_rank: int = 0
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str = "uni"
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    load_format: str = "auto"
+    download_dir: None = None
+
+
+@dataclass(frozen=True)
+class StructuredOutputsConfig:
+    """JSON is written compactly, so no whitespace can loop."""
+
+    backend: str = "guidance"
+    disable_any_whitespace: bool = True
+    disable_additional_properties: bool = False
+    reasoning_parser: str = ""
+    enable_in_reasoning: bool = False
+
+
+@dataclass(frozen=True)
+class ObservabilityConfig:
+    otlp_traces_endpoint: None = None
+    collect_detailed_traces: None = None
+    show_hidden_metrics_for_version: None = None
+    kv_cache_metrics: bool = False
+
+
+class ConfigForPlugins:
+    """Base of `EngineConfig`: what vLLM's has beside what is decided here."""
+
+    parallel_config = ParallelConfig()
+    structured_outputs_config = StructuredOutputsConfig()
+    observability_config = ObservabilityConfig()
+    lora_config = None
+    speculative_config = None
+    reasoning_config = None
+    watermark_config = None
+    diffusion_config = None
+    kv_transfer_config = None
+    kv_events_config = None
+    ec_transfer_config = None
+    weight_transfer_config = None
+    instance_id = ""
+
+    @property
+    def additional_config(self) -> dict[str, object]:
+        """A plugin is handed no options; a new, empty dict."""
+        return {}
+
+    @property
+    def device_config(self) -> DeviceConfig:
+        return DeviceConfig(self.device)  # type: ignore[attr-defined]
+
+    @property
+    def load_config(self) -> LoadConfig:
+        return LoadConfig(self.model_config.load_format)  # type: ignore[attr-defined]
