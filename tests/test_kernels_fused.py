@@ -319,7 +319,7 @@ def test_elementary_functions_at_their_ends() -> None:
     inf, nan = math.inf, math.nan
     ends = {
         "exp": ([inf, -inf, nan, 0, 89, -105, -100], [inf, 0, nan, 1, inf, 0, math.exp(-100)]),
-        "exp2": ([-inf, nan, 0, -126, -126.01], [0, nan, 1, 2.0**-126, 0]),
+        "exp2": ([-inf, nan, 0, -126, -126.25, -126.51, -3e38], [0, nan, 1, 2.0**-126, 2.0**-126.25, 0, 0]),
         "tanh": ([inf, -inf, nan, 0], [1, -1, nan, 0]),
         "erf": ([inf, -inf, nan, 0], [1, -1, nan, 0]),
     }

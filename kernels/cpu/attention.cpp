@@ -169,16 +169,12 @@ template <bool FETCH, int ROWS = MAX_TILE_ROWS, class... Rest> LLM_INLINE void v
 // the row has so far is rescaled when its largest score grew. `seen` is relative to the block and not empty.
 void advance_softmax(const Work& work, int64_t row, Span seen, float soft_cap) {
     float* scores = work.scores + row * KEYS;
-    F32 score[PANELS];
-    LLM_UNROLL for (int v = 0; v < PANELS; ++v) score[v] = load(scores + v * LANES);
-    if (soft_cap != 0.0f) LLM_UNROLL for (int v = 0; v < PANELS; ++v) score[v] = tanh(score[v]) * set1(soft_cap);
-    if (seen.first > 0 || seen.end < KEYS) {
-        LLM_UNROLL for (int v = 0; v < PANELS; ++v) store(scores + v * LANES, score[v]);
-        for (int64_t key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
-        for (int64_t key = seen.end; key < KEYS; ++key) scores[key] = -INFINITY;
-        LLM_UNROLL for (int v = 0; v < PANELS; ++v) score[v] = load(scores + v * LANES);
-    }
-    F32 best = max(max(score[0], score[1]), max(score[2], score[3]));
+    if (soft_cap != 0.0f)
+        for (int v = 0; v < KEYS; v += LANES) store(scores + v, tanh(load(scores + v)) * set1(soft_cap));
+    for (int64_t key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
+    for (int64_t key = seen.end; key < KEYS; ++key) scores[key] = -INFINITY;
+    F32 best = load(scores);
+    LLM_UNROLL for (int v = LANES; v < KEYS; v += LANES) best = max(best, load(scores + v));
     const float before = work.maxima[row], block_best = largest(best), now = block_best > before ? block_best : before;
     float* sums = work.sums + row * LANES;
     F32 sum = load(sums);
@@ -189,10 +185,10 @@ void advance_softmax(const Work& work, int64_t row, Span seen, float soft_cap) {
         for (int64_t i = 0; i < work.out_stride; i += LANES) store(out + i, load(out + i) * shrink);
         work.maxima[row] = now;
     }
-    LLM_UNROLL for (int v = 0; v < PANELS; ++v) {
-        const F32 p = exp2_of_negative(score[v] - set1(now));
+    LLM_UNROLL for (int v = 0; v < KEYS; v += LANES) {
+        const F32 p = exp2_of_negative(load(scores + v) - set1(now));
         sum = sum + p;
-        store(scores + v * LANES, p);
+        store(scores + v, p);
     }
     store(sums, sum);
 }

@@ -294,18 +294,35 @@ LLM_INLINE int32_t largest(I32 x) {
     return most;
 }
 // Lane i with lane i + 8, then i + 4, i + 2, i + 1: one tree for every instruction set.
+#if LLM_PLAIN
+LLM_INLINE float larger(float a, float b) { return a > b ? a : b; }
 template <class Op> LLM_INLINE float reduce(F32 x, const Op& op) {
-    alignas(64) float lane[LANES];
-    store(lane, x);
     for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) lane[i] = op(lane[i], lane[i + width]);
-    return lane[0];
+        for (int i = 0; i < width; ++i) x.v[i] = op(x.v[i], x.v[i + width]);
+    return x.v[0];
 }
+#else
+LLM_INLINE __m256 larger(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+LLM_INLINE __m128 larger(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
+#if LLM_AVX512
+LLM_INLINE __m256 low_lanes(F32 x) { return _mm512_castps512_ps256(x.v); }
+LLM_INLINE __m256 high_lanes(F32 x) { return _mm512_extractf32x8_ps(x.v, 1); }
+#else
+LLM_INLINE __m256 low_lanes(F32 x) { return x.lo; }
+LLM_INLINE __m256 high_lanes(F32 x) { return x.hi; }
+#endif
+template <class Op> LLM_INLINE float reduce(F32 x, const Op& op) {
+    const __m256 eight = op(low_lanes(x), high_lanes(x));
+    const __m128 four = op(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = op(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(op(two, _mm_movehdup_ps(two)));
+}
+#endif
 LLM_INLINE float sum(F32 x) {
-    return reduce(x, [](float a, float b) { return a + b; });
+    return reduce(x, [](auto a, auto b) { return a + b; });
 }
 LLM_INLINE float largest(F32 x) {
-    return reduce(x, [](float a, float b) { return a > b ? a : b; });
+    return reduce(x, [](auto a, auto b) { return larger(a, b); });
 }
 
 }  // namespace

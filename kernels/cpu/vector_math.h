@@ -36,10 +36,13 @@ LLM_INLINE F32 exp(F32 x) {
     return exp_reduced(r) * power_of_two(half) * power_of_two(n - half);
 }
 
-// 2^x for x <= 0; exactly 0 below -126.
+// 2^x for x <= 0; exactly 0 from -126.5 down. Adding 1.5 * 2^23 + 127 rounds x to an integer and leaves that integer's
+// exponent field, 0 for -127, in the lowest bits of the sum.
 LLM_INLINE F32 exp2_of_negative(F32 x) {
-    const F32 n = round_even(x);
-    const F32 r = x - n;
+    const F32 magic = set1(0x1.8000fep+23f);
+    x = max(set1(-127.0f), x);  // a NaN in x passes
+    const F32 rounded = x + magic;
+    const F32 r = x - (rounded - magic);
     F32 p = set1(0x1.416b50p-13f);
     p = fma(p, r, set1(0x1.5f082ep-10f));
     p = fma(p, r, set1(0x1.3b2de0p-7f));
@@ -47,7 +50,7 @@ LLM_INLINE F32 exp2_of_negative(F32 x) {
     p = fma(p, r, set1(0x1.ebfbdcp-3f));
     p = fma(p, r, set1(0x1.62e430p-1f));
     p = fma(p, r, set1(1.0f));
-    return select_less(x, set1(-126.0f), zero(), p * power_of_two(n));
+    return p * as_float(shift_left<23>(as_int(rounded)));
 }
 
 // A sign is -1 or 1; a negative zero counts as positive.
