@@ -56,6 +56,7 @@ OPERATIONS: dict[str, tuple[str, str | None]] = {
     "top_k": ("vocabulary", "vocabulary"),
     "gather_logprobs": ("vocabulary", "vocabulary"),
     "block_sums": ("vocabulary", "vocabulary"),
+    "draw_nucleus": ("vocabulary", "vocabulary"),
     "cut_below_largest": ("vocabulary", "vocabulary"),
 }
 

@@ -108,11 +108,14 @@ def test_two_processes_build_once(quick_sources: Path, tmp_path: Path) -> None:
 
 @needs_compiler
 def test_what_a_killed_build_left_is_removed_and_never_loaded(quick_sources: Path, tmp_path: Path) -> None:
-    stale = tmp_path / "scratch-plain-killed"
-    stale.mkdir()
-    (stale / "library.so").write_text("half a library")
+    """And what another process is building, of other sources, is left alone."""
+    own = build.cached_library("plain", build.find_compiler(), tmp_path)
+    stale, others = tmp_path / f"scratch-{own.stem}-killed", tmp_path / "scratch-plain-0123456789abcdef-at-work"
+    for folder in (stale, others):
+        folder.mkdir()
+        (folder / "library.so").write_text("half a library")
     path = build.ensure_library("plain", folder=tmp_path, announce=lambda line: None)
-    assert not stale.exists()
+    assert path == own and not stale.exists() and others.exists()
     assert library.Library("plain", path).openmp == library.loaded_openmp()
 
 

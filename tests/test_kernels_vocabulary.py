@@ -80,6 +80,19 @@ def ids_for(x: torch.Tensor, count: int) -> torch.Tensor:
     return (torch.arange(count) * 7919 % x.shape[1]).expand(len(x), count)
 
 
+def drawable(x: torch.Tensor) -> torch.Tensor:
+    """Logits as `draw_nucleus` takes them: no NaN, no inf, a token above -inf."""
+    x = torch.where(x.isnan() | (x == math.inf), 0.5, x)
+    x[:, x.shape[1] // 2] = 1.0
+    return x
+
+
+def nucleus(kernels: KernelSet, x: torch.Tensor, top_p: float = 0.8, uniform: float = 0.4) -> Any:
+    x = drawable(x)
+    numbers = (torch.full((len(x),), number, dtype=torch.float64) for number in (top_p, uniform))
+    return kernels.op("draw_nucleus")(x, x.amax(dim=-1), *numbers)
+
+
 CALLS: dict[str, Callable[[KernelSet, torch.Tensor], Any]] = {
     "argmax": lambda kernels, x: kernels.op("argmax")(x),
     "top_k 1": lambda kernels, x: kernels.op("top_k")(x, 1),
@@ -88,6 +101,7 @@ CALLS: dict[str, Callable[[KernelSet, torch.Tensor], Any]] = {
     "gather_logprobs": lambda kernels, x: kernels.op("gather_logprobs")(x, ids_for(x, 11), 10),
     "gather of logits": lambda kernels, x: kernels.op("gather_logprobs")(x, ids_for(x, 3), 1, False),
     "block_sums": lambda kernels, x: kernels.op("block_sums")(x, x.amax(dim=-1), 512),
+    "draw_nucleus": nucleus,
     "cut_below_largest": lambda kernels, x: kernels.op("cut_below_largest")(x.clone(), torch.full((len(x),), -2.0)),
 }
 by_name = pytest.mark.parametrize("name", CALLS)
@@ -143,6 +157,45 @@ def test_sums_of_blocks(seed: int, vocab: int, kind: str) -> None:
             torch.testing.assert_close(
                 kernels.op("block_sums")(x, largest, block).double(), exact, rtol=2e-6, atol=512 * math.exp(-87)
             )
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, kernel_set(BEST)], ids=["torch", BEST])
+@settings(max_examples=60)
+@given(
+    **rows_of_any_kind,
+    top_p=st.sampled_from([5e-324, 1e-6, 0.3, 0.9, 0.999, 1 - 1e-9, 1.0]),
+    uniform=st.sampled_from([0.0, 1e-7, 0.31, 0.77, 1 - 2**-53]),
+    scale=st.sampled_from([0.01, 1.0, 30.0]),
+)
+def test_draws_among_the_fewest_that_weigh_enough(
+    kernels: KernelSet, seed: int, vocab: int, kind: str, top_p: float, uniform: float, scale: float
+) -> None:
+    """Against float64: no fewer weigh top_p, none of them is too many; the token is at `uniform` of what they weigh."""
+    x = drawable(logits_of(kind, seed, 2, vocab) * scale)
+    tokens, edges = nucleus(kernels, x, top_p, uniform)
+    for row, token, edge in zip(x, tokens.tolist(), edges.tolist(), strict=True):
+        _, order = sorted_rows(row.unsqueeze(0))
+        weights = (row.double() - row.double().max()).exp()
+        count = order[0].tolist().index(edge) + 1
+        in_order = weights[order[0]].cumsum(0) / weights.sum()
+        slack = 1e-5
+        assert in_order[count - 1] >= top_p - slack
+        assert count == 1 or in_order[count - 2] <= top_p + slack
+        kept = order[0, :count].sort().values
+        reached = weights[kept].cumsum(0) / weights[kept].sum()
+        place = kept.tolist().index(token)
+        assert reached[place] >= uniform - slack and (reached[place - 1] if place else 0.0) <= uniform + slack
+        assert weights[token] > 1e-38  # what weighs nothing is never drawn
+
+
+def test_a_token_too_many_or_too_few_would_be_seen() -> None:
+    """The control: the test above tells the neighbours of the right edge from it."""
+    x = drawable(logits_of("random", 3, 1, 901))
+    edge = int(nucleus(kernel_set(BEST), x, 0.9)[1])
+    _, order = sorted_rows(x)
+    share = x.double().softmax(-1)[0, order[0]].cumsum(0)
+    place = order[0].tolist().index(edge)
+    assert share[place - 1] < 0.9 - 1e-5 and share[place] >= 0.9 and share[place] - share[place - 1] > 2e-5
 
 
 @settings(max_examples=60)
@@ -204,7 +257,7 @@ def test_the_tests_see_a_defect(name: str) -> None:
     x[1, place] = torch.nextafter(x[1, place], torch.tensor(math.inf))
     if name == "gather of logits":
         x[1, 0] = 77.0
-    elif name in ("gather_logprobs", "block_sums"):
+    elif name in ("gather_logprobs", "block_sums", "draw_nucleus"):
         x[1] = x[1].roll(1)
     assert not same(result, CALLS[name](kernel_set(BEST), x))
 
@@ -235,6 +288,8 @@ def test_ids_out_of_the_vocabulary_are_refused(bad: int) -> None:
         lambda op: op("block_sums")(torch.zeros(2, 8), torch.zeros(2), 24),
         lambda op: op("block_sums")(torch.zeros(2, 8), torch.zeros(1), 16),
         lambda op: op("cut_below_largest")(torch.zeros(2, 8), torch.zeros(3)),
+        lambda op: op("draw_nucleus")(torch.zeros(2, 8), torch.zeros(2), torch.ones(2), torch.zeros(1)),
+        lambda op: op("draw_nucleus")(torch.zeros(2, 0), torch.zeros(2), torch.ones(2), torch.zeros(2)),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(call: Callable[..., Any]) -> None:

@@ -476,10 +476,11 @@ def test_draws_from_many_blocks_have_the_distribution_of_the_reference(options: 
 @pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.99, 0.99999])
 @pytest.mark.parametrize("top_k", [0, 40, 1500, 10**6])
 @pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_top_p_keeps_the_fewest_that_weigh_enough(top_p: float, top_k: int, spread: float) -> None:
+@pytest.mark.parametrize("kernels", SETS, ids=["torch", "kernels"][: len(SETS)])
+def test_top_p_keeps_the_fewest_that_weigh_enough(top_p: float, top_k: int, spread: float, kernels: KernelSet) -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 4001)).astype(np.float32)) * spread
     draws = draw_module.draw_rows(
-        logits, logits.amax(1), np.full(2, top_k), np.full(2, top_p), np.array([0.1, 0.9]), {0, 1}
+        logits, logits.amax(1), np.full(2, top_k), np.full(2, top_p), np.array([0.1, 0.9]), {0, 1}, kernels
     )
     for line in range(2):
         weights = np.exp(logits[line].double().numpy())

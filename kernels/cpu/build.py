@@ -174,10 +174,12 @@ def compile_library(output: Path, target: str, compiler: str, extra_flags: tuple
 
 
 def _compile_into(path: Path, target: str, compiler: str) -> None:
-    # We hold the lock, so scratch folders found here belong to builds that were killed.
-    for stale in path.parent.glob(f"scratch-{target}-*"):
+    # We hold the lock of this file, so scratch folders found for it belong to builds that were killed; those of other
+    # files may be of other processes at work, with other sources or another compiler.
+    prefix = f"scratch-{path.stem}-"
+    for stale in path.parent.glob(f"{prefix}*"):
         shutil.rmtree(stale, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f"scratch-{target}-"))
+    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
     try:
         compile_library(scratch / "library.so", target, compiler)
         os.replace(scratch / "library.so", path)

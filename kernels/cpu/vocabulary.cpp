@@ -1,4 +1,5 @@
-// Over the vocabulary: the likeliest token, the k likeliest, log-softmax, and logprobs and ranks of chosen tokens.
+// Over the vocabulary: the likeliest token, the k likeliest, log-softmax, logprobs and ranks of chosen tokens, and draws
+// among the likeliest.
 //
 // A row is read in order of id, and only what beats the best so far leaves the vectors. Selecting is exact, so rows may be
 // cut into chunks as the threads need it; a sum is over a whole row in fixed lanes (rows.h). Neither shows in a result.
@@ -102,8 +103,9 @@ template <class Task> void for_chunks(int64_t rows, int64_t width, int64_t chunk
 }
 
 // e^x for x <= 0; 0 below -87, where barred tokens are and a processor is slow: the result would be denormal.
+constexpr float LEAST = -87.0f;
 LLM_INLINE F32 weight(F32 x) {
-    const F32 least = set1(-87.0f);
+    const F32 least = set1(LEAST);
     return select_less(x, least, zero(), exp(max(least, x)));  // a NaN passes both
 }
 
@@ -134,6 +136,107 @@ void count_at_least(const float* x, int64_t width, const Normaliser& norm, const
     }
     for (int n = 0; n < N; ++n) counts[n] = found[n];
 }
+
+// Of the `count` logits at x, the sum of e^(x - top).
+LLM_INLINE float block_sum(const float* x, int64_t count, F32 top) {
+    return sum_vectors(count, [&](int64_t i) { return weight(load_part(x + i, count - i, -INFINITY) - top); });
+}
+
+// Draws among the fewest likeliest tokens of a row that weigh top_p of it.
+//
+// Few tokens are looked at: all those lighter than (1 - top_p) / width of the sum weigh less than 1 - top_p together, so
+// none of them is needed. Of the rest, the candidates, only those around the cut are put in order: a histogram over the
+// logits says where it is. Sums are in double and in order of id, so vectors, threads and other rows do not show in them.
+class Nucleus {
+    static constexpr float BINS = 64.0f;  // per unit of a logit
+    static constexpr int64_t MOST_BINS = static_cast<int64_t>(-LEAST * BINS) + 128;
+    static constexpr int64_t BLOCK = 512;
+    static constexpr double SLACK = 1e-4;  // a sum of a row's float32 weights is right to far better than this
+
+    double* bins_;     // [MOST_BINS] what the candidates of a bin weigh
+    uint64_t* order_;  // [width] of the candidates around the cut
+    float* weights_;   // [width] of the candidates, rounded up to whole vectors
+    float* logits_;    // the same
+    int32_t* ids_;     // [width]
+    int64_t count_ = 0;
+
+    static int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
+    // Also for what must not be there, a NaN or a logit above the largest, a bin that exists.
+    static LLM_INLINE int64_t bin_of(float below) {
+        const float bin = below * BINS;
+        return bin < MOST_BINS - 1 ? static_cast<int64_t>(std::max(bin, 0.0f)) : MOST_BINS - 1;
+    }
+
+    void find_candidates(const float* x, int64_t width, float top, double lightest) {
+        const double far = lightest > 0 ? std::max<double>(LEAST - 1.0f, std::log(lightest) - 1e-3) : LEAST - 1.0f;
+        const float bound = std::nextafterf(static_cast<float>(top + far), -INFINITY);
+        scan_above(x, 0, width, bound, [&](int64_t i) {
+            logits_[count_] = x[i];
+            ids_[count_++] = static_cast<int32_t>(i);
+            return true;
+        });
+        for (int64_t i = 0; i < count_; i += LANES) store(weights_ + i, weight(load(logits_ + i) - set1(top)));
+    }
+
+    // The last token in the order of likelihood before which the others weigh less than `enough`.
+    uint64_t edge(float top, double enough) {
+        std::fill(bins_, bins_ + MOST_BINS, 0.0);
+        for (int64_t i = 0; i < count_; ++i) bins_[bin_of(top - logits_[i])] += weights_[i];
+        int64_t cut = 0;
+        double before = 0.0, sum = 0.0;
+        for (int64_t bin = 0; bin < MOST_BINS && sum < enough; ++bin) {
+            if (!(bins_[bin] > 0.0)) continue;
+            cut = bin;
+            before = sum;
+            sum += bins_[bin];
+        }
+        int64_t around = 0;
+        for (int64_t i = 0; i < count_; ++i)
+            if (weights_[i] > 0.0f && bin_of(top - logits_[i]) == cut) order_[around++] = order_of(logits_[i], ids_[i]);
+        std::sort(order_, order_ + around, std::greater<uint64_t>());
+        int64_t last = 0;
+        for (int64_t i = 0; i < around && (i == 0 || before < enough); ++i) {
+            last = i;
+            before += weight_of(order_[i]);
+        }
+        return order_[last];
+    }
+    // Candidates stand in order of id.
+    LLM_INLINE float weight_of(uint64_t order) const {
+        return weights_[std::lower_bound(ids_, ids_ + count_, static_cast<int32_t>(id_of(order))) - ids_];
+    }
+
+  public:
+    static int64_t scratch_bytes(int64_t width) { return MOST_BINS * 8 + padded(width) * (8 + 4 + 4 + 4); }
+    Nucleus(char* scratch, int64_t width)
+        : bins_(reinterpret_cast<double*>(scratch)), order_(reinterpret_cast<uint64_t*>(bins_ + MOST_BINS)),
+          weights_(reinterpret_cast<float*>(order_ + padded(width))), logits_(weights_ + padded(width)),
+          ids_(reinterpret_cast<int32_t*>(logits_ + padded(width))) {}
+
+    // The token at `uniform` of what they weigh, in order of id; and the last of them in the order of likelihood.
+    void draw(const float* x, int64_t width, float top, double top_p, double uniform, int64_t* token, int64_t* last) {
+        double sum = 0.0;
+        for (int64_t i = 0; i < width; i += BLOCK) sum += block_sum(x + i, std::min(BLOCK, width - i), set1(top));
+        find_candidates(x, width, top, (1.0 - top_p) * (1.0 - SLACK) * sum / static_cast<double>(width));
+        const uint64_t least = edge(top, top_p * sum);
+        // What is drawn from moves to the front: ids and weights of at least `least`.
+        int64_t kept = 0;
+        double mass = 0.0;
+        for (int64_t i = 0; i < count_; ++i) {
+            if (order_of(logits_[i], ids_[i]) < least) continue;
+            mass += weights_[i];
+            weights_[kept] = weights_[i];
+            ids_[kept++] = ids_[i];
+        }
+        const double target = uniform * mass;
+        double reached = 0.0;
+        int64_t i = 0;
+        for (; i < kept - 1; ++i)  // rounding can put the target at the very end
+            if ((reached += weights_[i]) > target) break;
+        *token = ids_[i];
+        *last = id_of(least);
+    }
+};
 
 }  // namespace
 }  // namespace llm
@@ -221,9 +324,17 @@ LLM_EXPORT void llm_block_sums(const float* x, const float* largest, int64_t blo
     const int64_t blocks = (width + block - 1) / block;
     for_rows(rows * blocks, block, threads, [&](int64_t index) {
         const int64_t row = index / blocks, begin = index % blocks * block, count = std::min(block, width - begin);
-        const float* own = x + row * width + begin;
-        const F32 top = set1(largest[row]);
-        sums[index] = sum_vectors(count, [&](int64_t i) { return weight(load_part(own + i, count - i, -INFINITY) - top); });
+        sums[index] = block_sum(x + row * width + begin, count, set1(largest[row]));
+    });
+}
+
+// One token of each row, among the fewest likeliest that weigh top_p [rows] of it, at uniform [rows] in [0, 1) of what they
+// weigh; and the last of these in falling order, equal ones by id: tokens and last [rows]. Rows without inf and NaN, and
+// with their largest [rows] above -inf.
+LLM_EXPORT void llm_draw_nucleus(const float* x, const float* largest, const double* top_p, const double* uniform,
+                                 int64_t* tokens, int64_t* last, int64_t rows, int64_t width, int64_t threads) {
+    parallel_for(rows, threads, Nucleus::scratch_bytes(width), [&](int64_t row, char* scratch) {
+        Nucleus(scratch, width).draw(x + row * width, width, largest[row], top_p[row], uniform[row], tokens + row, last + row);
     });
 }
 

@@ -13,6 +13,7 @@ _ARGMAX = (POINTER, POINTER, POINTER, INT, INT, INT)
 _TOP_K = (POINTER, INT, POINTER, POINTER, INT, INT, INT)
 _GATHER = (POINTER, POINTER, INT, INT, INT, POINTER, POINTER, INT, INT, INT)
 _BLOCK_SUMS = (POINTER, POINTER, INT, POINTER, INT, INT, INT)
+_DRAW_NUCLEUS = (POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT)
 _CUT = (POINTER, POINTER, INT, INT, INT)
 # Beyond, one sort of the row is faster.
 _MOST = 1024
@@ -92,6 +93,31 @@ def block_sums(library: Library, logits: torch.Tensor, largest: torch.Tensor, bl
         logits.data_ptr(), largest.data_ptr(), block, sums.data_ptr(), rows, width, torch.get_num_threads()
     )
     return sums
+
+
+def draw_nucleus(
+    library: Library, logits: torch.Tensor, largest: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [n, vocab], [n], float64 [n], [n] -> (tokens int64 [n], edges int64 [n])."""
+    logits, largest = as_float32(logits), as_float32(largest)
+    top_p, uniform = top_p.double().contiguous(), uniform.double().contiguous()
+    rows, width = logits.shape
+    if not width or not largest.shape == top_p.shape == uniform.shape == (rows,):
+        shapes = [list(item.shape) for item in (logits, largest, top_p, uniform)]
+        raise ValueError(f"logits must be [n, 1 or more] and largest, top_p and uniform [n], got {shapes}")
+    tokens, edges = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+    library.function("llm_draw_nucleus", *_DRAW_NUCLEUS)(
+        logits.data_ptr(),
+        largest.data_ptr(),
+        top_p.data_ptr(),
+        uniform.data_ptr(),
+        tokens.data_ptr(),
+        edges.data_ptr(),
+        rows,
+        width,
+        torch.get_num_threads(),
+    )
+    return tokens, edges
 
 
 def cut_below_largest(library: Library, logits: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:

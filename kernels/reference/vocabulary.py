@@ -11,6 +11,10 @@ import torch
 _BLOCK = 512
 # So few top ones are looked for within the blocks that have the largest maxima.
 _FEW = 32
+# Bins of the histogram that top_p is cut by, per unit of a logit.
+_BINS = 64.0
+# A sum of a row's float32 weights is right to far better than this.
+_SUM_SLACK = 1e-4
 # Columns are compared with a row so many at a time, to rank them.
 _RANKED_AT_ONCE = 16
 
@@ -100,6 +104,36 @@ def block_sums(logits: torch.Tensor, largest: torch.Tensor, block: int) -> torch
     return torch.cat(sums, dim=1)
 
 
+def draw_nucleus(
+    logits: torch.Tensor, largest: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw from each row among the fewest likeliest tokens that weigh top_p of it; of equal ones the lower ids first.
+
+    A token weighs e^(logit - largest). The draw is in order of id: the first token up to which those that are kept
+    weigh more than `uniform` of what all of them do.
+
+    Args:
+        logits: float32 [n, vocab], without NaN and inf, each row with one above -inf.
+        largest: float32 [n].
+        top_p: float64 [n], in (0, 1].  uniform: float64 [n], in [0, 1).
+
+    Returns:
+        int64 [n], the tokens; int64 [n], the last token of each row, in falling order, that could be drawn.
+    """
+    weights = (logits - largest.unsqueeze(1)).exp_()
+    masses = np.cumsum(block_sums(logits, largest, _BLOCK).cpu().numpy().astype(np.float64), axis=1)[:, -1]
+    tokens, edges = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.int64)
+    for line, (share, number) in enumerate(zip(top_p.tolist(), uniform.tolist(), strict=True)):
+        values, own = logits[line].cpu().numpy(), weights[line].cpu().numpy()
+        ids = _nucleus(values, own, share, float(masses[line]))
+        cumulative = np.cumsum(own[ids], dtype=np.float64)
+        # Rounding can put the target at the very end.
+        picked = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+        tokens[line] = ids[min(picked, len(ids) - 1)]
+        edges[line] = ids[values[ids] == values[ids].min()][-1]
+    return torch.from_numpy(tokens).to(logits.device), torch.from_numpy(edges).to(logits.device)
+
+
 def cut_below_largest(logits: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """-inf in place of what is below the row's largest + offset: float32 [n, vocab], [n] -> `logits`, overwritten.
 
@@ -108,6 +142,29 @@ def cut_below_largest(logits: torch.Tensor, offset: torch.Tensor) -> torch.Tenso
     bound = logits.amax(dim=-1) + offset
     bound[offset == -math.inf] = -math.inf
     return logits.masked_fill_(logits < bound.unsqueeze(1), -math.inf)
+
+
+def _nucleus(values: np.ndarray, weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:
+    """Ids of the fewest tokens that weigh top_p of `mass`: values and weights [vocab] -> increasing ids.
+
+    Few tokens are looked at: all those lighter than (1 - top_p) / vocab of the mass weigh less than 1 - top_p together,
+    so none of them is needed. Of the rest only those around the cut are put in order: a histogram says where it is.
+    """
+    lightest = (1.0 - top_p) * (1.0 - _SUM_SLACK) * mass / len(weights)
+    candidates = np.flatnonzero(weights >= lightest if lightest > 0.0 else weights > 0.0)
+    own = weights[candidates].astype(np.float64)
+    values = values[candidates]
+    bins = ((values.max() - values) * _BINS).astype(np.int64)
+    by_bin = np.bincount(bins, weights=own)
+    before = np.cumsum(by_bin) - by_bin
+    cut = int(np.flatnonzero((before < top_p * mass) & (by_bin > 0))[-1])
+    around = np.flatnonzero(bins == cut)
+    around = around[np.argsort(-values[around], kind="stable")]
+    cumulative = before[cut] + np.cumsum(own[around])
+    inside = around[cumulative - own[around] < top_p * mass]
+    kept = bins < cut
+    kept[inside if len(inside) else around[:1]] = True
+    return candidates[kept]
 
 
 def _sorted(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,10 +21,6 @@ from llm.sampling.logprobs import select_lines
 _BLOCK = 512
 # A top_k up to here is selected; beyond, the row is sorted.
 _TOPK_LIMIT = 1024
-# Bins of the histogram that top_p is cut by, per unit of a logit.
-_BINS = 64.0
-# A sum of a row's float32 weights is right to far better than this.
-_SUM_SLACK = 1e-4
 
 
 @dataclass
@@ -60,9 +56,11 @@ def draw_rows(
     vocab = logits.shape[1]
     cut_k = (top_k > 0) & (top_k < vocab)
     few = cut_k & (top_k <= _TOPK_LIMIT)
-    some = ~few & (cut_k | (top_p < 1.0))
+    many = cut_k & ~few
+    nucleus = ~cut_k & (top_p < 1.0)
     draws = Draws(np.empty(len(top_k), dtype=np.int64), {})
-    for chosen, draw in ((few, _draw_few), (some, _draw_some), (~few & ~some, _draw_any)):
+    every = ~cut_k & ~nucleus
+    for chosen, draw in ((few, _draw_few), (many, _draw_many), (nucleus, _draw_nucleus), (every, _draw_any)):
         lines = np.flatnonzero(chosen)
         if not len(lines):
             continue
@@ -106,19 +104,14 @@ def _draw_few(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
     return tokens, {index: ids[index][weights[index] > 0] for index in keep}
 
 
-def _draw_some(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
-    """Rows that are cut at a place which must be searched for, row by row; the draw is in order of id."""
-    logits, top_k, top_p = rows.logits, rows.top_k, rows.top_p
-    weights = (logits - rows.largest.unsqueeze(1)).exp_()
-    total = _cumulative_blocks(rows, kernels)[:, -1]
-    tokens = np.empty(len(logits), dtype=np.int64)
+def _draw_many(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
+    """Rows with a large top_k, one by one; the draw is in order of id."""
+    weights = (rows.logits - rows.largest.unsqueeze(1)).exp_()
+    tokens = np.empty(len(weights), dtype=np.int64)
     kept = {}
-    for line in range(len(logits)):
-        values, own = logits[line].cpu().numpy(), weights[line].cpu().numpy()
-        if 0 < top_k[line] < len(own):
-            ids = _largest(values, own, int(top_k[line]), float(top_p[line]))
-        else:
-            ids = _nucleus(values, own, float(top_p[line]), float(total[line]))
+    for line in range(len(weights)):
+        values, own = rows.logits[line].cpu().numpy(), weights[line].cpu().numpy()
+        ids = _largest(values, own, int(rows.top_k[line]), float(rows.top_p[line]))
         cumulative = np.cumsum(own[ids], dtype=np.float64)
         picked = int(np.searchsorted(cumulative, rows.uniform[line] * cumulative[-1], side="right"))
         tokens[line] = ids[min(picked, len(ids) - 1)]
@@ -136,27 +129,17 @@ def _largest(values: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
     return np.sort(ids[: max(1, int((cumulative - own < top_p * cumulative[-1]).sum()))])
 
 
-def _nucleus(values: np.ndarray, weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:
-    """Ids of the fewest tokens that weigh top_p of `mass`: values and weights [vocab] -> increasing ids.
-
-    Few tokens are looked at: all those lighter than (1 - top_p) / vocab of the mass weigh less than 1 - top_p together,
-    so none of them is needed. Of the rest only those around the cut are put in order: a histogram says where it is.
-    """
-    lightest = (1.0 - top_p) * (1.0 - _SUM_SLACK) * mass / len(weights)
-    candidates = np.flatnonzero(weights >= lightest if lightest > 0.0 else weights > 0.0)
-    own = weights[candidates].astype(np.float64)
-    values = values[candidates]
-    bins = ((values.max() - values) * _BINS).astype(np.int64)
-    by_bin = np.bincount(bins, weights=own)
-    before = np.cumsum(by_bin) - by_bin
-    cut = int(np.flatnonzero((before < top_p * mass) & (by_bin > 0))[-1])
-    around = np.flatnonzero(bins == cut)
-    around = around[np.argsort(-values[around], kind="stable")]
-    cumulative = before[cut] + np.cumsum(own[around])
-    inside = around[cumulative - own[around] < top_p * mass]
-    kept = bins < cut
-    kept[inside if len(inside) else around[:1]] = True
-    return candidates[kept]
+def _draw_nucleus(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
+    """Rows with a top_p alone: all at once."""
+    device = rows.logits.device
+    numbers = (torch.from_numpy(array).to(device) for array in (rows.top_p, rows.uniform))
+    tokens, edges = (found.cpu().numpy() for found in kernels.op("draw_nucleus")(rows.logits, rows.largest, *numbers))
+    kept = {}
+    for line in keep:
+        values, edge = rows.logits[line].cpu().numpy(), edges[line]
+        equal = np.flatnonzero(values == values[edge])
+        kept[line] = np.sort(np.concatenate((np.flatnonzero(values > values[edge]), equal[equal <= edge])))
+    return tokens, kept
 
 
 def _draw_any(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
