@@ -17,6 +17,7 @@ namespace {
 
 // Part of the definition of the result: another number gives other bits.
 constexpr int KEYS = 64, PANELS = KEYS / LANES;
+constexpr int64_t LINE = 64;  // bytes that the caches move together
 // Query rows (a token and a head) that share the keys of a task.
 constexpr int64_t TASK_ROWS = 48;
 #if LLM_PLAIN
@@ -24,6 +25,15 @@ constexpr int MAX_TILE_ROWS = 2;  // a compiler without vectors takes long over 
 #else
 constexpr int MAX_TILE_ROWS = 6;
 #endif
+
+// Rows of the next tile when `left` remain.
+LLM_INLINE int64_t tile_rows(int64_t left) {
+    if (left >= MAX_TILE_ROWS) return MAX_TILE_ROWS;
+#if LLM_AVX2
+    if (left == 3) return 2;  // 3 x 2 vectors do not fit the registers, 3 x 1 do not fill the multiplier
+#endif
+    return left;
+}
 
 enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -58,16 +68,16 @@ LLM_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 LLM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 LLM_INLINE Span intersect(Span a, Span b) { return {most(a.first, b.first), least(a.end, b.end)}; }
 
-// acc[r][v] += sum over i in order of a[r][i] * b[v][i], where b[v] advances by `stride` floats. `next` is fetched into
-// the second-level cache meanwhile, at the same offsets: what the task reads after this.
+// acc[r][v] += sum over i in order of a[r][i] * b[v][i], where b[v] advances by `stride` floats. Meanwhile a line of each
+// `next`, what the task reads after this, is fetched into the second-level cache.
 template <int ROWS, int VECTORS, bool FETCH>
 LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t row_stride, const float* const* b,
-                           int64_t stride, int64_t count, const char* const* next) {
-    for (int64_t i = 0; i < count; ++i) {
+                           int64_t stride, int64_t count, const char* const* next, int64_t next_stride) {
+    _Pragma("GCC unroll 2") for (int64_t i = 0; i < count; ++i) {
         F32 column[VECTORS];
         LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
             column[v] = load(b[v] + i * stride);
-            if (FETCH) __builtin_prefetch(next[v] + i * stride * sizeof(float), 0, 2);
+            if (FETCH) __builtin_prefetch(next[v] + i * next_stride, 0, 2);
         }
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
             const F32 value = set1(a[r * row_stride + i]);
@@ -83,8 +93,9 @@ struct Block {
 
 // What a task works on, in the thread's scratch memory.
 struct Work {
-    float *query, *scores, *out, *sums, *maxima, *staged;
+    float *query, *scores, *out, *sums, *maxima, *staged;  // scores: of one tile of rows
     Span* spans;  // what each row sees
+    Span common;  // what all rows see
     int64_t out_stride;
 };
 
@@ -109,22 +120,23 @@ void score_panels(const Work& work, int64_t row, int panel, const Block& block, 
         keys[v] = block.keys[panel + v];
         fetched[v] = reinterpret_cast<const char*>(next.keys[panel + v]);
     }
-    accumulate<ROWS, VECTORS, FETCH>(acc, work.query + row * head_size, head_size, keys, LANES, head_size, fetched);
+    accumulate<ROWS, VECTORS, FETCH>(acc, work.query + row * head_size, head_size, keys, LANES, head_size, fetched, LINE);
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
-        store(work.scores + (row + r) * KEYS + (panel + v) * LANES, acc[r][v]);
+        store(work.scores + r * KEYS + (panel + v) * LANES, acc[r][v]);
 }
 
+// Scores of the first `keys` keys of the block, and perhaps of some more.
 template <int ROWS, bool FETCH>
-void score_tile(const Work& work, int64_t row, const Block& block, const Block& next, int64_t head_size) {
+void score_tile(const Work& work, int64_t row, int64_t keys, const Block& block, const Block& next, int64_t head_size) {
     constexpr int width = vectors_for(ROWS);
-    for (int panel = 0; panel < PANELS; panel += width)
+    for (int panel = 0; panel * LANES < keys; panel += width)
         score_panels<ROWS, width, FETCH>(work, row, panel, block, next, head_size);
 }
 
 // Adds the keys [first, end) of the block to VECTORS vectors of the outputs of ROWS rows.
 template <int ROWS, int VECTORS, bool FETCH>
-void add_values(const Work& work, int64_t row, int64_t channel, Span keys, const Block& block, const Block& next,
-                int64_t head_size) {
+void add_values(const Work& work, int64_t row, const float* scores, int64_t channel, Span keys, const Block& block,
+                const Block& next, int64_t head_size) {
     F32 acc[ROWS][VECTORS];
     float* out = work.out + row * work.out_stride + channel;
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
@@ -136,9 +148,11 @@ void add_values(const Work& work, int64_t row, int64_t channel, Span keys, const
         LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
             const int64_t offset = inside * head_size + channel + v * LANES;
             values[v] = block.values[panel] + offset;
-            fetched[v] = reinterpret_cast<const char*>(next.values[panel] + offset);
+            // Lines of the next block in the order of their addresses, over all keys and then over all channels.
+            const int64_t line = channel / LANES * KEYS + key * VECTORS + v;
+            fetched[v] = reinterpret_cast<const char*>(next.values[least(line / head_size, PANELS - 1)]) + line % head_size * LINE;
         }
-        accumulate<ROWS, VECTORS, FETCH>(acc, work.scores + row * KEYS + key, KEYS, values, head_size, stop - key, fetched);
+        accumulate<ROWS, VECTORS, FETCH>(acc, scores + key, KEYS, values, head_size, stop - key, fetched, VECTORS * LINE);
         key = stop;
     }
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
@@ -146,13 +160,14 @@ void add_values(const Work& work, int64_t row, int64_t channel, Span keys, const
 }
 
 template <int ROWS, bool FETCH>
-void value_tile(const Work& work, int64_t row, Span keys, const Block& block, const Block& next, int64_t head_size) {
+void value_tile(const Work& work, int64_t row, const float* scores, Span keys, const Block& block, const Block& next,
+                int64_t head_size) {
     constexpr int width = vectors_for(ROWS);
     int64_t channel = 0;
     for (; channel + width * LANES <= work.out_stride; channel += width * LANES)
-        add_values<ROWS, width, FETCH>(work, row, channel, keys, block, next, head_size);
+        add_values<ROWS, width, FETCH>(work, row, scores, channel, keys, block, next, head_size);
     for (; channel < work.out_stride; channel += LANES)
-        add_values<ROWS, 1, FETCH>(work, row, channel, keys, block, next, head_size);
+        add_values<ROWS, 1, FETCH>(work, row, scores, channel, keys, block, next, head_size);
 }
 
 template <bool FETCH, int ROWS = MAX_TILE_ROWS, class... Rest> LLM_INLINE void score_rows(int64_t rows, const Rest&... rest) {
@@ -167,8 +182,7 @@ template <bool FETCH, int ROWS = MAX_TILE_ROWS, class... Rest> LLM_INLINE void v
 
 // One step of the online softmax (arXiv:1805.02867) of one row, in powers of two: scores become probabilities, and what
 // the row has so far is rescaled when its largest score grew. `seen` is relative to the block and not empty.
-void advance_softmax(const Work& work, int64_t row, Span seen, float soft_cap) {
-    float* scores = work.scores + row * KEYS;
+void advance_softmax(const Work& work, int64_t row, float* scores, Span seen, float soft_cap) {
     if (soft_cap != 0.0f)
         for (int v = 0; v < KEYS; v += LANES) store(scores + v, tanh(load(scores + v)) * set1(soft_cap));
     for (int64_t key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
@@ -206,18 +220,21 @@ template <class T> class Attention {
     bool is_staged() const { return sizeof(T) != sizeof(float) || step.block_size % LANES != 0; }
 
     int64_t scratch_bytes(int64_t rows) const {
-        const int64_t per_row = layer.head_size + KEYS + padded() + LANES + 1 + LANES;
+        const int64_t per_row = layer.head_size + padded() + LANES + 1 + LANES;
         const int64_t staged = is_staged() ? 2 * (PANELS * LANES * layer.head_size) + LANES : 0;
-        return (rows * per_row + staged) * sizeof(float) + rows * sizeof(Span) + 64 * 8;
+        return (rows * per_row + MAX_TILE_ROWS * KEYS + staged) * sizeof(float) + rows * sizeof(Span) + 64 * 8;
     }
 
     void run(const Task& task, char* scratch) const {
         const int64_t rows = task.rows();
-        const Work work = divide(scratch, rows);
+        Work work = divide(scratch, rows);
         start(task, work, rows);
-        Span all = work.spans[0];
-        for (int64_t row = 1; row < rows; ++row) all = {least(all.first, work.spans[row].first), most(all.end, work.spans[row].end)};
-        const bool fetch = !is_staged() && rows <= 2 * MAX_TILE_ROWS;
+        Span all = work.common = work.spans[0];
+        for (int64_t row = 1; row < rows; ++row) {
+            work.common = intersect(work.common, work.spans[row]);
+            all = {least(all.first, work.spans[row].first), most(all.end, work.spans[row].end)};
+        }
+        const bool fetch = !is_staged();
         Block block = open(task, work, all, all.first / KEYS);
         for (int64_t index = all.first / KEYS; index * KEYS < all.end; ++index) {
             const bool last = (index + 1) * KEYS >= all.end;
@@ -241,7 +258,7 @@ template <class T> class Attention {
         Work work{};
         work.out_stride = padded();
         work.query = floats(rows * layer.head_size);
-        work.scores = floats(rows * KEYS);
+        work.scores = floats(MAX_TILE_ROWS * KEYS);
         work.out = floats(rows * padded());
         work.sums = floats(rows * LANES);
         work.maxima = floats(rows);
@@ -339,11 +356,28 @@ template <class T> class Attention {
 
     // All rows over the block of positions that starts at `start`.
     void advance(const Work& work, int64_t rows, int64_t start, const Block& block, const Block& next, bool fetch) const {
-        for (int64_t row = 0; row < rows;) {
-            const int64_t share = ceil_div(rows - row, ceil_div(rows - row, MAX_TILE_ROWS));
-            advance_tile(work, row, share, start, block, next, fetch && row == 0);
-            row += share;
+        // The tile that fetches what comes next: the last that is full, which has both the time and no use for the keys.
+        const int64_t fetches = fetch ? most(0, rows / MAX_TILE_ROWS - 1) * MAX_TILE_ROWS : -1;
+        const bool whole = work.common.first <= start && start + KEYS <= work.common.end;
+        for (int64_t row = 0, share; row < rows; row += share) {
+            share = tile_rows(rows - row);
+            if (!whole)
+                advance_edge(work, row, share, start, block);
+            else if (row == fetches)
+                advance_tile<true>(work, row, share, block, next);
+            else
+                advance_tile<false>(work, row, share, block, next);
         }
+    }
+
+    float log2_cap() const { return layer.soft_cap * 0x1.715476p+0f; }
+
+    // Rows that see all of the block.
+    template <bool FETCH>
+    void advance_tile(const Work& work, int64_t row, int64_t rows, const Block& block, const Block& next) const {
+        score_rows<FETCH>(rows, work, row, KEYS, block, next, layer.head_size);
+        for (int64_t r = 0; r < rows; ++r) advance_softmax(work, row + r, work.scores + r * KEYS, {0, KEYS}, log2_cap());
+        value_rows<FETCH>(rows, work, row, work.scores, Span{0, KEYS}, block, next, layer.head_size);
     }
 
     Span seen_in_block(const Work& work, int64_t row, int64_t start) const {
@@ -351,42 +385,35 @@ template <class T> class Attention {
         return {seen.first - start, seen.end - start};
     }
 
-    void advance_tile(const Work& work, int64_t row, int64_t rows, int64_t start, const Block& block, const Block& next,
-                      bool fetch) const {
-        Span shared{0, KEYS};
-        bool any = false;
+    // Rows of which some do not see all of the block.
+    void advance_edge(const Work& work, int64_t row, int64_t rows, int64_t start, const Block& block) const {
+        Span shared{0, KEYS}, any{KEYS, 0};
         for (int64_t r = row; r < row + rows; ++r) {
             const Span seen = seen_in_block(work, r, start);
             shared = intersect(shared, seen);
-            any |= !seen.empty();
+            if (!seen.empty()) any = {least(any.first, seen.first), most(any.end, seen.end)};
         }
-        if (!any) return;
+        if (any.empty()) return;
         const int64_t size = layer.head_size;
-        if (fetch)
-            score_rows<true>(rows, work, row, block, next, size);
-        else
-            score_rows<false>(rows, work, row, block, next, size);
+        score_rows<false>(rows, work, row, any.end, block, block, size);
+        const auto scores = [&](int64_t r) { return work.scores + (r - row) * KEYS; };
         for (int64_t r = row; r < row + rows; ++r) {
             const Span seen = seen_in_block(work, r, start);
-            if (!seen.empty()) advance_softmax(work, r, seen, layer.soft_cap * 0x1.715476p+0f);
+            if (!seen.empty()) advance_softmax(work, r, scores(r), seen, log2_cap());
         }
         // Keys that all rows see are added together, the others row by row: each row's keys stay in order, and a key
         // that a row does not see (0 * inf is NaN) stays out of its sum.
         if (shared.empty()) shared = {KEYS, KEYS};
+        const auto add_alone = [&](int64_t r, Span keys) {
+            if (!keys.empty()) value_rows<false>(1, work, r, scores(r), keys, block, block, size);
+        };
         for (int64_t r = row; r < row + rows; ++r) {
             const Span seen = seen_in_block(work, r, start);
-            const Span before{seen.first, least(seen.end, shared.first)};
-            if (!before.empty()) value_rows<false>(1, work, r, before, block, next, size);
+            add_alone(r, {seen.first, least(seen.end, shared.first)});
         }
         if (shared.empty()) return;
-        if (fetch)
-            value_rows<true>(rows, work, row, shared, block, next, size);
-        else
-            value_rows<false>(rows, work, row, shared, block, next, size);
-        for (int64_t r = row; r < row + rows; ++r) {
-            const Span after{shared.end, seen_in_block(work, r, start).end};
-            if (!after.empty()) value_rows<false>(1, work, r, after, block, next, size);
-        }
+        value_rows<false>(rows, work, row, work.scores, shared, block, block, size);
+        for (int64_t r = row; r < row + rows; ++r) add_alone(r, {shared.end, seen_in_block(work, r, start).end});
     }
 };
 
@@ -407,14 +434,15 @@ struct Tasks {
     int64_t rows() const { return tile * ceil_div(layer.group(), parts); }
     int64_t per_tile() const { return layer.kv_heads * parts; }
 
-    // `first_task[row]`: the tasks before the row's own. The last tiles of a row, which see most, come first.
+    // `first_task[row]`: the tasks before the row's own. Head by head, so that a head's keys stay in the cache; the last tiles,
+    // which see most, come first.
     Task task(int64_t index, const int64_t* first_task) const {
         int64_t low = 0, high = step.rows;
         while (high - low > 1) {
             const int64_t middle = (low + high) / 2;
             (first_task[middle] <= index ? low : high) = middle;
         }
-        const int64_t inside = index - first_task[low], which = tiles(low) - 1 - inside / per_tile(), rest = inside % per_tile();
+        const int64_t inside = index - first_task[low], which = tiles(low) - 1 - inside % tiles(low), rest = inside / tiles(low);
         const int64_t first = step.starts[low] + which * tile, share = ceil_div(layer.group(), parts);
         const int64_t head = rest % parts * share;
         return {low, first, least(first + tile, step.starts[low + 1]), rest / parts, head, least(head + share, layer.group())};
