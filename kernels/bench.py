@@ -31,7 +31,7 @@ _READ_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Line:
-    """One measurement: operations and bytes of weights in a second, at best and in the median."""
+    """One measurement: operations and bytes of weights and scales in a second, at best and in the median."""
 
     name: str
     rows: int
@@ -64,11 +64,11 @@ Product = tuple[int, list[Callable[[torch.Tensor], Any]]]
 
 
 def _products(kernels: KernelSet, shape: tuple[int, int], rows: int) -> Iterator[tuple[str, Product]]:
-    """Name -> (bytes of one weight, the product with each of several weights)."""
+    """Name -> (bytes of one weight and its scales, the product with each of several weights)."""
     n, k = shape
-    scale = torch.rand(n, 1)
     floats = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     linear, dynamic, w4a8 = (kernels.op(name) for name in ("linear_float", "linear_w8a8_dynamic", "linear_w4a8"))
+    w8a16, w4a16 = kernels.op("linear_w8a16"), kernels.op("linear_w4a16")
 
     def copies(nbytes: int, make: Callable[[], Any], call: Callable[[Any, torch.Tensor], Any]) -> Product:
         count = max(1, _COLD_BYTES // nbytes) if rows <= _FEW_ROWS else 1
@@ -78,22 +78,34 @@ def _products(kernels: KernelSet, shape: tuple[int, int], rows: int) -> Iterator
         pack = kernels.op(name)
         return copies(pack(weight).data.nbytes, lambda: pack(weight), call)
 
+    def scaled(name: str, groups: int, call: Callable[..., Any]) -> Product:
+        """Integers, each copy with scales of its own [N, G], which are read too."""
+        pack = kernels.op(name)
+
+        def make() -> tuple[Any, torch.Tensor]:
+            return pack(integers), torch.rand(groups, n).t()
+
+        return copies(pack(integers).data.nbytes + 4 * groups * n, make, lambda held, x: call(x, *held))
+
     for name, dtype in floats.items():
         yield name, ours("pack_float", torch.randn(n, k).to(dtype), lambda held, x: linear(x, held))
     integers = torch.randint(-8, 8, (n, k), dtype=torch.int8)
-    yield "w8a8", ours("pack_int8", integers, lambda held, x: dynamic(x, held, scale[:, 0]))
+    yield "w8a8", scaled("pack_int8", 1, lambda x, held, scale: dynamic(x, held, scale[:, 0]))
     for group in (k, 128, 32):
-        groups = torch.rand(-(-k // group), n).t()
-
-        def by_group(held: Any, x: torch.Tensor, groups: torch.Tensor = groups, group: int = group) -> torch.Tensor:
-            return w4a8(x, held, groups, group)
-
-        yield "w4a8" if group == k else f"w4a8 g={group}", ours("pack_int4", integers, by_group)
+        title = "w4a8" if group == k else f"w4a8 g={group}"
+        yield title, scaled("pack_int4", -(-k // group), _in_groups(w4a8, group))
+    yield "w8a16", scaled("pack_int8", 1, _in_groups(w8a16, k, None))
+    for group in (128, 32):
+        yield f"w4a16 g={group}", scaled("pack_int4", -(-k // group), _in_groups(w4a16, group, None))
     weight = torch.randn(n, k)
     yield "torch float32", copies(weight.nbytes, weight.clone, lambda w, x: F.linear(x, w))
     if rows > _FEW_ROWS:
         quantized = _torch_int8(n, k)
         yield "torch int8", copies(n * k, lambda: quantized, lambda layer, x: layer(x))
+
+
+def _in_groups(product: Callable[..., torch.Tensor], group: int, *zero: None) -> Callable[..., torch.Tensor]:
+    return lambda x, held, scale: product(x, held, scale, *zero, group)
 
 
 def _torch_int8(n: int, k: int) -> Any:

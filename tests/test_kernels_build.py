@@ -190,5 +190,6 @@ def test_the_bench_measures_every_product(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bench, "_COLD_BYTES", 1 << 14)
     monkeypatch.setattr(bench, "_READ_BYTES", 1 << 18)
     lines = list(bench.run(select.kernels_for(select_platform("cpu")[0]), 0.0))
-    assert [line.split()[0] for line in lines[3:10]] == ["float32", "bfloat16", "float16"] + ["w8a8"] + ["w4a8"] * 3
+    integers = ["w8a8", "w4a8", "w4a8", "w4a8", "w8a16", "w4a16", "w4a16"]
+    assert [line.split()[0] for line in lines[3:13]] == ["float32", "bfloat16", "float16", *integers]
     assert sum(line.startswith("torch") for line in lines) == 3

@@ -1,7 +1,10 @@
 // y = x W^T (+ bias) with float32 activations and int8 or int4 weights: W[n, k] = (w[n, k] - zero[n, g]) * scale[n, g].
 //
-// The weights of a panel are made float32 for a block of k at a time, in the cache; each output is then one chain of fused
-// multiply-adds over k = 0 ... K-1, as with a float weight. Panels are those of gemm_int8.cpp and gemm_int4.cpp.
+// Each output is one chain of fused multiply-adds from +0 over k = 0 ... K-1, then the bias, as with a float weight. For
+// few rows the weights are made float32 in registers, on their way to the multiplier; for more, a block of k at a time in
+// the cache, for all rows of a block. Panels are those of gemm_int8.cpp and gemm_int4.cpp.
+#include <utility>
+
 #include "panels.h"
 #include "replay.h"
 
@@ -9,12 +12,15 @@ namespace llm {
 namespace {
 
 #if LLM_AVX512
-constexpr int MAX_ROWS = 12;
+constexpr int MAX_ROWS = 12, TILE_PANELS = 2;
 #else
-constexpr int MAX_ROWS = 6;
+constexpr int MAX_ROWS = 6, TILE_PANELS = 1;
 #endif
-constexpr int64_t BLOCK_K = 256;
+constexpr int64_t BLOCK_K = 256;              // of the float weights in the cache
+constexpr int64_t BLOCK_BYTES = 1 << 20;      // of the activations that they are multiplied by
 constexpr int64_t PREFETCH_BYTES = 4096;
+constexpr int64_t STEP_BYTES = LANES * 4;     // of a panel: 4 k of int8, 8 k of int4
+constexpr int step_of(int bits) { return 32 / bits; }
 
 struct Product {
     const float* x;
@@ -23,94 +29,227 @@ struct Product {
     const float* zero;   // the same, or null
     const float* bias;
     float* y;
-    int64_t m, n, k, group_size, stride, bits;
+    int64_t m, n, k, group_size, stride, steps;
 
-    int64_t step() const { return bits == 8 ? 4 : 8; }
-    int64_t panel_bytes() const { return ceil_div(k, step()) * 64; }
+    int64_t panels() const { return ceil_div(n, LANES); }
+    const uint8_t* panel(int64_t index) const { return weight + index * steps * STEP_BYTES; }
 };
 
-// Value j of each column's four bytes, or j of its eight nibbles, which are stored plus 8.
-LLM_INLINE F32 widen_byte(const uint8_t* p, int j) {
-    alignas(64) float out[LANES];
-    for (int c = 0; c < LANES; ++c) out[c] = static_cast<float>(static_cast<int8_t>(p[4 * c + j]));
-    return load(out);
-}
-LLM_INLINE F32 widen_nibble(const uint8_t* p, int j) {
-    alignas(64) float out[LANES];
-    for (int c = 0; c < LANES; ++c) out[c] = static_cast<float>((j < 4 ? p[4 * c + j] & 15 : p[4 * c + j - 4] >> 4) - 8);
-    return load(out);
-}
-#if !defined(LLM_PLAIN)
-// A column's four bytes are one 32-bit lane: shift the wanted bits to the top, and down again with their sign.
-template <int UP, int DOWN> LLM_INLINE F32 widen_bits(I32 lanes) {
+// Value J of each column's four bytes, or of its eight nibbles, as an integer with VALUE_BIAS added. A nibble is stored
+// plus 8; k and k + 4 share a byte.
+constexpr int nibble_bit(int j) { return j < 4 ? 8 * j : 8 * (j - 4) + 4; }
 #if LLM_AVX512
-    return to_float(I32{_mm512_srai_epi32(_mm512_slli_epi32(lanes.v, UP), DOWN)});
-#else
-    return to_float(I32{_mm256_srai_epi32(_mm256_slli_epi32(lanes.lo, UP), DOWN),
-                        _mm256_srai_epi32(_mm256_slli_epi32(lanes.hi, UP), DOWN)});
-#endif
-}
-LLM_INLINE I32 lanes_of(const uint8_t* p) { return load_i(reinterpret_cast<const int32_t*>(p)); }
-LLM_INLINE I32 signed_nibbles(I32 lanes) {  // stored plus 8: the top bit of each nibble is the other way round
-    const I32 flip = set1_i(static_cast<int32_t>(0x88888888u));
-#if LLM_AVX512
-    return {_mm512_xor_si512(lanes.v, flip.v)};
-#else
-    return {_mm256_xor_si256(lanes.lo, flip.lo), _mm256_xor_si256(lanes.hi, flip.hi)};
-#endif
-}
-#endif
-
-// One step of a panel as floats: [4 or 8][16].
-LLM_INLINE void widen_step(const uint8_t* p, int64_t bits, F32* out) {
-#if defined(LLM_PLAIN)
-    for (int j = 0; j < (bits == 8 ? 4 : 8); ++j) out[j] = bits == 8 ? widen_byte(p, j) : widen_nibble(p, j);
-#else
-    if (bits == 8) {
-        const I32 lanes = lanes_of(p);
-        out[0] = widen_bits<24, 24>(lanes), out[1] = widen_bits<16, 24>(lanes);
-        out[2] = widen_bits<8, 24>(lanes), out[3] = widen_bits<0, 24>(lanes);
-        return;
+template <int BITS> constexpr int VALUE_BIAS = 0;
+template <int BITS> struct Opened {
+    __m512i raw;
+    LLM_INLINE explicit Opened(const uint8_t* p) : raw(_mm512_loadu_si512(p)) {}
+    template <int J> LLM_INLINE F32 value() const {
+        if constexpr (BITS == 8) return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(raw, 24 - 8 * J), 24))};
+        // The permutation reads the lowest four bits of each index.
+        const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+        return {_mm512_permutexvar_ps(_mm512_srli_epi32(raw, nibble_bit(J)), table)};
     }
-    const I32 lanes = signed_nibbles(lanes_of(p));  // k, k + 4, k + 1, k + 5 ... from the lowest nibble up
-    out[0] = widen_bits<28, 28>(lanes), out[4] = widen_bits<24, 28>(lanes);
-    out[1] = widen_bits<20, 28>(lanes), out[5] = widen_bits<16, 28>(lanes);
-    out[2] = widen_bits<12, 28>(lanes), out[6] = widen_bits<8, 28>(lanes);
-    out[3] = widen_bits<4, 28>(lanes), out[7] = widen_bits<0, 28>(lanes);
+};
+#elif LLM_AVX2
+template <int BITS> constexpr int VALUE_BIAS = 1 << (BITS - 1);
+template <int BITS> struct Opened {
+    __m256i lo[BITS == 8 ? 1 : 2], hi[BITS == 8 ? 1 : 2];  // unsigned bytes: of k ... k + 3, of k + 4 ... k + 7
+    LLM_INLINE explicit Opened(const uint8_t* p) {
+        lo[0] = load_256(p), hi[0] = load_256(p + 32);
+        if constexpr (BITS == 8) {
+            const __m256i flip = _mm256_set1_epi8(-128);
+            lo[0] = _mm256_xor_si256(lo[0], flip), hi[0] = _mm256_xor_si256(hi[0], flip);
+        } else {
+            const __m256i mask = _mm256_set1_epi8(15);
+            lo[1] = _mm256_and_si256(_mm256_srli_epi32(lo[0], 4), mask), hi[1] = _mm256_and_si256(_mm256_srli_epi32(hi[0], 4), mask);
+            lo[0] = _mm256_and_si256(lo[0], mask), hi[0] = _mm256_and_si256(hi[0], mask);
+        }
+    }
+    template <int J> LLM_INLINE F32 value() const {  // byte J of each 32 bits, alone
+        constexpr int B = J % 4, Z = static_cast<int>(0x80808000u);
+        const __m256i order = _mm256_setr_epi32(Z | B, Z | (4 + B), Z | (8 + B), Z | (12 + B), Z | B, Z | (4 + B), Z | (8 + B), Z | (12 + B));
+        return to_float(I32{_mm256_shuffle_epi8(lo[J / 4], order), _mm256_shuffle_epi8(hi[J / 4], order)});
+    }
+};
+#else
+template <int BITS> constexpr int VALUE_BIAS = 0;
+template <int BITS> struct Opened {
+    const uint8_t* p;
+    explicit Opened(const uint8_t* at) : p(at) {}
+    template <int J> F32 value() const {
+        return lanes<F32>([&](int c) {
+            const uint8_t byte = p[4 * c + J % 4];
+            return static_cast<float>(BITS == 8 ? static_cast<int8_t>(byte) : (J < 4 ? byte & 15 : byte >> 4) - 8);
+        });
+    }
+};
 #endif
+
+// What makes a group's integers of 16 columns weights. A bias of the values is a power of two: times the scale it is exact,
+// and the fused multiply-add rounds once, as the product of the integer itself would.
+template <int BITS, bool ZEROS> struct Grid {
+    F32 scale, shift;
+    LLM_INLINE Grid() : scale(zero()), shift(zero()) {}
+    LLM_INLINE void load_group(const Product& p, int64_t group, int64_t column) {
+        const int64_t at = group * p.stride + column, columns = p.n - column;
+        scale = load_part(p.scale + at, columns);
+        if constexpr (ZEROS) shift = load_part(p.zero + at, columns);
+        else if (VALUE_BIAS<BITS>) shift = scale * set1(-VALUE_BIAS<BITS>);
+    }
+    LLM_INLINE F32 weight(F32 value) const {
+        if constexpr (ZEROS) return ((VALUE_BIAS<BITS> ? value - set1(VALUE_BIAS<BITS>) : value) - shift) * scale;
+        return VALUE_BIAS<BITS> ? fma(value, scale, shift) : value * scale;
+    }
+};
+
+// call(integral constant j) for j = 0 ... N - 1
+template <class Call, int... J> LLM_INLINE void for_each(const Call& call, std::integer_sequence<int, J...>) {
+    (call(std::integral_constant<int, J>{}), ...);
 }
 
-// Weights of k in [first, end) of a panel into out [end - first][16]; `first` is a multiple of 8.
-void widen_block(const Product& p, int64_t panel, int64_t first, int64_t end, float* out) {
-    const int64_t column = panel * LANES, columns = p.n - column, step = p.step();
-    const uint8_t* from = p.weight + panel * p.panel_bytes();
-    int64_t group = -1;
-    F32 scale = zero(), shift = zero();
-    for (int64_t k = first; k < end; k += step) {
-        F32 values[8];
-        prefetch(from + k / step * 64 + PREFETCH_BYTES);
-        widen_step(from + k / step * 64, p.bits, values);
-        for (int64_t j = 0; j < Tasks::least(step, end - k); ++j) {
-            if ((k + j) / p.group_size != group) {
-                group = (k + j) / p.group_size;
-                scale = load_part(p.scale + group * p.stride + column, columns);
-                shift = p.zero ? load_part(p.zero + group * p.stride + column, columns) : zero();
+#if !defined(LLM_PLAIN)
+
+constexpr int FEW_ROWS = 6;
+#if LLM_AVX512
+constexpr int panels_for(int rows) { return rows <= 3 ? 4 : 2; }
+#else
+constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+#endif
+
+// Few rows, whole steps in every group: weights go from memory to the multiplier.
+template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_rows(const Product& p, int64_t panel) {
+    constexpr int PANELS = panels_for(ROWS), STEP = step_of(BITS);
+    const uint8_t* b[PANELS];
+    F32 acc[ROWS][PANELS];
+    // Beyond the last panel the last one is computed again.
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c) b[c] = p.panel(Tasks::least(panel + c, p.panels() - 1));
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = zero();
+    const Ahead ahead(PREFETCH_BYTES, STEP_BYTES, p.steps, PANELS, p.steps * STEP_BYTES);
+    const int64_t group_steps = p.group_size / STEP;
+    for (int64_t s = 0, group = 0; s < p.steps; ++group) {
+        Grid<BITS, ZEROS> grid[PANELS];
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
+            const int64_t column = Tasks::least(panel + c, p.panels() - 1) * LANES;
+            grid[c].load_group(p, group, column);
+            prefetch(p.scale + group * p.stride + column + PANELS * LANES);
+        }
+        for (const int64_t end = Tasks::least(p.steps, s + group_steps); s < end; ++s) {
+            const int64_t distance = ahead.distance(s);
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(b[c] + s * STEP_BYTES + distance);
+            const float* a = p.x + s * STEP;
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
+                const Opened<BITS> opened(b[c] + s * STEP_BYTES);
+                for_each([&](auto j) {
+                    const F32 w = grid[c].weight(opened.template value<decltype(j)::value>());
+                    LLM_UNROLL for (int r = 0; r < ROWS; ++r) acc[r][c] = fma(set1(a[r * p.k + decltype(j)::value]), w, acc[r][c]);
+                }, std::make_integer_sequence<int, STEP>{});
             }
-            const F32 value = p.zero ? values[j] - shift : values[j];
-            store(out + (k + j - first) * LANES, value * scale);
+        }
+    }
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
+        const int64_t column = Tasks::least(panel + c, p.panels() - 1) * LANES, columns = p.n - column;
+        const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r)
+            store_part(p.y + r * p.n + column, p.bias ? acc[r][c] + bias : acc[r][c], columns);
+    }
+}
+
+template <int BITS, bool ZEROS> void few_rows(const Product& p, const Tasks& tasks) {
+    tasks.run([&](int64_t, int64_t panel, int64_t end) {
+        with_rows(p.m, [&](auto rows) {
+            constexpr int ROWS = decltype(rows)::value;
+            if constexpr (ROWS <= FEW_ROWS)
+                for (; panel < end; panel += panels_for(ROWS)) few_rows<BITS, ZEROS, ROWS>(p, panel);
+        });
+    });
+}
+
+#endif
+
+// Weights of k in [first, end) of a panel into out [end - first][TILE_PANELS][16].
+template <int BITS, bool ZEROS>
+void widen_block(const Product& p, int64_t panel, int64_t first, int64_t end, float* out) {
+    constexpr int STEP = step_of(BITS);
+    constexpr int64_t ROW = TILE_PANELS * LANES;
+    const uint8_t* from = p.panel(panel);
+    for (int64_t k = first; k < end;) {
+        const int64_t group = k / p.group_size, stop = Tasks::least(end, (group + 1) * p.group_size);
+        Grid<BITS, ZEROS> grid;
+        grid.load_group(p, group, panel * LANES);
+        while (k < stop) {
+            const uint8_t* at = from + k / STEP * STEP_BYTES;
+            prefetch(at + PREFETCH_BYTES);
+            const Opened<BITS> opened(at);
+            const int64_t skip = k % STEP, count = Tasks::least(STEP, stop - k + skip);
+            float* to = out + (k - first - skip) * ROW;
+            for_each([&](auto j) {
+                constexpr int J = decltype(j)::value;
+                if (J >= skip && J < count) store(to + J * ROW, grid.weight(opened.template value<J>()));
+            }, std::make_integer_sequence<int, STEP>{});
+            k += count - skip;
         }
     }
 }
 
-// sums [ROWS][16] += x [ROWS][count] w [count][16]
+// sums [ROWS][TILE_PANELS][16] += x [ROWS][count] w [count][TILE_PANELS][16]
 template <int ROWS> __attribute__((noinline)) void accumulate(const float* x, int64_t stride, const float* w, int64_t count, float* sums) {
-    F32 acc[ROWS];
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = load(sums + r * LANES);
+    F32 acc[ROWS][TILE_PANELS];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r)
+        LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) acc[r][c] = load(sums + (r * TILE_PANELS + c) * LANES);
     for (int64_t k = 0; k < count; ++k) {
-        const F32 weight = load(w + k * LANES);
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = fma(set1(x[r * stride + k]), weight, acc[r]);
+        F32 weight[TILE_PANELS];
+        LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) weight[c] = load(w + (k * TILE_PANELS + c) * LANES);
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+            const F32 value = set1(x[r * stride + k]);
+            LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) acc[r][c] = fma(value, weight[c], acc[r][c]);
+        }
     }
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r) store(sums + r * LANES, acc[r]);
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r)
+        LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) store(sums + (r * TILE_PANELS + c) * LANES, acc[r][c]);
+}
+
+// One block of tiles of rows with TILE_PANELS panels.
+template <int BITS, bool ZEROS>
+void block(const Product& p, const Tasks& tasks, int64_t first_tile, int64_t end_tile, int64_t panel, float* weights) {
+    constexpr int64_t ROW = TILE_PANELS * LANES;
+    float* sums = weights + BLOCK_K * ROW;
+    const int64_t first_row = tasks.first_row(first_tile), rows = tasks.first_row(end_tile) - first_row;
+    const int64_t panels = Tasks::least(TILE_PANELS, p.panels() - panel);
+    std::memset(sums, 0, rows * ROW * sizeof(float));
+    for (int64_t first = 0; first < p.k; first += BLOCK_K) {
+        const int64_t end = Tasks::least(first + BLOCK_K, p.k);
+        for (int64_t c = 0; c < panels; ++c) widen_block<BITS, ZEROS>(p, panel + c, first, end, weights + c * LANES);
+        for (int64_t tile = first_tile; tile < end_tile; ++tile)
+            with_rows(tasks.rows(tile), [&](auto height) {
+                const int64_t row = tasks.first_row(tile);
+                accumulate<decltype(height)::value>(p.x + row * p.k + first, p.k, weights, end - first, sums + (row - first_row) * ROW);
+            });
+    }
+    for (int64_t c = 0; c < panels; ++c) {
+        const int64_t column = (panel + c) * LANES, columns = p.n - column;
+        const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
+        for (int64_t row = 0; row < rows; ++row) {
+            const F32 sum = load(sums + row * ROW + c * LANES);
+            store_part(p.y + (first_row + row) * p.n + column, p.bias ? sum + bias : sum, columns);
+        }
+    }
+}
+
+template <int BITS, bool ZEROS> void product(const Product& p, int64_t threads) {
+    const Tasks tasks(p.m, p.n, MAX_ROWS, 0, 0, threads);
+#if !defined(LLM_PLAIN)
+    constexpr int STEP = step_of(BITS);
+    if (p.m <= FEW_ROWS && p.k % STEP == 0 && (p.group_size % STEP == 0 || p.group_size >= p.k)) return few_rows<BITS, ZEROS>(p, tasks);
+#endif
+    int64_t block_tiles = BLOCK_BYTES / (p.k * sizeof(float) * MAX_ROWS + 1);
+    if (block_tiles < 8) block_tiles = 8;
+    if (block_tiles > tasks.tiles()) block_tiles = tasks.tiles();
+    const int64_t groups = ceil_div(p.panels(), TILE_PANELS), blocks = ceil_div(tasks.tiles(), block_tiles);
+    const int64_t scratch = (BLOCK_K + block_tiles * MAX_ROWS) * TILE_PANELS * LANES * sizeof(float);
+    parallel_for(groups * blocks, threads, scratch, [&](int64_t task, char* memory) {
+        const int64_t first = task / groups * block_tiles, end = Tasks::least(first + block_tiles, tasks.tiles());
+        block<BITS, ZEROS>(p, tasks, first, end, task % groups * TILE_PANELS, reinterpret_cast<float*>(memory));
+    });
 }
 
 }  // namespace
@@ -122,29 +261,10 @@ using namespace llm;
 LLM_EXPORT void llm_linear_weight_only(int64_t bits, const float* x, const uint8_t* weight, const float* scale, const float* zero,
                                        int64_t stride, int64_t group_size, const float* bias, float* y, int64_t m, int64_t n,
                                        int64_t k, int64_t threads) {
-    const Product p{x, weight, scale, zero, bias, y, m, n, k, group_size, stride, bits};
-    const Tasks tasks(m, n, MAX_ROWS, 0, 0, threads);
-    const int64_t block_floats = BLOCK_K * LANES;
-    parallel_for(ceil_div(n, LANES), threads, (block_floats + m * LANES) * sizeof(float), [&](int64_t panel, char* scratch) {
-        float* block = reinterpret_cast<float*>(scratch);
-        float* sums = block + block_floats;
-        std::memset(sums, 0, m * LANES * sizeof(float));
-        for (int64_t first = 0; first < k; first += BLOCK_K) {
-            const int64_t end = Tasks::least(first + BLOCK_K, k);
-            widen_block(p, panel, first, end, block);
-            for (int64_t tile = 0; tile < tasks.tiles(); ++tile)
-                with_rows(tasks.rows(tile), [&](auto rows) {
-                    const int64_t row = tasks.first_row(tile);
-                    accumulate<decltype(rows)::value>(x + row * k + first, k, block, end - first, sums + row * LANES);
-                });
-        }
-        const int64_t column = panel * LANES, columns = n - column;
-        const F32 shift = bias ? load_part(bias + column, columns) : llm::zero();
-        for (int64_t row = 0; row < m; ++row) {
-            const F32 sum = load(sums + row * LANES);
-            store_part(y + row * n + column, bias ? sum + shift : sum, columns);
-        }
-    });
+    if (m == 0) return;
+    const Product p{x, weight, scale, zero, bias, y, m, n, k, group_size, stride, ceil_div(k, step_of(static_cast<int>(bits)))};
+    if (bits == 8) return zero ? product<8, true>(p, threads) : product<8, false>(p, threads);
+    zero ? product<4, true>(p, threads) : product<4, false>(p, threads);
 }
 
 LLM_REPLAYABLE(llm_linear_weight_only)
