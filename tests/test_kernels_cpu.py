@@ -267,6 +267,21 @@ def test_weight_only_products_are_chains(lib: library.Library, shape: tuple, gro
         assert same(product(lib, x, held, scale, z, group_size), expected)
 
 
+# Few rows and many, one block of k and more, one block of rows and more (the last).
+@pytest.mark.parametrize("shape", [(1, 300, 64), (3, 100, 288), (6, 33, 520), (7, 40, 512), (100, 17, 2744)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weight_only_products_are_those_of_the_float_weight(lib: library.Library, shape: tuple, bits: int) -> None:
+    m, n, k = shape
+    x, weight, bias = torch.randn(m, k), random_int8(n, k) if bits == 8 else int4(n, k), torch.randn(n)
+    held = (packed.pack_int8 if bits == 8 else packed.pack_int4)(lib, weight)
+    product = quantized.linear_w8a16 if bits == 8 else quantized.linear_w4a16
+    for group in (k, 32, 8, 4):
+        scale = torch.rand(n, -(-k // group)) * torch.logspace(-44, 30, n)[:, None]  # denormal ones too
+        for zero in (None, torch.randint(-128, 128, scale.shape).float()):
+            floats = packed.pack_float(lib, reference.dequantize(weight, scale, zero, group))
+            assert same(product(lib, x, held, scale, zero, group, bias), linear.linear_float(lib, x, floats, bias))
+
+
 @pytest.mark.parametrize("k", [1, 15, 16, 17, 100])
 def test_quantized_activations_are_the_twins(lib: library.Library, k: int) -> None:
     x = torch.randn(12, k) * torch.logspace(-44, 37, 12)[:, None]

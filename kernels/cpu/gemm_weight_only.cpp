@@ -16,10 +16,10 @@ constexpr int MAX_ROWS = 12, TILE_PANELS = 2;
 #else
 constexpr int MAX_ROWS = 6, TILE_PANELS = 1;
 #endif
-constexpr int64_t BLOCK_K = 256;              // of the float weights in the cache
-constexpr int64_t BLOCK_BYTES = 1 << 20;      // of the activations that they are multiplied by
-constexpr int64_t PREFETCH_BYTES = 4096;
-constexpr int64_t STEP_BYTES = LANES * 4;     // of a panel: 4 k of int8, 8 k of int4
+constexpr int64_t BLOCK_K = 256;          // of the float weights in the cache
+constexpr int64_t BLOCK_BYTES = 1 << 20;  // of the activations that they are multiplied by
+constexpr int64_t PREFETCH_BYTES = 2048;
+constexpr int64_t STEP_BYTES = LANES * 4;  // of a panel: 4 k of int8, 8 k of int4
 constexpr int step_of(int bits) { return 32 / bits; }
 
 struct Product {
