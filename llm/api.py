@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llm import compilation, env
-from llm.arguments import CALLS, check_arguments
+from llm.arguments import CALLS, METHODS, check_arguments
 from llm.checks import check_flag
 from llm.config import EngineArgs, EngineConfig
 from llm.engine.build import build_engine
@@ -21,7 +21,7 @@ from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, warn_of_errors
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.progress import Progress, check_use_tqdm
-from llm.errors import EngineBusyError, EngineClosedError, GenerationInterrupted, LLMError, ValidationError
+from llm.errors import EngineBusyError, EngineClosedError, GenerationInterrupted, LLMError, ValidationError, nearest
 from llm.explain import Explanation, explain_engine
 from llm.inputs import TokensPrompt
 from llm.names import known_names
@@ -446,6 +446,17 @@ class LLM(Scoring):
         # The model's parts refer to each other: without this, `del llm` frees nothing until Python looks for cycles.
         if getattr(self, "_engine", None) is not None and not sys.is_finalizing():
             self.close()
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one we have
+
+        def __getattr__(self, name: str) -> Any:
+            """What vLLM's has and this one has not, told in a sentence."""
+            instead = METHODS.get(name)
+            hint = f"; {instead}." if instead else f".{nearest(name, dir(type(self)))}"
+            raise AttributeError(f"LLM has no {name!r}{hint}", name=name, obj=self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be pickled or copied; build one in each process that needs one.")
 
     def __repr__(self) -> str:
         if self._engine is None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from llm.errors import ValidationError, nearest
+from llm.errors import ArgumentError, ValidationError, nearest
 from llm.sampling_params import SamplingParams
 
 
@@ -330,6 +330,44 @@ CALLS: dict[str, str] = {
     "tokenization_kwargs": "tokenize with LLM.get_tokenizer() and pass token ids, or use truncate_prompt_tokens",
 }
 
+_NO_POOLING = "only text generation is offered; use a library such as sentence-transformers"
+_ONE_CALL = "pass all prompts to one call of LLM.generate or LLM.chat"
+# Attributes of vLLM's LLM that ours does not have -> what to do instead.
+METHODS: dict[str, str] = {
+    **dict.fromkeys(("embed", "encode", "classify", "reward"), _NO_POOLING),
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), _ONE_CALL),
+    "score": f"{_NO_POOLING}, or LLM.loglikelihood for how likely a text is",
+    "sleep": "close it with LLM.close() and build a new one later",
+    "wake_up": "it never sleeps",
+    "get_metrics": "LLM.stats counts steps, tokens and seconds",
+    "start_profile": "wrap the call in torch.profiler",
+    "stop_profile": "wrap the call in torch.profiler",
+    "llm_engine": "the engine is driven by LLM's methods alone",
+    "model_config": "it is LLM.config.model_config",
+    "collective_rpc": "there are no workers; the model is in this process",
+    "apply_model": "there are no workers; the model is in this process",
+    "get_world_size": "an LLM runs on one device",
+    "shutdown": "its name is close",
+}
+# Names from other libraries' constructors -> ours.
+_ELSEWHERE: dict[str, str] = {
+    "torch_dtype": "its name is dtype",
+    "model_name": "its name is model",
+    "model_path": "its name is model",
+    "model_id": "its name is model",
+    "pretrained_model_name_or_path": "its name is model",
+    "device_map": "its name is device",
+    "n_ctx": "its name is max_model_len",
+    "max_seq_len": "its name is max_model_len",
+    "max_length": "its name is max_model_len",
+    "load_in_8bit": "pass quantization='w8a8'",
+    "load_in_4bit": "pass quantization='w4a16'",
+    "n_threads": "threads are PyTorch's; call torch.set_num_threads(n)",
+    "num_threads": "threads are PyTorch's; call torch.set_num_threads(n)",
+    "temperature": "it is a field of SamplingParams",
+    "max_tokens": "it is a field of SamplingParams",
+}
+
 _HONOURED = [name for name, argument in ARGUMENTS.items() if argument.status == "honoured"]
 _SECRETS = frozenset({"hf_token"})  # never shown in a message
 
@@ -341,7 +379,7 @@ def check_arguments(extra: Mapping[str, Any]) -> list[str]:
         One note per accepted argument, "name: why it changes nothing", to be shown under `verbose`.
 
     Raises:
-        ValidationError: a refused value, or a name that nobody knows (`.parameter`, `.value`).
+        ValidationError: a refused value, or, as an ArgumentError, a name that nobody knows (`.parameter`, `.value`).
         TypeError: a name of the table that `LLM` should have taken as its own parameter: our mistake, not the user's.
     """
     return [note for name, value in extra.items() if (note := _judge(name, value))]
@@ -351,10 +389,10 @@ def _judge(name: str, value: Any) -> str:
     """The note to show for one argument, "" when there is nothing to say."""
     argument = ARGUMENTS.get(name)
     if argument is None:
-        hint = nearest(name, ARGUMENTS) or f" It takes {', '.join(_HONOURED)}."
-        raise ValidationError(
-            f"LLM has no argument {name!r}, and neither has vLLM's.{hint}", parameter=name, value=value
-        )
+        if name in _ELSEWHERE:
+            raise ArgumentError(f"LLM has no argument {name!r}; {_ELSEWHERE[name]}.", parameter=name, value=value)
+        hint = nearest(name, _HONOURED) or nearest(name, ARGUMENTS) or f" It takes {', '.join(_HONOURED)}."
+        raise ArgumentError(f"LLM has no argument {name!r}, and neither has vLLM's.{hint}", parameter=name, value=value)
     if argument.status == "honoured":
         raise TypeError(f"{name!r} is a parameter of LLM itself, which should have taken it")
     if argument.status == "accepted":

@@ -198,11 +198,14 @@ def _generate(args: argparse.Namespace) -> int:
 def _read_stdin() -> str:
     """All of standard input, without the newline that ends it."""
     try:
-        return sys.stdin.read().removesuffix("\n") if sys.stdin is not None else ""
+        text = sys.stdin.read().removesuffix("\n") if sys.stdin is not None else ""
     except UnicodeDecodeError as error:
         raise ValidationError(
             f"standard input is not text: byte {error.start} cannot be decoded as {error.encoding}.", parameter="prompt"
         ) from error
+    if not text:
+        raise ValidationError("nothing came from standard input, which the prompt - reads.", parameter="prompt")
+    return text
 
 
 def _sampling_params(llm: Any, args: argparse.Namespace) -> Any:

@@ -188,7 +188,7 @@ VllmConfig = EngineConfig
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
-        return ",".join(value)
+        return ",".join(value) or "[]"
     return value.name if isinstance(value, CompilationMode) else str(value).removeprefix("torch.")
 
 
@@ -306,8 +306,9 @@ def resolve_dtype(
     known = {**DTYPES, "float": torch.float32, "half": torch.float16}
     dtype = value if isinstance(value, torch.dtype) else known.get(value)
     if dtype not in allowed:
-        names = ", ".join(str(kind).removeprefix("torch.") for kind in allowed)
-        raise _invalid(name, value, f"'auto' or one of {names} on this device")
+        names = " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
+        also = "; weights stay as they are stored" if name == "dtype" else ""
+        raise _invalid(name, value, f"'auto' or {names} on this device{also}")
     return dtype, "asked for"
 
 

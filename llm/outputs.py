@@ -6,8 +6,8 @@ Owns the output types under vLLM's names. Keeping one in `Out[3]` or pickling it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import overload
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, overload
 
 from llm.sampling_params import SamplingParams
 
@@ -158,6 +158,9 @@ class PerplexityOutput:
         return self.perplexity
 
 
+_OF_COMPLETIONS = frozenset(item.name for item in fields(CompletionOutput)) - {"error", "structured"}
+
+
 @dataclass
 class RequestOutput:
     """Everything about one prompt.
@@ -186,3 +189,9 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
     params: SamplingParams | None = None
     metrics: None = None
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one we have
+
+        def __getattr__(self, name: str) -> object:
+            where = f"; its completions have: outputs[0].{name}" if name in _OF_COMPLETIONS else ""
+            raise AttributeError(f"RequestOutput has no {name!r}{where}.")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llm.checks import refuse
 from llm.errors import ValidationError
 
 SCHEMES = ("w8a8", "w8a16", "w4a16", "w4a8")
@@ -26,7 +27,9 @@ def add_command(commands: Any) -> None:
     command.set_defaults(run=_run)
     command.add_argument("--model", metavar="NAME", help="unquantized model folder or hub name (default: the embedded)")
     command.add_argument("--texts", metavar="FILE", type=Path, required=True, help="texts, separated by form feeds")
-    command.add_argument("--schemes", metavar="NAME", nargs="+", default=list(SCHEMES), help="default: %(default)s")
+    command.add_argument(
+        "--schemes", metavar="NAME", nargs="+", default=list(SCHEMES), help=f"default: {' '.join(SCHEMES)}"
+    )
     command.add_argument("--calibration", metavar="FILE", type=Path, help="texts to calibrate with, other than those")
 
 
@@ -39,13 +42,17 @@ def _run(args: argparse.Namespace) -> int:
 def table(model: Any, texts: list[str], schemes: list[str], calibration: list[str] | None) -> Iterator[str]:
     """The lines of a Markdown table: the unquantized model first, then each scheme against it."""
     from llm.api import EMBEDDED_MODEL, LLM
+    from llm.quantization.configs.online import RECIPES
     from llm.quantize_measure import agreement, common_prefix, greedy_tokens, layer_reports, prompts_from, score_texts
 
+    for scheme in schemes:
+        if scheme not in RECIPES:
+            refuse("schemes", scheme, f"of {', '.join(RECIPES)}")
     model = EMBEDDED_MODEL if model is None else model
     yield _row(_HEADINGS)
     yield _row(["---"] * len(_HEADINGS))
     with LLM(model) as llm:
-        prompts = prompts_from(llm.get_tokenizer(), texts)
+        prompts = prompts_from(llm, texts)
         before, tokens = score_texts(llm, texts), greedy_tokens(llm, prompts)
         layers = layer_reports(llm._engine.runner.model, {})  # type: ignore[union-attr]
         bytes_before = sum(layer.bytes_after for layer in layers)

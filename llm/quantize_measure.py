@@ -69,7 +69,7 @@ class Speed:
 def score_texts(llm: Any, texts: Sequence[str]) -> TextScores:
     """Perplexity of each text by itself; one longer than the model's window is scored in windows."""
     limit = llm.config.model_config.max_model_len - 1
-    encoded = [llm.get_tokenizer().encode(text) for text in texts]
+    encoded = llm._preprocessor.token_ids(texts, "texts")
     windows = [ids[start : start + limit] for ids in encoded for start in range(0, len(ids), limit)]
     windows = [ids for ids in windows if len(ids) > 1]
     if not windows:
@@ -102,9 +102,9 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> float:
     return same / max(1, max(len(first), len(second)))
 
 
-def prompts_from(tokenizer: Any, texts: Sequence[str], count: int = 64, length: int = 24) -> list[dict[str, Any]]:
+def prompts_from(llm: Any, texts: Sequence[str], count: int = 64, length: int = 24) -> list[dict[str, Any]]:
     """`count` prompts of `length` tokens out of the texts, at even distances."""
-    ids = [token for text in texts for token in tokenizer.encode(text)]
+    ids = [token for encoded in llm._preprocessor.token_ids(texts, "texts") for token in encoded]
     step = max(1, (len(ids) - length) // count)
     starts = range(0, max(1, min(len(ids) - length, step * count)), step)
     return [{"prompt_token_ids": ids[start : start + length]} for start in starts]

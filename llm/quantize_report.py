@@ -171,7 +171,7 @@ def make_report(
         )
     result: dict[str, Any] = {"name": name}
     if prompts is None:
-        prompts = prompts_from(llm.get_tokenizer(), texts) if texts else []
+        prompts = prompts_from(llm, texts) if texts else []
     after = score_texts(llm, texts) if texts else None
     tokens = greedy_tokens(llm, prompts) if prompts else []
     if after is not None:

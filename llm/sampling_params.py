@@ -408,9 +408,11 @@ _FIELDS: dict[str, Any] = {item.name: item.default for item in dataclasses.field
 
 
 def __getattr__(name: str) -> Any:
-    """`BeamSearchParams` stands here in vLLM."""
+    """`BeamSearchParams` stands here in vLLM, and once did `GuidedDecodingParams`."""
     if name == "BeamSearchParams":
         from llm.beam_search import BeamSearchParams
 
         return BeamSearchParams
+    if name == "GuidedDecodingParams":
+        raise ImportError("GuidedDecodingParams has become StructuredOutputsParams, in vLLM too; use that.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

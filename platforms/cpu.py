@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import math
 import os
 import platform
@@ -49,6 +50,7 @@ class CpuPlatform(Platform):
     kind = PlatformEnum.CPU
     device_type = "cpu"
     dispatch_key = "cpu"
+    is_forked = False  # this process was, from one that had computed
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.root = root
@@ -81,13 +83,19 @@ class CpuPlatform(Platform):
         quota = cpu_quota(self.root)
         return None if quota is None else max(1, math.ceil(quota))
 
+    def import_kernels(self) -> None:
+        _survive_forks()
+
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
         """Threads beyond the quota are not used: the kernel would stop all of them until the next period."""
+        if self.is_forked:
+            _tell_of_fork()
         threads = torch.get_num_threads()
-        has_too_many = self._quota is not None and threads > self._quota
+        most = 1 if self.is_forked else self._quota
+        has_too_many = most is not None and threads > most
         if has_too_many:
-            torch.set_num_threads(self._quota)  # type: ignore[arg-type]
+            torch.set_num_threads(most)  # type: ignore[arg-type]
         try:
             with torch.inference_mode():
                 yield
@@ -118,6 +126,26 @@ class CpuPlatform(Platform):
         """/proc/meminfo in bytes."""
         pairs = (line.split(":") for line in _lines(self.root / "proc/meminfo"))
         return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
+
+
+@functools.cache  # a hook cannot be taken back
+def _survive_forks() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    """OpenMP's threads are not copied by a fork: whoever asks for them again waits for ever. PyTorch's own workers of a
+    DataLoader compute with one thread for the same reason."""
+    CpuPlatform.is_forked = True
+    torch.set_num_threads(1)
+
+
+@functools.cache
+def _tell_of_fork() -> None:
+    logging.getLogger("llm").warning(
+        "this process was forked from one that had computed, so it computes with one thread; start it with "
+        "multiprocessing's 'spawn' and build the LLM in it to use more."
+    )
 
 
 def _lines(path: Path) -> list[str]:

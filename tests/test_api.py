@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 from embedded import GREEDY, PROMPTS, SAMPLED, assert_idle, copy_model, engine_of, open_llm, run, tokens
 
 from llm import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
@@ -66,6 +68,16 @@ def test_every_form_of_a_prompt_gives_the_same_answer(llm: LLM, form: str) -> No
         assert outputs[0].prompt_token_ids == ids
         assert {type(token) for token in outputs[0].prompt_token_ids} == {int}
         assert outputs[0].prompt in (None, PROMPTS[0])
+
+
+@pytest.mark.parametrize("column", [np.array, torch.tensor, pd.Series])
+def test_columns_of_tables_are_lists(llm: LLM, column: Any) -> None:
+    ids = ids_of(llm, PROMPTS[0])
+    expected = tokens(run(llm, [ids, PROMPTS[1]]))
+    assert tokens(run(llm, column(ids))) == expected[:1]
+    assert tokens(run(llm, [column(ids), {"prompt_token_ids": column(ids)}])) == expected[:1] * 2
+    if column is not torch.tensor:
+        assert tokens(run(llm, column(PROMPTS[:2]))) == expected
 
 
 def test_a_mixed_list_comes_back_in_order(llm: LLM) -> None:
@@ -473,6 +485,15 @@ def reachable_types(root: object) -> set[type]:
             found[id(item)] = item
             pending.extend(gc.get_referents(item))
     return {type(item) for item in found.values()}
+
+
+def test_a_field_of_a_completion_is_pointed_to(llm: LLM) -> None:
+    [output] = run(llm, PROMPTS[:1])
+    with pytest.raises(AttributeError, match=r"RequestOutput has no 'text'; its completions have: outputs\[0\]\.text"):
+        output.text  # type: ignore[attr-defined] # noqa: B018
+    with pytest.raises(AttributeError, match=r"RequestOutput has no 'txt'\.$"):
+        output.txt  # type: ignore[attr-defined] # noqa: B018
+    assert not hasattr(output, "text") and copy.deepcopy(output) == output
 
 
 def test_outputs_are_plain_data(llm: LLM) -> None:

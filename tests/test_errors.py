@@ -23,7 +23,8 @@ from llm import (
     StructuredOutputsParams,
     ValidationError,
 )
-from llm.arguments import CALLS
+from llm.arguments import _ELSEWHERE as _OTHERS
+from llm.arguments import ARGUMENTS, CALLS, METHODS
 from llm.config import EngineConfig
 from llm.errors import CheckpointError, OutOfMemoryError, UnsupportedModelError
 from llm.sampling_params import _ELSEWHERE, RepetitionDetectionParams
@@ -89,6 +90,9 @@ MANY = [5] * 100
         ({1, 2}, ["prompts", "set"]),
         ([None], ["prompt", "NoneType"]),
         ([[1, "2"]], ["prompt", "str"]),
+        ([{"role": "user", "content": SECRET}], ["prompt", "LLM.chat"]),
+        (torch.ones(2, 3, dtype=torch.int64), ["prompts", "Tensor"]),
+        (iter(["a"]), ["prompts", "iterator"]),
         ([[1.5]], ["prompt", "float"]),
         ([[True]], ["prompt", "bool"]),
         ([{}], ["prompt", "'prompt_token_ids'"]),
@@ -157,6 +161,7 @@ def test_one_error_tells_of_all_bad_rows(llm: LLM) -> None:
     [
         (lambda llm: llm.generate("x", use_tqdm=1), "use_tqdm"),
         (lambda llm: llm.generate("x", use_tqdm=None), "use_tqdm"),
+        (lambda llm: llm.generate(["x", "y"], [GREEDY]), "sampling_params"),
         (lambda llm: llm.generate("x", lora_request="adapter"), "lora_request"),
         (lambda llm: llm.generate("x", priority=[1]), "priority"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], lora_request=1), "lora_request"),
@@ -224,9 +229,26 @@ def test_an_unknown_field_is_named(kind: Any, argument: str, names: list[str]) -
     assert complaints(caught.value, f"{kind.__name__} has no argument {argument!r}", *names) == []
 
 
+@pytest.mark.parametrize(
+    "name, said", [("embed", "text generation"), ("generat", "'generate'"), ("xyzzy_of_others", "'xyzzy_of_others'")]
+)
+def test_what_an_llm_does_not_have_is_told_in_a_sentence(llm: LLM, name: str, said: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(llm, name)
+    assert complaints(caught.value, f"LLM has no {name!r}", said) == []
+    assert not hasattr(llm, name)
+
+
+def test_the_older_name_of_structured_outputs_is_told() -> None:
+    with pytest.raises(ImportError, match="StructuredOutputsParams"):
+        from llm.sampling_params import GuidedDecodingParams  # noqa: F401
+
+
 def test_what_is_done_instead_is_about_names_that_do_not_exist() -> None:
     assert not set(_ELSEWHERE) & set(inspect.signature(SamplingParams).parameters)
     assert not set(CALLS) & set(inspect.signature(LLM.generate).parameters)
+    assert not set(METHODS) & set(dir(LLM))
+    assert not set(_OTHERS) & set(ARGUMENTS)
 
 
 def test_text_needs_a_tokenizer() -> None:
@@ -254,6 +276,12 @@ def test_text_needs_a_tokenizer() -> None:
     [
         ("max_modl_len", 3, ["max_model_len"]),
         ("quantisation", "int8", ["quantization"]),
+        ("quantization", "int8", ["int8", "'w8a8'"]),
+        ("torch_dtype", "auto", ["dtype"]),
+        ("modle", "x", ["'model'"]),
+        ("n_ctx", 100, ["max_model_len"]),
+        ("load_in_8bit", True, ["quantization"]),
+        ("dtype", "bfloat16", ["bfloat16", "float32", "weights stay"]),
         ("max_model_len", 0, ["0"]),
         ("max_model_len", "long", ["long"]),
         ("max_model_len", 4096, ["4096", "2048"]),
@@ -346,7 +374,7 @@ def test_a_shape_larger_than_memory(monkeypatch: pytest.MonkeyPatch, sizes: dict
     monkeypatch.setattr("llm.platforms.cpu.CpuPlatform.memory_free", lambda self: 8_000_000)
     with pytest.raises(OutOfMemoryError) as caught:
         LLM(load_format="dummy", hf_overrides=sizes, max_num_seqs=1, max_model_len=16)
-    assert complaints(caught.value, "weights", "config.json") == []
+    assert complaints(caught.value, "the model's weights") == []
 
 
 def test_weights_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:

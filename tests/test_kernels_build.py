@@ -119,6 +119,21 @@ def test_what_a_killed_build_left_is_removed_and_never_loaded(quick_sources: Pat
     assert library.Library("plain", path).openmp == library.loaded_openmp()
 
 
+def test_a_checkout_uses_the_kernels_of_a_package_installed_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install .` in a checkout, then `python -m llm` there, which finds the folder before the package."""
+    monkeypatch.setattr(build, "PACKAGED_FOLDER", tmp_path / "checkout" / "compiled")
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    folder = tmp_path / "site-packages" / "llm" / "kernels" / "cpu" / "compiled"
+    folder.mkdir(parents=True)
+    (folder / "plain-of-other-sources.so").write_text("another")
+    monkeypatch.setattr(build, "source_key", lambda: "key-of-this-test")
+    assert build.packaged_library("plain") is None
+    (folder / "plain-key-of-this-test.so").write_text("the one")
+    assert build.packaged_library("plain") == folder / "plain-key-of-this-test.so"
+
+
 @needs_compiler
 def test_a_damaged_cached_file_is_built_again(
     quick_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,7 @@ TEXTS = held_out.texts()
 @pytest.fixture(scope="module")
 def plain() -> Iterator[tuple[TextScores, list[Any], list[list[int]]]]:
     with open_llm() as llm:
-        prompts = prompts_from(llm.get_tokenizer(), TEXTS)
+        prompts = prompts_from(llm, TEXTS)
         assert len(prompts) == 64
         yield score_texts(llm, TEXTS), prompts, greedy_tokens(llm, prompts)
 
@@ -181,10 +181,15 @@ def test_an_unquantized_model_has_no_report() -> None:
 
 
 def test_the_command_prints_the_table(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "texts.txt").write_text(TEXTS[3])
+    (tmp_path / "texts.txt").write_text(" ".join(TEXTS[3:6]))
     assert main(["quantization", "--texts", str(tmp_path / "texts.txt"), "--schemes", "w8a16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    assert err == ""  # though the text is longer than the window
+    lines = out.splitlines()
     assert lines[0].startswith("| quantization | weights |") and len(lines) == 4
     assert lines[2].startswith("| none | 5,898,240 B |") and lines[3].startswith("| w8a16 | 2,991,104 B (51%) |")
+    assert main(["quantization", "--texts", str(tmp_path / "texts.txt"), "--schemes", "w8a16", "w9"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "schemes must be of w8a8" in err  # before any work
     assert main(["quantization", "--texts", str(tmp_path / "none.txt")]) == 1
     assert "cannot be read" in capsys.readouterr().err

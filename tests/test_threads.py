@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,6 +143,42 @@ print(children, [thread.name for thread in threading.enumerate()])
 def test_no_process_whatever_the_start_method() -> None:
     result = python("-c", PROCESSES)
     assert result.stdout == "[] ['MainThread']\n", result.stderr
+
+
+FORK = """
+import os, signal, sys, torch
+torch.set_num_threads(2)
+from llm import LLM, SamplingParams
+params = SamplingParams(temperature=0, max_tokens=4)
+def answer(llm): return llm.generate(["In the beginning"] * 8, params, use_tqdm=False)[0].outputs[0].token_ids
+llm = LLM()
+expected = answer(llm)
+child = os.fork()
+if not child:
+    signal.alarm(60)  # it would wait for threads that do not exist
+    same = answer(llm) == expected
+    torch.set_num_threads(2)  # as a library may do that knows nothing of it
+    same = same and answer(llm) == expected
+    torch.set_num_threads(1)
+    with LLM() as own:
+        same = same and answer(own) == expected
+    os._exit(0 if same else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(llm) == expected, torch.get_num_threads())
+"""
+
+
+def test_a_process_forked_after_loading_computes_with_one_thread_and_says_so() -> None:
+    """OpenMP's threads are not forked: without care the child would hang for ever."""
+    result = python("-c", FORK, env={"OMP_NUM_THREADS": "2"})
+    assert result.stdout == "0 True 2\n", result.stderr
+    assert result.stderr.count("one thread") == 1
+
+
+def test_a_loaded_model_is_not_pickled(llm: LLM) -> None:
+    """What a process pool would try with a bound method, and `copy` too."""
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="cannot be pickled or copied; build one in each process"):
+            attempt(llm)  # type: ignore[operator]
 
 
 def test_two_engines_side_by_side(llm: LLM) -> None:

@@ -111,9 +111,13 @@ def packaged_name(target: str) -> str:
 
 
 def packaged_library(target: str) -> Path | None:
-    """The library that the wheel carries for exactly these sources, if it does."""
-    path = PACKAGED_FOLDER / packaged_name(target)
-    return path if path.exists() else None
+    """The library that the wheel carries for exactly these sources, if it does.
+
+    In a checkout, that of a package installed from it, which `python -m llm` finds later on the path than the folder.
+    """
+    name = packaged_name(target)
+    installed = (Path(entry, "llm", "kernels", "cpu", PACKAGED_FOLDER.name) for entry in sys.path)
+    return next((folder / name for folder in (PACKAGED_FOLDER, *installed) if (folder / name).exists()), None)
 
 
 def cached_library(target: str, compiler: str, folder: Path | None = None) -> Path:

@@ -101,7 +101,7 @@ def load_library(target: str) -> Library:
     try:
         return Library(target, path)
     except OSError as error:
-        if path.parent == build.PACKAGED_FOLDER:
+        if path.parent.name == build.PACKAGED_FOLDER.name:
             raise build.BuildError(f"the packaged kernels cannot be loaded ({error})") from error
     # A cached file that the loader refuses was damaged after it was written: once more.
     return Library(target, build.ensure_library(target, rebuild=True))

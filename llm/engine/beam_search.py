@@ -21,7 +21,8 @@ from llm.bar import Bar
 from llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from llm.checks import check_integer, refuse
 from llm.engine.engine import Engine
-from llm.engine.preprocess import Preprocessor, Row, list_prompts
+from llm.engine.preprocess import Preprocessor, Row
+from llm.engine.prompts import list_prompts
 from llm.engine.scoring import check_logprobs_mode
 from llm.outputs import Logprob, RequestOutput
 from llm.sampling_params import SamplingParams

@@ -143,15 +143,15 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             config.reasons.update(reasons_of_update(platform, asked, args))
             platform.import_kernels()
         with times.phase("build model"), constructing_for(platform, compilation):
-            with _told_of_memory(source.folder):
+            with _told_of_memory():
                 model = _build_model(source, config.model_config.max_model_len)
             varies = what_varies(model) if config.invariant else None
             if varies is not None:
                 config = replace(config, invariant=False, reasons=config.reasons | {"invariant": varies})
         with times.phase("load weights"):
             if source.checkpoint is None:
-                _check_dummy_weights_fit(model, platform.memory_free(), source.folder)
-                with _told_of_memory(source.folder):
+                _check_dummy_weights_fit(model, platform.memory_free())
+                with _told_of_memory():
                     load_dummy_weights(model, config.model_config.seed)
             else:
                 _load_weights(model, source, source.checkpoint, args.use_tqdm_on_load)
@@ -185,23 +185,21 @@ def _build_model(source: _Source, max_model_len: int) -> Any:
 
 
 @contextmanager
-def _told_of_memory(folder: Path) -> Iterator[None]:
+def _told_of_memory() -> Iterator[None]:
     """PyTorch's refusal to allocate, a RuntimeError without a type of its own, as ours."""
     try:
         yield
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise
-        raise OutOfMemoryError(f"the weights that {folder / 'config.json'} asks for cannot be allocated.") from error
+        raise OutOfMemoryError("the model's weights cannot be allocated: there is not enough memory.") from error
 
 
-def _check_dummy_weights_fit(model: Any, free: int, folder: Path) -> None:
+def _check_dummy_weights_fit(model: Any, free: int) -> None:
     """Nothing is touched yet; weights that are quantized while they are made are on no device and count nothing."""
     needed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     if needed > free:
-        raise OutOfMemoryError(
-            f"the weights that {folder / 'config.json'} asks for take {needed} bytes and {free} are free."
-        )
+        raise OutOfMemoryError(f"the model's weights take {needed} bytes and {free} are free.")
 
 
 def _load_weights(model: Any, source: _Source, checkpoint: Checkpoint, show_progress: bool) -> None:

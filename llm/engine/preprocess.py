@@ -10,10 +10,10 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 from llm.config import ModelConfig
+from llm.engine.prompts import ParsedPrompt, check_text, list_conversations, list_prompts, parse_prompt
 from llm.errors import LLMError, ValidationError
 from llm.inputs import TokensPrompt
 from llm.sampling.logits_processors.interface import LogitsProcessor
@@ -30,13 +30,6 @@ _RESERVED_FOR_RENDERING = frozenset(
     "conversation messages tokenize padding truncation max_length return_tensors return_dict "
     "return_assistant_tokens_mask tokenizer_kwargs".split()
 )
-
-
-class _Parsed(NamedTuple):
-    """A prompt's text, and its token ids or None when the text is still to be tokenized."""
-
-    text: str | None
-    token_ids: list[int] | None
 
 
 @dataclass
@@ -76,13 +69,13 @@ class Preprocessor:
     def rows(self, prompts: Any, params: Any, default: Callable[[], SamplingParams]) -> list[Row]:
         """Validate and tokenize all prompts; raises `ValidationError` that names every bad row."""
         problems: dict[int, ValidationError] = {}
-        parsed: list[_Parsed] = []
+        parsed: list[ParsedPrompt] = []
         for index, prompt in enumerate(list_prompts(prompts)):
             try:
-                parsed.append(_parse(prompt))
+                parsed.append(parse_prompt(prompt))
             except ValidationError as error:
                 problems[index] = error
-                parsed.append(_Parsed(None, []))
+                parsed.append(ParsedPrompt(None, []))
         per_row = _per_row_params(params, len(parsed), default)
         self._calls += 1
         checked: dict[int, SamplingParams] = {}  # by identity: many rows mostly share one object
@@ -105,10 +98,10 @@ class Preprocessor:
         Raises:
             ValidationError: names the first prompt that is none, as one of `parameter`.
         """
-        parsed: list[_Parsed] = []
+        parsed: list[ParsedPrompt] = []
         for index, prompt in enumerate(prompts):
             try:
-                parsed.append(_parse(prompt))
+                parsed.append(parse_prompt(prompt))
             except ValidationError as error:
                 raise ValidationError(f"{parameter} {index}: {error}", parameter=parameter, value=prompt) from error
         if continuing and self.tokenizer is not None:
@@ -139,10 +132,10 @@ class Preprocessor:
             raise _no_tokenizer("chat needs one; give generate() token ids.")
         arguments = {**options, **template_arguments}
         texts = [_render(self.tokenizer, conversation, arguments) for conversation in conversations]
-        encoded = self.tokenizer.encode_rendered([_check_text(text) for text in texts])
+        encoded = self.tokenizer.encode_rendered([check_text(text) for text in texts])
         return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
 
-    def _tokenize(self, parsed: list[_Parsed]) -> list[tuple[str | None, list[int]]]:
+    def _tokenize(self, parsed: list[ParsedPrompt]) -> list[tuple[str | None, list[int]]]:
         """All texts in one call of the tokenizer."""
         texts = [text for text, token_ids in parsed if token_ids is None and text is not None]
         if texts and self.tokenizer is None:
@@ -224,7 +217,7 @@ class Preprocessor:
         if self.tokenizer is None:
             raise _bad("bad_words", words, "empty with skip_tokenizer_init=True; use logit_bias")
         spellings = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
-        encoded = self.tokenizer.encode_rendered([_check_text(spelling) for spelling in spellings])
+        encoded = self.tokenizer.encode_rendered([check_text(spelling) for spelling in spellings])
         for index, word in enumerate(words):
             if not encoded[2 * index]:
                 raise _bad("bad_words", word, "words that have a token")
@@ -275,32 +268,6 @@ def derive_seed(engine_seed: int, call: int, row: int) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def list_prompts(prompts: Any) -> list[Any]:
-    """One prompt or many, as a list: a string, a dict or a list of integers is one."""
-    if isinstance(prompts, str | Mapping) or _is_token_list(prompts):
-        return [prompts]
-    if isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray):
-        return list(prompts)
-    raise _bad("prompts", type(prompts).__name__, "a string, token ids, a dict, or a list of those")
-
-
-def list_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """One conversation or many, as a list of them; raises `ValidationError`."""
-    if isinstance(messages, Sequence) and messages and not isinstance(messages, str):
-        listed = [messages] if all(isinstance(message, Mapping) for message in messages) else messages
-        if all(_is_conversation(item) for item in listed):
-            return [[dict(message) for message in item] for item in listed]
-    raise _bad("messages", type(messages).__name__, "a list of {'role': ..., 'content': ...}, or a list of such lists")
-
-
-def _is_conversation(item: Any) -> bool:
-    return (
-        isinstance(item, list | tuple)
-        and bool(item)
-        and all(isinstance(message, Mapping) and "role" in message for message in item)
-    )
-
-
 def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
     try:
         return tokenizer.render_chat(conversation, **arguments)
@@ -313,57 +280,6 @@ def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]], arguments:
         ) from error
 
 
-def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(_is_integer(item) for item in value)
-
-
-def _is_integer(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def _parse(prompt: Any) -> _Parsed:
-    if isinstance(prompt, str):
-        return _Parsed(_check_text(prompt), None)
-    if isinstance(prompt, Mapping):
-        return _parse_mapping(prompt)
-    if isinstance(prompt, list | tuple):
-        return _Parsed(None, _token_ids("a prompt", prompt))
-    raise _bad_prompt("a prompt", type(prompt).__name__, "a string, a list of token ids, or a dict")
-
-
-def _parse_mapping(prompt: Mapping[str, Any]) -> _Parsed:
-    unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
-    if unknown:
-        raise _bad_prompt("the keys of a prompt", unknown[0], "'prompt' or 'prompt_token_ids' and no other")
-    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if text is not None and not isinstance(text, str):
-        raise _bad_prompt("'prompt'", type(text).__name__, "a string")
-    if token_ids is not None:
-        return _Parsed(text, _token_ids("'prompt_token_ids'", token_ids))
-    if text is None:
-        raise _bad_prompt("the keys of a prompt", "a dict without text and ids", "'prompt' or 'prompt_token_ids'")
-    return _Parsed(_check_text(text), None)
-
-
-def _token_ids(name: str, value: Any) -> list[int]:
-    if not isinstance(value, list | tuple):
-        raise _bad_prompt(name, type(value).__name__, "a list of integers")
-    for item in value:
-        if not _is_integer(item):
-            raise _bad_prompt(name, f"a list with a {type(item).__name__}", "a string or a list of token ids")
-    return [int(item) for item in value]
-
-
-def _check_text(text: str) -> str:
-    """Strings can hold halves of surrogate pairs (of a file name, of a broken decoding), which are no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"U+{ord(text[error.start]):04X} at position {error.start}"
-        raise _bad_prompt("a prompt", found, "text that UTF-8 can express") from None
-    return text
-
-
 def _per_row_params(params: Any, count: int, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
     if params is None:
         params = default()
@@ -372,7 +288,11 @@ def _per_row_params(params: Any, count: int, default: Callable[[], SamplingParam
     if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
         raise _bad("sampling_params", type(params).__name__, "a SamplingParams, a list of them, or None")
     if len(params) != count:
-        raise _bad("sampling_params", f"{len(params)} of them", f"one, or as many as there are prompts ({count})")
+        raise ValidationError(
+            f"there are {len(params)} sampling_params for {count} prompts; pass one for all, or one for each.",
+            parameter="sampling_params",
+            value=params,
+        )
     return list(params)
 
 
@@ -391,10 +311,6 @@ def _no_tokenizer(message: str) -> ValidationError:
     return ValidationError(
         f"there is no tokenizer, for skip_tokenizer_init=True; {message}", parameter="skip_tokenizer_init", value=True
     )
-
-
-def _bad_prompt(what: str, value: Any, right: str) -> ValidationError:
-    return ValidationError(f"{what} must be {right}, got {value}.", parameter="prompts", value=value)
 
 
 def _bad(name: str, value: Any, right: str) -> ValidationError:

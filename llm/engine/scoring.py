@@ -12,7 +12,8 @@ from typing import Any
 
 from llm.checks import check_integer, refuse
 from llm.config import ModelConfig
-from llm.engine.preprocess import Preprocessor, Row, list_prompts
+from llm.engine.preprocess import Preprocessor, Row
+from llm.engine.prompts import list_prompts
 from llm.errors import ValidationError
 from llm.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from llm.sampling_params import SamplingParams

@@ -19,6 +19,8 @@ from llm.quantization.registry import ALIASES, get_quantization_config, plugin_c
 _DESCRIPTION_BYTES = 256 << 20
 # Keys of config.json under which checkpoints describe how they were quantized.
 CONFIG_KEYS = ("quantization_config", "compression_config")
+# What others call such schemes, for the sentence on names that are not known.
+_OTHER_NAMES = {"int8": "w8a8", "8bit": "w8a8", "q8_0": "w8a16", "int4": "w4a16", "4bit": "w4a16", "q4_0": "w4a16"}
 # A note of ModelSlim's first generation in config.json; the description file says the same, per tensor.
 _MODELSLIM_NOTE = "quantize"
 
@@ -158,8 +160,9 @@ def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, Any]) 
 def _check_known(asked: Any, user: Any) -> None:
     known = (*quantization_methods(), *RECIPES)
     if user not in known:
+        meant = _OTHER_NAMES.get(str(user), str(user))
         raise ValidationError(
-            f"quantization={asked!r} is not known.{nearest(str(user), known)} Known: {', '.join(known)}, or a dict "
+            f"quantization={asked!r} is not known.{nearest(meant, known)} Known: {', '.join(known)}, or a dict "
             "with 'scheme'.",
             parameter="quantization",
             value=asked,

@@ -1,0 +1,113 @@
+"""What users pass as prompts and conversations, as lists of texts and token ids.
+
+Owns their forms. Does not own what needs a model: the tokenizer, the vocabulary, the room in the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from llm.checks import refuse
+from llm.errors import ValidationError
+
+
+class ParsedPrompt(NamedTuple):
+    """A prompt's text, and its token ids or None when the text is still to be tokenized."""
+
+    text: str | None
+    token_ids: list[int] | None
+
+
+def list_prompts(prompts: Any) -> list[Any]:
+    """One prompt or many, as a list: a string, a dict or a list of integers is one; columns of tables are lists."""
+    prompts = _plain(prompts)
+    if isinstance(prompts, str | Mapping) or _is_token_list(prompts):
+        return [prompts]
+    if isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray):
+        return list(prompts)
+    refuse("prompts", type(prompts).__name__, "a string, token ids, a dict, or a list of those")
+
+
+def list_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or many, as a list of them; raises `ValidationError`."""
+    if isinstance(messages, Sequence) and messages and not isinstance(messages, str):
+        listed = [messages] if all(isinstance(message, Mapping) for message in messages) else messages
+        if all(_is_conversation(item) for item in listed):
+            return [[dict(message) for message in item] for item in listed]
+    refuse("messages", type(messages).__name__, "a list of {'role': ..., 'content': ...}, or a list of such lists")
+
+
+def _is_conversation(item: Any) -> bool:
+    return (
+        isinstance(item, list | tuple)
+        and bool(item)
+        and all(isinstance(message, Mapping) and "role" in message for message in item)
+    )
+
+
+def _plain(value: Any) -> Any:
+    """One-dimensional arrays, series and tensors as lists; anything else unchanged, padded rows of ids among it."""
+    return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", None) == 1 else value
+
+
+def _is_token_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(_is_integer(item) for item in value)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def parse_prompt(prompt: Any) -> ParsedPrompt:
+    """Raises `ValidationError` for what is no prompt."""
+    prompt = _plain(prompt)
+    if isinstance(prompt, str):
+        return ParsedPrompt(check_text(prompt), None)
+    if isinstance(prompt, Mapping):
+        return _parse_mapping(prompt)
+    if isinstance(prompt, list | tuple):
+        return ParsedPrompt(None, _token_ids("a prompt", prompt))
+    raise _bad_prompt("a prompt", type(prompt).__name__, "a string, a list of token ids, or a dict")
+
+
+def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    if "role" in prompt:
+        raise ValidationError(
+            "a chat message is no prompt; pass the conversation to LLM.chat.", parameter="prompts", value=prompt
+        )
+    unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
+    if unknown:
+        raise _bad_prompt("the keys of a prompt", unknown[0], "'prompt' or 'prompt_token_ids' and no other")
+    text, token_ids = prompt.get("prompt"), _plain(prompt.get("prompt_token_ids"))
+    if text is not None and not isinstance(text, str):
+        raise _bad_prompt("'prompt'", type(text).__name__, "a string")
+    if token_ids is not None:
+        return ParsedPrompt(text, _token_ids("'prompt_token_ids'", token_ids))
+    if text is None:
+        raise _bad_prompt("the keys of a prompt", "a dict without text and ids", "'prompt' or 'prompt_token_ids'")
+    return ParsedPrompt(check_text(text), None)
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    if not isinstance(value, list | tuple):
+        raise _bad_prompt(name, type(value).__name__, "a list of integers")
+    for item in value:
+        if not _is_integer(item):
+            raise _bad_prompt(name, f"a list with a {type(item).__name__}", "a string or a list of token ids")
+    return [int(item) for item in value]
+
+
+def check_text(text: str) -> str:
+    """Strings can hold halves of surrogate pairs (of a file name, of a broken decoding), which are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at position {error.start}"
+        raise _bad_prompt("a prompt", found, "text that UTF-8 can express") from None
+    return text
+
+
+def _bad_prompt(what: str, value: Any, right: str) -> ValidationError:
+    return ValidationError(f"{what} must be {right}, got {value}.", parameter="prompts", value=value)
