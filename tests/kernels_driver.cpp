@@ -22,8 +22,8 @@ void llm_pack_int4(const int8_t*, uint8_t*, int64_t, int64_t, int64_t);
 void llm_unpack_int4(const uint8_t*, int8_t*, int64_t, int64_t, int64_t, int64_t);
 void llm_linear_w4a8(const float*, const uint8_t*, const void*, int64_t, int64_t, int64_t, int64_t, const float*, float*,
                      int64_t, int64_t, int64_t, int64_t);
-void llm_linear_weight_only(int64_t, const float*, const uint8_t*, const float*, const float*, int64_t, int64_t, const float*,
-                            float*, int64_t, int64_t, int64_t, int64_t);
+void llm_linear_weight_only(int64_t, const float*, const uint8_t*, const void*, int64_t, int64_t, const void*, int64_t, int64_t,
+                            int64_t, const float*, float*, int64_t, int64_t, int64_t, int64_t);
 }
 
 int run_step_kernels();  // kernels_driver_step.cpp
@@ -89,9 +89,10 @@ void integers(int64_t m, int64_t n, int64_t k) {
         llm_linear_w4a8(x.data, nibbles.data, scales.data, 0, n, group, groups, bias.data, y.data, m, n, k, 1);
         llm_linear_w4a8(x.data, nibbles.data, half.data, 1, n, group, groups, nullptr, y.data, m, n, k, 1);
         llm_linear_w4a8(x.data, nibbles.data, half.data, 2, n, group, groups, nullptr, y.data, m, n, k, 1);
-        llm_linear_weight_only(4, x.data, nibbles.data, scales.data, zeros.data, n, group, bias.data, y.data, m, n, k, 1);
-        llm_linear_weight_only(8, x.data, bytes, scales.data, nullptr, n, group, nullptr, y.data, m, n, k, 1);
-        calls += 5;
+        llm_linear_weight_only(4, x.data, nibbles.data, scales.data, 0, n, zeros.data, 0, n, group, bias.data, y.data, m, n, k, 1);
+        llm_linear_weight_only(4, x.data, nibbles.data, half.data, 1, n, half.data, 2, n, group, nullptr, y.data, m, n, k, 1);
+        llm_linear_weight_only(8, x.data, bytes, scales.data, 0, n, nullptr, 0, 0, group, nullptr, y.data, m, n, k, 1);
+        calls += 6;
     }
     calls += 9;
 }

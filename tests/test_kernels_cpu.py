@@ -280,6 +280,10 @@ def test_weight_only_products_are_those_of_the_float_weight(lib: library.Library
         for zero in (None, torch.randint(-128, 128, scale.shape).float()):
             floats = packed.pack_float(lib, reference.dequantize(weight, scale, zero, group))
             assert same(product(lib, x, held, scale, zero, group, bias), linear.linear_float(lib, x, floats, bias))
+        for narrow in (scale.bfloat16(), torch.rand(scale.shape).half()):
+            floats = packed.pack_float(lib, reference.dequantize(weight, narrow, zero, group))
+            found = product(lib, x, held, narrow, zero.bfloat16(), group, bias)
+            assert same(found, linear.linear_float(lib, x, floats, bias))
 
 
 @pytest.mark.parametrize("k", [1, 15, 16, 17, 100])

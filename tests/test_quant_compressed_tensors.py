@@ -159,6 +159,30 @@ def test_every_layer_computes_what_the_package_stored(case: str, made: Any) -> N
         assert tokens(run(llm, PROMPT))
 
 
+@pytest.mark.parametrize("case", ["w4a16-asym", "w4a8-group"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_stay_in_the_files_type(case: str, dtype: torch.dtype, made: Any, tmp_path: Path) -> None:
+    """Kernels read them as they are, which loses nothing and reads less; embeddings and LM heads aside."""
+    folder, _ = made(case)
+    copy = copy_folder(folder, tmp_path)
+    tensors = load_file(copy / "model.safetensors")
+    scales = [name for name in tensors if name.endswith("weight_scale")]
+    for tensor in ({}, {name: tensors[name].to(dtype) for name in scales}):
+        save_file({**tensors, **tensor}, copy / "model.safetensors")
+        with open_llm(copy, skip_tokenizer_init=True) as llm:
+            layer = engine_of(llm).runner.model.model.layers[0].mlp.down_proj
+            stored = {**tensors, **tensor}["model.layers.0.mlp.down_proj.weight_scale"]
+            assert layer.weight_scale.dtype == stored.dtype
+            assert torch.equal(layer.weight_scale, stored)
+            assert layer.quant_method.integers(layer).scale.dtype == torch.float32
+            if layer.weight_zero is not None:
+                assert layer.weight_zero.dtype == torch.bfloat16  # holds every whole number up to 256
+            x = torch.randn(3, layer.input_size, generator=torch.Generator().manual_seed(0))
+            narrow = layer(x)
+            layer.weight_scale = layer.weight_scale.float()
+            assert torch.equal(layer(x), narrow)
+
+
 def test_the_comparison_sees_a_transposed_scale(made: Any, tmp_path: Path) -> None:
     folder, theirs = made("w4a16")
     copy = copy_folder(folder, tmp_path)

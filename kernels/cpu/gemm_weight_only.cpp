@@ -22,14 +22,32 @@ constexpr int64_t PREFETCH_BYTES = 2048;
 constexpr int64_t STEP_BYTES = LANES * 4;  // of a panel: 4 k of int8, 8 k of int4
 constexpr int step_of(int bits) { return 32 / bits; }
 
+enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// [groups][stride] of `kind`.
+struct Table {
+    const void* data;
+    int64_t kind, stride;
+
+    // 16 columns of a group; those beyond `count` are 0 and not read.
+    LLM_INLINE F32 load_group(int64_t group, int64_t column, int64_t count) const {
+        const int64_t at = group * stride + column;
+        if (kind == FLOAT32) return load_part(static_cast<const float*>(data) + at, count);
+        if (kind == BFLOAT16) return load_part(static_cast<const BF16*>(data) + at, count);
+        return load_part(static_cast<const F16*>(data) + at, count);
+    }
+    LLM_INLINE void fetch(int64_t group, int64_t column) const {
+        prefetch(static_cast<const char*>(data) + (group * stride + column) * (kind == FLOAT32 ? 4 : 2));
+    }
+};
+
 struct Product {
     const float* x;
     const uint8_t* weight;
-    const float* scale;  // [groups][stride]
-    const float* zero;   // the same, or null
+    Table scale, zero;  // zero.data may be null
     const float* bias;
     float* y;
-    int64_t m, n, k, group_size, stride, steps;
+    int64_t m, n, k, group_size, steps;
 
     int64_t panels() const { return ceil_div(n, LANES); }
     const uint8_t* panel(int64_t index) const { return weight + index * steps * STEP_BYTES; }
@@ -91,9 +109,8 @@ template <int BITS, bool ZEROS> struct Grid {
     F32 scale, shift;
     LLM_INLINE Grid() : scale(zero()), shift(zero()) {}
     LLM_INLINE void load_group(const Product& p, int64_t group, int64_t column) {
-        const int64_t at = group * p.stride + column, columns = p.n - column;
-        scale = load_part(p.scale + at, columns);
-        if constexpr (ZEROS) shift = load_part(p.zero + at, columns);
+        scale = p.scale.load_group(group, column, p.n - column);
+        if constexpr (ZEROS) shift = p.zero.load_group(group, column, p.n - column);
         else if (VALUE_BIAS<BITS>) shift = scale * set1(-VALUE_BIAS<BITS>);
     }
     LLM_INLINE F32 weight(F32 value) const {
@@ -131,7 +148,7 @@ template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_row
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const int64_t column = Tasks::least(panel + c, p.panels() - 1) * LANES;
             grid[c].load_group(p, group, column);
-            prefetch(p.scale + group * p.stride + column + PANELS * LANES);
+            p.scale.fetch(group, column + PANELS * LANES);  // of a later panel: they come from memory one line at a time
         }
         for (const int64_t end = Tasks::least(p.steps, s + group_steps); s < end; ++s) {
             const int64_t distance = ahead.distance(s);
@@ -257,12 +274,14 @@ template <int BITS, bool ZEROS> void product(const Product& p, int64_t threads) 
 
 using namespace llm;
 
-// bits: 8 or 4; scale and zero (or null): [groups][stride].
-LLM_EXPORT void llm_linear_weight_only(int64_t bits, const float* x, const uint8_t* weight, const float* scale, const float* zero,
-                                       int64_t stride, int64_t group_size, const float* bias, float* y, int64_t m, int64_t n,
-                                       int64_t k, int64_t threads) {
+// bits: 8 or 4; scale and zero (or null): [groups][stride] of float32 (0), bfloat16 (1) or float16 (2).
+LLM_EXPORT void llm_linear_weight_only(int64_t bits, const float* x, const uint8_t* weight, const void* scale, int64_t scale_kind,
+                                       int64_t scale_stride, const void* zero, int64_t zero_kind, int64_t zero_stride,
+                                       int64_t group_size, const float* bias, float* y, int64_t m, int64_t n, int64_t k,
+                                       int64_t threads) {
     if (m == 0) return;
-    const Product p{x, weight, scale, zero, bias, y, m, n, k, group_size, stride, ceil_div(k, step_of(static_cast<int>(bits)))};
+    const Table scales{scale, scale_kind, scale_stride}, zeros{zero, zero_kind, zero_stride};
+    const Product p{x, weight, scales, zeros, bias, y, m, n, k, group_size, ceil_div(k, step_of(static_cast<int>(bits)))};
     if (bits == 8) return zero ? product<8, true>(p, threads) : product<8, false>(p, threads);
     zero ? product<4, true>(p, threads) : product<4, false>(p, threads);
 }

@@ -22,7 +22,8 @@ from llm.quantization.storage.base import WeightStorage
 class IntegerMethod(EmbeddingMethodBase):
     """An integer weight [N, K] with scales, for linear layers and for embedding tables.
 
-    After loading the layer has `packed_weight` (the kernel's form), `weight_scale` float32 [N, G] and `weight_zero`.
+    After loading the layer has `packed_weight` (the kernel's form), `weight_scale` [N, G] and `weight_zero`: float32, or in
+    16 bits where these hold every value exactly and the kernel reads them.
 
     Args:
         storage: of this one layer.
@@ -33,6 +34,7 @@ class IntegerMethod(EmbeddingMethodBase):
     pack_op: ClassVar[str]
     linear_op: ClassVar[str]
     max_bits: ClassVar[int]
+    reads_narrow_scales: ClassVar[bool] = False
 
     def __init__(self, storage: WeightStorage, source: str = "", reason: str = "") -> None:
         self.storage = storage
@@ -88,10 +90,9 @@ class IntegerMethod(EmbeddingMethodBase):
 
     def integers(self, layer: Any) -> IntegerWeight:
         """What the layer computes with, exactly, out of the kernel's form."""
-        packed = layer.packed_weight
-        return IntegerWeight(
-            packed.unpack(), layer.weight_scale, self.group_size, self.max_bits, zero=layer.weight_zero
-        )
+        zero = None if layer.weight_zero is None else layer.weight_zero.float()
+        q, scale = layer.packed_weight.unpack(), layer.weight_scale.float()
+        return IntegerWeight(q, scale, self.group_size, self.max_bits, zero=zero)
 
     def check(self, weight: IntegerWeight) -> None:
         """Refuse what the kernel has no form for; raises `CheckpointError`."""
@@ -107,9 +108,9 @@ class IntegerMethod(EmbeddingMethodBase):
         layer.packed_weight = packed
         # Buffers, so that whoever counts or frees the model's memory sees them.
         layer.register_buffer("packed_data", packed.data, persistent=False)
-        # [N, G], in memory group by group: kernels read 16 rows' scales of one group at once.
-        layer.register_buffer("weight_scale", weight.scale.float().t().contiguous().t(), persistent=False)
-        zero = None if weight.zero is None else weight.zero.float().t().contiguous().t()
+        narrow = self.reads_narrow_scales and layer.quant_kind == "linear"
+        layer.register_buffer("weight_scale", _by_group(weight.scale, narrow), persistent=False)
+        zero = None if weight.zero is None else _by_group(weight.zero, narrow)
         layer.register_buffer("weight_zero", zero, persistent=False)
         self._keep(weight)
         if weight.bias is not None:
@@ -121,6 +122,19 @@ class IntegerMethod(EmbeddingMethodBase):
     def _multiply(self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """rows float32 [M, K] -> [M, N]."""
         raise NotImplementedError
+
+
+def _by_group(values: torch.Tensor, narrow: bool) -> torch.Tensor:
+    """[N, G] in memory group by group: kernels read 16 rows' scales of one group at once.
+
+    `narrow`: in the first 16-bit type that loses nothing. Checkpoints have their scales in the model's own type.
+    """
+    values = values.float()
+    for dtype in (torch.bfloat16, torch.float16) if narrow else ():
+        if torch.equal(values.to(dtype).float(), values):
+            values = values.to(dtype)
+            break
+    return values.t().contiguous().t()
 
 
 def one_scale_per_row(weight: IntegerWeight, scheme: str) -> None:

@@ -24,6 +24,7 @@ class W4A8Dynamic(IntegerMethod):
     pack_op = "pack_int4"
     linear_op = "linear_w4a8"
     max_bits = 4
+    reads_narrow_scales = True
 
     def check(self, weight: IntegerWeight) -> None:
         super().check(weight)

@@ -19,6 +19,7 @@ class W8A16(IntegerMethod):
     pack_op = "pack_int8"
     linear_op = "linear_w8a16"
     max_bits = 8
+    reads_narrow_scales = True
 
     def _multiply(self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         packed, scale, zero = layer.packed_weight, layer.weight_scale, layer.weight_zero
