@@ -22,8 +22,8 @@ from llm.quantization.storage.base import WeightStorage
 class IntegerMethod(EmbeddingMethodBase):
     """An integer weight [N, K] with scales, for linear layers and for embedding tables.
 
-    After loading the layer has `packed_weight` (the kernel's form), `weight_scale` [N, G] and `weight_zero`: float32, or
-    in 16 bits where these hold every value exactly and the kernel reads them.
+    After loading the layer has `packed_weight` (the kernel's form), `weight_scale` [N, G] and `weight_zero`: float32,
+    or in 16 bits where these hold every value exactly and the kernel reads them.
 
     Args:
         storage: of this one layer.
