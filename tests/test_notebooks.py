@@ -30,6 +30,7 @@ def test_a_notebook_runs_and_warns_of_nothing(path: Path, tmp_path: Path) -> Non
     done = execute(nbformat.read(path, as_version=4), tmp_path)
     assert streams(done, "stdout").strip()
     assert "Warning" not in streams(done, "stderr")
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("kernel")] == []  # so it can run again
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
