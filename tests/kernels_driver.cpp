@@ -6,6 +6,11 @@
 #include <cstring>
 #include <initializer_list>
 
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 extern "C" {
 void llm_linear_float(int64_t, const float*, const void*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
 void llm_pack_float(int64_t, const void*, void*, int64_t, int64_t, int64_t);
@@ -51,7 +56,7 @@ template <class T> void expect_same(const Exactly<T>& a, const Exactly<T>& b) {
 }
 
 template <class T> void floats(int64_t kind, int64_t m, int64_t n, int64_t k) {
-    Exactly<T> weight(n * k), panels(up(n, 16) * k), back(n * k);
+    Exactly<T> weight(n * k), panels(up(n, 16) * up(k, kind == 1 ? 2 : 1)), back(n * k);
     llm_pack_float(kind, weight.data, panels.data, n, k, 1);
     llm_unpack_float(kind, panels.data, back.data, 0, n, k, 1);
     expect_same(weight, back);
@@ -82,7 +87,7 @@ void integers(int64_t m, int64_t n, int64_t k) {
     llm_pack_int4(weight.data, nibbles.data, n, k, 1);
     llm_unpack_int4(nibbles.data, back.data, 0, n, k, 1);
     expect_same(weight, back);
-    for (int64_t group : {int64_t{8}, int64_t{32}, k}) {
+    for (int64_t group : {int64_t{8}, int64_t{32}, int64_t{64}, k}) {
         const int64_t groups = (k + group - 1) / group;
         Exactly<float> scales(n * groups), zeros(n * groups);
         Exactly<uint16_t> half(n * groups);
@@ -101,6 +106,9 @@ void integers(int64_t m, int64_t n, int64_t k) {
 
 // With an argument: one read beyond a table, which the sanitizer must report.
 int main(int argc, char**) {
+#if defined(__AMX_TILE__)
+    if (syscall(SYS_arch_prctl, 0x1023, 18)) return 1;  // the tiles' registers: build.py, request_tiles
+#endif
     if (argc > 1) {
         Exactly<float> table(15 * 8), y(8);  // a panel has 16 rows
         const int64_t id = 15;
@@ -115,6 +123,9 @@ int main(int argc, char**) {
                 floats<uint16_t>(2, m, n, k);
                 integers(m, n, k);
             }
+    // More than one block of steps, of rows and of panels where there are matrix tiles.
+    floats<uint16_t>(1, 130, 70, 1100);
+    integers(130, 70, 2100);
     std::printf("ok %d\n", calls + run_step_kernels());
     return 0;
 }

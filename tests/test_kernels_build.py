@@ -19,6 +19,7 @@ from llm.platforms import select_platform
 
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+AMX = {"amx_tile", "amx_bf16", "amx_int8"}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -41,6 +42,7 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
         (AVX2, "avx2"),
         (AVX512, "avx512"),
         (AVX512 | {"avx512_vnni"}, "avx512_vnni"),
+        (AVX512 | {"avx512_vnni"} | AMX, "amx"),
     ],
 )
 def test_the_best_instruction_set_is_chosen(flags: set[str], target: str) -> None:
@@ -53,8 +55,33 @@ def test_an_instruction_set_can_be_forced() -> None:
     assert library.choose_target("avx2", flags)[0] == "avx2"
     assert library.choose_target("avx512", flags)[0] == "avx512_vnni"
     assert library.choose_target("avx512", AVX512)[0] == "avx512"
+    assert library.choose_target("avx512", flags | AMX)[0] == "avx512_vnni"
+    assert library.choose_target("amx", flags | AMX)[0] == "amx"
     with pytest.raises(ValidationError, match=r"LLM_CPU_ISA='avx512' needs .* runs avx2, plain\."):
         library.choose_target("avx512", AVX2)
+
+
+def test_without_the_registers_of_amx_the_next_best_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "request_tiles", lambda: False)
+    assert not [flag for flag in build.read_cpu_flags() if flag.startswith("amx")]
+    library.load_library.cache_clear()
+    with pytest.raises(build.BuildError, match="LLM_CPU_ISA=avx512"):
+        library.load_library("amx")
+
+
+@needs_compiler
+@pytest.mark.skipif("avx512_vnni" not in build.supported_targets(), reason="this processor has no AVX-512 VNNI")
+def test_a_compiler_without_amx_gives_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(target: str) -> library.Library:
+        if target == "amx":
+            raise build.BuildError("unrecognized option '-mamx-tile'")
+        return library.load_library(target)
+
+    monkeypatch.setattr(select, "choose_target", lambda isa: ("avx512_vnni" if isa else "amx", "a test"))
+    monkeypatch.setattr(select, "load_library", load)
+    kernels = select._cpu_kernels.__wrapped__(None)
+    assert kernels.library is not None and kernels.library.target == "avx512_vnni"
+    assert "-mamx-tile" in kernels.reason
 
 
 def test_a_wrong_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ once, and a killed build leaves nothing that could be loaded.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -33,19 +34,23 @@ FLAGS = (
 ).split()
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_VNNI = (*_AVX512, "-mavx512vnni")
 # Target -> flags; the later, the faster where the processor has it.
 TARGETS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
+    "avx512_vnni": _VNNI,
+    "amx": (*_VNNI, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 _CPU_FLAGS = {
     "plain": "",
     "avx2": "avx2 fma f16c",
     "avx512": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq",
     "avx512_vnni": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni",
+    "amx": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni amx_tile amx_bf16 amx_int8",
 }
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS_ALLOWED = 600
 _OUTPUT_SHOWN = 2000
@@ -67,12 +72,20 @@ def machine_targets() -> list[str]:
 
 
 def read_cpu_flags() -> set[str]:
-    """The processor's feature flags as Linux names them; empty where it lists none (other architectures)."""
+    """The features of the processor that this process can use, as Linux names them; empty on other architectures."""
     path = Path("/proc/cpuinfo")
     if platform.machine().lower() not in {"x86_64", "amd64"} or not path.exists():
         return set()
     lines = (line.split(":", 1) for line in path.read_text().splitlines() if line.startswith("flags"))
-    return set(next(lines, ["", ""])[1].split())
+    flags = set(next(lines, ["", ""])[1].split())
+    if "amx_tile" in flags and not request_tiles():
+        flags = {flag for flag in flags if not flag.startswith("amx")}
+    return flags
+
+
+def request_tiles() -> bool:
+    """Ask Linux for the registers of AMX: 8 KB that a process has only on request, with all its threads."""
+    return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA) == 0
 
 
 def sources() -> list[Path]:

@@ -4,6 +4,7 @@
 // A panel is [k / 8][16][4]: in byte j of a column, weight k + j plus 8 in the low nibble and weight k + 4 + j plus 8 in the
 // high one, so that a mask and a shift give four unsigned bytes of consecutive k. The sums start at -8 times the sum of the
 // activations, which takes the 8 back. k is padded with activations of 0.
+#include "gemm_tiles.h"
 #include "panels.h"
 #include "quantize.h"
 #include "replay.h"
@@ -271,6 +272,79 @@ LLM_INLINE uint8_t both_nibbles(const int8_t* row, int64_t at, int64_t k) {
     return static_cast<uint8_t>(high << 4 | low);
 }
 
+#if LLM_TILES
+
+// From so many rows on, matrix tiles are faster; the sums are the same.
+constexpr int64_t TILES_FROM = 17;
+constexpr int64_t TILE_K = 64;  // k of a step of tiles
+
+// Panels that are opened, a block of steps at a time, into int8: a line of nibbles becomes two lines of a tile.
+struct NibblePanels {
+    const uint8_t* data;
+    int64_t lines;  // of nibbles, in a panel
+
+    int64_t steps() const { return ceil_div(2 * lines, TILE_LINES); }
+    int64_t scratch_bytes(int64_t block) const { return TILE_PANELS * block * TILE_BYTES; }
+    TileSteps open(int64_t panel, int64_t wide, int64_t first, int64_t count, char* scratch) const {
+        const int64_t begin = first * TILE_LINES / 2, end = Tasks::least(lines, (first + count) * TILE_LINES / 2);
+        const __m512i mask = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
+        for (int64_t c = 0; c < wide; ++c) {
+            char* to = scratch + c * count * TILE_BYTES;
+            const uint8_t* from = data + ((panel + c) * lines + begin) * PANEL_STEP;
+            for (int64_t line = begin; line < end; ++line, from += PANEL_STEP, to += 2 * LINE) {
+                prefetch(from + TILE_AHEAD);
+                const __m512i both = _mm512_loadu_si512(from);
+                _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, mask), eight));
+                _mm512_store_si512(to + LINE, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask), eight));
+            }
+            std::memset(to, 0, scratch + (c + 1) * count * TILE_BYTES - to);
+        }
+        return {scratch, count * TILE_BYTES, count, nullptr};
+    }
+};
+
+void tile_linear_w4a8(const Product& p, const float* x, float* row_scales, int64_t k, int64_t threads) {
+    const NibblePanels panels{p.weight, p.steps()};
+    const bool grouped = p.groups > 1;
+    const int64_t block = grouped ? p.group_steps * STEP / TILE_K : BLOCK_STEPS;
+    for_row_blocks(p.m, panels.steps(), 1, block, [&](const TileOperands& a, int64_t from) {
+        parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
+            const float* at = x + (from + row) * k;
+            const float scale = row_scale(at, k);
+            const F32 divisor = set1(row_divisor(scale));
+            row_scales[from + row] = scale;
+            a.write_row(row, [&](int64_t step, char* line, int64_t) {
+                for (int64_t i = 0; i < LINE; i += LANES)
+                    store_int8(reinterpret_cast<int8_t*>(line + i), quantize(at + step * LINE + i, k - step * LINE - i, divisor, zero()));
+            });
+        });
+        const auto done = [&](int64_t tile, int64_t panel, int64_t wide, int64_t first, const char* sums, char* more) {
+            const bool last = first + block >= a.steps;
+            if (!grouped && !last) return;
+            for (int64_t c = 0; c < wide; ++c) {
+                const int64_t column = (panel + c) * LANES, columns = p.n - column;
+                const F32 scale = p.group_scale(first / block * grouped, column);
+                const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
+                for (int64_t r = 0; r < a.tile_rows(tile); ++r) {
+                    const int64_t at = (r * TILE_PANELS + c) * LINE, row = from + tile * TILE_LINES + r;
+                    float* so_far = reinterpret_cast<float*>(more + at);
+                    const F32 before = grouped && first ? load(so_far) : zero();
+                    const F32 sum = fma(to_float(load_i(reinterpret_cast<const int32_t*>(sums + at))), scale, before);
+                    if (!last) {
+                        store(so_far, sum);
+                        continue;
+                    }
+                    const F32 product = sum * set1(row_scales[row]);
+                    store_part(p.y + row * p.n + column, p.bias ? product + bias : product, columns);
+                }
+            }
+        };
+        multiply_tiles<1>(a, panels, ceil_div(p.n, LANES), grouped, threads, done);
+    });
+}
+
+#endif
+
 }  // namespace
 }  // namespace llm
 
@@ -281,10 +355,17 @@ LLM_EXPORT void llm_linear_w4a8(const float* x, const uint8_t* weight, const voi
                                 int64_t scale_stride, int64_t group_size, int64_t groups, const float* bias, float* y, int64_t m,
                                 int64_t n, int64_t k, int64_t threads) {
     const int64_t padded = ceil_div(k, STEP) * STEP, group_steps = groups == 1 ? padded / STEP : group_size / STEP;
-    const Scratch operands(m * padded), starts(m * groups * sizeof(int32_t)), scales(m * sizeof(float));
+    const Scratch scales(m * sizeof(float));
+    float* row_scales = scales.as<float>();
+#if LLM_TILES
+    if (m >= TILES_FROM && (groups == 1 || (groups > 1 && group_size % TILE_K == 0))) {
+        const Product p{nullptr, nullptr, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
+        return tile_linear_w4a8(p, x, row_scales, k, threads);
+    }
+#endif
+    const Scratch operands(m * padded), starts(m * groups * sizeof(int32_t));
     int8_t* a = operands.as<int8_t>();
     int32_t* start = starts.as<int32_t>();
-    float* row_scales = scales.as<float>();
     const Product p{a, start, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
     const Tasks tasks(m, n, MAX_ROWS, padded, BLOCK_BYTES, threads);
     parallel_for(tasks.tiles(), m * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t tile, char*) {

@@ -3,6 +3,7 @@
 // A panel is [k / 4][16][4]: four k of a column side by side, as the dot-product instructions read them; k is padded to
 // a multiple of 4 with zeros. Without those instructions both operands are widened to int16 and multiplied in pairs.
 // A sum of k products stays below 2^31 for k up to 2^17: the caller checks.
+#include "gemm_tiles.h"
 #include "panels.h"
 #include "quantize.h"
 #include "replay.h"
@@ -175,23 +176,29 @@ struct Product {
     int64_t panel_bytes() const { return padded_k * LANES; }
 };
 
-template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
-    alignas(64) int32_t sums[ROWS * PANELS * LANES];
-    dots<ROWS, PANELS>(p.a + row * p.padded_k, p.weight + panel * p.panel_bytes(), p.panel_bytes(),
-                       p.padded_k / STEP, sums);
-    for (int c = 0; c < PANELS; ++c) {
+// Sums [rows][stride][16] of `wide` panels -> outputs.
+LLM_INLINE void scale_sums(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t wide, int64_t stride,
+                           const int32_t* sums) {
+    for (int64_t c = 0; c < wide; ++c) {
         const int64_t column = (panel + c) * LANES, columns = p.n - column;
         alignas(64) int32_t excess[LANES];
         for (int i = 0; i < LANES; ++i)
             excess[i] = static_cast<int32_t>(static_cast<uint32_t>(p.offset) * static_cast<uint32_t>(p.column_sum[column + i]));
         const F32 scale = set1(p.factor) * load_part(p.scale + column, columns);
         const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
-        for (int r = 0; r < ROWS; ++r) {
-            const I32 sum = load_i(sums + (r * PANELS + c) * LANES) - load_i(excess);
+        for (int64_t r = 0; r < rows; ++r) {
+            const I32 sum = load_i(sums + (r * stride + c) * LANES) - load_i(excess);
             const F32 product = to_float(sum) * set1(p.row_scale[row + r]) * scale;
             store_part(p.y + (row + r) * p.n + column, p.bias ? product + bias : product, columns);
         }
     }
+}
+
+template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
+    alignas(64) int32_t sums[ROWS * PANELS * LANES];
+    dots<ROWS, PANELS>(p.a + row * p.padded_k, p.weight + panel * p.panel_bytes(), p.panel_bytes(),
+                       p.padded_k / STEP, sums);
+    scale_sums(p, row, ROWS, panel, PANELS, PANELS, sums);
 }
 
 template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
@@ -215,6 +222,40 @@ LLM_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, int64
     return scale;
 }
 
+#if LLM_TILES
+
+// From so many rows on, matrix tiles are faster; the sums are the same.
+constexpr int64_t TILES_FROM = 12;
+
+void tile_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale, float input_scale,
+                      int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
+    const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(k, STEP)};
+    const Scratch scales(m * sizeof(float));
+    float* row_scales = scales.as<float>();
+    const float factor = input_scale == 0.0f ? 1.0f : input_scale;
+    const Product p{nullptr, row_scales, weight, column_sum, scale, bias, y, m, n, k, static_cast<int32_t>(input_offset), factor};
+    for_row_blocks(m, panels.steps(), 1, BLOCK_STEPS, [&](const TileOperands& a, int64_t from) {
+        parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
+            const float* at = x + (from + row) * k;
+            const float dynamic = input_scale == 0.0f ? row_scale(at, k) : 1.0f;
+            const F32 divisor = set1(input_scale == 0.0f ? row_divisor(dynamic) : input_scale);
+            const F32 shift = set1(static_cast<float>(input_offset));
+            row_scales[from + row] = dynamic;
+            a.write_row(row, [&](int64_t step, char* line, int64_t) {
+                for (int64_t i = 0; i < LINE; i += LANES)
+                    store_int8(reinterpret_cast<int8_t*>(line + i), quantize(at + step * LINE + i, k - step * LINE - i, divisor, shift));
+            });
+        });
+        const auto done = [&](int64_t tile, int64_t panel, int64_t wide, int64_t first, const char* sums, char*) {
+            if (first + a.block >= a.steps)
+                scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS, reinterpret_cast<const int32_t*>(sums));
+        };
+        multiply_tiles<1>(a, panels, ceil_div(n, LANES), false, threads, done);
+    });
+}
+
+#endif
+
 }  // namespace
 }  // namespace llm
 
@@ -225,6 +266,9 @@ using namespace llm;
 LLM_EXPORT void llm_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale,
                                 float input_scale, int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n,
                                 int64_t k, int64_t threads) {
+#if LLM_TILES
+    if (m >= TILES_FROM) return tile_linear_w8a8(x, weight, column_sum, scale, input_scale, input_offset, bias, y, m, n, k, threads);
+#endif
     const int64_t padded = ceil_div(k, STEP) * STEP;
     const Scratch operands(m * padded * sizeof(Operand)), scales(m * sizeof(float));
     Operand* a = operands.as<Operand>();

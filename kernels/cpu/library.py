@@ -19,7 +19,7 @@ from llm import env
 from llm.errors import ValidationError
 from llm.kernels.cpu import build
 
-ISA_CHOICES = ("plain", "avx2", "avx512", "none")
+ISA_CHOICES = ("plain", "avx2", "avx512", "amx", "none")
 _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 _OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 
@@ -32,7 +32,7 @@ class Library:
     """One loaded kernel library.
 
     Attributes:
-        target: what it was compiled for: plain, avx2, avx512 or avx512_vnni.
+        target: what it was compiled for: plain, avx2, avx512, avx512_vnni or amx.
         path: the file.
         openmp: the file of the OpenMP runtime its threads come from, None: one thread.
         recorder: the program that notes calls (program.py), None: nobody does.
@@ -76,7 +76,7 @@ class Library:
 
 
 def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[str, str]:
-    """(target, reason) for `isa` ("plain", "avx2", "avx512"; None: the best), or `ValidationError`.
+    """(target, reason) for `isa` ("plain", "avx2", "avx512", "amx"; None: the best), or `ValidationError`.
 
     "avx512" stands for the variant with VNNI where the processor has it.
     """
@@ -97,6 +97,8 @@ def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[s
 @functools.cache
 def load_library(target: str) -> Library:
     """The library of `target`, compiled if need be; one per process. Raises `build.BuildError`."""
+    if target == "amx" and not build.request_tiles():
+        raise build.BuildError("the system does not grant this process the registers of AMX; set LLM_CPU_ISA=avx512")
     path = build.ensure_library(target)
     try:
         return Library(target, path)
@@ -108,7 +110,7 @@ def load_library(target: str) -> Library:
 
 
 def requested_isa() -> str | None:
-    """LLM_CPU_ISA: "plain", "avx2", "avx512", "none" (PyTorch's operations), or None when it is not set."""
+    """LLM_CPU_ISA: "plain", "avx2", "avx512", "amx", "none" (PyTorch's operations), or None when it is not set."""
     if env.get("LLM_CPU_ISA") is None:
         return None
     choices = tuple(choice.upper() for choice in ISA_CHOICES)

@@ -15,6 +15,8 @@ from llm.kernels.reference.quantized import PackedWeight
 LANES = 16
 # torch dtype -> its number in gemm_float.cpp
 FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# torch dtype -> how many k of a row lie side by side in its panels, when not one
+_DEPTHS = {torch.bfloat16: 2}
 # Sums of k products of two int8 stay within int32.
 MAX_INTEGER_K = 1 << 17
 
@@ -59,15 +61,17 @@ class PanelWeight(PackedWeight):
 
 
 def pack_float(lib: Library, weight: torch.Tensor, reuse: bool = False) -> PanelWeight:
-    """float32, bfloat16 or float16 [N, K] -> panels [N / 16][K][16] in its type.
+    """float32 or float16 [N, K] -> panels [N / 16][K][16] in its type; bfloat16 -> [N / 16][K / 2][16][2].
 
-    `reuse`: the weight's memory may be overwritten; it is then the packed weight's, when N is a multiple of 16.
+    `reuse`: the weight's memory may be overwritten; it is then the packed weight's, when N is a multiple of 16 (and K
+    even, of bfloat16).
     """
     if weight.dtype not in FLOAT_KINDS or weight.dim() != 2:
         raise ValueError(f"a weight is float32, bfloat16 or float16 [N, K], got {weight.dtype} {list(weight.shape)}")
     n, k = weight.shape
     weight = weight.contiguous()
-    data = weight.view(-1) if reuse and n % LANES == 0 else torch.empty(_padded(n) * k, dtype=weight.dtype)
+    size = _padded(n) * _padded(k, _DEPTHS.get(weight.dtype, 1))
+    data = weight.view(-1) if reuse and weight.numel() == size else torch.empty(size, dtype=weight.dtype)
     pack = lib.function(*_PACK_FLOAT)
     pack(FLOAT_KINDS[weight.dtype], weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
     return PanelWeight(data, n, k, "float", lib)

@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define LLM_TILES 1
+#endif
 #if defined(__AVX512F__)
 #define LLM_AVX512 1
 #elif defined(__AVX2__)
@@ -91,13 +94,6 @@ LLM_INLINE F32 load(const BF16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
 LLM_INLINE F32 load(const F16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
-// 16 bf16 as bf16 panels store them: value c in the low half of word c, value c + 8 in its high half.
-LLM_INLINE F32 load_paired(const BF16* p) {
-    const __m512i order = _mm512_set_epi16(15, 0, 13, 0, 11, 0, 9, 0, 7, 0, 5, 0, 3, 0, 1, 0, 14, 0, 12, 0, 10, 0, 8, 0, 6,
-                                           0, 4, 0, 2, 0, 0, 0);
-    const __m512i raw = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
-    return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, order, raw))};
-}
 LLM_INLINE I32 max_i(I32 a, I32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 LLM_INLINE I32 and_i(I32 a, I32 b) { return {_mm512_and_si512(a.v, b.v)}; }
 // Truncate to the low byte or half, like a C cast.
@@ -166,11 +162,6 @@ LLM_INLINE I32 to_int(F32 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_ep
 LLM_INLINE __m256 widen_bf16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 LLM_INLINE F32 load(const BF16* p) { return {widen_bf16(load_128(p)), widen_bf16(load_128(p + 8))}; }
 LLM_INLINE F32 load(const F16* p) { return {_mm256_cvtph_ps(load_128(p)), _mm256_cvtph_ps(load_128(p + 8))}; }
-LLM_INLINE F32 load_paired(const BF16* p) {
-    const __m256i raw = load_256(p);
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16)),
-            _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
-}
 LLM_INLINE I32 max_i(I32 a, I32 b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }
 LLM_INLINE I32 and_i(I32 a, I32 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 LLM_INLINE __m256i low_halves(I32 x) {
@@ -203,7 +194,6 @@ LLM_INLINE F32 zero() { return set1(0.0f); }
 LLM_INLINE F32 load(const float* p) { return lanes<F32>([&](int i) { return p[i]; }); }
 LLM_INLINE F32 load(const BF16* p) { return lanes<F32>([&](int i) { return widen(p[i]); }); }
 LLM_INLINE F32 load(const F16* p) { return lanes<F32>([&](int i) { return widen(p[i]); }); }
-LLM_INLINE F32 load_paired(const BF16* p) { return lanes<F32>([&](int i) { return widen(p[i % 8 * 2 + i / 8]); }); }
 LLM_INLINE void store(float* p, F32 x) { std::memcpy(p, x.v, sizeof x.v); }
 LLM_INLINE F32 operator+(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] + b.v[i]; }); }
 LLM_INLINE F32 operator-(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] - b.v[i]; }); }

@@ -1,0 +1,230 @@
+// Products by matrix tiles (AMX): 16 rows by 64 outputs at once, from the same panels as every other instruction set.
+//
+// A panel's 64-byte lines (2 bfloat16 or 4 int8 of each of 16 columns) are the lines of a tile as the instructions read it; a
+// step is 16 of them. Activations become operands, for each block of steps: [row tile][step][part][rows][64 bytes].
+//
+// int8: exact sums in int32. bfloat16: an activation is cut into three bfloat16, which hold all its 24 bits, and each step adds
+// the products with the first, then the second, then the third part:
+//     y = (((0 + t(0, 0)) + t(0, 1)) + t(0, 2)) + t(1, 0) + ...    t(s, p) = even chain + odd chain, over the 32 k of step s
+// Every output has this chain, whatever the rows beside it, the tile and the thread. The instruction flushes denormals, also of
+// the parts: an error below 2^-126 for each product, and none above it that a float32 chain would not have.
+//
+// The compiler does not know what the tile instructions read and write: hence their "memory".
+#pragma once
+
+#include "panels.h"
+
+#if LLM_TILES
+
+namespace llm {
+namespace {
+
+constexpr int64_t LINE = 64;            // bytes of a row of a tile
+constexpr int64_t TILE_LINES = 16;
+constexpr int64_t TILE_BYTES = LINE * TILE_LINES;
+constexpr int64_t TILE_PANELS = 4;      // panels that share a load of the operands
+constexpr int64_t BLOCK_STEPS = 32;     // of k, and
+constexpr int64_t BLOCK_TILES = 8;      // row tiles: so many operands stay in the second-level cache
+constexpr int64_t MOST_GROUPS = 8;      // groups of panels in a task
+constexpr int64_t TILE_AHEAD = 2048;    // bytes of a panel
+
+// What a tile instruction reads, AddressSanitizer sees only when it is read once more.
+LLM_INLINE void touch(const char* from, int64_t lines, int64_t stride) {
+#if defined(__SANITIZE_ADDRESS__)
+    for (int64_t line = 0; line < lines; ++line)
+        for (int64_t byte = 0; byte < LINE; byte += LINE - 1)
+            static_cast<void>(*static_cast<const volatile char*>(from + line * stride + byte));
+#else
+    static_cast<void>(from), static_cast<void>(lines), static_cast<void>(stride);
+#endif
+}
+
+#define LLM_TILE_LOAD(tile, from, stride) \
+    asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(static_cast<int64_t>(stride)) : "memory")
+#define LLM_TILE_STORE(tile, to, stride) \
+    asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(static_cast<int64_t>(stride)) : "memory")
+#define LLM_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::: "memory")
+#define LLM_TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::: "memory")
+#define LLM_TILE_DOT_INT8(sum, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::: "memory")
+
+// The shapes of the thread's tiles: 0 to 3 sums and 4 to 6 operands, of `rows` rows, 7 a panel's. Released at the end.
+class TileShapes {
+    int64_t rows_ = 0;
+
+  public:
+    void set(int64_t rows) {
+        if (rows == rows_) return;
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE};
+            uint8_t lines[16] = {};
+        } shapes;
+        for (int tile = 0; tile < 8; ++tile) shapes.lines[tile] = static_cast<uint8_t>(tile < 7 ? rows : TILE_LINES);
+        asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
+        rows_ = rows;
+    }
+    TileShapes() = default;
+    ~TileShapes() { asm volatile("tilerelease" ::: "memory"); }
+    TileShapes(const TileShapes&) = delete;
+    TileShapes& operator=(const TileShapes&) = delete;
+};
+
+// sums 0 ... PANELS - 1 += the products of `steps` steps. PARTS: 3 of bfloat16, or 1 of int8.
+template <int PARTS, int PANELS>
+LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t panel_bytes, int64_t steps, int64_t ahead) {
+    static_assert(PARTS == 1 || PARTS == 3, "int8 or bfloat16");
+#define LLM_TILE_PANEL(panel)                                                                                     \
+    if constexpr (PANELS > panel) {                                                                               \
+        const char* at = b + panel * panel_bytes;                                                                 \
+        for (int64_t line = 0; line < TILE_BYTES; line += LINE) prefetch(at + ahead + line);                      \
+        touch(at, TILE_LINES, LINE);                                                                              \
+        LLM_TILE_LOAD(7, at, LINE);                                                                               \
+        if constexpr (PARTS == 1) LLM_TILE_DOT_INT8(panel, 4, 7);                                                 \
+        else {                                                                                                    \
+            LLM_TILE_DOT_BF16(panel, 4, 7);                                                                       \
+            LLM_TILE_DOT_BF16(panel, 5, 7);                                                                       \
+            LLM_TILE_DOT_BF16(panel, 6, 7);                                                                       \
+        }                                                                                                         \
+    }
+    for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, b += TILE_BYTES) {
+        touch(a, PARTS * a_tile / LINE, LINE);
+        LLM_TILE_LOAD(4, a, LINE);
+        if constexpr (PARTS == 3) {
+            LLM_TILE_LOAD(5, a + a_tile, LINE);
+            LLM_TILE_LOAD(6, a + 2 * a_tile, LINE);
+        }
+        LLM_TILE_PANEL(0)
+        LLM_TILE_PANEL(1)
+        LLM_TILE_PANEL(2)
+        LLM_TILE_PANEL(3)
+    }
+#undef LLM_TILE_PANEL
+}
+
+// The sums of PANELS panels, in memory [rows][TILE_PANELS][16] of 4 bytes.
+template <int PANELS> LLM_INLINE void load_sums(const void* sums) {
+    const char* at = static_cast<const char*>(sums);
+    LLM_TILE_LOAD(0, at, TILE_PANELS * LINE);
+    if constexpr (PANELS > 1) LLM_TILE_LOAD(1, at + LINE, TILE_PANELS * LINE);
+    if constexpr (PANELS > 2) LLM_TILE_LOAD(2, at + 2 * LINE, TILE_PANELS * LINE);
+    if constexpr (PANELS > 3) LLM_TILE_LOAD(3, at + 3 * LINE, TILE_PANELS * LINE);
+}
+template <int PANELS> LLM_INLINE void store_sums(void* sums) {
+    char* at = static_cast<char*>(sums);
+    LLM_TILE_STORE(0, at, TILE_PANELS * LINE);
+    if constexpr (PANELS > 1) LLM_TILE_STORE(1, at + LINE, TILE_PANELS * LINE);
+    if constexpr (PANELS > 2) LLM_TILE_STORE(2, at + 2 * LINE, TILE_PANELS * LINE);
+    if constexpr (PANELS > 3) LLM_TILE_STORE(3, at + 3 * LINE, TILE_PANELS * LINE);
+}
+LLM_INLINE void clear_sums() {
+    LLM_TILE_ZERO(0);
+    LLM_TILE_ZERO(1);
+    LLM_TILE_ZERO(2);
+    LLM_TILE_ZERO(3);
+}
+
+// The operands of a block of rows, in blocks of `block` steps of k.
+struct TileOperands {
+    char* data;
+    int64_t rows, steps, parts, block;
+
+    int64_t tiles() const { return ceil_div(rows, TILE_LINES); }
+    int64_t tile_rows(int64_t tile) const { return Tasks::least(TILE_LINES, rows - tile * TILE_LINES); }
+    int64_t block_steps(int64_t first) const { return Tasks::least(block, steps - first); }
+    // Where a row tile's steps of the block that begins at step `first` are.
+    char* at(int64_t tile, int64_t first) const {
+        return data + (first * rows + tile * TILE_LINES * block_steps(first)) * parts * LINE;
+    }
+    // write(step, line, bytes from one part's line to the next) for each step of a row.
+    template <class Write> LLM_INLINE void write_row(int64_t row, const Write& write) const {
+        const int64_t tile = row / TILE_LINES, part = tile_rows(tile) * LINE;
+        for (int64_t first = 0; first < steps; first += block) {
+            char* line = at(tile, first) + row % TILE_LINES * LINE;
+            for (int64_t step = first; step < first + block_steps(first); ++step, line += parts * part) write(step, line, part);
+        }
+    }
+    static int64_t bytes(int64_t rows, int64_t steps, int64_t parts) { return rows * steps * parts * LINE; }
+};
+
+// Some steps of a group of panels: `whole` of them from `data` on, `stride` apart from panel to panel, then perhaps a last one.
+struct TileSteps {
+    const char* data;
+    int64_t stride, whole;
+    const char* last;  // [panels][TILE_BYTES], or null
+};
+
+// Panels whose lines are a tile's as they are: `lines` of 64 bytes each.
+struct TilePanels {
+    const char* data;
+    int64_t lines;
+
+    int64_t steps() const { return ceil_div(lines, TILE_LINES); }
+    int64_t scratch_bytes(int64_t) const { return TILE_PANELS * TILE_BYTES; }
+    TileSteps open(int64_t panel, int64_t wide, int64_t first, int64_t count, char* scratch) const {
+        const int64_t stride = lines * LINE, whole = Tasks::least(count, lines / TILE_LINES - first);
+        const char* from = data + panel * stride + first * TILE_BYTES;
+        if (whole == count) return {from, stride, whole, nullptr};
+        std::memset(scratch, 0, wide * TILE_BYTES);  // the lines that the last step lacks
+        for (int64_t c = 0; c < wide; ++c)
+            std::memcpy(scratch + c * TILE_BYTES, from + c * stride + whole * TILE_BYTES, lines % TILE_LINES * LINE);
+        return {from, stride, whole, scratch};
+    }
+};
+
+// sums (+)= operands x panels: one block of steps of one row tile and one group of panels.
+template <int PARTS, int PANELS>
+void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t first, const TileSteps& b, bool fresh, char* sums) {
+    const int64_t operand = a.tile_rows(tile) * LINE;
+    const char* operands = a.at(tile, first);
+    shapes.set(a.tile_rows(tile));
+    if (fresh) clear_sums();
+    else load_sums<PANELS>(sums);
+    add_steps<PARTS, PANELS>(operands, operand, b.data, b.stride, b.whole, TILE_AHEAD);
+    if (b.last) add_steps<PARTS, PANELS>(operands + b.whole * PARTS * operand, operand, b.last, TILE_BYTES, 1, 0);
+    store_sums<PANELS>(sums);
+}
+
+// A block of rows by all outputs. done(row tile, first panel, how many, first step, sums, more) after each block of steps of
+// [rows][TILE_PANELS][16] sums: of this block alone when `grouped`, else of all so far; `more` is as much memory, kept from
+// block to block when `grouped`.
+template <int PARTS, class Panels, class Done>
+void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, bool grouped, int64_t threads, const Done& done) {
+    constexpr int64_t tile_bytes = TILE_LINES * TILE_PANELS * LINE;
+    const int64_t groups = ceil_div(panels, TILE_PANELS), tiles = a.tiles();
+    // A task of several groups of panels has the operands of a block of steps in its cache for all of them.
+    int64_t share = a.steps > a.block && tiles > 1 ? groups / (2 * threads) : 1;
+    share = share < 1 ? 1 : Tasks::least(share, MOST_GROUPS);
+    const int64_t kept = share * tiles * tile_bytes;
+    parallel_for(ceil_div(groups, share), threads, kept + tile_bytes + b.scratch_bytes(a.block), [&](int64_t task, char* scratch) {
+        TileShapes shapes;
+        const int64_t begin = task * share, end = Tasks::least(begin + share, groups);
+        for (int64_t first = 0; first == 0 || first < a.steps; first += a.block)
+            for (int64_t group = begin; group < end; ++group) {
+                const int64_t panel = group * TILE_PANELS, wide = Tasks::least(TILE_PANELS, panels - panel);
+                const TileSteps steps = b.open(panel, wide, first, a.block_steps(first), scratch + kept + tile_bytes);
+                for (int64_t tile = 0; tile < tiles; ++tile) {
+                    char* more = scratch + ((group - begin) * tiles + tile) * tile_bytes;
+                    char* sums = grouped ? scratch + kept : more;
+                    const bool fresh = grouped || first == 0;
+                    if (wide == 4) add_block<PARTS, 4>(shapes, a, tile, first, steps, fresh, sums);
+                    else if (wide == 3) add_block<PARTS, 3>(shapes, a, tile, first, steps, fresh, sums);
+                    else if (wide == 2) add_block<PARTS, 2>(shapes, a, tile, first, steps, fresh, sums);
+                    else add_block<PARTS, 1>(shapes, a, tile, first, steps, fresh, sums);
+                    done(tile, panel, wide, first, sums, more);
+                }
+            }
+    });
+}
+
+// run(operands, first row) for blocks of at most BLOCK_TILES row tiles, one after the other in the same memory.
+template <class Run> void for_row_blocks(int64_t m, int64_t steps, int64_t parts, int64_t block, const Run& run) {
+    const int64_t most = Tasks::least(m, BLOCK_TILES * TILE_LINES);
+    const Scratch memory(TileOperands::bytes(most, steps, parts));
+    for (int64_t from = 0; from < m; from += most)
+        run(TileOperands{memory.as<char>(), Tasks::least(most, m - from), steps, parts, block}, from);
+}
+
+}  // namespace
+}  // namespace llm
+
+#endif
