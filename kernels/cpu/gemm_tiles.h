@@ -47,21 +47,26 @@ LLM_INLINE void touch(const char* from, int64_t lines, int64_t stride) {
 #define LLM_TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::: "memory")
 #define LLM_TILE_DOT_INT8(sum, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::: "memory")
 
-// The shapes of the thread's tiles: 0 to 3 sums and 4 to 6 operands, of `rows` rows, 7 a panel's. Released at the end.
+// The shapes of the thread's tiles, released at the end. One row tile: 0 to 3 sums, 4 to 6 operands, 7 a panel. Two: 0, 1 and
+// 2, 3 the sums of each, 4 and 5 their operands, 6 and 7 panels.
 class TileShapes {
-    int64_t rows_ = 0;
+    int64_t rows_ = 0, second_ = 0;
 
   public:
-    void set(int64_t rows) {
-        if (rows == rows_) return;
+    // `second`: the rows of the second row tile, 0 where there is one alone.
+    void set(int64_t rows, int64_t second) {
+        if (rows == rows_ && second == second_) return;
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16] = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE};
             uint8_t lines[16] = {};
         } shapes;
-        for (int tile = 0; tile < 8; ++tile) shapes.lines[tile] = static_cast<uint8_t>(tile < 7 ? rows : TILE_LINES);
+        for (int tile = 0; tile < 8; ++tile) {
+            const bool panel = tile == 7 || (second && tile == 6), of_second = second && (tile == 2 || tile == 3 || tile == 5);
+            shapes.lines[tile] = static_cast<uint8_t>(panel ? TILE_LINES : of_second ? second : rows);
+        }
         asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
-        rows_ = rows;
+        rows_ = rows, second_ = second;
     }
     TileShapes() = default;
     ~TileShapes() { asm volatile("tilerelease" ::: "memory"); }
@@ -99,6 +104,37 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
         LLM_TILE_PANEL(3)
     }
 #undef LLM_TILE_PANEL
+}
+
+// The same for two row tiles and two panels at once: what a panel brings from memory is used twice before it leaves.
+template <int PARTS>
+LLM_INLINE void add_pair_steps(const char* a, int64_t a_tile, const char* second, int64_t second_tile, const char* b,
+                               int64_t panel_bytes, int64_t steps, int64_t ahead) {
+    for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, second += PARTS * second_tile, b += TILE_BYTES) {
+        for (int64_t line = 0; line < TILE_BYTES; line += LINE) {
+            prefetch(b + ahead + line);
+            prefetch(b + panel_bytes + ahead + line);
+        }
+        touch(b, TILE_LINES, LINE), touch(b + panel_bytes, TILE_LINES, LINE);
+        touch(a, PARTS * a_tile / LINE, LINE), touch(second, PARTS * second_tile / LINE, LINE);
+        LLM_TILE_LOAD(6, b, LINE);
+        LLM_TILE_LOAD(7, b + panel_bytes, LINE);
+        LLM_UNROLL for (int part = 0; part < PARTS; ++part) {
+            LLM_TILE_LOAD(4, a + part * a_tile, LINE);
+            LLM_TILE_LOAD(5, second + part * second_tile, LINE);
+            if constexpr (PARTS == 1) {
+                LLM_TILE_DOT_INT8(0, 4, 6);
+                LLM_TILE_DOT_INT8(1, 4, 7);
+                LLM_TILE_DOT_INT8(2, 5, 6);
+                LLM_TILE_DOT_INT8(3, 5, 7);
+            } else {
+                LLM_TILE_DOT_BF16(0, 4, 6);
+                LLM_TILE_DOT_BF16(1, 4, 7);
+                LLM_TILE_DOT_BF16(2, 5, 6);
+                LLM_TILE_DOT_BF16(3, 5, 7);
+            }
+        }
+    }
 }
 
 // The sums of PANELS panels, in memory [rows][TILE_PANELS][16] of 4 bytes.
@@ -176,12 +212,38 @@ template <int PARTS, int PANELS>
 void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t first, const TileSteps& b, bool fresh, char* sums) {
     const int64_t operand = a.tile_rows(tile) * LINE;
     const char* operands = a.at(tile, first);
-    shapes.set(a.tile_rows(tile));
+    shapes.set(a.tile_rows(tile), 0);
     if (fresh) clear_sums();
     else load_sums<PANELS>(sums);
     add_steps<PARTS, PANELS>(operands, operand, b.data, b.stride, b.whole, TILE_AHEAD);
     if (b.last) add_steps<PARTS, PANELS>(operands + b.whole * PARTS * operand, operand, b.last, TILE_BYTES, 1, 0);
     store_sums<PANELS>(sums);
+}
+
+// The same for the two row tiles that are all there are, of an even number of panels; `sums` and `second` are theirs.
+template <int PARTS>
+void add_pair_block(TileShapes& shapes, const TileOperands& a, int64_t first, const TileSteps& b, int64_t wide, bool fresh,
+                    char* sums, char* second) {
+    const int64_t operand = a.tile_rows(0) * LINE, other = a.tile_rows(1) * LINE, done = b.whole * PARTS;
+    shapes.set(a.tile_rows(0), a.tile_rows(1));
+    for (int64_t c = 0; c < wide; c += 2, sums += 2 * LINE, second += 2 * LINE) {
+        if (fresh) {
+            clear_sums();
+        } else {
+            LLM_TILE_LOAD(0, sums, TILE_PANELS * LINE);
+            LLM_TILE_LOAD(1, sums + LINE, TILE_PANELS * LINE);
+            LLM_TILE_LOAD(2, second, TILE_PANELS * LINE);
+            LLM_TILE_LOAD(3, second + LINE, TILE_PANELS * LINE);
+        }
+        const char *operands = a.at(0, first), *others = a.at(1, first);
+        add_pair_steps<PARTS>(operands, operand, others, other, b.data + c * b.stride, b.stride, b.whole, TILE_AHEAD);
+        if (b.last)
+            add_pair_steps<PARTS>(operands + done * operand, operand, others + done * other, other, b.last + c * TILE_BYTES, TILE_BYTES, 1, 0);
+        LLM_TILE_STORE(0, sums, TILE_PANELS * LINE);
+        LLM_TILE_STORE(1, sums + LINE, TILE_PANELS * LINE);
+        LLM_TILE_STORE(2, second, TILE_PANELS * LINE);
+        LLM_TILE_STORE(3, second + LINE, TILE_PANELS * LINE);
+    }
 }
 
 // A block of rows by all outputs. done(row tile, first panel, how many, first step, sums, more) after each block of steps of
@@ -192,25 +254,27 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, bool
     constexpr int64_t tile_bytes = TILE_LINES * TILE_PANELS * LINE;
     const int64_t groups = ceil_div(panels, TILE_PANELS), tiles = a.tiles();
     // A task of several groups of panels has the operands of a block of steps in its cache for all of them.
-    int64_t share = a.steps > a.block && tiles > 1 ? groups / (2 * threads) : 1;
+    int64_t share = a.steps > a.block && tiles > 1 ? groups / threads : 1;
     share = share < 1 ? 1 : Tasks::least(share, MOST_GROUPS);
     const int64_t kept = share * tiles * tile_bytes;
-    parallel_for(ceil_div(groups, share), threads, kept + tile_bytes + b.scratch_bytes(a.block), [&](int64_t task, char* scratch) {
+    parallel_for(ceil_div(groups, share), threads, kept + 2 * tile_bytes + b.scratch_bytes(a.block), [&](int64_t task, char* scratch) {
         TileShapes shapes;
         const int64_t begin = task * share, end = Tasks::least(begin + share, groups);
         for (int64_t first = 0; first == 0 || first < a.steps; first += a.block)
             for (int64_t group = begin; group < end; ++group) {
                 const int64_t panel = group * TILE_PANELS, wide = Tasks::least(TILE_PANELS, panels - panel);
-                const TileSteps steps = b.open(panel, wide, first, a.block_steps(first), scratch + kept + tile_bytes);
+                const TileSteps steps = b.open(panel, wide, first, a.block_steps(first), scratch + kept + 2 * tile_bytes);
+                const bool fresh = grouped || first == 0, pair = tiles == 2 && wide % 2 == 0;
+                char* const kept_sums = scratch + (group - begin) * tiles * tile_bytes;
+                char* const all_sums = grouped ? scratch + kept : kept_sums;
+                if (pair) add_pair_block<PARTS>(shapes, a, first, steps, wide, fresh, all_sums, all_sums + tile_bytes);
                 for (int64_t tile = 0; tile < tiles; ++tile) {
-                    char* more = scratch + ((group - begin) * tiles + tile) * tile_bytes;
-                    char* sums = grouped ? scratch + kept : more;
-                    const bool fresh = grouped || first == 0;
-                    if (wide == 4) add_block<PARTS, 4>(shapes, a, tile, first, steps, fresh, sums);
+                    char* sums = grouped && !pair ? all_sums : all_sums + tile * tile_bytes;
+                    if (wide == 4 && !pair) add_block<PARTS, 4>(shapes, a, tile, first, steps, fresh, sums);
                     else if (wide == 3) add_block<PARTS, 3>(shapes, a, tile, first, steps, fresh, sums);
-                    else if (wide == 2) add_block<PARTS, 2>(shapes, a, tile, first, steps, fresh, sums);
-                    else add_block<PARTS, 1>(shapes, a, tile, first, steps, fresh, sums);
-                    done(tile, panel, wide, first, sums, more);
+                    else if (wide == 2 && !pair) add_block<PARTS, 2>(shapes, a, tile, first, steps, fresh, sums);
+                    else if (wide == 1) add_block<PARTS, 1>(shapes, a, tile, first, steps, fresh, sums);
+                    done(tile, panel, wide, first, sums, kept_sums + tile * tile_bytes);
                 }
             }
     });
@@ -218,7 +282,8 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, bool
 
 // run(operands, first row) for blocks of at most BLOCK_TILES row tiles, one after the other in the same memory.
 template <class Run> void for_row_blocks(int64_t m, int64_t steps, int64_t parts, int64_t block, const Run& run) {
-    const int64_t most = Tasks::least(m, BLOCK_TILES * TILE_LINES);
+    const int64_t blocks = ceil_div(m, BLOCK_TILES * TILE_LINES);
+    const int64_t most = Tasks::least(m, ceil_div(m, TILE_LINES * (blocks ? blocks : 1)) * TILE_LINES);
     const Scratch memory(TileOperands::bytes(most, steps, parts));
     for (int64_t from = 0; from < m; from += most)
         run(TileOperands{memory.as<char>(), Tasks::least(most, m - from), steps, parts, block}, from);
