@@ -7,6 +7,7 @@ constructed and keep the functions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
@@ -119,12 +120,10 @@ def _cpu_kernels(isa: str | None) -> KernelSet:
     try:
         return KernelSet(load_library(target), reason)
     except build.BuildError as error:
-        if target == "amx" and isa is None:  # compilers older than gcc 11 do not know it, and some systems do not grant it
+        if target == "amx" and isa is None:  # gcc before 11 does not know it, some systems do not grant it
             next_best, _ = choose_target("avx512")
-            try:
+            with contextlib.suppress(build.BuildError):  # its reason is the same, and said below
                 return KernelSet(load_library(next_best), f"amx is not available: {str(error).splitlines()[0]}")
-            except build.BuildError:
-                pass  # the same reason, said below
         warnings.warn(
             f"the CPU kernels are not available: {error}. PyTorch's operations compute instead: slower, and answers "
             "depend on what else is in the batch.",
