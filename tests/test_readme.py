@@ -7,6 +7,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from embedded import python
+
+from llm.models.registry import _FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -62,3 +65,18 @@ def test_every_file_that_is_named_in_passing_exists() -> None:
     named = re.findall(r"`((?:llm|layers|quantization|platforms|kernels|tests|notebooks)/[\w./]*)`", README)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_python_of_the_readme_runs() -> None:
+    """In order, in a fresh interpreter: the second block replaces an operation for good."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    done = python("-c", "\n".join(blocks))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("In the beginning ") and "max_model_len" in done.stdout and "rms_norm" in done.stdout
+
+
+def test_the_families_of_the_readme_are_those_that_are_registered() -> None:
+    [named] = re.findall(r"with the model families ([^.]*)\.", README)
+    families = re.findall(r"[a-z0-9]+", named.replace("gemma3 (text)", "gemma3text").replace(" and ", ", "))
+    assert sorted(families) == sorted(name.replace("_", "") for name in _FAMILIES)
