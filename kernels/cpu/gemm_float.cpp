@@ -63,7 +63,8 @@ template <class T, int ROWS, int PANELS> void tile(const Product<T>& p, int64_t 
     const Ahead ahead(PREFETCH_BYTES, step * sizeof(T), steps, PANELS, panel_size * sizeof(T));
     for (int64_t s = 0; s < steps; ++s) {
         const int64_t distance = ahead.distance(s);
-        LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(reinterpret_cast<const char*>(b + c * panel_size + s * step) + distance);
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c)
+            prefetch_far(reinterpret_cast<const char*>(b + c * panel_size + s * step) + distance);
         LLM_UNROLL for (int64_t d = 0; d < DEPTH<T>; ++d) add(s, d);
     }
     if (p.k % DEPTH<T>) add(steps, 0);

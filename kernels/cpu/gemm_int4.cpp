@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t STEP = 8;                 // k of one step
 constexpr int64_t PANEL_STEP = LANES * 4;   // bytes of a panel per step
-constexpr int64_t PREFETCH_BYTES = 4096;
+constexpr int64_t PREFETCH_BYTES = 2048;
 constexpr int64_t BLOCK_BYTES = 512 << 10;
 
 enum ScaleKind : int64_t { SCALE_FLOAT32 = 0, SCALE_BFLOAT16 = 1, SCALE_FLOAT16 = 2 };
@@ -253,16 +253,15 @@ LLM_INLINE float quantize_row(const float* x, int64_t k, const Product& p, int64
     const F32 divisor = set1(row_divisor(scale));
     for (int64_t group = 0, s = 0; group < p.groups; ++group) {
         const int64_t end = Tasks::least(p.steps(), (group + 1) * p.group_steps) * STEP;
-        int32_t sum = 0;
+        I32 sums = set1_i(0);
         for (int64_t i = s * STEP; i < end; i += LANES) {
             alignas(16) int8_t q[LANES];
-            store_int8(q, quantize(x + i, k - i, divisor, zero()));
-            for (int64_t j = 0; j < Tasks::least(LANES, end - i); j += STEP, ++s) {
-                std::memcpy(out + s * rows * STEP, q + j, STEP);
-                for (int64_t e = 0; e < STEP; ++e) sum += q[j + e];
-            }
+            const I32 values = quantize(x + i, Tasks::least(k, end) - i, divisor, zero());
+            sums = sums + values;
+            store_int8(q, values);
+            for (int64_t j = 0; j < Tasks::least(LANES, end - i); j += STEP, ++s) std::memcpy(out + s * rows * STEP, q + j, STEP);
         }
-        start[group * rows] = -8 * sum;
+        start[group * rows] = -8 * sum(sums);
     }
     return scale;
 }

@@ -13,7 +13,8 @@ namespace {
 
 constexpr int64_t STEP = 4;               // k of one group of a column
 constexpr int64_t PANEL_STEP = LANES * STEP;  // elements of a panel per step
-constexpr int64_t PREFETCH_BYTES = 4096;
+// Ahead of panels side by side, and of one alone, whose block is longer.
+constexpr int64_t prefetch_bytes(int panels) { return panels > 1 ? 2048 : 4096; }
 constexpr int64_t BLOCK_BYTES = 512 << 10;
 
 #if defined(__AVX512VNNI__)
@@ -30,7 +31,7 @@ template <int ROWS, int PANELS>
 void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
     __m512i acc[ROWS][PANELS];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = _mm512_setzero_si512();
-    const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, steps, PANELS, panel_bytes);
+    const Ahead ahead(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes);
     for (int64_t s = 0; s < steps; ++s) {
         __m512i w[PANELS];
         const int64_t distance = ahead.distance(s);
@@ -106,7 +107,7 @@ constexpr int VECTOR_BYTES = sizeof(Vector) / 2;  // of int8
 // Few rows wait for memory: they take turns at several panels, so that as many streams are under way.
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
 // Steps of a panel before its other half, or the next panel, has its turn: they stay in the first-level cache.
-constexpr int64_t block_steps(int panels) { return panels > 1 ? 16 : 128; }
+constexpr int64_t block_steps(int panels) { return panels > 1 ? 8 : 128; }
 
 // acc [ROWS][VECTORS] += the products of `steps` steps, for WIDTH of the vectors from `first` on.
 // Not inlined: the registers of one part are all there are.
@@ -144,7 +145,7 @@ template <int ROWS, int PANELS>
 void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
     constexpr int width = ROWS * VECTORS <= 2 * MAX_ROWS ? VECTORS : 2;
     constexpr int64_t block = block_steps(PANELS);
-    const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, steps, PANELS, panel_bytes);
+    const Ahead ahead(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes);
     Vector sums[PANELS][ROWS * VECTORS];
     for (auto& panel : sums)
         for (Vector& sum : panel) sum = nothing();

@@ -21,6 +21,8 @@ LLM_INLINE bool within(const int64_t* ids, int64_t count, int64_t n) {
 }
 
 LLM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Into the second-level cache, which has more fetches under way than the first.
+LLM_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // How far ahead a step prefetches. Near the end of a panel that is past it: there, in the panel that will be read next,
 // which `panels` side by side make one that many further on.

@@ -308,6 +308,22 @@ template <class Op> LLM_INLINE float reduce(F32 x, const Op& op) {
     return _mm_cvtss_f32(op(two, _mm_movehdup_ps(two)));
 }
 #endif
+LLM_INLINE int32_t sum(I32 x) {
+#if LLM_PLAIN
+    int32_t total = 0;
+    for (int i = 0; i < LANES; ++i) total = wrap_add(total, x.v[i]);
+    return total;
+#else
+#if LLM_AVX512
+    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti32x8_epi32(x.v, 1));
+#else
+    const __m256i eight = _mm256_add_epi32(x.lo, x.hi);
+#endif
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#endif
+}
 LLM_INLINE float sum(F32 x) {
     return reduce(x, [](auto a, auto b) { return a + b; });
 }
