@@ -7,7 +7,6 @@ Owns collecting the facts and showing them. It decides nothing: every reason was
 from __future__ import annotations
 
 import html
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from llm.layers.attention import AttentionBackend
 from llm.layers.custom_op import CustomOp, PluggableLayer, replaced_class, replacement_reason
 from llm.plugins import plugin_of
 
+_UNQUANTIZED = "unquantized"
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
 KINDS = ("platform", "model", "model runner", "attention", "CustomOp", "PluggableLayer", "quant method")
 
@@ -34,7 +34,7 @@ class Part:
         count: how many instances the model has.
         implementation: name of the class in use.
         runs: the method that was bound, or the quantization scheme.
-        reason: why.
+        reason: why; of a quant method in a quantized model also which layers.
     """
 
     kind: str
@@ -91,14 +91,44 @@ def explain_engine(runner: ModelRunner, config: EngineConfig) -> Explanation:
 
 def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
     """The parts of `model`; tied and shared modules are counted once."""
-    counts: Counter[tuple[str, str, str, str, str]] = Counter()
-    for module in model.modules():
-        counts.update(_describe(module))
-    parts = [Part(kind, name, count, *rest) for (kind, name, *rest), count in counts.items()]
+    found: dict[tuple[str, str, str, str, str], list[str]] = {}
+    for path, module in model.named_modules():
+        for described in _describe(module):
+            found.setdefault(described, []).append(path)
+    is_quantized = any(kind == "quant method" and runs != _UNQUANTIZED for kind, _, _, runs, _ in found)
+    parts = []
+    for (kind, name, cls, runs, reason), paths in found.items():
+        where = f"; {paths_in_short(paths)}" if is_quantized and kind == "quant method" else ""
+        parts.append(Part(kind, name, len(paths), cls, runs, reason + where))
     parts.sort(key=lambda part: (KINDS.index(part.kind), part.name, part.implementation))
     present = {part.name for part in parts}
     unused = tuple(name for name in config.compilation_config.mentioned if name not in present)
     return Explanation(tuple(parts), unused)
+
+
+def paths_in_short(paths: Sequence[str]) -> str:
+    """Dotted paths, those that differ in their first number as one: "l.0.mlp", "l.1.mlp" -> "l.0-1.mlp"."""
+    alike: dict[str, list[int]] = {}
+    for path in paths:
+        segments = path.split(".")
+        place = next((place for place, segment in enumerate(segments) if segment.isdecimal()), None)
+        if place is None:
+            alike[path] = []
+        else:
+            key = ".".join([*segments[:place], "{}", *segments[place + 1 :]])
+            alike.setdefault(key, []).append(int(segments[place]))
+    return ", ".join(key.format(_ranges(numbers)) if numbers else key for key, numbers in alike.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 -> "1-3,7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
 def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:
@@ -129,7 +159,7 @@ def _name(cls: Any) -> str:
 
 
 def _scheme(method: Any) -> str:
-    return getattr(method, "scheme", "") or "unquantized"
+    return getattr(method, "scheme", "") or _UNQUANTIZED
 
 
 def _quant_reason(method: Any) -> str:

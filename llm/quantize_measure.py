@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from llm.engine.calibrate import is_linear, run_prompts
+from llm.engine.calibrate import is_linear, run_texts
 from llm.errors import ValidationError
 from llm.quantization.quantizer import decibels
 from llm.sampling_params import SamplingParams
@@ -103,7 +103,8 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def prompts_from(llm: Any, texts: Sequence[str], count: int = 64, length: int = 24) -> list[dict[str, Any]]:
-    """`count` prompts of `length` tokens out of the texts, at even distances."""
+    """`count` prompts of `length` tokens (fewer where the model takes no more) out of the texts, at even distances."""
+    length = min(length, llm.config.model_config.max_model_len - 1)
     ids = [token for encoded in llm._preprocessor.token_ids(texts, "texts") for token in encoded]
     step = max(1, (len(ids) - length) // count)
     starts = range(0, max(1, min(len(ids) - length, step * count)), step)
@@ -161,7 +162,7 @@ def output_noise(plain: Any, quantized: Any, texts: Sequence[str]) -> dict[str, 
     sums: dict[str, list[float]] = {}
     others = dict(quantized.runner.model.named_modules())
     with _comparing(plain.runner.model, others, sums):
-        run_prompts(plain, list(texts))
+        run_texts(plain, texts, "texts")
     return {name: decibels(signal, noise) for name, (signal, noise) in sums.items()}
 
 

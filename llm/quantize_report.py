@@ -169,6 +169,8 @@ def make_report(
         raise ValidationError(
             "the model is not quantized; open it with quantization='w8a8' or another.", parameter="quantization"
         )
+    if isinstance(texts, str):
+        raise ValidationError("texts is one text, pass a list of texts.", parameter="texts", value=texts)
     result: dict[str, Any] = {"name": name}
     if prompts is None:
         prompts = prompts_from(llm, texts) if texts else []

@@ -73,6 +73,13 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod, EmbeddingMethodBase):
         return self._embedding(token_ids, packed)
 
 
+def left_alone(kind: str, source: str, reason: str) -> UnquantizedLinearMethod:
+    """The method for a layer of `kind` that a quantized model keeps as it is, with who says so and why."""
+    method = UnquantizedEmbeddingMethod() if kind == "embedding" else UnquantizedLinearMethod()
+    method.source, method.reason = source, reason
+    return method
+
+
 def new_parameter(data: torch.Tensor, weight_loader: WeightLoader, **attributes: Any) -> nn.Parameter:
     """An inference parameter that carries its loader and its sharding attributes."""
     param = nn.Parameter(data, requires_grad=False)

@@ -17,7 +17,7 @@ from llm.compilation import CompilationConfig
 from llm.config import EngineConfig
 from llm.engine.extensions import what_varies
 from llm.errors import EngineClosedError, ValidationError
-from llm.explain import HEADINGS, Explanation, Part, explain_model
+from llm.explain import HEADINGS, Explanation, Part, explain_model, paths_in_short
 from llm.layers.activation import SiluAndMul
 from llm.layers.custom_op import CustomOp, PluggableLayer, op_registry_oot
 from llm.layers.norm import RMSNorm
@@ -98,8 +98,8 @@ def test_schemes_layers_and_their_reasons() -> None:
     assert found == (
         Part("CustomOp", "silu_and_mul", 1, "SiluAndMul", "forward_native", "made outside of an LLM, native"),
         Part("PluggableLayer", "Plain", 2, "Plain", "forward", "in-tree"),
-        Part("quant method", "Kernel", 1, "W8A8Method", "W8A8", "layer is listed, config.json"),
-        Part("quant method", "Kernel", 1, "W8A8Method", "unquantized", "no quantization asked for"),
+        Part("quant method", "Kernel", 1, "W8A8Method", "W8A8", "layer is listed, config.json; 0"),
+        Part("quant method", "Kernel", 1, "W8A8Method", "unquantized", "no quantization asked for; 1"),
     )
 
 
@@ -242,6 +242,24 @@ def test_from_a_notebook_cell(llm: LLM) -> None:
     assert issubclass(namespace["MyNorm"], RMSNorm)
 
 
+def test_a_mixed_quantization_names_its_layers() -> None:
+    asked = {"scheme": "w8a8", "layers": {"*.1.mlp.down_proj": "w4a16"}, "ignore": ["*.3.*"], "lm_head": None}
+    with open_llm(quantization=asked) as llm:
+        parts = [part for part in llm.explain().parts if part.kind == "quant method"]
+    rows = {part.reason.partition("; ")[2]: part for part in parts}
+    down = rows["model.layers.1.mlp.down_proj"]
+    assert (down.count, down.runs) == (1, "W4A16") and "quantization='w8a8'" in down.reason
+    assert rows["model.layers.0-2.self_attn.o_proj, model.layers.0,2.mlp.down_proj"].count == 5
+    assert rows["model.layers.3.self_attn.qkv_proj"].reason.startswith("in the ignore list, quantization='w8a8'")
+    assert rows["model.embed_tokens"].reason.startswith("lm_head=None, quantization='w8a8'")
+    assert len(rows) == len(parts) == 8
+
+
+def test_paths_that_differ_in_a_number_are_one() -> None:
+    paths = ["head", "l.0.a", "l.1.a", "l.3.a", "l.4.a", "l.7.a", "l.1.b", "e.0.x.5"]
+    assert paths_in_short(paths) == "head, l.0-1,3-4,7.a, l.1.b, e.0.x.5"
+
+
 @pytest.mark.parametrize("quantization", [None, "w4a8"])
 def test_what_computes_a_quantized_layer_is_said(quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for isa, computes in (("none", "PyTorch"), ("plain", "cpu kernel plain")):
@@ -250,5 +268,5 @@ def test_what_computes_a_quantized_layer_is_said(quantization: Any, monkeypatch:
         monkeypatch.setenv("LLM_CPU_ISA", isa)
         with open_llm(load_format="dummy", quantization=quantization) as llm:
             parts = [part for part in llm.explain().parts if part.kind == "quant method"]
-        assert all(part.reason.split(", ")[-1] == computes for part in parts)
+        assert all(part.reason.partition(";")[0].split(", ")[-1] == computes for part in parts)
         assert all(("quantized on load" in part.reason) == (quantization is not None) for part in parts)

@@ -18,6 +18,7 @@ from tiny_models import tiny_checkpoint
 
 from llm import LLM
 from llm.api import EMBEDDED_MODEL
+from llm.engine.calibrate import run_texts
 from llm.errors import CheckpointError, ValidationError
 from llm.kernels.reference.quantized import dequantize
 from llm.quantization.configs.online import RECIPES, OnlineConfig
@@ -156,7 +157,13 @@ def test_the_dict_form() -> None:
     [
         ("w8a9", r"quantization='w8a9' is not known. Did you mean 'w8a8'\?"),
         ({"scheme": "int3"}, "names the scheme 'int3'; known: w8a8"),
-        ({"group_size": 32}, "names the scheme None"),
+        ({"group_size": 32}, "has no 'scheme', for the layers that no pattern names"),
+        ({"scheme": "w8a8", "group_size": 32}, "has group_size=32 for w8a8, which has one scale per row"),
+        ({"scheme": "w4a8", "layers": {"*.o_proj": {"scheme": "w8a8", "group_size": 32}}}, "group_size=32 for w8a8"),
+        ({"scheme": "w8a8", "ignore": 3}, "has ignore=3; it takes a list of patterns"),
+        ({"scheme": "w8a8", "lm_head": True}, "has lm_head=True; the LM head can be"),
+        ({"scheme": "w4a8", "layers": {"lm_head": "w8a8"}}, r"'lm_head'.* is said by lm_head"),
+        ({"scheme": "w4a8", "calibration": ["a", ""]}, "calibration takes a list of texts, none of them empty"),
         ({"scheme": "w8a8", "group": 3}, r"has the key 'group'.* Did you mean 'group_size'\?"),
         ({"scheme": "w4a16", "group_size": 0}, "group_size=0; it is a whole number"),
         ({"scheme": "w4a16", "group_size": 48}, "group_size=48 does not divide the 256 columns"),
@@ -182,6 +189,47 @@ def test_shards_of_a_fused_layer_must_agree() -> None:
         LLM(quantization={"scheme": "w8a8", "ignore": ["*.0.self_attn.q_proj"]})
     with pytest.raises(CheckpointError, match="Not all shards of model"):
         LLM(quantization={"scheme": "w8a8", "layers": {"*.up_proj": "w8a16"}})
+
+
+def test_groups_of_eight_bit_weights() -> None:
+    with open_llm(quantization={"scheme": "w8a16", "group_size": 32}) as llm:
+        sizes = {method.group_size for name, method in methods(llm).items() if name.endswith("_proj")}
+    assert sizes == {32}
+
+
+@pytest.mark.parametrize("ignore", ["lm_head", "model.embed_tokens"])
+def test_a_tied_table_is_ignored_by_its_path_and_as_the_lm_head(ignore: str) -> None:
+    with open_llm(quantization={"scheme": "w8a8", "ignore": [ignore]}) as llm:
+        found = methods(llm)["model.embed_tokens"]
+    assert (found.scheme, found.reason) == ("", "in the ignore list")
+
+
+def test_calibration_that_would_change_nothing_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("calibration was run")
+
+    monkeypatch.setattr("llm.engine.build.calibrate", refuse)
+    with open_llm(quantization="w8a8", calibration=TEXTS) as llm:
+        assert "the calibration texts were not run" in llm.config.reasons["quantization"]
+    for asked in ("w4a8", {"scheme": "w8a8", "layers": {"*.down_proj": "w8a8_static"}}):
+        with pytest.raises(AssertionError, match="was run"):
+            LLM(quantization=asked, calibration=TEXTS)
+
+
+def test_calibration_texts_are_given_once() -> None:
+    with pytest.raises(ValidationError, match="pass them here or as calibration=, not both"):
+        LLM(quantization={"scheme": "w4a16", "calibration": TEXTS}, calibration=TEXTS)
+
+
+def test_texts_longer_than_the_model_are_run_in_windows() -> None:
+    with open_llm(max_model_len=8) as llm:
+        seen: list[int] = []
+        layer = engine_of(llm).runner.model.model.layers[0].self_attn.qkv_proj
+        layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[0]))
+        run_texts(engine_of(llm), TEXTS, "calibration")
+        assert sum(seen) == sum(len(llm.get_tokenizer().encode(text)) for text in TEXTS) > 20
+    with open_llm(quantization="w4a16", max_model_len=8, calibration=TEXTS) as llm:
+        assert llm.quantization_report(TEXTS, speed=False).layers[1].output_snr
 
 
 def test_calibration_without_a_recipe_is_refused() -> None:

@@ -126,7 +126,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
     quant_config = source.quantization.config
     if quant_config is not None:
         platform.verify_quantization(quant_config.get_name())
-    if isinstance(quant_config, OnlineConfig) and quant_config.calibration:
+    if isinstance(quant_config, OnlineConfig) and quant_config.uses_calibration:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
             quant_config.statistics = calibrate(lambda: build_engine(plain), quant_config.calibration)

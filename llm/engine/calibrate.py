@@ -60,18 +60,24 @@ def observe(engine: Any, texts: Sequence[str]) -> dict[str, ActivationStatistics
     observers = {name: _Observer(module.input_size) for name, module in layers.items()}
     handles = [module.register_forward_pre_hook(observers[name]) for name, module in layers.items()]
     try:
-        run_prompts(engine, list(texts))
+        run_texts(engine, texts, "calibration")
     finally:
         for handle in handles:
             handle.remove()
     return {name: observer.statistics() for name, observer in observers.items()}
 
 
-def run_prompts(engine: Any, prompts: list[Any]) -> None:
-    """Compute every prompt to its end, and one token more."""
-    rows = Preprocessor(engine.config.model_config, engine.tokenizer).rows(
-        prompts, SamplingParams(temperature=0, max_tokens=1), SamplingParams
-    )
+def run_texts(engine: Any, texts: Sequence[str], parameter: str) -> None:
+    """Compute every text, each by itself; one longer than the model's window in windows.
+
+    Raises `ValidationError`, naming `parameter`, for a text that is none, or without a tokenizer.
+    """
+    preprocessor = Preprocessor(engine.config.model_config, engine.tokenizer)
+    limit = engine.config.model_config.max_model_len - 1
+    encoded = preprocessor.token_ids(texts, parameter)
+    windows = [ids[start : start + limit] for ids in encoded for start in range(0, len(ids), limit)]
+    prompts = [{"prompt_token_ids": ids} for ids in windows]
+    rows = preprocessor.rows(prompts, SamplingParams(temperature=0, max_tokens=1), SamplingParams)
     engine.run([engine.add(row) for row in rows], lambda: None)
 
 

@@ -91,7 +91,10 @@ def resolve_quantization(
         )
     if on_load:
         config = OnlineConfig.parse(user, calibration)
-        return Resolved(config, config.get_name(), "asked for; weights are quantized while they are read", True)
+        reason = "asked for; weights are quantized while they are read"
+        if config.calibration and not config.uses_calibration:
+            reason += "; the calibration texts were not run, as they change nothing at 8 bits"
+        return Resolved(config, config.get_name(), reason, True)
     _check_known(asked, user)
     if found is not None:
         return _as_found(found, folder, hf_config)

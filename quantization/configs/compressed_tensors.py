@@ -17,6 +17,7 @@ from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme_class
 from llm.quantization.storage.compressed_tensors import CompressedTensorsStorage
+from llm.quantization.unquantized import left_alone
 
 _SOURCE = "compressed-tensors"
 _KEYS = frozenset(
@@ -150,7 +151,7 @@ class CompressedTensorsConfig(QuantizationConfig):
         classes = _LM_HEAD_NAMES if untied_head else _CLASS_NAMES[kind]
         group = agreed(prefix, self.checkpoint_names(prefix), lambda name: self._find(name, prefix, classes))
         if group is None or group.scheme is None:
-            return None
+            return left_alone(kind, _SOURCE, "ignored, or no target of config_groups means it")
         scheme = get_scheme_class(group.scheme, kind)
         if scheme is None:
             raise UnsupportedModelError(

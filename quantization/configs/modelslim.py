@@ -18,7 +18,7 @@ from llm.quantization.matching import agreed, columns_of
 from llm.quantization.registry import get_scheme_class, scheme_types
 from llm.quantization.storage.base import WeightStorage
 from llm.quantization.storage.modelslim import PerRowInt8, StaticInt8, TwoLevelInt4
-from llm.quantization.unquantized import new_parameter
+from llm.quantization.unquantized import left_alone, new_parameter
 
 FILE = "quant_model_description.json"
 FLOAT = "FLOAT"
@@ -84,11 +84,11 @@ class ModelSlimConfig(QuantizationConfig):
             return None  # a table that the description leaves out is stored as it was
         quant_type = agreed(prefix, names, self._type)
         if quant_type is None:
-            return None
+            return left_alone(kind, FILE, "its weight is FLOAT")
         scheme = get_scheme_class(_SAME.get(quant_type, quant_type), kind)
         if scheme is None or quant_type in _REASONS:
             raise UnsupportedModelError(_not_computed(quant_type, kind, prefix))
-        return scheme(self._storage(quant_type, names, layer), FILE, f"{names[0]}.weight is {quant_type}")
+        return scheme(self._storage(quant_type, names, layer), FILE, f"its weight is {quant_type}")
 
     def prepare_model(self, model: nn.Module) -> None:
         """Anti-outlier checkpoints give norms a bias: y = rmsnorm(x) * w + bias."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme_class
 from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
+from llm.quantization.unquantized import left_alone
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ RECIPES: dict[str, Recipe] = {
     "w4a8": Recipe("W4A8_DYNAMIC", 4, 128, "w8a8"),
     "w4a16": Recipe("W4A16", 4, 32, "w8a16"),
 }
+_LM_HEAD = "lm_head"
+_LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16")
+# Their kernels scale whole sums: no groups.
+_PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
 _KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration")
 _SMALLEST_GROUP = 8
 # Of a float32 scale for each 32 weights.
@@ -61,7 +66,7 @@ class OnlineConfig(QuantizationConfig):
 
     Attributes:
         scheme: a key of `RECIPES` for all linear layers.
-        group_size: of 4-bit weights, for layers that no pattern names; None: the recipe's own.
+        group_size: for layers that no pattern names; None: the recipe's own.
         layers: (pattern, recipe, group size) in order; the first that matches a layer is used.
         ignore: patterns of layers that stay as they are.
         lm_head: a key of `RECIPES` with 8 bits for the LM head and a tied embedding; None: left as it is.
@@ -88,17 +93,24 @@ class OnlineConfig(QuantizationConfig):
         unknown = [key for key in given if key not in _KEYS]
         if unknown:
             raise _wrong(asked, f"has the key {unknown[0]!r}; it takes {', '.join(_KEYS)}.{nearest(unknown[0], _KEYS)}")
-        scheme = _recipe(given.get("scheme"), asked)
-        texts = _texts(given.get("calibration", calibration), asked)
-        lm_head = given.get("lm_head", RECIPES[scheme].lm_head)
-        lm_head = None if lm_head in (None, False) else _recipe(lm_head, asked)
-        if lm_head is not None and RECIPES[lm_head].scheme not in ("W8A8_DYNAMIC", "W8A16"):
-            raise _wrong(asked, f"has lm_head={lm_head!r}; the LM head can be 'w8a8', 'w8a16' or None.")
+        if "scheme" not in given:
+            raise _wrong(asked, f"has no 'scheme', for the layers that no pattern names; known: {', '.join(RECIPES)}.")
+        if calibration and given.get("calibration"):
+            raise _wrong(asked, "has calibration texts of its own; pass them here or as calibration=, not both.")
+        scheme = _recipe(given["scheme"], asked)
+        texts = _texts(given.get("calibration", calibration))
         layers = _layers(given.get("layers", {}), asked)
         if not texts and any(RECIPES[name].scheme == "W8A8" for name in (scheme, *(item[1] for item in layers))):
             raise _wrong(asked, "uses w8a8_static, which needs calibration=[texts] to fix the activations' scales.")
-        group_size = _group_size(given.get("group_size"), asked)
-        return cls(scheme, group_size, layers, _patterns(given.get("ignore", ()), asked), lm_head, texts)
+        group_size = _group_size(given.get("group_size"), scheme, asked)
+        lm_head = _lm_head(given.get("lm_head", RECIPES[scheme].lm_head), asked)
+        return cls(scheme, group_size, layers, _patterns(given.get("ignore", ()), asked, "ignore"), lm_head, texts)
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether there are texts and a layer that they make a difference to: 4 bits, or static activations."""
+        recipes = [RECIPES[name] for name in (self.scheme, *(item[1] for item in self.layers))]
+        return bool(self.calibration) and any(recipe.bits == 4 or recipe.scheme == "W8A8" for recipe in recipes)
 
     def get_name(self) -> str:
         return self.scheme
@@ -109,17 +121,23 @@ class OnlineConfig(QuantizationConfig):
         if kind == "linear":
             choice = agreed(prefix, names, lambda name: self._choose(name, prefix))
         elif kind == "embedding" and getattr(layer, "is_lm_head", False):
-            choice = None if self._is_ignored(prefix, prefix) or not self.lm_head else _Choice(self.lm_head, None, True)
+            # A tied table is the LM head too, whatever its path.
+            ignored = [self._is_ignored(prefix, prefix), self._is_ignored(_LM_HEAD, _LM_HEAD)]
+            choice = None if any(ignored) or not self.lm_head else _Choice(self.lm_head, None, True)
         else:
             return None
-        return None if choice is None else self._method(layer, kind, prefix, choice)
+        if choice is None:
+            reason = "lm_head=None" if kind == "embedding" and not self.lm_head else "in the ignore list"
+            return left_alone(kind, f"quantization={self.scheme!r}", reason)
+        return self._method(layer, kind, prefix, choice)
 
     def check_used(self) -> None:
         if self._unused:
             names = ", ".join(repr(pattern) for pattern in sorted(self._unused))
             raise ValidationError(
-                f"quantization names layers that this model does not have: {names}; a pattern is a layer's dotted "
-                "path, a glob with *, or re:<regular expression>.",
+                f"quantization names layers that this model does not have: {names}; a pattern is a linear layer's "
+                "dotted path, a glob with *, or re:<regular expression>. Whether the LM head (tied or not) is "
+                "quantized is said by lm_head.",
                 parameter="quantization",
                 value=sorted(self._unused),
             )
@@ -142,8 +160,7 @@ class OnlineConfig(QuantizationConfig):
         for pattern, recipe, group_size in self.layers:
             if self._matches(name, prefix, pattern):
                 return _Choice(recipe, group_size or RECIPES[recipe].group_size, group_size is not None)
-        size = self.group_size if RECIPES[self.scheme].group_size else None
-        return _Choice(self.scheme, size or RECIPES[self.scheme].group_size, self.group_size is not None)
+        return _Choice(self.scheme, self.group_size or RECIPES[self.scheme].group_size, self.group_size is not None)
 
     def _is_ignored(self, name: str, prefix: str) -> bool:
         return any([self._matches(name, prefix, pattern) for pattern in self.ignore])
@@ -190,22 +207,33 @@ def _recipe(name: Any, asked: Any) -> str:
     raise _wrong(asked, f"names the scheme {name!r}; known: {', '.join(RECIPES)}.{nearest(str(name), RECIPES)}")
 
 
+def _lm_head(given: Any, asked: Any) -> str | None:
+    if given is None or given is False:
+        return None
+    name = given.lower() if isinstance(given, str) else ""
+    if name not in RECIPES or RECIPES[name].scheme not in _LM_HEAD_SCHEMES:
+        raise _wrong(asked, f"has lm_head={given!r}; the LM head can be 'w8a8', 'w8a16' or None.")
+    return name
+
+
 def _layers(given: Any, asked: Any) -> tuple[tuple[str, str, int | None], ...]:
     if not isinstance(given, Mapping):
         raise _wrong(asked, "has 'layers' that is no dict of pattern -> scheme.")
     result = []
-    for pattern in _patterns(given, asked):
+    for pattern in _patterns(list(given), asked, "layers"):
         value = given[pattern]
         options = {"scheme": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
         if not options or set(options) - {"scheme", "group_size"}:
             raise _wrong(asked, f"gives {pattern!r} the value {value!r}; use a scheme, or scheme and group_size.")
-        size = _group_size(options.get("group_size"), asked)
-        result.append((pattern, _recipe(options.get("scheme"), asked), size))
+        recipe = _recipe(options.get("scheme"), asked)
+        result.append((pattern, recipe, _group_size(options.get("group_size"), recipe, asked)))
     return tuple(result)
 
 
-def _patterns(given: Any, asked: Any) -> tuple[str, ...]:
-    patterns = [given] if isinstance(given, str) else list(given)
+def _patterns(given: Any, asked: Any, key: str) -> tuple[str, ...]:
+    if not isinstance(given, Iterable):
+        raise _wrong(asked, f"has {key}={given!r}; it takes a list of patterns.")
+    patterns = (given,) if isinstance(given, str) else tuple(given)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise _wrong(asked, f"has the pattern {pattern!r}, which is no string.")
@@ -214,23 +242,30 @@ def _patterns(given: Any, asked: Any) -> tuple[str, ...]:
                 re.compile(pattern[3:])
             except re.error as error:
                 raise _wrong(asked, f"has the pattern {pattern!r}, no regular expression: {error}.") from error
-    return tuple(patterns)
+    return patterns
 
 
-def _group_size(value: Any, asked: Any) -> int | None:
+def _group_size(value: Any, recipe: str, asked: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 2:
         raise _wrong(asked, f"has group_size={value!r}; it is a whole number of at least 2.")
+    if RECIPES[recipe].scheme in _PER_ROW_SCHEMES:
+        raise _wrong(asked, f"has group_size={value} for {recipe}, which has one scale per row; leave group_size out.")
     return value
 
 
-def _texts(value: Any, asked: Any) -> tuple[str, ...]:
+def _texts(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    if isinstance(value, str) or not all(isinstance(text, str) and text for text in value):
-        raise ValidationError("calibration takes a list of texts.", parameter="calibration", value=value)
-    return tuple(value)
+    texts = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValidationError(
+            f"calibration takes a list of texts, none of them empty, got {value!r}.",
+            parameter="calibration",
+            value=value,
+        )
+    return texts
 
 
 def _wrong(asked: Any, what: str) -> ValidationError:
