@@ -446,7 +446,10 @@ def test_arguments_reach_the_engine(tmp_path: Path) -> None:
         (["--option", "model=x"], "--option must be left out: --model says that, got 'model=x'."),
         (["--option", "blok_size=8"], "blok_size"),
         (["--quantization", "nonsense"], "quantization"),
-        (["--dtype", "float8"], "dtype must be 'auto' or one of float32 on this device, got 'float8'."),
+        (
+            ["--dtype", "float8"],
+            "dtype must be 'auto' or float32 on this device; weights stay as they are stored, got 'float8'.",
+        ),
         (["--model", "no/such/folder"], "no/such/folder"),
     ],
 )
