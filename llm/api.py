@@ -45,7 +45,8 @@ class LLM(Scoring):
     Args:
         model: a folder in Hugging Face's layout, or a hub name; without it the small embedded model.
         tokenizer: folder or hub name of another tokenizer.
-        dtype: type of activations: "auto" or "float32" on a CPU. Weights stay as stored.
+        dtype: "auto" or "float32": weights stay as they are stored; "bfloat16" or "float16" ("half"): matrices are
+            stored in it. A CPU computes in float32 in every case.
         quantization: "w8a8", "w4a8", "w8a16", "w4a16": quantize the weights while they are read; a dict says it per
             layer (`llm.quantization.configs.online`). None: as the checkpoint says. A quantized checkpoint's own format
             may be named: "compressed-tensors", "ascend" (ModelSlim).
@@ -56,7 +57,7 @@ class LLM(Scoring):
         max_num_batched_tokens: most tokens computed in one step.
         block_size: tokens per KV cache block.
         kv_cache_memory_bytes: KV budget; None: what can be used, at most half of what is free.
-        kv_cache_dtype: "auto" (the checkpoint's type), "float32", "bfloat16" or "float16".
+        kv_cache_dtype: "auto" (the weights' type), "float32", "bfloat16" or "float16".
         enable_prefix_caching: prompts that begin alike share what was computed.
         enable_chunked_prefill: long prompts are computed over several steps.
         seed: rows without a seed of their own get one derived from this; None: from the operating system.

@@ -306,9 +306,8 @@ def resolve_dtype(
     known = {**DTYPES, "float": torch.float32, "half": torch.float16}
     dtype = value if isinstance(value, torch.dtype) else known.get(value)
     if dtype not in allowed:
-        names = " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
-        also = "; weights stay as they are stored" if name == "dtype" else ""
-        raise _invalid(name, value, f"'auto' or {names} on this device{also}")
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in allowed))
+        raise _invalid(name, value, f"'auto' or one of {names}")
     return dtype, "asked for"
 
 

@@ -448,7 +448,7 @@ def test_arguments_reach_the_engine(tmp_path: Path) -> None:
         (["--quantization", "nonsense"], "quantization"),
         (
             ["--dtype", "float8"],
-            "dtype must be 'auto' or float32 on this device; weights stay as they are stored, got 'float8'.",
+            "dtype must be 'auto' or one of bfloat16, float16, float32, got 'float8'.",
         ),
         (["--model", "no/such/folder"], "no/such/folder"),
     ],

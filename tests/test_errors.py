@@ -281,7 +281,6 @@ def test_text_needs_a_tokenizer() -> None:
         ("modle", "x", ["'model'"]),
         ("n_ctx", 100, ["max_model_len"]),
         ("load_in_8bit", True, ["quantization"]),
-        ("dtype", "bfloat16", ["bfloat16", "float32", "weights stay"]),
         ("max_model_len", 0, ["0"]),
         ("max_model_len", "long", ["long"]),
         ("max_model_len", 4096, ["4096", "2048"]),

@@ -101,14 +101,21 @@ class Origin:
 
 @dataclass(frozen=True)
 class _Source:
-    """A model folder, read but not loaded. `weight_dtype` is what most of its bytes are stored as."""
+    """A model folder, read but not loaded.
+
+    Attributes:
+        weight_dtype: in memory: what most of the checkpoint's bytes are stored as, or what was asked for.
+        converts: it was asked for.
+    """
 
     folder: Path
     model_class: Any
     model: Any
     reader: ConfigReader
     checkpoint: Checkpoint | None
+    dtype: torch.dtype
     weight_dtype: torch.dtype
+    converts: bool
     quantization: Resolved
 
 
@@ -121,7 +128,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         args = let_platform_update(platform, args)
         compilation = CompilationConfig.of(args.compilation_config, default_backend=platform.simple_compile_backend)
         processors = load_logits_processors(args.logits_processors)
-        source = _read_source(args)
+        source = _read_source(args, platform)
         check_operations(compilation)
     quant_config = source.quantization.config
     if quant_config is not None:
@@ -205,7 +212,8 @@ def _check_dummy_weights_fit(model: Any, free: int) -> None:
 def _load_weights(model: Any, source: _Source, checkpoint: Checkpoint, show_progress: bool) -> None:
     quant_config = source.quantization.config
     ignores = (lambda name: False) if quant_config is None else quant_config.ignores
-    targets = load_weights(model, checkpoint, show_progress=show_progress, ignores=ignores)
+    store_as = source.weight_dtype if source.converts else None
+    targets = load_weights(model, checkpoint, show_progress=show_progress, ignores=ignores, store_as=store_as)
     # Saving a quantized model needs to know under which names its weights came.
     model.origin = replace(model.origin, targets=targets)
 
@@ -229,7 +237,7 @@ def _make_runner(
         ) from error
 
 
-def _read_source(args: EngineArgs) -> _Source:
+def _read_source(args: EngineArgs, platform: Platform) -> _Source:
     folder = resolve_folder(args.model, args.revision, weights=args.load_format != "dummy")
     path = folder / "config.json"
     if not path.exists():
@@ -244,8 +252,19 @@ def _read_source(args: EngineArgs) -> _Source:
     checkpoint = None if args.load_format == "dummy" else Checkpoint.open(folder)
     is_quantized = quantization.config is not None and not quantization.on_load
     # The floats of a quantized checkpoint are mostly scales, whose type says nothing of the model.
-    weight_dtype = reader.dtype() if checkpoint is None or is_quantized else _stored_dtype(checkpoint)
-    return _Source(folder, model_class, model, reader, checkpoint, weight_dtype, quantization)
+    stored = reader.dtype() if checkpoint is None or is_quantized else _stored_dtype(checkpoint)
+    computes_in = platform.supported_dtypes()
+    dtype, _ = resolve_dtype("dtype", args.dtype, computes_in[0], tuple({*computes_in, *DTYPES.values()}))
+    # A type that this platform does not compute in is that of the weights: half the bytes, and no less exact.
+    converts = dtype not in computes_in
+    dtype, weight_dtype = (computes_in[0], dtype) if converts else (dtype, stored)
+    return _Source(folder, model_class, model, reader, checkpoint, dtype, weight_dtype, converts, quantization)
+
+
+def _weight_dtype_reason(args: EngineArgs, source: _Source) -> str:
+    if source.converts:
+        return f"asked for by dtype={args.dtype}: a CPU stores matrices in it and computes in float32"
+    return "as the checkpoint stores them" if source.checkpoint else "config.json"
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -264,8 +283,6 @@ def _resolve(
 ) -> tuple[EngineConfig, list[KVCacheSpec]]:
     """Every decision, with its reason."""
     invariant, invariant_reason = kernels.invariant
-    allowed = platform.supported_dtypes()
-    dtype, dtype_reason = resolve_dtype("dtype", args.dtype, allowed[0], allowed)
     kv_types = tuple(DTYPES.values())
     kv_dtype, kv_reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, source.weight_dtype, kv_types)
     specs = kv_cache_specs(platform, source.model_class.kv_cache_specs(source.model, kv_dtype))
@@ -273,9 +290,9 @@ def _resolve(
     memory = _plan_memory(args, source, specs, free)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
     reasons |= memory.reasons | {
-        "dtype": f"{dtype_reason}; activations and accumulation are float32 on a CPU",
-        "weight_dtype": "as the checkpoint stores them" if source.checkpoint else "config.json",
-        "kv_cache_dtype": "the checkpoint's type" if kv_reason == "auto" else kv_reason,
+        "dtype": f"{args.dtype}; activations and accumulation are float32 on a CPU",
+        "weight_dtype": _weight_dtype_reason(args, source),
+        "kv_cache_dtype": "the weights' type" if kv_reason == "auto" else kv_reason,
         "invariant": invariant_reason,
         "model_type": "config.json",
         "architecture": "registered for config.json's architectures or model_type",
@@ -298,7 +315,7 @@ def _resolve(
         tokenizer=str(args.tokenizer or args.model),
         model_type=source.reader.family,
         architecture=source.model_class.__name__,
-        dtype=dtype,
+        dtype=source.dtype,
         weight_dtype=source.weight_dtype,
         max_model_len=memory.max_model_len,
         vocab_size=source.model.vocab_size,

@@ -31,11 +31,13 @@ def load_weights(
     *,
     show_progress: bool,
     ignores: Callable[[str], bool] = lambda name: False,
+    store_as: torch.dtype | None = None,
 ) -> dict[str, Target]:
     """Fill every parameter of `model` from the checkpoint, streamed file by file.
 
     Args:
         ignores: of a tensor that has no place in the model, whether that is in order.
+        store_as: the type of matrices that are not quantized; by default they stay as they are stored.
 
     Returns:
         Where each checkpoint tensor went.
@@ -54,6 +56,8 @@ def load_weights(
         target = weight_map.target(name)
         if target.parameter in parameters:
             tensor = tensor.t() if weight_map.transposed(target.parameter) else tensor
+            if store_as is not None and not parameters[target.parameter].is_meta:  # on no device: quantized on load
+                tensor = _converted(name, tensor, store_as)
             targets[name] = target
             filled[target.parameter] += _copy(name, parameters[target.parameter], tensor, target.shard_id)
             if target.parameter in tied:
@@ -130,6 +134,18 @@ def _with_progress(checkpoint: Checkpoint, show: bool) -> Iterator[tuple[str, to
         for name, tensor in checkpoint.stream():
             yield name, tensor
             bar.update(tensor.nbytes)
+
+
+def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix of floats in `dtype`; anything else as it is: vectors are small, and their rounding costs the most."""
+    if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.dtype == dtype:
+        return tensor
+    converted = tensor.to(dtype)
+    if not converted.isfinite().all() and tensor.isfinite().all():
+        raise CheckpointError(
+            f"tensor {name} has values beyond the range of {_shown(dtype)}; use dtype='bfloat16' or 'auto'."
+        )
+    return converted
 
 
 def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any) -> int:
