@@ -169,14 +169,38 @@ LLM_INLINE void multiply_add(Vector& sum, Vector w, Vector a) {
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
 constexpr int64_t STEPS_IN_WORDS = 4;
 
+// On AVX2 so many tiles and more read panels that were opened once, into [k / 4][16][4] unsigned bytes.
+constexpr int64_t OPENED_FROM = 8;
+constexpr int64_t OPENED_STEP = 2 * PANEL_STEP;
+
+#if LLM_AVX2
+void open_panel(const uint8_t* panel, int64_t steps, uint8_t* opened) {
+    for (int64_t s = 0; s < steps; ++s) {
+        prefetch(panel + s * PANEL_STEP + PREFETCH_BYTES);
+        LLM_UNROLL for (int i = 0; i < 2 * VECTORS; ++i) {
+            const Vector w = nibbles(panel + s * PANEL_STEP + i % VECTORS * sizeof(Vector), i >= VECTORS);
+            std::memcpy(opened + s * OPENED_STEP + i * sizeof(Vector), &w, sizeof w);
+        }
+    }
+}
+#endif
+
+template <bool OPENED> LLM_INLINE Vector load_weights(const uint8_t* b, int step, int half, int vector) {
+    if (!OPENED) return nibbles(b + step * PANEL_STEP + vector * sizeof(Vector), half);
+    Vector w;
+    std::memcpy(&w, b + step * OPENED_STEP + half * PANEL_STEP + vector * sizeof(Vector), sizeof w);
+    asm("" : "+v"(w));  // or gcc loads it again for every product
+    return w;
+}
+
 // Up to 4 steps, summed in int16.
-template <int ROWS, int STEPS>
+template <int ROWS, int STEPS, bool OPENED>
 LLM_INLINE void few_steps(const int8_t* a, const uint8_t* b, int64_t distance, Vector (&words)[ROWS][VECTORS]) {
     LLM_UNROLL for (int s = 0; s < STEPS; ++s) {
-        prefetch(b + s * PANEL_STEP + distance);
+        if (!OPENED) prefetch(b + s * PANEL_STEP + distance);
         LLM_UNROLL for (int half = 0; half < 2; ++half) {
             Vector w[VECTORS];
-            LLM_UNROLL for (int c = 0; c < VECTORS; ++c) w[c] = nibbles(b + s * PANEL_STEP + c * sizeof(Vector), half);
+            LLM_UNROLL for (int c = 0; c < VECTORS; ++c) w[c] = load_weights<OPENED>(b, s, half, c);
             LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
                 const Vector value = broadcast<Vector>(a + (s * ROWS + r) * STEP + half * 4);
                 LLM_UNROLL for (int c = 0; c < VECTORS; ++c) {
@@ -188,8 +212,10 @@ LLM_INLINE void few_steps(const int8_t* a, const uint8_t* b, int64_t distance, V
     }
 }
 
-template <int ROWS, int PANELS>
-__attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums) {
+// `opened`: the panel, when OPENED.
+template <int ROWS, int PANELS, bool OPENED = false>
+__attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums,
+                                          const uint8_t* opened = nullptr) {
     const int64_t bytes = p.panel_bytes();
     const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
     alignas(64) int32_t group_sums[ROWS * PANELS * LANES];
@@ -201,10 +227,10 @@ __attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, con
             const int8_t* at = a + s * ROWS * STEP;
             const bool last = s + some >= end;
             for (int c = 0; c < PANELS; ++c) {
-                const uint8_t* b = p.weight + (panel + c) * bytes + s * PANEL_STEP;
+                const uint8_t* b = OPENED ? opened + s * OPENED_STEP : p.weight + (panel + c) * bytes + s * PANEL_STEP;
                 Vector words[ROWS][VECTORS];
-                if (some == STEPS_IN_WORDS) few_steps<ROWS, STEPS_IN_WORDS>(at, b, distance, words);
-                else few_steps<ROWS, 1>(at, b, distance, words);
+                if (some == STEPS_IN_WORDS) few_steps<ROWS, STEPS_IN_WORDS, OPENED>(at, b, distance, words);
+                else few_steps<ROWS, 1, OPENED>(at, b, distance, words);
                 I32 sum[ROWS];
                 LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
                     const I32 before = first ? set1_i(start[group * ROWS + r]) : load_i(group_sums + (r * PANELS + c) * LANES);
@@ -227,9 +253,8 @@ __attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, con
 
 #endif
 
-template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
-    alignas(64) float sums[ROWS * PANELS * LANES] = {};
-    add_groups<ROWS, PANELS>(p, p.a + row * p.padded_k, p.start + row * p.groups, panel, sums);
+// sums [ROWS][PANELS][16] -> y
+template <int ROWS, int PANELS> LLM_INLINE void finish(const Product& p, int64_t row, int64_t panel, const float* sums) {
     for (int c = 0; c < PANELS; ++c) {
         const int64_t column = (panel + c) * LANES, columns = p.n - column;
         const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
@@ -240,11 +265,48 @@ template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t
     }
 }
 
+template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
+    alignas(64) float sums[ROWS * PANELS * LANES] = {};
+    add_groups<ROWS, PANELS>(p, p.a + row * p.padded_k, p.start + row * p.groups, panel, sums);
+    finish<ROWS, PANELS>(p, row, panel, sums);
+}
+
 template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
     constexpr int wide = panels_for(ROWS);
     for (; panel + wide <= end; panel += wide) tile<ROWS, wide>(p, row, panel);
     if (wide > 1)
         for (; panel < end; ++panel) tile<ROWS, 1>(p, row, panel);
+}
+
+#if LLM_AVX2
+template <int ROWS> void opened_tiles(const Product& p, int64_t row, int64_t panel, int64_t end, const uint8_t* opened) {
+    for (; panel < end; ++panel, opened += p.steps() * OPENED_STEP) {
+        alignas(64) float sums[ROWS * LANES] = {};
+        add_groups<ROWS, 1, true>(p, p.a + row * p.padded_k, p.start + row * p.groups, panel, sums, opened);
+        finish<ROWS, 1>(p, row, panel, sums);
+    }
+}
+#endif
+
+void run_tiles(const Product& p, const Tasks& tasks) {
+#if LLM_AVX2
+    if (tasks.block_tiles() >= OPENED_FROM) {
+        const int64_t size = p.steps() * OPENED_STEP;
+        const auto open = [&](int64_t panel, int64_t end, char* scratch) {
+            for (uint8_t* to = reinterpret_cast<uint8_t*>(scratch); panel < end; ++panel, to += size)
+                open_panel(p.weight + panel * p.panel_bytes(), p.steps(), to);
+        };
+        return tasks.run(tasks.group_panels() * size, open, [&](int64_t tile, int64_t panel, int64_t end, const char* scratch) {
+            const uint8_t* opened = reinterpret_cast<const uint8_t*>(scratch);
+            with_rows(tasks.rows(tile), [&](auto rows) {
+                opened_tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end, opened);
+            });
+        });
+    }
+#endif
+    tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
+        with_rows(tasks.rows(tile), [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
+    });
 }
 
 // One row of a tile of `rows`, as [k / 8][rows][8] and [groups][rows]; returns its scale.
@@ -373,9 +435,7 @@ LLM_EXPORT void llm_linear_w4a8(const float* x, const uint8_t* weight, const voi
             row_scales[first + r] = quantize_row(x + (first + r) * k, k, p, rows, a + first * padded + r * STEP,
                                                  start + first * groups + r);
     });
-    tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
-        with_rows(tasks.rows(tile), [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
-    });
+    run_tiles(p, tasks);
 }
 
 // src int8 [n, k] with values in [-8, 7] -> panels [ceil(n / 16)][ceil(k / 8)][16][4]

@@ -60,14 +60,23 @@ class Tasks {
     int64_t tiles() const { return tiles_; }
     int64_t first_row(int64_t tile) const { return starts_.as<int64_t>()[tile]; }
     int64_t rows(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
-    // run(tile, first panel, end panel) for everything, on all threads.
-    template <class Run> void run(const Run& run) const {
+    int64_t group_panels() const { return group_panels_; }
+    // Tiles that one task takes at most.
+    int64_t block_tiles() const { return least(block_tiles_, tiles_); }
+    // For everything, on all threads: prepare(first panel, end panel, the task's scratch), then with the same and each of a
+    // block of tiles run(tile, first panel, end panel, scratch).
+    template <class Prepare, class Run> void run(int64_t scratch_bytes, const Prepare& prepare, const Run& run) const {
         const int64_t groups = ceil_div(panels_, group_panels_), blocks = ceil_div(tiles_, block_tiles_);
-        parallel_for(groups * blocks, threads_, 0, [&](int64_t task, char*) {
+        parallel_for(groups * blocks, threads_, scratch_bytes, [&](int64_t task, char* scratch) {
             const int64_t block = task / groups * block_tiles_, panel = task % groups * group_panels_;
-            for (int64_t tile = block; tile < least(block + block_tiles_, tiles_); ++tile)
-                run(tile, panel, least(panel + group_panels_, panels_));
+            const int64_t end = least(panel + group_panels_, panels_);
+            prepare(panel, end, scratch);
+            for (int64_t tile = block; tile < least(block + block_tiles_, tiles_); ++tile) run(tile, panel, end, scratch);
         });
+    }
+    // run(tile, first panel, end panel) for everything, on all threads.
+    template <class Run> void run(const Run& run_tile) const {
+        run(0, [](int64_t, int64_t, char*) {}, [&](int64_t tile, int64_t panel, int64_t end, char*) { run_tile(tile, panel, end); });
     }
     static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 };
