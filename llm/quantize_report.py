@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from llm.defaults import library_defaults
 from llm.errors import LLMError, ValidationError
 from llm.quantize_measure import (
     LayerReport,
@@ -146,6 +147,7 @@ class QuantizationReport:
         return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{"".join(parts)}</svg>'
 
 
+@library_defaults()
 def make_report(
     llm: Any,
     engine: Any,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from llm.defaults import library_defaults
 from llm.errors import LLMError, ValidationError
 from llm.quantize_formats import FORMATS, StoredLayer, Writer, stored_layers
 
@@ -26,6 +27,7 @@ _COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
 _NOT_COPIED = ("config.json", "*.index.json", "quant_model_description*.json", "results.json")
 
 
+@library_defaults()
 def save_quantized(model: Any, path: str | Path, format: str) -> Path:
     """Write `model` (as the runner holds it) into the new folder `path`.
 

@@ -6,7 +6,8 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,53 @@ def test_global_generators_are_left_alone(llm: LLM) -> None:
 
 
 # Logprobs
+
+
+@contextmanager
+def defaults(dtype: torch.dtype = torch.float32, device: str | None = None) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def settings_now() -> tuple[Any, ...]:
+    return torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"), np.geterr()
+
+
+OF_THE_PROGRAM: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "float64": lambda: defaults(torch.float64),
+    "bfloat16": lambda: defaults(torch.bfloat16),
+    "meta": lambda: defaults(device="meta"),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "numpy raises": lambda: np.errstate(all="raise"),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("setting", OF_THE_PROGRAM)
+def test_settings_of_the_program_change_no_answer_and_stay(llm: LLM, setting: str) -> None:
+    """They crashed the process once: a kernel wrote float32 into what PyTorch had made bfloat16."""
+    many = {"top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "logprobs": 2, "prompt_logprobs": 1, "seed": 3}
+    params = [GREEDY, SamplingParams(max_tokens=8, **many), SamplingParams(max_tokens=8, seed=4)]
+
+    def answers(llm: LLM) -> list[Any]:
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in run(llm, PROMPTS, params)]
+
+    with open_llm(quantization="w4a16") as other:
+        expected = answers(llm), answers(other)
+    with OF_THE_PROGRAM[setting]():
+        before = settings_now()
+        with open_llm(quantization="w4a16") as other:
+            assert (answers(llm), answers(other)) == expected
+            assert (
+                float(other.quantization_report(["In the beginning"], prompts=[], speed=False).layers[0].weight_snr) > 9
+            )
+        assert settings_now() == before
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])

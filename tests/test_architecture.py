@@ -28,6 +28,7 @@ FLOORS = {
     "llm.config_parts": 1,
     "llm.bar": 1,
     "llm.beam_search": 1,
+    "llm.defaults": 1,
     "llm.env": 1,
     "llm.errors": 1,
     "llm.forward": 1,

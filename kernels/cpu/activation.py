@@ -68,7 +68,7 @@ def _gated(library: Library, function: int, x: torch.Tensor, gate_first: bool = 
         raise ValueError(f"a gated activation needs an even last dimension, got shape {list(x.shape)}.")
     wide = as_float32(x)
     width = wide.shape[-1] // 2
-    out = torch.empty((*wide.shape[:-1], width))
+    out = torch.empty((*wide.shape[:-1], width), dtype=torch.float32)
     first = wide.data_ptr()
     second = first + width * _FLOAT_BYTES
     gate, up = (first, second) if gate_first else (second, first)

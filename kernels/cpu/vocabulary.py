@@ -36,7 +36,7 @@ def argmax(library: Library, logits: torch.Tensor) -> tuple[torch.Tensor, torch.
     rows, width = logits.shape
     if not width:
         raise ValueError("the rows of argmax are empty")
-    values, ids = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    values, ids = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64)
     library.function("llm_argmax", *_ARGMAX)(
         logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, width, torch.get_num_threads()
     )
@@ -49,7 +49,7 @@ def top_k(library: Library, logits: torch.Tensor, k: int) -> tuple[torch.Tensor,
     if not 1 <= k <= min(width, _MOST):
         return reference.top_k(logits, k)
     logits = as_float32(logits)
-    values, ids = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
+    values, ids = torch.empty(rows, k, dtype=torch.float32), torch.empty(rows, k, dtype=torch.int64)
     library.function("llm_top_k", *_TOP_K)(
         logits.data_ptr(), k, values.data_ptr(), ids.data_ptr(), rows, width, torch.get_num_threads()
     )
@@ -64,7 +64,7 @@ def gather_logprobs(
     rows, width = logits.shape
     if ids.dtype != torch.int64 or ids.dim() != 2 or len(ids) != rows or not 0 <= ranked <= ids.shape[1]:
         raise ValueError(f"ids must be int64 [{rows}, {ranked} or more], got {ids.dtype} {list(ids.shape)}")
-    values, ranks = torch.empty(ids.shape), torch.empty(rows, ranked, dtype=torch.int64)
+    values, ranks = torch.empty(ids.shape, dtype=torch.float32), torch.empty(rows, ranked, dtype=torch.int64)
     gather = library.function("llm_gather_logprobs", *_GATHER, result=INT)
     if not gather(
         logits.data_ptr(),
@@ -88,7 +88,7 @@ def block_sums(library: Library, logits: torch.Tensor, largest: torch.Tensor, bl
     rows, width = logits.shape
     if block < 16 or block % 16 or largest.shape != (rows,):
         raise ValueError(f"block must be a multiple of 16 and largest [{rows}], got {block} and {list(largest.shape)}")
-    sums = torch.empty(rows, -(-width // block))
+    sums = torch.empty(rows, -(-width // block), dtype=torch.float32)
     library.function("llm_block_sums", *_BLOCK_SUMS)(
         logits.data_ptr(), largest.data_ptr(), block, sums.data_ptr(), rows, width, torch.get_num_threads()
     )

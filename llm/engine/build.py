@@ -31,6 +31,7 @@ from llm.config import (
     plan_scheduler,
     resolve_dtype,
 )
+from llm.defaults import library_defaults
 from llm.engine.block_manager import BlockManager
 from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
@@ -119,6 +120,7 @@ class _Source:
     quantization: Resolved
 
 
+@library_defaults()
 def build_engine(args: EngineArgs) -> BuiltEngine:
     """Build and load; raises the errors of `llm.errors`, before memory is allocated wherever that is possible."""
     times = StartupTimes()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from llm.config import EngineConfig
+from llm.defaults import library_defaults
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.kv_cache import allocate_kv_caches, group_layers
 from llm.engine.replay import DecodeReplay
@@ -86,7 +87,7 @@ class ModelRunner:
 
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
         """Compute the scheduled tokens and draw from the rows that reached their last known token."""
-        with self.platform.inference_mode():
+        with library_defaults(), self.platform.inference_mode():
             return self._execute(plan)
 
     def _execute(self, plan: SchedulerOutput) -> RunnerOutput:
@@ -105,6 +106,7 @@ class ModelRunner:
         self._collect(step, outputs, result)
         return result
 
+    @library_defaults()
     def set_logits_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
         """Replace the custom processors, between steps; rows that are in the batch are made known to them."""
         self.processors.set_custom(classes, self.batch.added_rows())
@@ -118,6 +120,7 @@ class ModelRunner:
         self.batch.clear()
         self.processors.forget_rows()
 
+    @library_defaults()
     def close(self) -> None:
         """Free weights and caches whoever still refers to them: the traceback of an error can, until the next one."""
         caches = [tensor for layer in self.kv_caches for tensor in layer]
