@@ -1,8 +1,9 @@
 """Compiles the CPU kernels into the wheel when there is a C++ compiler; pyproject.toml says all the rest.
 
 Optional: without a compiler, or with LLM_BUILD_KERNELS=0, the wheel carries the sources alone and the kernels are
-compiled when they are first used. LLM_BUILD_KERNELS=avx2,plain names the instruction sets; by default all that the
-machine's architecture has. An editable install compiles nothing here.
+compiled when they are first used. LLM_BUILD_KERNELS=avx2,plain names the instruction sets, "all" is every one (for a
+wheel that is given to others); by default AVX2 and the best of this processor. An editable install compiles nothing
+here.
 """
 
 import importlib.util
@@ -44,7 +45,7 @@ class BuildWithKernels(build_py):
 
     def compile_kernels(self, folder, wanted):
         build = load_build()
-        for target in wanted.split(",") if wanted else build.machine_targets():
+        for target in build.wheel_targets(wanted):
             path = folder / build.packaged_name(target)
             try:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -49,6 +49,16 @@ def test_the_best_instruction_set_is_chosen(flags: set[str], target: str) -> Non
     assert library.choose_target(None, flags)[0] == target
 
 
+def test_what_a_wheel_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "machine_targets", lambda: list(build.TARGETS))
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: AVX512)
+    assert build.wheel_targets("") == ["avx2", "avx512"]
+    assert build.wheel_targets("plain,avx2") == ["plain", "avx2"]
+    assert build.wheel_targets("all") == list(build.TARGETS)
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: AVX2)
+    assert build.wheel_targets("") == ["avx2"]
+
+
 def test_an_instruction_set_can_be_forced() -> None:
     flags = AVX512 | {"avx512_vnni"}
     assert library.choose_target("plain", flags)[0] == "plain"

@@ -71,6 +71,18 @@ def machine_targets() -> list[str]:
     return list(TARGETS) if platform.machine().lower() in {"x86_64", "amd64"} else ["plain"]
 
 
+def wheel_targets(wanted: str) -> list[str]:
+    """What a wheel carries: targets named with commas between them, "all", or "": AVX2 and the best of this processor.
+
+    A wheel is often built on one machine and used on another; what it lacks there is compiled at first use.
+    """
+    if wanted == "all":
+        return machine_targets()
+    if wanted:
+        return wanted.split(",")
+    return [target for target in machine_targets() if target in {"avx2", supported_targets()[-1]}]
+
+
 def read_cpu_flags() -> set[str]:
     """The features of the processor that this process can use, as Linux names them; empty on other architectures."""
     path = Path("/proc/cpuinfo")

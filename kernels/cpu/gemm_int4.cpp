@@ -360,7 +360,7 @@ struct NibblePanels {
             }
             std::memset(to, 0, scratch + (c + 1) * count * TILE_BYTES - to);
         }
-        return {scratch, count * TILE_BYTES, count, nullptr};
+        return {scratch, count * TILE_BYTES, count, nullptr, false};
     }
 };
 

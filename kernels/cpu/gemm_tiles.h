@@ -74,14 +74,16 @@ class TileShapes {
     TileShapes& operator=(const TileShapes&) = delete;
 };
 
+inline const Ahead NOTHING_AHEAD{0, TILE_BYTES, 1, 1, 0};
+
 // sums 0 ... PANELS - 1 += the products of `steps` steps. PARTS: 3 of bfloat16, or 1 of int8.
 template <int PARTS, int PANELS>
-LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t panel_bytes, int64_t steps, int64_t ahead) {
+LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t panel_bytes, int64_t steps, const Ahead& ahead) {
     static_assert(PARTS == 1 || PARTS == 3, "int8 or bfloat16");
 #define LLM_TILE_PANEL(panel)                                                                                     \
     if constexpr (PANELS > panel) {                                                                               \
         const char* at = b + panel * panel_bytes;                                                                 \
-        for (int64_t line = 0; line < TILE_BYTES; line += LINE) prefetch(at + ahead + line);                      \
+        for (int64_t line = 0; line < TILE_BYTES; line += LINE) prefetch(at + distance + line);                   \
         touch(at, TILE_LINES, LINE);                                                                              \
         LLM_TILE_LOAD(7, at, LINE);                                                                               \
         if constexpr (PARTS == 1) LLM_TILE_DOT_INT8(panel, 4, 7);                                                 \
@@ -92,6 +94,7 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
         }                                                                                                         \
     }
     for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, b += TILE_BYTES) {
+        const int64_t distance = ahead.distance(step);
         touch(a, PARTS * a_tile / LINE, LINE);
         LLM_TILE_LOAD(4, a, LINE);
         if constexpr (PARTS == 3) {
@@ -109,11 +112,12 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
 // The same for two row tiles and two panels at once: what a panel brings from memory is used twice before it leaves.
 template <int PARTS>
 LLM_INLINE void add_pair_steps(const char* a, int64_t a_tile, const char* second, int64_t second_tile, const char* b,
-                               int64_t panel_bytes, int64_t steps, int64_t ahead) {
+                               int64_t panel_bytes, int64_t steps, const Ahead& ahead) {
     for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, second += PARTS * second_tile, b += TILE_BYTES) {
+        const int64_t distance = ahead.distance(step);
         for (int64_t line = 0; line < TILE_BYTES; line += LINE) {
-            prefetch(b + ahead + line);
-            prefetch(b + panel_bytes + ahead + line);
+            prefetch(b + distance + line);
+            prefetch(b + panel_bytes + distance + line);
         }
         touch(b, TILE_LINES, LINE), touch(b + panel_bytes, TILE_LINES, LINE);
         touch(a, PARTS * a_tile / LINE, LINE), touch(second, PARTS * second_tile / LINE, LINE);
@@ -187,6 +191,9 @@ struct TileSteps {
     const char* data;
     int64_t stride, whole;
     const char* last;  // [panels][TILE_BYTES], or null
+    bool ends;         // the panels end here: `panels` of them later the next ones begin
+
+    Ahead ahead(int64_t panels) const { return {TILE_AHEAD, TILE_BYTES, whole, ends ? panels : 1, stride}; }
 };
 
 // Panels whose lines are a tile's as they are: `lines` of 64 bytes each.
@@ -199,11 +206,11 @@ struct TilePanels {
     TileSteps open(int64_t panel, int64_t wide, int64_t first, int64_t count, char* scratch) const {
         const int64_t stride = lines * LINE, whole = Tasks::least(count, lines / TILE_LINES - first);
         const char* from = data + panel * stride + first * TILE_BYTES;
-        if (whole == count) return {from, stride, whole, nullptr};
+        if (whole == count) return {from, stride, whole, nullptr, first + count == steps()};
         std::memset(scratch, 0, wide * TILE_BYTES);  // the lines that the last step lacks
         for (int64_t c = 0; c < wide; ++c)
             std::memcpy(scratch + c * TILE_BYTES, from + c * stride + whole * TILE_BYTES, lines % TILE_LINES * LINE);
-        return {from, stride, whole, scratch};
+        return {from, stride, whole, scratch, true};
     }
 };
 
@@ -215,8 +222,8 @@ void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t 
     shapes.set(a.tile_rows(tile), 0);
     if (fresh) clear_sums();
     else load_sums<PANELS>(sums);
-    add_steps<PARTS, PANELS>(operands, operand, b.data, b.stride, b.whole, TILE_AHEAD);
-    if (b.last) add_steps<PARTS, PANELS>(operands + b.whole * PARTS * operand, operand, b.last, TILE_BYTES, 1, 0);
+    add_steps<PARTS, PANELS>(operands, operand, b.data, b.stride, b.whole, b.ahead(PANELS));
+    if (b.last) add_steps<PARTS, PANELS>(operands + b.whole * PARTS * operand, operand, b.last, TILE_BYTES, 1, NOTHING_AHEAD);
     store_sums<PANELS>(sums);
 }
 
@@ -236,9 +243,10 @@ void add_pair_block(TileShapes& shapes, const TileOperands& a, int64_t first, co
             LLM_TILE_LOAD(3, second + LINE, TILE_PANELS * LINE);
         }
         const char *operands = a.at(0, first), *others = a.at(1, first);
-        add_pair_steps<PARTS>(operands, operand, others, other, b.data + c * b.stride, b.stride, b.whole, TILE_AHEAD);
+        add_pair_steps<PARTS>(operands, operand, others, other, b.data + c * b.stride, b.stride, b.whole, b.ahead(2));
         if (b.last)
-            add_pair_steps<PARTS>(operands + done * operand, operand, others + done * other, other, b.last + c * TILE_BYTES, TILE_BYTES, 1, 0);
+            add_pair_steps<PARTS>(operands + done * operand, operand, others + done * other, other, b.last + c * TILE_BYTES,
+                                  TILE_BYTES, 1, NOTHING_AHEAD);
         LLM_TILE_STORE(0, sums, TILE_PANELS * LINE);
         LLM_TILE_STORE(1, sums + LINE, TILE_PANELS * LINE);
         LLM_TILE_STORE(2, second, TILE_PANELS * LINE);
