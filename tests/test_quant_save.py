@@ -113,7 +113,9 @@ def test_transformers_gives_the_same_logits(scheme: str, tmp_path: Path) -> None
     """transformers with compressed-tensors, in float32.
 
     Exactly our arithmetic but for dynamic activations: compressed-tensors simulates them with max|x| / 127.5 where
-    kernels (vLLM's, the NPU's, ours) use 127; the test puts 127 in its place and keeps the rest.
+    kernels (vLLM's, the NPU's, ours) use 127; the test puts 127 in its place and keeps the rest. Where an activation
+    lies at the border of two integers, float32's last bit decides, and the logits part: few prompts may, all
+    would if a formula differed.
     """
     pytest.importorskip("compressed_tensors")
     import transformers
@@ -122,17 +124,18 @@ def test_transformers_gives_the_same_logits(scheme: str, tmp_path: Path) -> None
     with open_llm(quantization=scheme, calibration=calibration, kv_cache_dtype="float32") as llm:
         llm.save_quantized(tmp_path / "saved")
         ids = llm.get_tokenizer().encode("And it came to pass, when he had made an end of speaking")
+        prompts = [ids[start : start + 2] for start in range(12)]
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=2304)
-        (output,) = run(llm, [{"prompt_token_ids": ids}], params)
-        ours = torch.tensor([output.outputs[0].logprobs[0][token].logprob for token in range(2304)])
+        outputs = run(llm, [{"prompt_token_ids": prompt} for prompt in prompts], params)
+        ours = torch.tensor([[out.outputs[0].logprobs[0][token].logprob for token in range(2304)] for out in outputs])
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
     dynamic = [module for module in model.modules() if quantizes_tokens(module)]
     for module in dynamic:
         module.quantization_scheme.input_activations = None
         module.register_forward_pre_hook(lambda module, inputs: (as_kernels_do(inputs[0]),))
     assert bool(dynamic) == (scheme in ("w8a8", "w4a8", "w8a8_static"))
-    theirs = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-    assert (ours - theirs).abs().max() < 2e-4
+    theirs = model(input_ids=torch.tensor(prompts)).logits[:, -1].log_softmax(-1)
+    assert ((ours - theirs).abs().amax(-1) < 2e-4).sum() >= 9
 
 
 def quantizes_tokens(module: Any) -> bool:
