@@ -122,6 +122,35 @@ def test_the_default_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert err.endswith("\n")
 
 
+class FullDisk(io.StringIO):
+    """Takes so many writes."""
+
+    room = 0
+
+    def write(self, text: str) -> int:
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("writes", [None, 0, 1, 2, 3])
+def test_a_bar_that_cannot_be_drawn_does_not_end_the_call(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, writes: int | None
+) -> None:
+    """There is no standard error (a service), or it is full, at the start or later."""
+    monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_REFRESH_COST_FACTOR", 0)
+    expected = run(llm, PROMPTS, PARAMS)
+    error = None if writes is None else FullDisk()
+    if isinstance(error, FullDisk):
+        error.room = writes or 0
+    monkeypatch.setattr("sys.stderr", error)
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=True)
+    assert [output.outputs[0].text for output in outputs] == [output.outputs[0].text for output in expected]
+    assert error is None or error.room <= 0  # it was tried
+
+
 def test_it_is_closed_when_the_call_ends_badly(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (RuntimeError("planted"), GenerationInterrupted([])):
         with monkeypatch.context() as patch, pytest.raises(type(error)):
