@@ -285,6 +285,17 @@ def test_int4_packing_is_exact(lib: library.Library) -> None:
         packed.pack_int4(lib, torch.arange(9, dtype=torch.int8)[None])
 
 
+def test_large_weights_are_exact_and_begin_with_a_page(lib: library.Library) -> None:
+    """Memory past 2 MiB is asked for in large pages: nothing of it may be left out or overlap."""
+    weight, small = random_int8(2053, 1100), int4(2053, 2100)
+    held = [packed.pack_int8(lib, weight), packed.pack_int4(lib, small), packed.pack_float(lib, weight.float())]
+    for ours, theirs in zip(held, (weight, small, weight.float()), strict=True):
+        assert ours.data.data_ptr() % (2 << 20) == 0
+        assert torch.equal(ours.unpack(), theirs)
+    reused = weight[:2048].float()
+    assert torch.equal(packed.pack_float(lib, reused.clone(), reuse=True).unpack(), reused)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", [None, 8, 32, 40, 64, 128])
 def test_int4_products_are_the_twins(lib: library.Library, shape: tuple, group: int | None) -> None:

@@ -19,8 +19,11 @@ FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DEPTHS = {torch.bfloat16: 2}
 # Sums of k products of two int8 stay within int32.
 MAX_INTEGER_K = 1 << 17
+# Bytes of the pages that large weights lie in where the system has them: fewer addresses to translate.
+_LARGE_PAGE = 2 << 20
 
 _PACK_FLOAT = ("llm_pack_float", INT, POINTER, POINTER, INT, INT, INT)
+_ASK_LARGE_PAGES = ("llm_large_pages", POINTER, INT, INT)
 _UNPACK_FLOAT = ("llm_unpack_float", INT, POINTER, POINTER, INT, INT, INT, INT)
 _PACK_INT8 = ("llm_pack_int8", POINTER, POINTER, POINTER, INT, INT, INT)
 _PACK_INT4 = ("llm_pack_int4", POINTER, POINTER, INT, INT, INT)
@@ -71,16 +74,18 @@ def pack_float(lib: Library, weight: torch.Tensor, reuse: bool = False) -> Panel
     n, k = weight.shape
     weight = weight.contiguous()
     size = _padded(n) * _padded(k, _DEPTHS.get(weight.dtype, 1))
-    data = weight.view(-1) if reuse and weight.numel() == size else torch.empty(size, dtype=weight.dtype)
+    data = weight.view(-1) if reuse and weight.numel() == size else _allocate(lib, size, weight.dtype)
     pack = lib.function(*_PACK_FLOAT)
     pack(FLOAT_KINDS[weight.dtype], weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
+    if reuse:
+        lib.function(*_ASK_LARGE_PAGES)(data.data_ptr(), data.nbytes, 1)
     return PanelWeight(data, n, k, "float", lib)
 
 
 def pack_int8(lib: Library, weight: torch.Tensor) -> PanelWeight:
     """int8 [N, K] -> panels [N / 16][K / 4][16][4]."""
     n, k = _check_integers(weight)
-    data = torch.empty(_padded(n) * _padded(k, 4), dtype=torch.int8)
+    data = _allocate(lib, _padded(n) * _padded(k, 4), torch.int8)
     sums = torch.empty(_padded(n), dtype=torch.int32)
     weight = weight.contiguous()
     pack = lib.function(*_PACK_INT8)
@@ -93,10 +98,21 @@ def pack_int4(lib: Library, weight: torch.Tensor) -> PanelWeight:
     n, k = _check_integers(weight)
     if weight.numel() and (weight.min() < -8 or weight.max() > 7):
         raise ValueError(f"int4 values lie in [-8, 7], got [{int(weight.min())}, {int(weight.max())}]")
-    data = torch.empty(_padded(n) * _padded(k, 8) // 2, dtype=torch.uint8)
+    data = _allocate(lib, _padded(n) * _padded(k, 8) // 2, torch.uint8)
     weight = weight.contiguous()
     lib.function(*_PACK_INT4)(weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
     return PanelWeight(data, n, k, "int4", lib)
+
+
+def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for panels, from the start of a large page on where there is enough of it, so that few are left out."""
+    data = torch.empty(size, dtype=dtype)
+    if data.nbytes >= _LARGE_PAGE:
+        room = torch.empty(data.nbytes + _LARGE_PAGE, dtype=torch.uint8)
+        start = -room.data_ptr() % _LARGE_PAGE
+        data = room[start : start + data.nbytes].view(dtype)
+        lib.function(*_ASK_LARGE_PAGES)(data.data_ptr(), data.nbytes, 0)
+    return data
 
 
 def _check_integers(weight: torch.Tensor) -> tuple[int, int]:
