@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from llm.defaults import library_defaults
@@ -36,7 +37,7 @@ def save_quantized(model: Any, path: str | Path, format: str) -> Path:
 
     Raises:
         ValidationError: the format is unknown, `path` exists, or the model is not quantized.
-        LLMError: a layer's scheme has no form in that format.
+        LLMError: a layer's scheme has no form in that format, or the folder cannot be written.
     """
     path = Path(os.path.expanduser(path))
     if format not in FORMATS:
@@ -55,19 +56,21 @@ def save_quantized(model: Any, path: str | Path, format: str) -> Path:
             value=format,
         )
     writer = FORMATS[format](model.origin.hf_config, layers)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
+    partial = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
         _copy_others(model.origin.folder, partial)
         for name, content in writer.json_files().items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n")
         _write_tensors(partial, writer.file_stem, _tensors(writer, layers))
         partial.chmod(0o755)
         partial.rename(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise LLMError(f"the model could not be saved to {path}: {error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
     return path
 
 

@@ -1,6 +1,17 @@
 """From float weights to integers: rounding to nearest for 8 bit, a search for the best clipping for 4 bit.
 
 Owns the arithmetic of quantizing, weights and static activations; nothing here knows a layer or a file.
+
+Calibration serves 4 bits by weighing and feeding back errors (`quantize_weight`), not by scaling channels as AWQ does
+(arXiv:2306.00978). Scales of mean activation magnitudes with searched exponents, folded into the norms (into up_proj
+too was worse), were measured on the embedded model: calibrated on four draws of 12 chapters, scored on 30,000 tokens of
+others, perplexity over unquantized.
+
+           neither          scaling          feedback         both
+    w4a16  1.04 to 1.16 %   1.01 to 1.09 %   0.45 to 0.73 %   0.54 to 0.72 %
+    w4a8   1.54 to 1.70 %   1.49 to 1.62 %   0.85 to 1.03 %   0.87 to 1.18 %
+
+On top of feedback, scaling changed log perplexity by -0.0006 to +0.0024, each +-0.0009: it brings nothing.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ ALIASES = {"modelslim": "ascend"}
 # FP8, GPTQ, AWQ, MX formats and GGUF take their place here when they come.
 
 _plugin_configs: dict[str, type[QuantizationConfig]] = {}
-_schemes: dict[tuple[str, str], type] = {}
+_BUILTIN_SCHEMES = "llm.quantization.schemes."
+_plugin_schemes: dict[tuple[str, str], type] = {}
+_builtin_schemes: dict[tuple[str, str], type] = {}
 
 
 def register_quantization_config(name: str) -> Callable[[C], C]:
@@ -78,29 +80,40 @@ def register_scheme(quant_type: str, kind: str) -> Callable[[C], C]:
     Args:
         quant_type: as the description file of a ModelSlim checkpoint spells it, e.g. "W8A8_DYNAMIC".
 
-    Raises `LLMError` when the pair is taken.
+    It replaces a built-in scheme. Raises `LLMError` when another plugin has taken the pair.
     """
 
     def decorate(scheme_class: C) -> C:
-        taken = _schemes.get((quant_type, kind))
-        if taken is not None:
-            raise LLMError(f"a scheme for {quant_type} {kind} layers is already registered: {taken.__name__}.")
-        _schemes[quant_type, kind] = scheme_class
+        built_in = scheme_class.__module__.startswith(_BUILTIN_SCHEMES)
+        schemes = _builtin_schemes if built_in else _plugin_schemes
+        taken = schemes.get((quant_type, kind))
+        # A notebook cell that is run again defines its class again.
+        if taken is not None and _full_name(taken) != _full_name(scheme_class):
+            raise LLMError(
+                f"a scheme for {quant_type} {kind} layers is already registered: {_full_name(taken)}; "
+                f"{_full_name(scheme_class)} cannot be another."
+            )
+        schemes[quant_type, kind] = scheme_class
         return scheme_class
 
     return decorate
 
 
 def get_scheme_class(quant_type: str, kind: str) -> Any:
-    """The scheme for a layer, None when there is none."""
+    """The scheme for a layer, a plugin's first; None when there is none."""
     _import_schemes()
-    return _schemes.get((quant_type, kind))
+    return _plugin_schemes.get((quant_type, kind)) or _builtin_schemes.get((quant_type, kind))
 
 
 def scheme_types(kind: str) -> tuple[str, ...]:
     """The types that have a scheme for layers of `kind`."""
     _import_schemes()
-    return tuple(quant_type for quant_type, its_kind in _schemes if its_kind == kind)
+    pairs = dict.fromkeys([*_plugin_schemes, *_builtin_schemes])
+    return tuple(quant_type for quant_type, its_kind in pairs if its_kind == kind)
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _import_schemes() -> None:

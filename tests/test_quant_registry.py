@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedded import PROMPTS, copy_model, engine_of, open_llm, run
+from embedded import PROMPTS, copy_model, engine_of, open_llm, python, run
 from torch import nn
 
 from llm import LLM
@@ -24,9 +24,8 @@ from llm.quantization.unquantized import new_parameter
 
 @pytest.fixture(autouse=True)
 def _own_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    registry.scheme_types("linear")  # the built-in schemes register themselves once
     monkeypatch.setattr(registry, "_plugin_configs", {})
-    monkeypatch.setattr(registry, "_schemes", dict(registry._schemes))
+    monkeypatch.setattr(registry, "_plugin_schemes", {})
     yield
 
 
@@ -111,10 +110,26 @@ def test_a_plugin_replaces_a_built_in_format_and_a_recipe() -> None:
 def test_what_cannot_be_registered() -> None:
     with pytest.raises(ValidationError, match="takes a subclass of QuantizationConfig"):
         registry.register_quantization_config("bad")(dict)
-    with pytest.raises(LLMError, match="W8A16 linear layers is already registered: W8A16"):
-        registry.register_scheme("W8A16", "linear")(SignMethod)
+    registry.register_scheme("W8A16", "linear")(SignMethod)
+    registry.register_scheme("W8A16", "linear")(SignMethod)  # a cell that is run again
+    with pytest.raises(LLMError, match=r"W8A16 linear layers is already registered: .*SignMethod; .*SignConfig cannot"):
+        registry.register_scheme("W8A16", "linear")(SignConfig)
     with pytest.raises(ValidationError, match=r"quantization='ascent' is not known. Did you mean 'ascend'\?"):
         registry.get_quantization_config("ascent")
+
+
+def test_a_plugins_scheme_comes_before_the_built_in_one() -> None:
+    """In a process of its own, in which the built-in schemes register themselves after the plugin's."""
+    script = """
+from llm.quantization.registry import get_scheme_class, register_scheme, scheme_types
+class Mine: pass
+register_scheme("W8A8_DYNAMIC", "linear")(Mine)
+assert get_scheme_class("W8A8_DYNAMIC", "linear") is Mine
+assert get_scheme_class("W8A8_DYNAMIC", "embedding").__name__ == "W8A8Dynamic"
+assert scheme_types("linear")[0] == "W8A8_DYNAMIC" and scheme_types("linear").count("W8A8_DYNAMIC") == 1
+"""
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_registered_scheme_serves_modelslim_checkpoints(tmp_path: Path) -> None:
