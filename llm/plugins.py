@@ -94,7 +94,7 @@ def installed(group: str) -> tuple[Plugin, ...]:
         if name not in known:
             raise ValidationError(
                 f"LLM_PLUGINS names {name!r}, which no installed package provides.{nearest(name, known)} "
-                f"Known: {', '.join(sorted(known)) or 'none'}.",
+                f"Known: {', '.join(sorted(known)) or 'no plugin is installed'}.",
                 parameter="LLM_PLUGINS",
                 value=name,
             )

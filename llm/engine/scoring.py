@@ -31,7 +31,9 @@ def continuation_rows(preprocessor: Preprocessor, prompts: Any, continuations: A
     if len(first) == 1 and len(second) > 1:
         first = first * len(second)
     if len(first) != len(second):
-        refuse("continuations", f"{len(second)} of them", f"as many as there are prompts ({len(first)})")
+        raise _bad(
+            "continuations", f"there are {len(second)} continuations for {len(first)} prompts; pass as many", second
+        )
     heads = preprocessor.token_ids(first, "prompts")
     tails = preprocessor.token_ids(second, "continuations", continuing=True)
     both = [index for index, pair in enumerate(zip(first, second, strict=True)) if all(map(_is_text, pair))]
@@ -42,9 +44,11 @@ def continuation_rows(preprocessor: Preprocessor, prompts: Any, continuations: A
         whole[index], borders[index] = token_ids, _common(heads[index], token_ids)
     for index, (token_ids, border) in enumerate(zip(whole, borders, strict=True)):
         if border == 0:
-            refuse("prompts", f"none at {index}", "at least one token long")
+            raise _bad("prompts", f"prompts: number {index} is empty; it needs at least one token", first[index])
         if border >= len(token_ids):
-            refuse("continuations", f"none at {index}", "at least one token long")
+            raise _bad(
+                "continuations", f"continuations: number {index} is empty; it needs at least one token", second[index]
+            )
     return _rows(preprocessor, whole, borders)
 
 
@@ -56,8 +60,10 @@ def perplexity_rows(preprocessor: Preprocessor, texts: Any, stride: int | None) 
     windows, borders, owners = [], [], []
     for index, token_ids in enumerate(preprocessor.token_ids(list_prompts(texts), "texts")):
         if len(token_ids) < 2:
-            refuse(
-                "texts", f"one of {len(token_ids)} at {index}", "at least two tokens long, for the first is not scored"
+            raise _bad(
+                "texts",
+                f"texts: number {index} is too short; it needs two tokens, for the first is not scored",
+                token_ids,
             )
         if len(token_ids) > limit and stride is None:
             raise ValidationError(
@@ -135,3 +141,7 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
     while length < min(len(left), len(right)) and left[length] == right[length]:
         length += 1
     return length
+
+
+def _bad(parameter: str, message: str, value: Any) -> ValidationError:
+    return ValidationError(f"{message}.", parameter=parameter, value=value)
