@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,13 +80,11 @@ def test_without_the_registers_of_amx_the_next_best_is_chosen(monkeypatch: pytes
         library.load_library("amx")
 
 
-@needs_compiler
-@pytest.mark.skipif("avx512_vnni" not in build.supported_targets(), reason="this processor has no AVX-512 VNNI")
 def test_a_compiler_without_amx_gives_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(target: str) -> library.Library:
+    def load(target: str) -> SimpleNamespace:
         if target == "amx":
             raise build.BuildError("unrecognized option '-mamx-tile'")
-        return library.load_library(target)
+        return SimpleNamespace(target=target)
 
     monkeypatch.setattr(select, "choose_target", lambda isa: ("avx512_vnni" if isa else "amx", "a test"))
     monkeypatch.setattr(select, "load_library", load)

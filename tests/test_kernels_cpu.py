@@ -1,7 +1,7 @@
 """The CPU kernels against their definitions, bit for bit, and those against float64 within a proven bound; and each
 row's bits against its company, its place and the number of threads.
 
-Every test runs on each instruction set that this processor has.
+Every test runs on each instruction set of kernel_sets.TARGETS.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_sets import TARGETS
 
 from llm.kernels.cpu import build, library, linear, packed, quantized
 from llm.kernels.reference import quantized as reference
@@ -23,7 +24,6 @@ except build.BuildError:
     COMPILER = None
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
 
-TARGETS = build.supported_targets()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # m, n, k: empty, one, odd, around the 16 lanes, the tiles' heights and the steps of k.
 SHAPES = [
