@@ -124,8 +124,10 @@ int main(int argc, char**) {
                 integers(m, n, k);
             }
     // More than one block of steps, of rows and of panels where there are matrix tiles.
-    floats<uint16_t>(1, 130, 70, 1100);
-    integers(130, 70, 2100);
+    floats<uint16_t>(1, 130, 70, 40);
+    floats<uint16_t>(1, 34, 70, 1100);
+    integers(130, 70, 40);
+    integers(18, 70, 2100);
     std::printf("ok %d\n", calls + run_step_kernels());
     return 0;
 }
