@@ -369,16 +369,7 @@ void tile_linear_w4a8(const Product& p, const float* x, float* row_scales, int64
     const bool grouped = p.groups > 1;
     const int64_t block = grouped ? p.group_steps * STEP / TILE_K : BLOCK_STEPS;
     for_row_blocks(p.m, panels.steps(), 1, block, [&](const TileOperands& a, int64_t from) {
-        parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
-            const float* at = x + (from + row) * k;
-            const float scale = row_scale(at, k);
-            const F32 divisor = set1(row_divisor(scale));
-            row_scales[from + row] = scale;
-            a.write_row(row, [&](int64_t step, char* line, int64_t) {
-                for (int64_t i = 0; i < LINE; i += LANES)
-                    store_int8(reinterpret_cast<int8_t*>(line + i), quantize(at + step * LINE + i, k - step * LINE - i, divisor, zero()));
-            });
-        });
+        quantize_operands(a, x + from * k, k, 0.0f, 0, row_scales + from, threads);
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, int64_t first, const char* sums, char* more) {
             const bool last = first + block >= a.steps;
             if (!grouped && !last) return;

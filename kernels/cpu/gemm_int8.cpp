@@ -236,17 +236,7 @@ void tile_linear_w8a8(const float* x, const int8_t* weight, const int32_t* colum
     const float factor = input_scale == 0.0f ? 1.0f : input_scale;
     const Product p{nullptr, row_scales, weight, column_sum, scale, bias, y, m, n, k, static_cast<int32_t>(input_offset), factor};
     for_row_blocks(m, panels.steps(), 1, BLOCK_STEPS, [&](const TileOperands& a, int64_t from) {
-        parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
-            const float* at = x + (from + row) * k;
-            const float dynamic = input_scale == 0.0f ? row_scale(at, k) : 1.0f;
-            const F32 divisor = set1(input_scale == 0.0f ? row_divisor(dynamic) : input_scale);
-            const F32 shift = set1(static_cast<float>(input_offset));
-            row_scales[from + row] = dynamic;
-            a.write_row(row, [&](int64_t step, char* line, int64_t) {
-                for (int64_t i = 0; i < LINE; i += LANES)
-                    store_int8(reinterpret_cast<int8_t*>(line + i), quantize(at + step * LINE + i, k - step * LINE - i, divisor, shift));
-            });
-        });
+        quantize_operands(a, x + from * k, k, input_scale, input_offset, row_scales + from, threads);
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, int64_t first, const char* sums, char*) {
             if (first + a.block >= a.steps)
                 scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS, reinterpret_cast<const int32_t*>(sums));

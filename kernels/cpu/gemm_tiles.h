@@ -13,6 +13,7 @@
 #pragma once
 
 #include "panels.h"
+#include "quantize.h"
 
 #if LLM_TILES
 
@@ -185,6 +186,22 @@ struct TileOperands {
     }
     static int64_t bytes(int64_t rows, int64_t steps, int64_t parts) { return rows * steps * parts * LINE; }
 };
+
+// Rows of x [rows][k] as int8 operands, quantized as linear_w8a8 says: by their own scales, which are written, where
+// `input_scale` is 0, else by it and `offset`, their scales being 1.
+inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, float input_scale, int64_t offset, float* scales,
+                              int64_t threads) {
+    parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
+        const float* at = x + row * k;
+        scales[row] = input_scale == 0.0f ? row_scale(at, k) : 1.0f;
+        const F32 divisor = set1(input_scale == 0.0f ? row_divisor(scales[row]) : input_scale);
+        const F32 shift = set1(static_cast<float>(offset));
+        a.write_row(row, [&](int64_t step, char* line, int64_t) {
+            for (int64_t i = 0; i < LINE; i += LANES)
+                store_int8(reinterpret_cast<int8_t*>(line + i), quantize(at + step * LINE + i, k - step * LINE - i, divisor, shift));
+        });
+    });
+}
 
 // Some steps of a group of panels: `whole` of them from `data` on, `stride` apart from panel to panel, then perhaps a last one.
 struct TileSteps {
