@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, OutOfMemoryError
+from llm.platforms.cpu import CpuPlatform
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
 PROMPTS = make_prompts(TINY_MODELS["llama"])
@@ -62,6 +63,14 @@ def test_what_is_quantized_on_load_is_quantized_from_what_was_stored(folder: Pat
 
     cast = rewritten(folder, tmp_path / "cast", cast_table)
     assert answers(folder, quantization="w8a8", dtype="bfloat16")[0] == answers(cast, quantization="w8a8")[0]
+
+
+def test_memory_is_planned_for_what_is_stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    monkeypatch.setattr(CpuPlatform, "memory_free", lambda self: stored * 3 // 4)
+    with pytest.raises(OutOfMemoryError, match="the weights take"):
+        answers(folder, max_num_seqs=1)
+    assert answers(folder, max_num_seqs=1, dtype="bfloat16")
 
 
 def test_a_value_beyond_the_range_is_refused(folder: Path, tmp_path: Path) -> None:

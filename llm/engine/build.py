@@ -6,6 +6,7 @@ timed.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,7 @@ from llm.forward import KVCacheSpec
 from llm.kernels.select import KernelSet, kernels_for
 from llm.layers.custom_op import constructing_for
 from llm.loading.checkpoint import Checkpoint, read_json
-from llm.loading.loader import load_dummy_weights, load_weights
+from llm.loading.loader import load_dummy_weights, load_weights, stored_as
 from llm.loading.quantization import Resolved, resolve_quantization, without_quantization_keys
 from llm.loading.resolve import resolve_model as resolve_folder
 from llm.loading.weight_map import Target, rename
@@ -106,7 +107,7 @@ class _Source:
 
     Attributes:
         weight_dtype: in memory: what most of the checkpoint's bytes are stored as, or what was asked for.
-        converts: it was asked for.
+        store_as: `weight_dtype` where it was asked for.
     """
 
     folder: Path
@@ -116,7 +117,7 @@ class _Source:
     checkpoint: Checkpoint | None
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    converts: bool
+    store_as: torch.dtype | None
     quantization: Resolved
 
 
@@ -214,8 +215,7 @@ def _check_dummy_weights_fit(model: Any, free: int) -> None:
 def _load_weights(model: Any, source: _Source, checkpoint: Checkpoint, show_progress: bool) -> None:
     quant_config = source.quantization.config
     ignores = (lambda name: False) if quant_config is None else quant_config.ignores
-    store_as = source.weight_dtype if source.converts else None
-    targets = load_weights(model, checkpoint, show_progress=show_progress, ignores=ignores, store_as=store_as)
+    targets = load_weights(model, checkpoint, show_progress=show_progress, ignores=ignores, store_as=source.store_as)
     # Saving a quantized model needs to know under which names its weights came.
     model.origin = replace(model.origin, targets=targets)
 
@@ -258,13 +258,13 @@ def _read_source(args: EngineArgs, platform: Platform) -> _Source:
     computes_in = platform.supported_dtypes()
     dtype, _ = resolve_dtype("dtype", args.dtype, computes_in[0], tuple({*computes_in, *DTYPES.values()}))
     # A type that this platform does not compute in is that of the weights: half the bytes, and no less exact.
-    converts = dtype not in computes_in
-    dtype, weight_dtype = (computes_in[0], dtype) if converts else (dtype, stored)
-    return _Source(folder, model_class, model, reader, checkpoint, dtype, weight_dtype, converts, quantization)
+    store_as = None if dtype in computes_in else dtype
+    dtype = computes_in[0] if store_as else dtype
+    return _Source(folder, model_class, model, reader, checkpoint, dtype, store_as or stored, store_as, quantization)
 
 
 def _weight_dtype_reason(args: EngineArgs, source: _Source) -> str:
-    if source.converts:
+    if source.store_as:
         return f"asked for by dtype={args.dtype}: a CPU stores matrices in it and computes in float32"
     return "as the checkpoint stores them" if source.checkpoint else "config.json"
 
@@ -377,9 +377,12 @@ def _weight_bytes(source: _Source) -> int:
     if source.checkpoint is None:
         return 0
     config = source.quantization.config
+    tensors = source.checkpoint.tensors.values()
     if not isinstance(config, OnlineConfig):
-        return source.checkpoint.total_bytes
-    return config.expected_bytes([(info.shape, info.nbytes) for info in source.checkpoint.tensors.values()])
+        return sum(
+            math.prod(info.shape) * stored_as(info.dtype, len(info.shape), source.store_as).itemsize for info in tensors
+        )
+    return config.expected_bytes([(info.shape, info.nbytes) for info in tensors])
 
 
 def _tokenizer(args: EngineArgs, folder: Path) -> Tokenizer | None:

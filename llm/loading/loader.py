@@ -136,9 +136,14 @@ def _with_progress(checkpoint: Checkpoint, show: bool) -> Iterator[tuple[str, to
             bar.update(tensor.nbytes)
 
 
+def stored_as(dtype: torch.dtype, dim: int, asked: torch.dtype | None) -> torch.dtype:
+    """The type in memory of a tensor that is not quantized: a matrix of floats takes the one that was asked for."""
+    return asked if asked is not None and dtype.is_floating_point and dim >= 2 else dtype
+
+
 def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A matrix of floats in `dtype`; anything else as it is: vectors are small, and their rounding costs the most."""
-    if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.dtype == dtype:
+    if stored_as(tensor.dtype, tensor.dim(), dtype) == tensor.dtype:
         return tensor
     converted = tensor.to(dtype)
     if not converted.isfinite().all() and tensor.isfinite().all():
