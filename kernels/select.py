@@ -40,6 +40,7 @@ OPERATIONS: dict[str, tuple[str, str | None]] = {
     "layer_norm": ("norm", "norm"),
     "add_layer_norm": ("norm", "norm"),
     "rotary_embedding": ("rotary", "rotary"),
+    "rotary_write_kv": ("rotary", "rotary"),
     "kv_cache_shapes": ("attention", "attention"),
     "write_kv_cache": ("attention", "attention"),
     "paged_attention": ("attention", "attention"),

@@ -11,7 +11,7 @@ the operation itself, which may decline its kernel (`CustomOp.declines`).
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -263,6 +263,13 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         backend = construction().compilation.backend
         method = torch.compile(self.forward_native, dynamic=True, backend=backend)
         return Binding("forward_native", f"{reason}, compiled by {backend}", is_off=True, compiled=True), method
+
+
+def is_watched(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody wants to see or change what one of them computes: what goes around its `forward` would not."""
+    if torch.nn.modules.module._global_forward_hooks or torch.nn.modules.module._global_forward_pre_hooks:
+        return True
+    return any(item._forward_hooks or item._forward_pre_hooks or "forward" in vars(item) for item in modules)
 
 
 def replaced_class(cls: type) -> type | None:

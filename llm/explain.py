@@ -21,7 +21,7 @@ from llm.plugins import plugin_of
 
 _UNQUANTIZED = "unquantized"
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
-KINDS = ("platform", "model", "model runner", "attention", "CustomOp", "PluggableLayer", "quant method")
+KINDS = ("platform", "model", "model runner", "attention", "fused", "CustomOp", "PluggableLayer", "quant method")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Part:
 
     Attributes:
         kind: one of `KINDS`.
-        name: the registered name, or the kind of layer that a quant method serves.
+        name: the registered name, the kind of layer that a quant method serves, or what is fused into one kernel.
         count: how many instances the model has.
         implementation: name of the class in use.
         runs: the method that was bound, or the quantization scheme.
@@ -142,6 +142,8 @@ def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:
     backend = getattr(module, "backend", None)
     if isinstance(backend, AttentionBackend):
         yield "attention", cls.__name__, type(backend).__name__, "attend", backend.reason
+    for name, kernel, reason in getattr(module, "fused_operations", tuple)():
+        yield "fused", name, cls.__name__, kernel, reason
     method = getattr(module, "quant_method", None)
     if method is not None:
         yield "quant method", cls.__name__, type(method).__name__, _scheme(method), _quant_reason(method)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from embedded import copy_model, engine_of, open_llm, python
+from kernel_sets import has_kernels
 
 from llm.bench import calibrate, session, shapes
 from llm.bench.compare import Transformers, agreement
@@ -265,6 +266,8 @@ def test_profile_adds_up(report: dict[str, Any]) -> None:
     rows = {row["name"]: row for row in found["rows"]}
     calls = {name: (row["prefill"]["calls"], row["decode"]["calls"]) for name, row in rows.items()}
     assert calls["attention"] == (4, 4 * 64)
+    assert calls["rotary_embedding + KV cache" if has_kernels() else "KV cache"] == (4, 4 * 64)
+    assert ("rotary_embedding" in calls) != has_kernels()
     assert calls["linear gate_up_proj 256 -> 1024"] == (4, 4 * 64)
     assert calls["rms_norm"] == (9, 9 * 64)
     assert calls["lm head 256 -> 2304"] == (1, 64)
@@ -310,8 +313,10 @@ def slow(monkeypatch: pytest.MonkeyPatch, target: Any, attribute: str) -> None:
 
 def watched(engine: Any) -> list[Any]:
     modules = list(engine.runner.model.modules())
-    methods = [module.quant_method for module in modules if hasattr(module, "quant_method")]
-    return [engine, engine.scheduler, engine.runner, engine.runner.batch, *modules, *methods]
+    parts = [
+        getattr(module, name) for module in modules for name in ("quant_method", "backend") if hasattr(module, name)
+    ]
+    return [engine, engine.scheduler, engine.runner, engine.runner.batch, *modules, *parts]
 
 
 def test_layers_that_share_a_method_have_rows_of_their_own() -> None:

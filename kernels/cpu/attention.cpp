@@ -8,8 +8,10 @@
 // The same bits whatever the batch, the chunks and the threads: the softmax advances KEYS positions at a time, from
 // multiples of KEYS counted from position 0; scores are reduced over channels in order, outputs over keys in order, by
 // one thread; and a key that a row does not see never takes part in that row's arithmetic.
+#include "kv_cache.h"
 #include "parallel.h"
 #include "replay.h"
+#include "rows.h"
 #include "vector_math.h"
 
 namespace llm {
@@ -34,8 +36,6 @@ LLM_INLINE int64_t tile_rows(int64_t left) {
 #endif
     return left;
 }
-
-enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // One step's rows. Row r owns tokens starts[r] : starts[r + 1], the last of its lengths[r] positions.
 struct Step {
@@ -482,25 +482,6 @@ void attend(const Step& step, const Layer& layer, const void* key_cache, const v
     });
 }
 
-// key, value: [tokens][kv_heads][head_size], tokens `stride` floats apart.
-template <class T>
-void write(const float* key, int64_t key_stride, const float* value, int64_t value_stride, T* key_cache, T* value_cache,
-           const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t head_size, int64_t threads) {
-    constexpr int64_t at_once = 32;
-    parallel_for(ceil_div(tokens, at_once), tokens > at_once ? threads : 1, 0, [&](int64_t index, char*) {
-        for (int64_t token = index * at_once; token < least(tokens, (index + 1) * at_once); ++token) {
-            const int64_t panel = slots[token] / LANES * kv_heads * head_size * LANES, lane = slots[token] % LANES;
-            for (int64_t head = 0; head < kv_heads; ++head) {
-                const float *k = key + token * key_stride + head * head_size, *v = value + token * value_stride + head * head_size;
-                T* keys = key_cache + panel + head * head_size * LANES + lane;
-                T* values = value_cache + panel + (head * LANES + lane) * head_size;
-                for (int64_t i = 0; i < head_size; ++i) keys[i * LANES] = narrow<T>(k[i]);
-                for (int64_t i = 0; i < head_size; ++i) values[i] = narrow<T>(v[i]);
-            }
-        }
-    });
-}
-
 }  // namespace
 }  // namespace llm
 
@@ -527,21 +508,21 @@ LLM_EXPORT int64_t llm_paged_attention(const int32_t* table, const int32_t* star
     return -1;
 }
 
-// Returns -1, or without having written anything the first token whose slot is outside of the cache.
+// key, value: [tokens][kv_heads][head_size], tokens `stride` floats apart. Returns -1, or without having written anything
+// the first token whose slot is outside of the cache.
 LLM_EXPORT int64_t llm_write_kv_cache(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
                                       int64_t kind, void* key_cache, void* value_cache, const int64_t* slot_mapping,
                                       int64_t slots, int64_t tokens, int64_t kv_heads, int64_t head_size, int64_t threads) {
-    for (int64_t token = 0; token < tokens; ++token)
-        if (slot_mapping[token] < 0 || slot_mapping[token] >= slots) return token;
-    const auto run = [&](auto* keys, auto* values) {
-        write(key, key_stride, value, value_stride, keys, values, slot_mapping, tokens, kv_heads, head_size, threads);
-    };
-    if (kind == FLOAT32)
-        run(static_cast<float*>(key_cache), static_cast<float*>(value_cache));
-    else if (kind == BFLOAT16)
-        run(static_cast<BF16*>(key_cache), static_cast<BF16*>(value_cache));
-    else
-        run(static_cast<F16*>(key_cache), static_cast<F16*>(value_cache));
+    const int64_t bad = first_outside(slot_mapping, tokens, slots);
+    if (bad >= 0) return bad;
+    with_cache(kind, key_cache, value_cache, kv_heads, head_size, [&](const auto& cache) {
+        for_rows(tokens, 2 * kv_heads * head_size, threads, [&](int64_t token) {
+            for (int64_t head = 0; head < kv_heads; ++head) {
+                cache.store_key(slot_mapping[token], head, key + token * key_stride + head * head_size);
+                cache.store_value(slot_mapping[token], head, value + token * value_stride + head * head_size);
+            }
+        });
+    });
     return -1;
 }
 

@@ -46,7 +46,7 @@ def write_kv_cache(
     """Store key and value float32 [N, kv_heads, head_size] at the slots int64 [N]; IndexError: no such slot."""
     key, value = _by_token(key), _by_token(value)
     tokens, kv_heads, head_size = key.shape
-    slots = _slots(key_cache)
+    slots = cache_slots(key_cache)
     write = library.function("llm_write_kv_cache", *_WRITE, result=INT)
     bad = write(
         key.data_ptr(),
@@ -64,7 +64,7 @@ def write_kv_cache(
         torch.get_num_threads(),
     )
     if bad >= 0:
-        raise IndexError(f"slot_mapping[{bad}] is {int(slot_mapping[bad])}, the cache has {slots} slots")
+        raise no_such_slot(slot_mapping, bad, slots)
 
 
 def paged_attention(
@@ -89,7 +89,7 @@ def paged_attention(
     query = _by_token(query)
     tokens, heads, head_size = query.shape
     out = torch.empty(tokens, heads, head_size, dtype=torch.float32)
-    slots = _slots(key_cache)
+    slots = cache_slots(key_cache)
     attend = library.function("llm_paged_attention", *_ATTENTION, result=INT)
     bad = attend(
         *metadata.plan,
@@ -138,8 +138,12 @@ def _what_is_wrong(metadata: AttentionMetadata, row: int, slots: int) -> str:
     )
 
 
-def _slots(key_cache: torch.Tensor) -> int:
+def cache_slots(key_cache: torch.Tensor) -> int:
     return (key_cache.shape[0] - 1) * PANEL
+
+
+def no_such_slot(slot_mapping: torch.Tensor, token: int, slots: int) -> IndexError:
+    return IndexError(f"slot_mapping[{token}] is {int(slot_mapping[token])}, the cache has {slots} slots")
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:

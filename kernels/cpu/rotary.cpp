@@ -1,16 +1,25 @@
-// Rotary position embeddings of queries and keys in one pass.
+// Rotary position embeddings of queries and keys in one pass, and with it the write into the paged cache.
 //
 // Products and sums are rounded one by one, like the PyTorch twin's: the bits are equal.
+#include "kv_cache.h"
 #include "replay.h"
 #include "rows.h"
 
 namespace llm {
 namespace {
 
+// table [length][2 * pairs]: cosines, then sines.
+struct Table {
+    const float* rows;
+    int64_t length, pairs;
+    bool halves;  // channel i is paired with i + pairs, else 2i with 2i + 1
+};
+
+// Of each token, `stride` floats apart.
 struct Heads {
     const float* from;
-    float* to;
-    int64_t stride, count, size;  // stride: floats between the tokens of `from`; `to` has no gaps
+    int64_t stride, count, size;
+    const float* at(int64_t token, int64_t head) const { return from + token * stride + head * size; }
 };
 
 LLM_INLINE void rotate_halves(const float* from, float* to, const float* cosine, const float* sine, int64_t pairs) {
@@ -31,16 +40,19 @@ LLM_INLINE void rotate_neighbours(const float* from, float* to, const float* cos
     }
 }
 
-void rotate_token(const Heads& heads, int64_t token, const float* table, int64_t pairs, bool halves) {
-    for (int64_t head = 0; head < heads.count; ++head) {
-        const float* from = heads.from + token * heads.stride + head * heads.size;
-        float* to = heads.to + (token * heads.count + head) * heads.size;
-        if (halves)
-            rotate_halves(from, to, table, table + pairs, pairs);
-        else
-            rotate_neighbours(from, to, table, table + pairs, pairs);
-        for (int64_t i = 2 * pairs; i < heads.size; ++i) to[i] = from[i];
-    }
+void rotate_head(const Table& table, int64_t position, const float* from, float* to, int64_t size) {
+    const float* row = table.rows + position * 2 * table.pairs;
+    if (table.halves)
+        rotate_halves(from, to, row, row + table.pairs, table.pairs);
+    else
+        rotate_neighbours(from, to, row, row + table.pairs, table.pairs);
+    for (int64_t i = 2 * table.pairs; i < size; ++i) to[i] = from[i];
+}
+
+// All heads of one token; `to` has no gaps.
+void rotate_token(const Table& table, int64_t position, const Heads& heads, int64_t token, float* to) {
+    for (int64_t head = 0; head < heads.count; ++head)
+        rotate_head(table, position, heads.at(token, head), to + (token * heads.count + head) * heads.size, heads.size);
 }
 
 }  // namespace
@@ -48,21 +60,50 @@ void rotate_token(const Heads& heads, int64_t token, const float* table, int64_t
 
 using namespace llm;
 
-// table [length][2 * pairs]: cosines, then sines. Returns -1, or without having written anything the first token whose
-// position is not in the table.
-LLM_EXPORT int64_t llm_rotary(const int64_t* positions, int64_t tokens, const float* table, int64_t length, int64_t pairs,
-                              int64_t halves, const float* query, int64_t query_stride, float* query_out, int64_t heads,
-                              const float* key, int64_t key_stride, float* key_out, int64_t kv_heads, int64_t head_size,
-                              int64_t threads) {
-    for (int64_t token = 0; token < tokens; ++token)
-        if (positions[token] < 0 || positions[token] >= length) return token;
-    const Heads queries{query, query_out, query_stride, heads, head_size}, keys{key, key_out, key_stride, kv_heads, head_size};
+// Returns -1, or without having written anything the first token whose position is not in the table.
+LLM_EXPORT int64_t llm_rotary(const int64_t* positions, int64_t tokens, const float* table_rows, int64_t length,
+                              int64_t pairs, int64_t halves, const float* query, int64_t query_stride, float* query_out,
+                              int64_t heads, const float* key, int64_t key_stride, float* key_out, int64_t kv_heads,
+                              int64_t head_size, int64_t threads) {
+    const int64_t bad = first_outside(positions, tokens, length);
+    if (bad >= 0) return bad;
+    const Table table{table_rows, length, pairs, halves != 0};
+    const Heads queries{query, query_stride, heads, head_size}, keys{key, key_stride, kv_heads, head_size};
     for_rows(tokens, (heads + kv_heads) * head_size, threads, [&](int64_t token) {
-        const float* row = table + positions[token] * 2 * pairs;
-        rotate_token(queries, token, row, pairs, halves != 0);
-        rotate_token(keys, token, row, pairs, halves != 0);
+        rotate_token(table, positions[token], queries, token, query_out);
+        rotate_token(table, positions[token], keys, token, key_out);
+    });
+    return -1;
+}
+
+// llm_rotary, with the rotated key and the value stored at the token's slot as llm_write_kv_cache does. Returns -1, or
+// without having written anything the first token whose position is not in the table, or else the number of tokens plus
+// the first whose slot is outside of the cache.
+LLM_EXPORT int64_t llm_rotary_write_kv(const int64_t* positions, int64_t tokens, const float* table_rows, int64_t length,
+                                       int64_t pairs, int64_t halves, const float* query, int64_t query_stride,
+                                       float* query_out, int64_t heads, const float* key, int64_t key_stride,
+                                       const float* value, int64_t value_stride, int64_t kind, void* key_cache,
+                                       void* value_cache, const int64_t* slot_mapping, int64_t slots, int64_t kv_heads,
+                                       int64_t head_size, int64_t threads) {
+    const int64_t bad = first_outside(positions, tokens, length), bad_slot = first_outside(slot_mapping, tokens, slots);
+    if (bad >= 0) return bad;
+    if (bad_slot >= 0) return tokens + bad_slot;
+    const Table table{table_rows, length, pairs, halves != 0};
+    const Heads queries{query, query_stride, heads, head_size}, keys{key, key_stride, kv_heads, head_size};
+    const Heads values{value, value_stride, kv_heads, head_size};
+    with_cache(kind, key_cache, value_cache, kv_heads, head_size, [&](const auto& cache) {
+        const int64_t width = (heads + 2 * kv_heads) * head_size, rotated = head_size * int64_t(sizeof(float));
+        for_rows(tokens, width, threads, rotated, [&](int64_t token, float* key_head) {
+            rotate_token(table, positions[token], queries, token, query_out);
+            for (int64_t head = 0; head < kv_heads; ++head) {
+                rotate_head(table, positions[token], keys.at(token, head), key_head, head_size);
+                cache.store_key(slot_mapping[token], head, key_head);
+                cache.store_value(slot_mapping[token], head, values.at(token, head));
+            }
+        });
     });
     return -1;
 }
 
 LLM_REPLAYABLE(llm_rotary)
+LLM_REPLAYABLE(llm_rotary_write_kv)

@@ -1,12 +1,22 @@
-"""Rotary position embeddings in C++; `kernels/reference/rotary.py` defines them."""
+"""Rotary position embeddings in C++, also together with the write into the cache; `kernels/reference/rotary.py` defines them."""
 
 from __future__ import annotations
 
 import torch
 
+from llm.kernels.cpu.attention import cache_slots, no_such_slot
 from llm.kernels.cpu.library import INT, POINTER, Library
+from llm.kernels.cpu.tensors import KINDS
 
-_ROTARY = (POINTER, INT, POINTER, INT, INT, INT, *(POINTER, INT, POINTER, INT) * 2, INT, INT)
+_TABLE = (POINTER, INT, POINTER, INT, INT, INT)  # positions, tokens, table, its length, pairs, whether of halves
+_ROTARY = (*_TABLE, *(POINTER, INT, POINTER, INT) * 2, INT, INT)
+_ROTARY_WRITE = (
+    *_TABLE,
+    *(POINTER, INT, POINTER, INT),  # query, its stride, out, heads
+    *(POINTER, INT) * 2,  # key, value and their strides
+    *(INT, POINTER, POINTER, POINTER, INT),  # kind, caches, slots of the tokens, slots of the cache
+    *(INT,) * 3,  # kv heads, head size, threads
+)
 
 
 def rotary_embedding(
@@ -43,8 +53,80 @@ def rotary_embedding(
         torch.get_num_threads(),
     )
     if bad >= 0:
-        raise IndexError(f"positions[{bad}] is {int(positions[bad])}, the rotary table has {length}")
+        raise _no_such_position(positions, bad, length)
     return query_out.to(dtype), key_out.to(dtype)
+
+
+def rotary_write_kv(
+    library: Library,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    head_size: int,
+    is_neox_style: bool,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """As `kernels.reference.rotary.rotary_write_kv`, in the cache's layout of `kernels.cpu.attention.kv_cache_shapes`.
+
+    Raises:
+        IndexError: a position is not in the table, or a slot not in the cache; nothing is written then.
+        ValueError: shapes that do not fit each other.
+    """
+    dtype = query.dtype
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    tokens, width = query.shape
+    kv_heads = key_cache.shape[1]
+    length, rotated = cos_sin_cache.shape
+    if not (key.shape == value.shape == (tokens, kv_heads * head_size) and key_cache.shape[2] == head_size):
+        raise ValueError(
+            f"key {list(key.shape)} and value {list(value.shape)} do not fit {tokens} tokens in a cache of {kv_heads} "
+            f"heads of {key_cache.shape[2]}"
+        )
+    if rotated > head_size or width % head_size:
+        raise ValueError(f"{rotated} rotated channels and a query of {width} do not fit heads of {head_size} channels")
+    if not positions.shape == slot_mapping.shape == (tokens,):
+        raise ValueError(
+            f"{tokens} tokens need as many positions and slots, got {list(positions.shape)}, {list(slot_mapping.shape)}"
+        )
+    query_out = torch.empty((tokens, width), dtype=torch.float32)
+    slots = cache_slots(key_cache)
+    bad = library.function("llm_rotary_write_kv", *_ROTARY_WRITE, result=INT)(
+        positions.data_ptr(),
+        tokens,
+        cos_sin_cache.data_ptr(),
+        length,
+        rotated // 2,
+        is_neox_style,
+        query.data_ptr(),
+        query.stride(0),
+        query_out.data_ptr(),
+        width // head_size,
+        key.data_ptr(),
+        key.stride(0),
+        value.data_ptr(),
+        value.stride(0),
+        KINDS[key_cache.dtype],
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        slots,
+        kv_heads,
+        head_size,
+        torch.get_num_threads(),
+    )
+    if bad >= tokens:
+        raise no_such_slot(slot_mapping, bad - tokens, slots)
+    if bad >= 0:
+        raise _no_such_position(positions, bad, length)
+    return query_out.to(dtype)
+
+
+def _no_such_position(positions: torch.Tensor, token: int, length: int) -> IndexError:
+    return IndexError(f"positions[{token}] is {int(positions[token])}, the rotary table has {length}")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -12,14 +12,20 @@ enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 // Elements that are worth a thread of their own.
 constexpr int64_t ELEMENTS_PER_TASK = 1 << 14;
 
-// row_task(row) for each row.
-template <class Task> void for_rows(int64_t rows, int64_t width, int64_t threads, const Task& row_task) {
+// row_task(row, scratch) for each row; `scratch` are `scratch_bytes` of the thread's own.
+template <class Task>
+void for_rows(int64_t rows, int64_t width, int64_t threads, int64_t scratch_bytes, const Task& row_task) {
     int64_t at_once = ELEMENTS_PER_TASK / (width + 1);
     if (at_once < 1) at_once = 1;
-    parallel_for((rows + at_once - 1) / at_once, threads, 0, [&](int64_t index, char*) {
+    parallel_for((rows + at_once - 1) / at_once, threads, scratch_bytes, [&](int64_t index, char* scratch) {
         const int64_t end = (index + 1) * at_once < rows ? (index + 1) * at_once : rows;
-        for (int64_t row = index * at_once; row < end; ++row) row_task(row);
+        for (int64_t row = index * at_once; row < end; ++row) row_task(row, reinterpret_cast<float*>(scratch));
     });
+}
+
+// row_task(row) for each row.
+template <class Task> void for_rows(int64_t rows, int64_t width, int64_t threads, const Task& row_task) {
+    for_rows(rows, width, threads, 0, [&](int64_t row, float*) { row_task(row); });
 }
 
 // Sum of term(i) over the vectors i = 0, 16, 32, ... of `count` elements: four chains of lanes, then one fixed tree.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from llm.forward import ForwardBatch, KVCacheSpec
+from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
 from llm.layers.attention.backend import AttentionParams, attention_backend
 from llm.layers.custom_op import construction
 
@@ -48,11 +48,18 @@ class Attention(nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """query [N, heads * head_size], key and value [N, kv_heads * head_size] -> [N, heads * head_size]."""
-        tokens = query.shape[0]
-        kv_cache = batch.kv_caches[self.layer_index]
-        metadata = batch.attention[self.layer_index]
-        heads = (tokens, self.num_kv_heads, self.head_size)
+        kv_cache, metadata = self.state(batch)
+        heads = (query.shape[0], self.num_kv_heads, self.head_size)
         # Every row's keys are written before any row reads: rows of one step may share blocks (prefix hits).
         self.backend.write(key.view(heads), value.view(heads), kv_cache, metadata)
-        out = self.backend.attend(query.view(tokens, self.num_heads, self.head_size), kv_cache, metadata, batch)
-        return out.view(tokens, -1)
+        return self.attend(query, batch)
+
+    def attend(self, query: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """query [N, heads * head_size] over the cache, which has this step's keys and values -> the same shape."""
+        tokens = query.shape[0]
+        heads = (tokens, self.num_heads, self.head_size)
+        return self.backend.attend(query.view(heads), *self.state(batch), batch).view(tokens, -1)
+
+    def state(self, batch: ForwardBatch) -> tuple[tuple[torch.Tensor, torch.Tensor], AttentionMetadata]:
+        """This layer's (key cache, value cache) and where the step's tokens are in it."""
+        return batch.kv_caches[self.layer_index], batch.attention[self.layer_index]

@@ -2,9 +2,9 @@
 
 Owns the instruments: while a profile runs, the operations of one live engine are wrapped, and nothing is left behind.
 Every row is exclusive time, so rows add up to the wall time by construction, whoever computes: PyTorch, a kernel of
-ours or a plugin's. What is watched is each layer's `quant_method.apply`, `CustomOp`s, attention and all other modules
-without children; what a model computes elsewhere shows as "between operations". Watching a call costs about a
-microsecond. Times are of calls: on a device that computes asynchronously they would be of launches.
+ours or a plugin's. What is watched is each layer's `quant_method.apply`, `CustomOp`s, attention backends and all other
+modules without children; what a model computes elsewhere shows as "between operations". Operations that one kernel
+computes together are one row. Watching a call costs about a microsecond. Times are of calls: on a device that computes asynchronously they would be of launches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 
 from llm.bench.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
 from llm.layers.attention import Attention
+from llm.layers.attention.backend import PagedAttention
 from llm.layers.custom_op import CustomOp
 
 OPERATION, MODEL, ENGINE = "operation", "model", "engine"
@@ -165,13 +166,19 @@ def _instruments(engine: Any, recorder: _Recorder) -> Iterator[None]:
 
 
 def _operations(engine: Any, recorder: _Recorder) -> Iterator[tuple[Any, str, str, Work | None]]:
-    """(module, "forward", row, work) of every operation but products with a weight; see `_matrices`."""
+    """(target, attribute, row, work) of every operation but products with a weight; see `_matrices`."""
     kv_cache_dtype = engine.config.cache_config.kv_cache_dtype
     for module in engine.runner.model.modules():
         if isinstance(module, Attention):
-            yield module, "forward", "attention", _attention_work(module, kv_cache_dtype, recorder)
+            work = _attention_work(module, kv_cache_dtype, recorder)
+            yield module.backend, "attend", "attention", work
+            yield module.backend, "write", "KV cache", None
+            if isinstance(module.backend, PagedAttention):
+                yield module.backend, "rotate_and_write", "rotary_embedding + KV cache", None
         elif isinstance(module, CustomOp):
-            yield module, "forward", module.name, None
+            # What is bound, rather than `forward`: an operation whose `forward` is replaced is fused with no other.
+            is_bound = type(module).forward is CustomOp.forward
+            yield module, "_forward_method" if is_bound else "forward", module.name, None
         elif getattr(module, "quant_kind", "") == "embedding":
             yield module, "forward", "embedding", None
         elif not hasattr(module, "quant_kind") and not any(True for _ in module.children()):

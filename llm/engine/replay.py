@@ -18,6 +18,7 @@ import torch
 from llm.forward import AttentionMetadata, ForwardBatch
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.program import NotRecordable, Program, record
+from llm.layers.custom_op import is_watched
 
 # Beyond, the time between kernels is small beside theirs.
 MAX_ROWS = 64
@@ -87,13 +88,8 @@ class DecodeReplay:
             and batch.adapter_ids is None
             and not batch.extensions
             and all(len(metadata.query_lens_list) == rows for metadata in batch.attention)
-            and not self._is_hooked()
-        )
-
-    def _is_hooked(self) -> bool:
-        """Whether somebody wants to see or change what modules compute: hooks are Python, and repeating skips it."""
-        return any(
-            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in self._modules
+            # Hooks are Python, and repeating skips it.
+            and not is_watched(self._modules)
         )
 
     def _record(self, key: tuple[int, int], batch: ForwardBatch) -> torch.Tensor:

@@ -6,7 +6,7 @@ these parameters; a difference of three lines is a parameter here, not a copy th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.layers.activation import GeluAndMul, NewGELU, ReLU, SiluAndMul
 from llm.layers.attention import Attention
+from llm.layers.attention.rotary import is_fused, rotate_and_attend
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from llm.layers.logits import LogitsProcessor
@@ -159,9 +160,14 @@ class DecoderAttention(nn.Module):
         query, key, value = self.qkv_proj(hidden).split(self.sizes, dim=-1)
         if self.q_norm is not None:
             query, key = self._normalise(self.q_norm, query), self._normalise(self.k_norm, key)
-        if self.rotary_emb is not None:
-            query, key = self.rotary_emb(batch.positions, query, key)
-        return self.o_proj(self.attn(query, key, value, batch))
+        if self.rotary_emb is None:
+            return self.o_proj(self.attn(query, key, value, batch))
+        return self.o_proj(rotate_and_attend(self.rotary_emb, self.attn, query, key, value, batch))
+
+    def fused_operations(self) -> Iterator[tuple[str, str, str]]:
+        """(operations, the kernel that computes them together, why), for `llm.explain()`."""
+        if self.rotary_emb is not None and is_fused(self.rotary_emb, self.attn):
+            yield "rotary_embedding + KV cache", "rotary_write_kv", self.attn.backend.reason
 
     def _normalise(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
         if not self.norm_per_head:
