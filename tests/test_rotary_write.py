@@ -1,4 +1,4 @@
-"""Rotary embedding and the write into the cache in one kernel: the bits of the two, and only where it may stand for both."""
+"""Rotary embedding and the write into the cache in one kernel: the bits of the two, and only where both are ours."""
 
 from __future__ import annotations
 

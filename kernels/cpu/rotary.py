@@ -1,4 +1,7 @@
-"""Rotary position embeddings in C++, also together with the write into the cache; `kernels/reference/rotary.py` defines them."""
+"""Rotary position embeddings in C++, alone and with the write into the cache.
+
+`kernels/reference/rotary.py` defines them.
+"""
 
 from __future__ import annotations
 

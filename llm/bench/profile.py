@@ -4,7 +4,8 @@ Owns the instruments: while a profile runs, the operations of one live engine ar
 Every row is exclusive time, so rows add up to the wall time by construction, whoever computes: PyTorch, a kernel of
 ours or a plugin's. What is watched is each layer's `quant_method.apply`, `CustomOp`s, attention backends and all other
 modules without children; what a model computes elsewhere shows as "between operations". Operations that one kernel
-computes together are one row. Watching a call costs about a microsecond. Times are of calls: on a device that computes asynchronously they would be of launches.
+computes together are one row. Watching a call costs about a microsecond. Times are of calls: on a device that computes
+asynchronously they would be of launches.
 """
 
 from __future__ import annotations
