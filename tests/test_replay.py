@@ -90,7 +90,7 @@ def test_memory_of_what_was_let_go_is_used_again(llm: LLM) -> None:
     program = replays(llm)._steps[(4, torch.get_num_threads())].program
     layers = len(engine_of(llm).runner.kv_caches)
     assert len(program) > 8 * layers
-    assert len(program._pool._owned) < 15
+    assert program._pool.made < 15
 
 
 def test_no_more_than_a_few_steps_are_kept(llm: LLM) -> None:

@@ -68,7 +68,7 @@ def _gated(library: Library, function: int, x: torch.Tensor, gate_first: bool = 
         raise ValueError(f"a gated activation needs an even last dimension, got shape {list(x.shape)}.")
     wide = as_float32(x)
     width = wide.shape[-1] // 2
-    out = torch.empty((*wide.shape[:-1], width), dtype=torch.float32)
+    out = library.empty(*wide.shape[:-1], width)
     first = wide.data_ptr()
     second = first + width * _FLOAT_BYTES
     gate, up = (first, second) if gate_first else (second, first)
@@ -79,7 +79,7 @@ def _gated(library: Library, function: int, x: torch.Tensor, gate_first: bool = 
 
 def _plain(library: Library, function: int, x: torch.Tensor) -> torch.Tensor:
     wide = as_float32(x)
-    out = torch.empty_like(wide)
+    out = library.empty(*wide.shape)
     width = wide.shape[-1] if wide.dim() else 1
     rows = out.numel() // width if width else 0
     _call(library, function, wide.data_ptr(), None, width, out, rows, width)

@@ -88,7 +88,7 @@ def paged_attention(
         metadata.plan = _plan(metadata)
     query = _by_token(query)
     tokens, heads, head_size = query.shape
-    out = torch.empty(tokens, heads, head_size, dtype=torch.float32)
+    out = library.empty(tokens, heads, head_size)
     slots = cache_slots(key_cache)
     attend = library.function("llm_paged_attention", *_ATTENTION, result=INT)
     bad = attend(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,15 @@ import torch
 from llm import env
 from llm.errors import ValidationError
 from llm.kernels.cpu import build
+from llm.kernels.cpu.memory import Pool, eighths
 
 ISA_CHOICES = ("plain", "avx2", "avx512", "amx", "none")
 _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 _OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
+
+# Elements of a result from which on its memory is kept, and how many bytes are.
+_POOLED = 1 << 18
+_MOST_FREE = 256 << 20
 
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
@@ -36,6 +42,7 @@ class Library:
         path: the file.
         openmp: the file of the OpenMP runtime its threads come from, None: one thread.
         recorder: the program that notes calls (program.py), None: nobody does.
+        pool: the memory of large results.
     """
 
     recorder: Any = None
@@ -46,6 +53,13 @@ class Library:
         self._handle = ctypes.CDLL(str(path))
         self._functions: dict[str, Callable[..., Any]] = {}
         self.openmp = self._bind_openmp()
+        self.pool = Pool(_MOST_FREE, eighths, self.ask_large_pages)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """An uninitialised float32 tensor for a result; large ones lie in memory that an earlier result left."""
+        if self.recorder is not None or math.prod(shape) < _POOLED:
+            return torch.empty(shape, dtype=torch.float32)
+        return self.pool.empty(shape, torch.float32)
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
         """The C function `name`, with its argument types declared on first use.
@@ -64,6 +78,10 @@ class Library:
         """Where the C function `name` is, None when there is none."""
         found = getattr(self._handle, name, None)
         return None if found is None else ctypes.cast(found, POINTER).value
+
+    def ask_large_pages(self, address: int, nbytes: int, written: bool = False) -> None:
+        """For memory that is read or written from end to end; `written`: it holds something already (memory.cpp)."""
+        self.function("llm_large_pages", POINTER, INT, INT)(address, nbytes, written)
 
     def _bind_openmp(self) -> str | None:
         path = loaded_openmp()

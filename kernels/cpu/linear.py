@@ -20,7 +20,7 @@ def linear_float(lib: Library, x: torch.Tensor, packed: PanelWeight, bias: torch
     Shapes: x float32 [..., K], bias float [N] or None, y float32 [..., N].
     """
     x = checked_input(x, packed.k)
-    out = x.new_empty((*x.shape[:-1], packed.n))
+    out = lib.empty(*x.shape[:-1], packed.n)
     bias = checked_vector(bias, packed.n)
     data = packed.data
     lib.function(*_LINEAR)(
@@ -40,7 +40,7 @@ def linear_float(lib: Library, x: torch.Tensor, packed: PanelWeight, bias: torch
 def embedding_float(lib: Library, token_ids: torch.Tensor, packed: PanelWeight) -> torch.Tensor:
     """Rows of the table as float32: ids int64 [L] -> [L, K]; raises IndexError for an id that is none."""
     ids = token_ids.to(torch.int64).contiguous()
-    out = torch.empty((*ids.shape, packed.k), dtype=torch.float32)
+    out = lib.empty(*ids.shape, packed.k)
     gather = lib.function(*_EMBEDDING, result=INT)
     kind, threads = FLOAT_KINDS[packed.data.dtype], torch.get_num_threads()
     bad = gather(kind, ids.data_ptr(), packed.data.data_ptr(), out.data_ptr(), ids.numel(), packed.n, packed.k, threads)

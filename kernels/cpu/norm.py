@@ -21,7 +21,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """float [..., d], weight [d] or None -> float [..., d]."""
     wide = as_float32(x)
-    out = torch.empty_like(wide)
+    out = library.empty(*wide.shape)
     _rms_norm(library, wide, None, weight, eps, variance_size, weight_offset, out, None)
     return out.to(x.dtype)
 
@@ -37,7 +37,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual)."""
     wide, wide_residual = as_float32(x), as_float32(residual)
-    out, total = torch.empty_like(wide), torch.empty_like(wide)
+    out, total = library.empty(*wide.shape), library.empty(*wide.shape)
     _rms_norm(library, wide, wide_residual, weight, eps, variance_size, weight_offset, out, total)
     return out.to(x.dtype), total.to(x.dtype)
 
@@ -45,7 +45,7 @@ def add_rms_norm(
 def layer_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """float [..., d], weight and bias [d] -> float [..., d]."""
     wide = as_float32(x)
-    out = torch.empty_like(wide)
+    out = library.empty(*wide.shape)
     _layer_norm(library, wide, None, weight, bias, eps, out, None)
     return out.to(x.dtype)
 
@@ -60,7 +60,7 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(layer_norm(x + residual), x + residual)."""
     wide, wide_residual = as_float32(x), as_float32(residual)
-    out, total = torch.empty_like(wide), torch.empty_like(wide)
+    out, total = library.empty(*wide.shape), library.empty(*wide.shape)
     _layer_norm(library, wide, wide_residual, weight, bias, eps, out, total)
     return out.to(x.dtype), total.to(x.dtype)
 

@@ -23,7 +23,6 @@ MAX_INTEGER_K = 1 << 17
 _LARGE_PAGE = 2 << 20
 
 _PACK_FLOAT = ("llm_pack_float", INT, POINTER, POINTER, INT, INT, INT)
-_ASK_LARGE_PAGES = ("llm_large_pages", POINTER, INT, INT)
 _UNPACK_FLOAT = ("llm_unpack_float", INT, POINTER, POINTER, INT, INT, INT, INT)
 _PACK_INT8 = ("llm_pack_int8", POINTER, POINTER, POINTER, INT, INT, INT)
 _PACK_INT4 = ("llm_pack_int4", POINTER, POINTER, INT, INT, INT)
@@ -78,7 +77,7 @@ def pack_float(lib: Library, weight: torch.Tensor, reuse: bool = False) -> Panel
     pack = lib.function(*_PACK_FLOAT)
     pack(FLOAT_KINDS[weight.dtype], weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
     if reuse:
-        lib.function(*_ASK_LARGE_PAGES)(data.data_ptr(), data.nbytes, 1)
+        lib.ask_large_pages(data.data_ptr(), data.nbytes, written=True)
     return PanelWeight(data, n, k, "float", lib)
 
 
@@ -111,7 +110,7 @@ def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
         room = torch.empty(data.nbytes + _LARGE_PAGE, dtype=torch.uint8)
         start = -room.data_ptr() % _LARGE_PAGE
         data = room[start : start + data.nbytes].view(dtype)
-        lib.function(*_ASK_LARGE_PAGES)(data.data_ptr(), data.nbytes, 0)
+        lib.ask_large_pages(data.data_ptr(), data.nbytes)
     return data
 
 

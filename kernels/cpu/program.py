@@ -1,6 +1,6 @@
 """Recording the kernel calls of one computation, to run them again without Python in between.
 
-Owns `record`, `Program`, and the memory that a program computes in. A program repeats the same calls on the same
+Owns `record` and `Program`. A program repeats the same calls on the same
 addresses: what varies between runs must be written into its inputs beforehand. Whatever is not a kernel call would be
 missing from the repetition, so while a program is recorded PyTorch may only allocate and make views; the few sums and
 products of elementwise.py are computed by kernels in its place.
@@ -9,22 +9,20 @@ products of elementwise.py are computed by kernels in its place.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llm.kernels.cpu.elementwise import substitute
 from llm.kernels.cpu.library import INT, POINTER, Library
+from llm.kernels.cpu.memory import Pool
 
-_ALIGNMENT = 64
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -58,7 +56,8 @@ class Program:
         self._slots: list[Any] = []
         self._calls: list[_Call] = []
         self._compiled: Any = None
-        self._pool = _Pool()
+        # The calls are repeated on these addresses: nothing that was used may go.
+        self._pool = Pool(sys.maxsize)
         self._owner = threading.get_ident()
         # Alive as long as the program: constants, and whatever the caller needs to be.
         self.kept: list[Any] = []
@@ -113,30 +112,6 @@ def record(library: Library) -> Iterator[Program]:
             yield program
     finally:
         library.recorder = None
-
-
-class _Pool:
-    """Memory for the tensors of a program: what is let go of during the recording is used again, by later tensors."""
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
-        self._owned: list[np.ndarray] = []
-
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = shape.numel() * dtype.itemsize
-        size = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
-        free = self._free[size]
-        block = free.pop() if free else self._new(size)
-        # The tensor's storage holds this view; when the last tensor on it goes, the block is free.
-        view = block[:]
-        weakref.finalize(view, free.append, block).atexit = False
-        return torch.from_numpy(view)[:nbytes].view(dtype).view(shape)
-
-    def _new(self, size: int) -> np.ndarray:
-        whole = np.empty(size + _ALIGNMENT, dtype=np.uint8)
-        self._owned.append(whole)
-        start = -whole.ctypes.data % _ALIGNMENT
-        return whole[start : start + size]
 
 
 class _OnlyKernels(TorchDispatchMode):

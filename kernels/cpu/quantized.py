@@ -82,7 +82,7 @@ def _linear_w8a8(
     scales, bias = checked_vector(scale, packed.n), checked_vector(bias, packed.n)
     if scales is None or packed.sums is None:
         raise ValueError(f"a weight of pack_int8 and its scales are needed, got {packed.kind}")
-    out = x.new_empty((x.shape[0], packed.n))
+    out = lib.empty(x.shape[0], packed.n)
     lib.function(*_W8A8)(
         x.data_ptr(),
         packed.data.data_ptr(),
@@ -119,7 +119,7 @@ def linear_w4a8(
     groups = scale.shape[1]
     if groups > 1 and group_size % 8:
         raise ValueError(f"groups are of a multiple of 8 columns, got {group_size}")
-    out = x.new_empty((x.shape[0], packed.n))
+    out = lib.empty(x.shape[0], packed.n)
     lib.function(*_W4A8)(
         x.data_ptr(),
         packed.data.data_ptr(),
@@ -181,7 +181,7 @@ def _weight_only(
     x, bias = checked_input(x, packed.k), checked_vector(bias, packed.n)
     scale, scale_stride = _by_group(scale, packed, group_size)
     zero, zero_stride = (None, 0) if zero is None else _by_group(zero, packed, group_size)
-    out = x.new_empty((x.shape[0], packed.n))
+    out = lib.empty(x.shape[0], packed.n)
     lib.function(*_WEIGHT_ONLY)(
         8 if packed.kind == "int8" else 4,
         x.data_ptr(),
@@ -223,7 +223,7 @@ def _check_kind(packed: PanelWeight, kind: str) -> None:
 def embedding_int8(lib: Library, token_ids: torch.Tensor, packed: PanelWeight, scale: torch.Tensor) -> torch.Tensor:
     """y[i] = float(w[ids[i]]) * scale[ids[i]]: ids int64 [L] -> [L, K]; IndexError for an id that is none."""
     ids = token_ids.to(torch.int64).contiguous()
-    out = torch.empty((*ids.shape, packed.k), dtype=torch.float32)
+    out = lib.empty(*ids.shape, packed.k)
     scales = checked_vector(scale, packed.n)
     if scales is None:
         raise ValueError("an int8 table needs one scale per row")

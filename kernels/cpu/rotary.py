@@ -36,7 +36,7 @@ def rotary_embedding(
     query, key = _rows(query), _rows(key)
     tokens = positions.shape[0]
     length, rotated = cos_sin_cache.shape
-    query_out, key_out = (torch.empty(x.shape, dtype=torch.float32) for x in (query, key))
+    query_out, key_out = (library.empty(*x.shape) for x in (query, key))
     bad = library.function("llm_rotary", *_ROTARY, result=INT)(
         positions.data_ptr(),
         tokens,

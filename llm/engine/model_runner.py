@@ -76,11 +76,11 @@ class ModelRunner:
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
         )
-        kernels = kernels_for(platform)
+        self._library = (kernels := kernels_for(platform)).library
         # None: every step runs operation by operation.
         self.replay: DecodeReplay | None = None
-        if config.invariant and kernels.library is not None:
-            self.replay = DecodeReplay(self.model, kernels.library, self.batch.block_tables[0].shape[1])
+        if config.invariant and self._library is not None:
+            self.replay = DecodeReplay(self.model, self._library, self.batch.block_tables[0].shape[1])
         self.processors = LogitsProcessors(config, torch.device(config.device), logits_processors, kernels)
         self.sampler = Sampler(config.model_config.logprobs_mode, kernels)
         self._rows_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * config.model_config.vocab_size))
@@ -128,6 +128,8 @@ class ModelRunner:
             tensor.data = torch.empty(0)
         self.model = self.replay = None
         self.kv_caches = []
+        if self._library is not None:
+            self._library.pool.clear()
 
     def place_model(self, model: Any) -> Any:
         """The model where it computes; it comes with its weights loaded and processed, in the CPU's memory."""

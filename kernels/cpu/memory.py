@@ -1,0 +1,93 @@
+"""Memory for the results of kernels, used again as soon as their last reader lets go of it.
+
+Owns `Pool`. A result of some megabytes that is allocated anew for every layer costs more than computing it: the system
+hands out its pages one by one, each filled with zeros, and takes them back a moment later.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+# Blocks begin on a cache line, those of a large page and more on a large page.
+_LINE = 64
+_LARGE_PAGE = 1 << 21
+
+
+class Pool:
+    """Blocks of memory that tensors are made on; a block is free again when the last tensor on it is gone.
+
+    Args:
+        most_free: bytes to keep for later; the block that has waited longest goes first.
+        sizes: a block's size for a number of bytes. Coarser sizes fit more often.
+        prepare: called with the address and size of a new block of a large page and more.
+
+    Attributes:
+        made: how many blocks it has allocated.
+    """
+
+    def __init__(
+        self,
+        most_free: int,
+        sizes: Callable[[int], int] = lambda nbytes: nbytes,
+        prepare: Callable[[int, int], object] = lambda address, nbytes: None,
+    ) -> None:
+        self._most_free = most_free
+        self._sizes = sizes
+        self._prepare = prepare
+        self.made = 0
+        self._free: list[np.ndarray] = []
+        # A block may come back in any thread, and in the midst of anything.
+        self._lock = threading.RLock()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor."""
+        count = 1
+        for length in shape:
+            count *= length
+        nbytes = count * dtype.itemsize
+        block = self._take(-(-self._sizes(max(1, nbytes)) // _LINE) * _LINE)
+        # The tensor's storage holds this view; when the last tensor on it goes, the block is free.
+        view = block[:]
+        weakref.finalize(view, self._give_back, block).atexit = False
+        return torch.from_numpy(view)[:nbytes].view(dtype).view(shape)
+
+    def clear(self) -> None:
+        """Let go of what nobody uses."""
+        with self._lock:
+            self._free.clear()
+
+    @property
+    def free_bytes(self) -> int:
+        with self._lock:
+            return sum(block.nbytes for block in self._free)
+
+    def _take(self, size: int) -> np.ndarray:
+        with self._lock:
+            for index in range(len(self._free) - 1, -1, -1):
+                if self._free[index].nbytes == size:
+                    return self._free.pop(index)
+        self.made += 1
+        alignment = _LARGE_PAGE if size >= _LARGE_PAGE else _LINE
+        whole = np.empty(size + alignment, dtype=np.uint8)
+        start = -whole.ctypes.data % alignment
+        block = whole[start : start + size]
+        if alignment == _LARGE_PAGE:
+            self._prepare(block.ctypes.data, size)
+        return block
+
+    def _give_back(self, block: np.ndarray) -> None:
+        with self._lock:
+            self._free.append(block)
+            while self.free_bytes > self._most_free:
+                del self._free[0]
+
+
+def eighths(nbytes: int) -> int:
+    """The next multiple of an eighth of the largest power of two that `nbytes` holds: 1 / 8 more memory at most."""
+    step = 1 << max(0, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step
