@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import stat
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -225,6 +226,24 @@ def test_the_kernels_run_on_the_runtime_pytorch_loaded() -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     runtimes = {line.split()[-1] for line in maps if Path(line.split()[-1]).name.startswith(library._OPENMP_NAMES)}
     assert runtimes == {kernels.library.openmp}
+
+
+@needs_compiler
+def test_kernels_get_the_arguments_they_declare() -> None:
+    """Pointers, integers of 64 bits of either sign, and floats rounded once; anything else is refused."""
+    found = select.kernels_for(select_platform("cpu")[0]).library
+    assert found is not None
+    scale = library.Kernel("llm_scale", library.POINTER, library.FLOAT, library.POINTER, library.INT)
+    shift = library.Kernel("llm_shift", library.POINTER, library.INT, library.POINTER, library.INT)
+    x, out = torch.tensor([1.0, 3.0, -7.0]), torch.empty(3)
+    found.call(scale, x.data_ptr(), -0.1, out.data_ptr(), 3)
+    assert torch.equal(out, x * torch.tensor(-0.1))
+    ids, shifted = torch.tensor([5, -(2**62)]), torch.empty(2, dtype=torch.int64)
+    assert found.call(shift, ids.data_ptr(), -(2**40) - 3, shifted.data_ptr(), 2) == 0
+    assert torch.equal(shifted, ids - 2**40 - 3)
+    for wrong in ((x.data_ptr(), 1.0, out.data_ptr()), (None, 1.0, out.data_ptr(), 3), (x.data_ptr(), 1.0, 2.5, 3)):
+        with pytest.raises(struct.error):
+            found.call(scale, *wrong)
 
 
 def test_every_operation_has_its_implementations() -> None:

@@ -249,6 +249,13 @@ def test_rotary_is_its_twin_bit_for_bit(
         assert same_bits(kernel_set(isa).op("rotary_embedding")(*arguments), expected)
 
 
+def test_rotary_refuses_what_does_not_fit() -> None:
+    x = normal(0, 2, 8)
+    for positions, key in ((torch.tensor([3]), x), (torch.tensor([3, 4]), x[:1])):
+        with pytest.raises(ValueError, match="2 tokens need as many positions and keys"):
+            kernel_set(BEST).op("rotary_embedding")(positions, x, key, normal(1, 50, 8), 8)
+
+
 @pytest.mark.parametrize("position", [-1, 50])
 def test_positions_out_of_the_table_are_refused(position: int) -> None:
     x = normal(0, 2, 8)

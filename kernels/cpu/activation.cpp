@@ -67,3 +67,4 @@ LLM_EXPORT void llm_soft_cap(float* x, float cap, int64_t count, int64_t threads
 }
 
 LLM_REPLAYABLE(llm_activation)
+LLM_REPLAYABLE(llm_soft_cap)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
-from llm.kernels.cpu.tensors import as_float32
+from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
+from llm.kernels.cpu.tensors import as_float32, in_type
 
 # As in activation.cpp.
 _SILU, _GELU, _GELU_TANH, _QUICK_GELU, _RELU, _RELU_SQUARED = range(6)
 _GELUS = {"none": _GELU, "tanh": _GELU_TANH}
-_ACTIVATION = (INT, POINTER, POINTER, INT, POINTER, INT, INT, INT)
-_SOFT_CAP = (POINTER, FLOAT, INT, INT)
+_ACTIVATION = Kernel("llm_activation", INT, POINTER, POINTER, INT, POINTER, INT, INT, INT)
+_SOFT_CAP = Kernel("llm_soft_cap", POINTER, FLOAT, INT, INT)
 _FLOAT_BYTES = 4
 
 
@@ -59,7 +59,7 @@ def soft_cap(library: Library, x: torch.Tensor, cap: float) -> torch.Tensor:
     """float32, in place: cap * tanh(x / cap)."""
     if x.dtype != torch.float32 or not x.is_contiguous():
         raise TypeError(f"soft_cap takes contiguous float32, got {x.dtype}")
-    library.function("llm_soft_cap", *_SOFT_CAP)(x.data_ptr(), cap, x.numel(), torch.get_num_threads())
+    library.call(_SOFT_CAP, x.data_ptr(), cap, x.numel(), torch.get_num_threads())
     return x
 
 
@@ -74,20 +74,19 @@ def _gated(library: Library, function: int, x: torch.Tensor, gate_first: bool = 
     gate, up = (first, second) if gate_first else (second, first)
     rows = out.numel() // width if width else 0
     _call(library, function, gate, up, 2 * width, out, rows, width)
-    return out.to(x.dtype)
+    return in_type(out, x.dtype)
 
 
 def _plain(library: Library, function: int, x: torch.Tensor) -> torch.Tensor:
     wide = as_float32(x)
-    out = library.empty(*wide.shape)
+    out = library.empty_like(wide)
     width = wide.shape[-1] if wide.dim() else 1
     rows = out.numel() // width if width else 0
-    _call(library, function, wide.data_ptr(), None, width, out, rows, width)
-    return out.to(x.dtype)
+    _call(library, function, wide.data_ptr(), 0, width, out, rows, width)
+    return in_type(out, x.dtype)
 
 
 def _call(
-    library: Library, function: int, gate: int, up: int | None, stride: int, out: torch.Tensor, rows: int, width: int
+    library: Library, function: int, gate: int, up: int, stride: int, out: torch.Tensor, rows: int, width: int
 ) -> None:
-    activate = library.function("llm_activation", *_ACTIVATION)
-    activate(function, gate, up, stride, out.data_ptr(), rows, width, torch.get_num_threads())
+    library.call(_ACTIVATION, function, gate, up, stride, out.data_ptr(), rows, width, torch.get_num_threads())

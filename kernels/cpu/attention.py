@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from llm.forward import AttentionMetadata, KVCacheSpec
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
+from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
 from llm.kernels.cpu.tensors import KINDS, pointer
 
 # Slots of a panel; attention.cpp has the same number as LANES.
 PANEL = 16
-_ATTENTION = (
+_ATTENTION = Kernel(
+    "llm_paged_attention",
     *(POINTER,) * 3,  # block table, starts, lengths
     *(INT,) * 4,  # rows, width of the table, block size, slots
     *(POINTER, INT, INT),  # query, its stride, tokens
@@ -24,7 +25,7 @@ _ATTENTION = (
     *(INT,) * 4,  # heads, kv heads, head size, window
     *(FLOAT, FLOAT, POINTER, INT),  # scale, soft cap, sinks, threads
 )
-_WRITE = (*(POINTER, INT) * 2, INT, *(POINTER,) * 3, *(INT,) * 5)
+_WRITE = Kernel("llm_write_kv_cache", *(POINTER, INT) * 2, INT, *(POINTER,) * 3, *(INT,) * 5)
 
 
 def kv_cache_shapes(
@@ -46,13 +47,13 @@ def write_kv_cache(
     """Store key and value float32 [N, kv_heads, head_size] at the slots int64 [N]; IndexError: no such slot."""
     key, value = _by_token(key), _by_token(value)
     tokens, kv_heads, head_size = key.shape
-    slots = cache_slots(key_cache)
-    write = library.function("llm_write_kv_cache", *_WRITE, result=INT)
-    bad = write(
+    slots = cache_sizes(key_cache)[0]
+    bad = library.call(
+        _WRITE,
         key.data_ptr(),
-        key.stride(0),
+        key.stride()[0],
         value.data_ptr(),
-        value.stride(0),
+        value.stride()[0],
         KINDS[key_cache.dtype],
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -89,20 +90,20 @@ def paged_attention(
     query = _by_token(query)
     tokens, heads, head_size = query.shape
     out = library.empty(tokens, heads, head_size)
-    slots = cache_slots(key_cache)
-    attend = library.function("llm_paged_attention", *_ATTENTION, result=INT)
-    bad = attend(
+    slots, kv_heads, _ = cache_sizes(key_cache)
+    bad = library.call(
+        _ATTENTION,
         *metadata.plan,
         slots,
         query.data_ptr(),
-        query.stride(0),
+        query.stride()[0],
         tokens,
         KINDS[key_cache.dtype],
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         out.data_ptr(),
         heads,
-        key_cache.shape[1],
+        kv_heads,
         head_size,
         sliding_window or 0,
         scale,
@@ -138,8 +139,10 @@ def _what_is_wrong(metadata: AttentionMetadata, row: int, slots: int) -> str:
     )
 
 
-def cache_slots(key_cache: torch.Tensor) -> int:
-    return (key_cache.shape[0] - 1) * PANEL
+def cache_sizes(key_cache: torch.Tensor) -> tuple[int, int, int]:
+    """Slots, kv heads, head size."""
+    panels, kv_heads, head_size, _ = key_cache.shape
+    return (panels - 1) * PANEL, kv_heads, head_size
 
 
 def no_such_slot(slot_mapping: torch.Tensor, token: int, slots: int) -> IndexError:
@@ -148,4 +151,5 @@ def no_such_slot(slot_mapping: torch.Tensor, token: int, slots: int) -> IndexErr
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
     """float32 [N, heads, head_size] without gaps inside a token; tokens may be apart."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    _, head, channel = x.stride()
+    return x if channel == 1 and head == x.shape[2] else x.contiguous()

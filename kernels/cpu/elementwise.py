@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
+from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
 
 _aten = torch.ops.aten
+_ADD = Kernel("llm_add", POINTER, POINTER, POINTER, INT)
+_SHIFT = Kernel("llm_shift", POINTER, INT, POINTER, INT)
+_SCALE = Kernel("llm_scale", POINTER, FLOAT, POINTER, INT)
+_COPY_ROWS = Kernel("llm_copy_rows", POINTER, INT, POINTER, INT, INT)
 Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
 
 
@@ -26,12 +30,11 @@ def _add(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None
     x, y = args
     if _is_dense(x, torch.float32) and _is_dense(y, torch.float32) and x.shape == y.shape:
         out = allocate(x.shape, x.dtype)
-        add = library.function("llm_add", POINTER, POINTER, POINTER, INT)
-        add(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
+        library.call(_ADD, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
         return out
     if _is_dense(x, torch.int64) and type(y) is int:
         out = allocate(x.shape, x.dtype)
-        library.function("llm_shift", POINTER, INT, POINTER, INT)(x.data_ptr(), y, out.data_ptr(), x.numel())
+        library.call(_SHIFT, x.data_ptr(), y, out.data_ptr(), x.numel())
         return out
     return None
 
@@ -41,7 +44,7 @@ def _multiply(library: Library, args: Any, allocate: Allocate) -> torch.Tensor |
     if not _is_dense(x, torch.float32) or not isinstance(factor, float):
         return None
     out = allocate(x.shape, x.dtype)
-    library.function("llm_scale", POINTER, FLOAT, POINTER, INT)(x.data_ptr(), factor, out.data_ptr(), x.numel())
+    library.call(_SCALE, x.data_ptr(), factor, out.data_ptr(), x.numel())
     return out
 
 
@@ -51,8 +54,7 @@ def _contiguous(library: Library, args: Any, allocate: Allocate) -> torch.Tensor
     if x.is_contiguous() or x.dtype != torch.float32 or x.dim() < 2 or not x.numel() or not x[0].is_contiguous():
         return None
     out = allocate(x.shape, x.dtype)
-    copy = library.function("llm_copy_rows", POINTER, INT, POINTER, INT, INT)
-    copy(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x[0].numel())
+    library.call(_COPY_ROWS, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x[0].numel())
     return out
 
 

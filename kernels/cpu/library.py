@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,22 @@ _OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 _POOLED = 1 << 18
 _MOST_FREE = 256 << 20
 
-POINTER = ctypes.c_void_p
+POINTER = ctypes.c_void_p  # None or 0: null
 INT = ctypes.c_int64
 FLOAT = ctypes.c_float
+_SLOTS = {POINTER: "q", INT: "q", FLOAT: "d"}
+
+
+class Kernel:
+    """A kernel's name and the types of its arguments: pointers (0: null), integers, floats.
+
+    Python hands them over as one block, an array of `Slot` (replay.h): ctypes takes three times as long to convert them
+    one by one.
+    """
+
+    def __init__(self, name: str, *argument_types: Any) -> None:
+        self.name = name
+        self.pack = struct.Struct("=" + "".join(_SLOTS[kind] for kind in argument_types)).pack
 
 
 class Library:
@@ -52,14 +66,40 @@ class Library:
         self.path = path
         self._handle = ctypes.CDLL(str(path))
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._entries: dict[Kernel, Callable[[bytes], int]] = {}
+        self._float32 = torch.empty(0, dtype=torch.float32)
         self.openmp = self._bind_openmp()
         self.pool = Pool(_MOST_FREE, eighths, self.ask_large_pages)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised float32 tensor for a result; large ones lie in memory that an earlier result left."""
         if self.recorder is not None or math.prod(shape) < _POOLED:
-            return torch.empty(shape, dtype=torch.float32)
+            # Half the time of torch.empty(shape, dtype=...).
+            return self._float32.new_empty(*shape) if shape else self._float32.new_empty(())
         return self.pool.empty(shape, torch.float32)
+
+    def empty_like(self, x: torch.Tensor) -> torch.Tensor:
+        """`empty` in the shape of `x`, contiguous float32."""
+        return torch.empty_like(x) if x.numel() < _POOLED else self.empty(*x.shape)
+
+    def call(self, kernel: Kernel, *arguments: Any) -> int:
+        """What the kernel returns, 0 where it returns nothing.
+
+        Nothing but the number of arguments is checked: the caller answers for shapes, types and the lifetime of what
+        they point to.
+        """
+        entry = self._entries.get(kernel) or self._bind(kernel)
+        slots = kernel.pack(*arguments)
+        result = entry(slots)
+        if self.recorder is not None:
+            self.recorder.note(entry, slots, result)
+        return result
+
+    def _bind(self, kernel: Kernel) -> Callable[[bytes], int]:
+        entry = getattr(self._handle, f"{kernel.name}_replay")
+        entry.argtypes, entry.restype = (ctypes.c_char_p,), ctypes.c_int64
+        self._entries[kernel] = entry
+        return entry
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
         """The C function `name`, with its argument types declared on first use.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
-from llm.kernels.cpu.tensors import KINDS, as_float32, pointer
+from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
+from llm.kernels.cpu.tensors import KINDS, as_float32, in_type, pointer
 
-_RMS = (POINTER, POINTER, INT, POINTER, FLOAT, FLOAT, INT, POINTER, POINTER, INT, INT, INT)
-_LAYER = (POINTER, POINTER, INT, POINTER, POINTER, FLOAT, POINTER, POINTER, INT, INT, INT)
+_RMS = Kernel("llm_rms_norm", POINTER, POINTER, INT, POINTER, FLOAT, FLOAT, INT, POINTER, POINTER, INT, INT, INT)
+_LAYER = Kernel("llm_layer_norm", POINTER, POINTER, INT, POINTER, POINTER, FLOAT, POINTER, POINTER, INT, INT, INT)
 
 
 def rms_norm(
@@ -21,9 +21,9 @@ def rms_norm(
 ) -> torch.Tensor:
     """float [..., d], weight [d] or None -> float [..., d]."""
     wide = as_float32(x)
-    out = library.empty(*wide.shape)
+    out = library.empty_like(wide)
     _rms_norm(library, wide, None, weight, eps, variance_size, weight_offset, out, None)
-    return out.to(x.dtype)
+    return in_type(out, x.dtype)
 
 
 def add_rms_norm(
@@ -37,17 +37,17 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual)."""
     wide, wide_residual = as_float32(x), as_float32(residual)
-    out, total = library.empty(*wide.shape), library.empty(*wide.shape)
+    out, total = library.empty_like(wide), library.empty_like(wide)
     _rms_norm(library, wide, wide_residual, weight, eps, variance_size, weight_offset, out, total)
-    return out.to(x.dtype), total.to(x.dtype)
+    return in_type(out, x.dtype), in_type(total, x.dtype)
 
 
 def layer_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """float [..., d], weight and bias [d] -> float [..., d]."""
     wide = as_float32(x)
-    out = library.empty(*wide.shape)
+    out = library.empty_like(wide)
     _layer_norm(library, wide, None, weight, bias, eps, out, None)
-    return out.to(x.dtype)
+    return in_type(out, x.dtype)
 
 
 def add_layer_norm(
@@ -60,9 +60,9 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(layer_norm(x + residual), x + residual)."""
     wide, wide_residual = as_float32(x), as_float32(residual)
-    out, total = library.empty(*wide.shape), library.empty(*wide.shape)
+    out, total = library.empty_like(wide), library.empty_like(wide)
     _layer_norm(library, wide, wide_residual, weight, bias, eps, out, total)
-    return out.to(x.dtype), total.to(x.dtype)
+    return in_type(out, x.dtype), in_type(total, x.dtype)
 
 
 def _rms_norm(
@@ -79,7 +79,8 @@ def _rms_norm(
     width = _width(x, weight, residual)
     if variance_size is not None and not 0 < variance_size <= width:
         raise ValueError(f"variance_size must be from 1 to {width}, got {variance_size}")
-    library.function("llm_rms_norm", *_RMS)(
+    library.call(
+        _RMS,
         x.data_ptr(),
         pointer(residual),
         0 if weight is None else KINDS[weight.dtype],
@@ -108,7 +109,8 @@ def _layer_norm(
     width = _width(x, weight, residual)
     if bias.dtype != weight.dtype or bias.shape != weight.shape:
         raise ValueError(f"weight and bias differ: {weight.dtype} {weight.shape}, {bias.dtype} {bias.shape}")
-    library.function("llm_layer_norm", *_LAYER)(
+    library.call(
+        _LAYER,
         x.data_ptr(),
         pointer(residual),
         KINDS[weight.dtype],

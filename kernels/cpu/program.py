@@ -84,6 +84,13 @@ class Program:
 
         return noted
 
+    def note(self, entry: Any, slots: bytes, result: int) -> None:
+        """A call that was made, if the recording thread made it."""
+        if threading.get_ident() == self._owner:
+            self._slots.append(slots)  # kept where they are
+            addresses = (ctypes.cast(item, ctypes.c_void_p).value for item in (entry, ctypes.c_char_p(slots)))
+            self._calls.append(_Call(*addresses, result))
+
     def _note(self, name: str, function: Any, arguments: tuple[Any, ...], result: Any) -> None:
         replay = self._library.address(f"{name}_replay")
         if replay is None:

@@ -1,4 +1,5 @@
-// Calling an exported kernel with arguments that were recorded: see replay.cpp.
+// Calling an exported kernel with its arguments in one block: from Python (library.py), and again when they were recorded
+// (replay.cpp).
 #pragma once
 
 #include <cstdint>

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.attention import cache_slots, no_such_slot
-from llm.kernels.cpu.library import INT, POINTER, Library
-from llm.kernels.cpu.tensors import KINDS
+from llm.kernels.cpu.attention import cache_sizes, no_such_slot
+from llm.kernels.cpu.library import INT, POINTER, Kernel, Library
+from llm.kernels.cpu.tensors import KINDS, in_type
 
 _TABLE = (POINTER, INT, POINTER, INT, INT, INT)  # positions, tokens, table, its length, pairs, whether of halves
-_ROTARY = (*_TABLE, *(POINTER, INT, POINTER, INT) * 2, INT, INT)
-_ROTARY_WRITE = (
+_ROTARY = Kernel("llm_rotary", *_TABLE, *(POINTER, INT, POINTER, INT) * 2, INT, INT)
+_ROTARY_WRITE = Kernel(
+    "llm_rotary_write_kv",
     *_TABLE,
     *(POINTER, INT, POINTER, INT),  # query, its stride, out, heads
     *(POINTER, INT) * 2,  # key, value and their strides
@@ -31,13 +32,21 @@ def rotary_embedding(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels.reference.rotary.rotary_embedding`; IndexError: a position is not in the table."""
+    """As `kernels.reference.rotary.rotary_embedding`.
+
+    Raises:
+        IndexError: a position is not in the table.
+        ValueError: not as many positions or keys as queries.
+    """
     dtype = query.dtype
     query, key = _rows(query), _rows(key)
-    tokens = positions.shape[0]
+    (tokens, width), (keys, key_width) = query.shape, key.shape
+    if keys != tokens or positions.shape != (tokens,):
+        raise ValueError(f"{tokens} tokens need as many positions and keys, got {list(positions.shape)}, {keys}")
     length, rotated = cos_sin_cache.shape
-    query_out, key_out = (library.empty(*x.shape) for x in (query, key))
-    bad = library.function("llm_rotary", *_ROTARY, result=INT)(
+    query_out, key_out = library.empty(tokens, width), library.empty(tokens, key_width)
+    bad = library.call(
+        _ROTARY,
         positions.data_ptr(),
         tokens,
         cos_sin_cache.data_ptr(),
@@ -45,19 +54,19 @@ def rotary_embedding(
         rotated // 2,
         is_neox_style,
         query.data_ptr(),
-        query.stride(0),
+        query.stride()[0],
         query_out.data_ptr(),
-        query.shape[1] // head_size,
+        width // head_size,
         key.data_ptr(),
-        key.stride(0),
+        key.stride()[0],
         key_out.data_ptr(),
-        key.shape[1] // head_size,
+        key_width // head_size,
         head_size,
         torch.get_num_threads(),
     )
     if bad >= 0:
         raise _no_such_position(positions, bad, length)
-    return query_out.to(dtype), key_out.to(dtype)
+    return in_type(query_out, dtype), in_type(key_out, dtype)
 
 
 def rotary_write_kv(
@@ -82,12 +91,12 @@ def rotary_write_kv(
     dtype = query.dtype
     query, key, value = _rows(query), _rows(key), _rows(value)
     tokens, width = query.shape
-    kv_heads = key_cache.shape[1]
+    slots, kv_heads, cached_size = cache_sizes(key_cache)
     length, rotated = cos_sin_cache.shape
-    if not (key.shape == value.shape == (tokens, kv_heads * head_size) and key_cache.shape[2] == head_size):
+    if not (key.shape == value.shape == (tokens, kv_heads * head_size) and cached_size == head_size):
         raise ValueError(
             f"key {list(key.shape)} and value {list(value.shape)} do not fit {tokens} tokens in a cache of {kv_heads} "
-            f"heads of {key_cache.shape[2]}"
+            f"heads of {cached_size}"
         )
     if rotated > head_size or width % head_size:
         raise ValueError(f"{rotated} rotated channels and a query of {width} do not fit heads of {head_size} channels")
@@ -95,9 +104,9 @@ def rotary_write_kv(
         raise ValueError(
             f"{tokens} tokens need as many positions and slots, got {list(positions.shape)}, {list(slot_mapping.shape)}"
         )
-    query_out = torch.empty((tokens, width), dtype=torch.float32)
-    slots = cache_slots(key_cache)
-    bad = library.function("llm_rotary_write_kv", *_ROTARY_WRITE, result=INT)(
+    query_out = library.empty(tokens, width)
+    bad = library.call(
+        _ROTARY_WRITE,
         positions.data_ptr(),
         tokens,
         cos_sin_cache.data_ptr(),
@@ -105,13 +114,13 @@ def rotary_write_kv(
         rotated // 2,
         is_neox_style,
         query.data_ptr(),
-        query.stride(0),
+        query.stride()[0],
         query_out.data_ptr(),
         width // head_size,
         key.data_ptr(),
-        key.stride(0),
+        key.stride()[0],
         value.data_ptr(),
-        value.stride(0),
+        value.stride()[0],
         KINDS[key_cache.dtype],
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -125,7 +134,7 @@ def rotary_write_kv(
         raise no_such_slot(slot_mapping, bad - tokens, slots)
     if bad >= 0:
         raise _no_such_position(positions, bad, length)
-    return query_out.to(dtype)
+    return in_type(query_out, dtype)
 
 
 def _no_such_position(positions: torch.Tensor, token: int, length: int) -> IndexError:
@@ -135,4 +144,4 @@ def _no_such_position(positions: torch.Tensor, token: int, length: int) -> Index
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """float32 [N, width] without gaps inside a row."""
     x = x if x.dtype == torch.float32 else x.float()
-    return x if x.stride(1) == 1 else x.contiguous()
+    return x if x.stride()[1] == 1 else x.contiguous()

@@ -15,5 +15,10 @@ def as_float32(x: torch.Tensor) -> torch.Tensor:
     return x.float().contiguous()
 
 
-def pointer(x: torch.Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def in_type(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 result in the type of what it was computed from; `Tensor.to` takes a while to find nothing to do."""
+    return x if dtype == torch.float32 else x.to(dtype)
+
+
+def pointer(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

@@ -8,6 +8,7 @@
 #include <functional>
 #include <limits>
 
+#include "replay.h"
 #include "rows.h"
 #include "vector_math.h"
 
@@ -350,3 +351,11 @@ LLM_EXPORT void llm_cut_below_largest(float* x, const float* offset, int64_t row
         }
     });
 }
+
+LLM_REPLAYABLE(llm_log_softmax)
+LLM_REPLAYABLE(llm_argmax)
+LLM_REPLAYABLE(llm_top_k)
+LLM_REPLAYABLE(llm_gather_logprobs)
+LLM_REPLAYABLE(llm_block_sums)
+LLM_REPLAYABLE(llm_draw_nucleus)
+LLM_REPLAYABLE(llm_cut_below_largest)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import INT, POINTER, Library
+from llm.kernels.cpu.library import INT, POINTER, Kernel, Library
 from llm.kernels.cpu.tensors import as_float32
 from llm.kernels.reference import vocabulary as reference
 
-_LOG_SOFTMAX = (POINTER, POINTER, INT, INT, INT)
-_ARGMAX = (POINTER, POINTER, POINTER, INT, INT, INT)
-_TOP_K = (POINTER, INT, POINTER, POINTER, INT, INT, INT)
-_GATHER = (POINTER, POINTER, INT, INT, INT, POINTER, POINTER, INT, INT, INT)
-_BLOCK_SUMS = (POINTER, POINTER, INT, POINTER, INT, INT, INT)
-_DRAW_NUCLEUS = (POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT)
-_CUT = (POINTER, POINTER, INT, INT, INT)
+_LOG_SOFTMAX = Kernel("llm_log_softmax", POINTER, POINTER, INT, INT, INT)
+_ARGMAX = Kernel("llm_argmax", POINTER, POINTER, POINTER, INT, INT, INT)
+_TOP_K = Kernel("llm_top_k", POINTER, INT, POINTER, POINTER, INT, INT, INT)
+_GATHER = Kernel("llm_gather_logprobs", POINTER, POINTER, INT, INT, INT, POINTER, POINTER, INT, INT, INT)
+_BLOCK_SUMS = Kernel("llm_block_sums", POINTER, POINTER, INT, POINTER, INT, INT, INT)
+_DRAW_NUCLEUS = Kernel("llm_draw_nucleus", POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT)
+_CUT = Kernel("llm_cut_below_largest", POINTER, POINTER, INT, INT, INT)
 # Beyond, one sort of the row is faster.
 _MOST = 1024
 
@@ -24,9 +24,7 @@ def log_softmax(library: Library, logits: torch.Tensor) -> torch.Tensor:
     logits = as_float32(logits)
     out = torch.empty_like(logits)
     rows, width = logits.shape
-    library.function("llm_log_softmax", *_LOG_SOFTMAX)(
-        logits.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads()
-    )
+    library.call(_LOG_SOFTMAX, logits.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads())
     return out
 
 
@@ -37,9 +35,7 @@ def argmax(library: Library, logits: torch.Tensor) -> tuple[torch.Tensor, torch.
     if not width:
         raise ValueError("the rows of argmax are empty")
     values, ids = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64)
-    library.function("llm_argmax", *_ARGMAX)(
-        logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, width, torch.get_num_threads()
-    )
+    library.call(_ARGMAX, logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, width, torch.get_num_threads())
     return values, ids
 
 
@@ -50,9 +46,7 @@ def top_k(library: Library, logits: torch.Tensor, k: int) -> tuple[torch.Tensor,
         return reference.top_k(logits, k)
     logits = as_float32(logits)
     values, ids = torch.empty(rows, k, dtype=torch.float32), torch.empty(rows, k, dtype=torch.int64)
-    library.function("llm_top_k", *_TOP_K)(
-        logits.data_ptr(), k, values.data_ptr(), ids.data_ptr(), rows, width, torch.get_num_threads()
-    )
+    library.call(_TOP_K, logits.data_ptr(), k, values.data_ptr(), ids.data_ptr(), rows, width, torch.get_num_threads())
     return values, ids
 
 
@@ -65,8 +59,8 @@ def gather_logprobs(
     if ids.dtype != torch.int64 or ids.dim() != 2 or len(ids) != rows or not 0 <= ranked <= ids.shape[1]:
         raise ValueError(f"ids must be int64 [{rows}, {ranked} or more], got {ids.dtype} {list(ids.shape)}")
     values, ranks = torch.empty(ids.shape, dtype=torch.float32), torch.empty(rows, ranked, dtype=torch.int64)
-    gather = library.function("llm_gather_logprobs", *_GATHER, result=INT)
-    if not gather(
+    if not library.call(
+        _GATHER,
         logits.data_ptr(),
         ids.data_ptr(),
         ids.shape[1],
@@ -89,8 +83,8 @@ def block_sums(library: Library, logits: torch.Tensor, largest: torch.Tensor, bl
     if block < 16 or block % 16 or largest.shape != (rows,):
         raise ValueError(f"block must be a multiple of 16 and largest [{rows}], got {block} and {list(largest.shape)}")
     sums = torch.empty(rows, -(-width // block), dtype=torch.float32)
-    library.function("llm_block_sums", *_BLOCK_SUMS)(
-        logits.data_ptr(), largest.data_ptr(), block, sums.data_ptr(), rows, width, torch.get_num_threads()
+    library.call(
+        _BLOCK_SUMS, logits.data_ptr(), largest.data_ptr(), block, sums.data_ptr(), rows, width, torch.get_num_threads()
     )
     return sums
 
@@ -106,7 +100,8 @@ def draw_nucleus(
         shapes = [list(item.shape) for item in (logits, largest, top_p, uniform)]
         raise ValueError(f"logits must be [n, 1 or more] and largest, top_p and uniform [n], got {shapes}")
     tokens, edges = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
-    library.function("llm_draw_nucleus", *_DRAW_NUCLEUS)(
+    library.call(
+        _DRAW_NUCLEUS,
         logits.data_ptr(),
         largest.data_ptr(),
         top_p.data_ptr(),
@@ -126,7 +121,5 @@ def cut_below_largest(library: Library, logits: torch.Tensor, offset: torch.Tens
     rows, width = logits.shape
     if offset.shape != (rows,):
         raise ValueError(f"offset must be [{rows}], got {list(offset.shape)}")
-    library.function("llm_cut_below_largest", *_CUT)(
-        logits.data_ptr(), offset.data_ptr(), rows, width, torch.get_num_threads()
-    )
+    library.call(_CUT, logits.data_ptr(), offset.data_ptr(), rows, width, torch.get_num_threads())
     return logits
