@@ -49,7 +49,12 @@ class BuildWithKernels(build_py):
             path = folder / build.packaged_name(target)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                build.compile_library(path, target, build.find_compiler())
+                compiler = build.find_compiler()
+                cached = build.cached_library(target, compiler)  # of these sources, this compiler and these flags
+                if cached.exists():
+                    shutil.copyfile(cached, path)
+                else:
+                    build.compile_library(path, target, compiler)
             except (OSError, build.BuildError) as error:
                 message = f"The CPU kernels for {target} are not in this wheel; they are compiled at first use: {error}"
                 print(message, file=sys.stderr)

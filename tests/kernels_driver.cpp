@@ -118,6 +118,7 @@ int main(int argc, char**) {
     for (int64_t m : {1, 2, 4, 5, 7, 13, 23})
         for (int64_t n : {1, 15, 16, 33, 81})
             for (int64_t k : {1, 3, 8, 17, 31, 64, 259}) {
+                if (k > 64 && n != 33) continue;  // more than one block of k: once for each height
                 floats<float>(0, m, n, k);
                 floats<uint16_t>(1, m, n, k);
                 floats<uint16_t>(2, m, n, k);
@@ -127,7 +128,7 @@ int main(int argc, char**) {
     floats<uint16_t>(1, 130, 70, 40);
     floats<uint16_t>(1, 34, 70, 1100);
     integers(130, 70, 40);
-    integers(18, 70, 2100);
+    integers(18, 34, 2100);
     std::printf("ok %d\n", calls + run_step_kernels());
     return 0;
 }

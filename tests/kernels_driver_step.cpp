@@ -163,6 +163,7 @@ int run_step_kernels() {
         for (int64_t block : {3, 16, 48})
             for (int64_t window : {0, 5})
                 for (int64_t fresh : {1, 9, 70}) {
+                    if (size == 64 && fresh == 70) continue;  // nine tokens are more than a task's rows, too
                     attention<float>(0, 6, 2, size, block, window, 75, fresh);
                     attention<uint16_t>(1, 7, 1, size, block, window, 3, fresh);
                     attention<uint16_t>(2, 4, 4, size, block, window, 0, fresh);

@@ -60,7 +60,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert (actual - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max().item())
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(shape=shapes(), rows=batches, seed=seeds)
 @example(shape=Shape(heads=60, kv_heads=1, head_size=256), rows=[(0, 70), (64, 1), (63, 2)], seed=0)
 def test_it_is_the_definition(shape: Shape, rows: list[tuple[int, int]], seed: int) -> None:
@@ -71,7 +71,7 @@ def test_it_is_the_definition(shape: Shape, rows: list[tuple[int, int]], seed: i
 
 
 @pytest.mark.parametrize("isa", ISAS[:-1])
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(shape=shapes(), rows=batches, seed=seeds)
 def test_instruction_sets_give_the_same_bits(isa: str, shape: Shape, rows: list[tuple[int, int]], seed: int) -> None:
     assert torch.equal(attend(shape, rows, seed, isa), attend(shape, rows, seed))
