@@ -1,5 +1,6 @@
 // Activations, plain and gated: one element at a time, computed alike in vectors and in their tails.
 #include "replay.h"
+#include "row_source.h"
 #include "rows.h"
 #include "vector_math.h"
 
@@ -28,19 +29,25 @@ template <int64_t FUNCTION> LLM_INLINE F32 activate(F32 x) {
     }
 }
 
-// out[row][i] = activate(gate[row][i]) * up[row][i]; without `up` only the first factor.
-template <int64_t FUNCTION>
-void run(const float* gate, const float* up, int64_t stride, float* out, int64_t rows, int64_t width, int64_t threads) {
-    for_rows(rows, width, threads, [&](int64_t row) {
-        for (int64_t i = 0; i < width; i += LANES) {
-            F32 value = activate<FUNCTION>(load_part(gate + row * stride + i, width - i));
-            if (up) value = value * load_part(up + row * stride + i, width - i);
-            store_part(out + row * width + i, value, width - i);
-        }
-    });
+template <int64_t FUNCTION> void activate_row(const float* gate, const float* up, float* out, int64_t width) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        F32 value = activate<FUNCTION>(load_part(gate + i, width - i));
+        if (up) value = value * load_part(up + i, width - i);
+        store_part(out + i, value, width - i);
+    }
 }
 
 }  // namespace
+
+void activation_row(int64_t function, const float* gate, const float* up, float* out, int64_t width) {
+    if (function == SILU) return activate_row<SILU>(gate, up, out, width);
+    if (function == GELU) return activate_row<GELU>(gate, up, out, width);
+    if (function == GELU_TANH) return activate_row<GELU_TANH>(gate, up, out, width);
+    if (function == QUICK_GELU) return activate_row<QUICK_GELU>(gate, up, out, width);
+    if (function == RELU) return activate_row<RELU>(gate, up, out, width);
+    activate_row<RELU_SQUARED>(gate, up, out, width);
+}
+
 }  // namespace llm
 
 using namespace llm;
@@ -48,12 +55,9 @@ using namespace llm;
 // gate (and up, or null): rows `stride` floats apart -> out [rows][width].
 LLM_EXPORT void llm_activation(int64_t function, const float* gate, const float* up, int64_t stride, float* out, int64_t rows,
                                int64_t width, int64_t threads) {
-    if (function == SILU) return run<SILU>(gate, up, stride, out, rows, width, threads);
-    if (function == GELU) return run<GELU>(gate, up, stride, out, rows, width, threads);
-    if (function == GELU_TANH) return run<GELU_TANH>(gate, up, stride, out, rows, width, threads);
-    if (function == QUICK_GELU) return run<QUICK_GELU>(gate, up, stride, out, rows, width, threads);
-    if (function == RELU) return run<RELU>(gate, up, stride, out, rows, width, threads);
-    run<RELU_SQUARED>(gate, up, stride, out, rows, width, threads);
+    for_rows(rows, width, threads, [&](int64_t row) {
+        activation_row(function, gate + row * stride, up ? up + row * stride : nullptr, out + row * width, width);
+    });
 }
 
 // x = cap * tanh(x / cap), in place.

@@ -7,6 +7,7 @@
 #include "panels.h"
 #include "quantize.h"
 #include "replay.h"
+#include "row_source.h"
 
 namespace llm {
 namespace {
@@ -127,14 +128,13 @@ LLM_INLINE void split(F32 low, F32 high, char* first, char* second, char* third)
     put(third, low_rest - low_2, high_rest - high_2);
 }
 
-void tile_linear_bf16(const float* x, const BF16* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t k,
-                      int64_t threads) {
-    const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(k, DEPTH<BF16>)};
+void tile_linear_bf16(const RowSource& x, const BF16* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t threads) {
+    const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(x.k, DEPTH<BF16>)};
     for_row_blocks(m, panels.steps(), 3, BLOCK_STEPS, [&](const TileOperands& a, int64_t from) {
-        parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
-            const float* at = x + (from + row) * k;
+        parallel_for(a.rows, a.rows * x.k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t row, char* scratch) {
+            const float* at = x.row(from + row, scratch);
             a.write_row(row, [&](int64_t step, char* line, int64_t part) {
-                const int64_t i = step * 2 * LANES, left = k - i;
+                const int64_t i = step * 2 * LANES, left = x.k - i;
                 const F32 high = left > LANES ? load_part(at + i + LANES, left - LANES) : zero();
                 split(load_part(at + i, left), high, line, line + part, line + 2 * part);
             });
@@ -204,10 +204,25 @@ using namespace llm;
 LLM_EXPORT void llm_linear_float(int64_t kind, const float* x, const void* weight, const float* bias, float* y, int64_t m,
                                  int64_t n, int64_t k, int64_t threads) {
 #if LLM_TILES
-    if (kind == BFLOAT16) return tile_linear_bf16(x, static_cast<const BF16*>(weight), bias, y, m, n, k, threads);
+    if (kind == BFLOAT16)
+        return tile_linear_bf16({nullptr, x, nullptr, nullptr, k}, static_cast<const BF16*>(weight), bias, y, m, n, threads);
 #endif
     with_type(kind, [&](auto type) { product<typename decltype(type)::Value>(x, weight, bias, y, m, n, k, threads); });
 }
+
+#if LLM_TILES
+
+// The same, of a bfloat16 weight, of rows that are computed as they are read: row_source.h. The other products have no stage
+// that reads each row once.
+LLM_EXPORT void llm_fused_bf16(const void* operation, const float* x, const float* residual, float* total, const void* weight,
+                               const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
+    const RowSource rows{static_cast<const RowOperation*>(operation), x, residual, total, k};
+    tile_linear_bf16(rows, static_cast<const BF16*>(weight), bias, y, m, n, threads);
+}
+
+LLM_REPLAYABLE(llm_fused_bf16)
+
+#endif
 
 LLM_EXPORT void llm_pack_float(int64_t kind, const void* src, void* dst, int64_t n, int64_t k, int64_t threads) {
     with_type(kind, [&](auto type) {

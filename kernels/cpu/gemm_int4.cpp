@@ -8,6 +8,7 @@
 #include "panels.h"
 #include "quantize.h"
 #include "replay.h"
+#include "row_source.h"
 
 namespace llm {
 namespace {
@@ -364,12 +365,12 @@ struct NibblePanels {
     }
 };
 
-void tile_linear_w4a8(const Product& p, const float* x, float* row_scales, int64_t k, int64_t threads) {
+void tile_linear_w4a8(const Product& p, const RowSource& x, float* row_scales, int64_t threads) {
     const NibblePanels panels{p.weight, p.steps()};
     const bool grouped = p.groups > 1;
     const int64_t block = grouped ? p.group_steps * STEP / TILE_K : BLOCK_STEPS;
     for_row_blocks(p.m, panels.steps(), 1, block, [&](const TileOperands& a, int64_t from) {
-        quantize_operands(a, x + from * k, k, 0.0f, 0, row_scales + from, threads);
+        quantize_operands(a, x, from, 0.0f, 0, row_scales + from, threads);
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, int64_t first, const char* sums, char* more) {
             const bool last = first + block >= a.steps;
             if (!grouped && !last) return;
@@ -397,6 +398,31 @@ void tile_linear_w4a8(const Product& p, const float* x, float* row_scales, int64
 
 #endif
 
+void linear_w4a8(const RowSource& x, const uint8_t* weight, const void* scale, int64_t scale_kind, int64_t scale_stride,
+                 int64_t group_size, int64_t groups, const float* bias, float* y, int64_t m, int64_t n, int64_t threads) {
+    const int64_t k = x.k, padded = ceil_div(k, STEP) * STEP, group_steps = groups == 1 ? padded / STEP : group_size / STEP;
+    const Scratch scales(m * sizeof(float));
+    float* row_scales = scales.as<float>();
+#if LLM_TILES
+    if (m >= TILES_FROM && (groups == 1 || (groups > 1 && group_size % TILE_K == 0))) {
+        const Product p{nullptr, nullptr, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
+        return tile_linear_w4a8(p, x, row_scales, threads);
+    }
+#endif
+    const Scratch operands(m * padded), starts(m * groups * sizeof(int32_t));
+    int8_t* a = operands.as<int8_t>();
+    int32_t* start = starts.as<int32_t>();
+    const Product p{a, start, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
+    const Tasks tasks(m, n, MAX_ROWS, padded, BLOCK_BYTES, threads);
+    parallel_for(tasks.tiles(), m * k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t tile, char* scratch) {
+        const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
+        for (int64_t r = 0; r < rows; ++r)
+            row_scales[first + r] = quantize_row(x.row(first + r, scratch), k, p, rows, a + first * padded + r * STEP,
+                                                 start + first * groups + r);
+    });
+    run_tiles(p, tasks);
+}
+
 }  // namespace
 }  // namespace llm
 
@@ -406,27 +432,16 @@ using namespace llm;
 LLM_EXPORT void llm_linear_w4a8(const float* x, const uint8_t* weight, const void* scale, int64_t scale_kind,
                                 int64_t scale_stride, int64_t group_size, int64_t groups, const float* bias, float* y, int64_t m,
                                 int64_t n, int64_t k, int64_t threads) {
-    const int64_t padded = ceil_div(k, STEP) * STEP, group_steps = groups == 1 ? padded / STEP : group_size / STEP;
-    const Scratch scales(m * sizeof(float));
-    float* row_scales = scales.as<float>();
-#if LLM_TILES
-    if (m >= TILES_FROM && (groups == 1 || (groups > 1 && group_size % TILE_K == 0))) {
-        const Product p{nullptr, nullptr, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
-        return tile_linear_w4a8(p, x, row_scales, k, threads);
-    }
-#endif
-    const Scratch operands(m * padded), starts(m * groups * sizeof(int32_t));
-    int8_t* a = operands.as<int8_t>();
-    int32_t* start = starts.as<int32_t>();
-    const Product p{a, start, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
-    const Tasks tasks(m, n, MAX_ROWS, padded, BLOCK_BYTES, threads);
-    parallel_for(tasks.tiles(), m * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t tile, char*) {
-        const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
-        for (int64_t r = 0; r < rows; ++r)
-            row_scales[first + r] = quantize_row(x + (first + r) * k, k, p, rows, a + first * padded + r * STEP,
-                                                 start + first * groups + r);
-    });
-    run_tiles(p, tasks);
+    linear_w4a8({nullptr, x, nullptr, nullptr, k}, weight, scale, scale_kind, scale_stride, group_size, groups, bias, y, m, n,
+                threads);
+}
+
+// The same of rows that are computed as they are read: row_source.h.
+LLM_EXPORT void llm_fused_w4a8(const void* operation, const float* x, const float* residual, float* total, const uint8_t* weight,
+                               const void* scale, int64_t scale_kind, int64_t scale_stride, int64_t group_size, int64_t groups,
+                               const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
+    linear_w4a8({static_cast<const RowOperation*>(operation), x, residual, total, k}, weight, scale, scale_kind, scale_stride,
+                group_size, groups, bias, y, m, n, threads);
 }
 
 // src int8 [n, k] with values in [-8, 7] -> panels [ceil(n / 16)][ceil(k / 8)][16][4]
@@ -457,3 +472,4 @@ LLM_EXPORT void llm_unpack_int4(const uint8_t* src, int8_t* dst, int64_t first, 
 }
 
 LLM_REPLAYABLE(llm_linear_w4a8)
+LLM_REPLAYABLE(llm_fused_w4a8)

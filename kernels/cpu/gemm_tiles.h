@@ -14,6 +14,7 @@
 
 #include "panels.h"
 #include "quantize.h"
+#include "row_source.h"
 
 #if LLM_TILES
 
@@ -187,18 +188,18 @@ struct TileOperands {
     static int64_t bytes(int64_t rows, int64_t steps, int64_t parts) { return rows * steps * parts * LINE; }
 };
 
-// Rows of x [rows][k] as int8 operands, quantized as linear_w8a8 says: by their own scales, which are written, where
+// Rows `from` and on of `x` as int8 operands, quantized as linear_w8a8 says: by their own scales, which are written, where
 // `input_scale` is 0, else by it and `offset`, their scales being 1.
-inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, float input_scale, int64_t offset, float* scales,
-                              int64_t threads) {
-    parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
-        const float* at = x + row * k;
-        scales[row] = input_scale == 0.0f ? row_scale(at, k) : 1.0f;
+inline void quantize_operands(const TileOperands& a, const RowSource& x, int64_t from, float input_scale, int64_t offset,
+                              float* scales, int64_t threads) {
+    parallel_for(a.rows, a.rows * x.k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t row, char* scratch) {
+        const float* at = x.row(from + row, scratch);
+        scales[row] = input_scale == 0.0f ? row_scale(at, x.k) : 1.0f;
         const F32 divisor = set1(input_scale == 0.0f ? row_divisor(scales[row]) : input_scale);
         const F32 shift = set1(static_cast<float>(offset));
         a.write_row(row, [&](int64_t step, char* line, int64_t) {
             for (int64_t i = 0; i < LINE; i += LANES)
-                store_int8(reinterpret_cast<int8_t*>(line + i), quantize(at + step * LINE + i, k - step * LINE - i, divisor, shift));
+                store_int8(reinterpret_cast<int8_t*>(line + i), quantize(at + step * LINE + i, x.k - step * LINE - i, divisor, shift));
         });
     });
 }

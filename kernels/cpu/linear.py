@@ -9,17 +9,24 @@ import torch
 
 from llm.kernels.cpu.library import INT, POINTER, Library
 from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
+from llm.kernels.cpu.rows import SOURCE, addresses
+from llm.kernels.reference.rows import Rows, computed
 
 _LINEAR = ("llm_linear_float", INT, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
+_FUSED_BF16 = ("llm_fused_bf16", *SOURCE, POINTER, POINTER, POINTER, INT, INT, INT, INT)
 _EMBEDDING = ("llm_embedding_float", INT, POINTER, POINTER, POINTER, INT, INT, INT, INT)
 
 
-def linear_float(lib: Library, x: torch.Tensor, packed: PanelWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_float(
+    lib: Library, x: torch.Tensor | Rows, packed: PanelWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """y = x W^T + bias; each output is a chain of fused multiply-adds over k = 0 ... K-1, then the bias.
 
     Shapes: x float32 [..., K], bias float [N] or None, y float32 [..., N].
     """
-    x = checked_input(x, packed.k)
+    if isinstance(x, Rows) and fuses_float(lib, packed):
+        return _fused_bf16(lib, x, packed, bias)
+    x = checked_input(computed(x), packed.k)
     out = lib.empty(*x.shape[:-1], packed.n)
     bias = checked_vector(bias, packed.n)
     data = packed.data
@@ -30,6 +37,27 @@ def linear_float(lib: Library, x: torch.Tensor, packed: PanelWeight, bias: torch
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         x.numel() // packed.k if packed.k else out.numel() // max(1, packed.n),
+        packed.n,
+        packed.k,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def fuses_float(lib: Library, packed: PanelWeight) -> bool:
+    """Whether `linear_float` computes `Rows` as it reads them: matrix tiles do, which make operands of each row once."""
+    return packed.data.dtype == torch.bfloat16 and lib.address("llm_fused_bf16") is not None
+
+
+def _fused_bf16(lib: Library, rows: Rows, packed: PanelWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    out = lib.empty(*rows.shape[:-1], packed.n)
+    bias = checked_vector(bias, packed.n)
+    lib.function(*_FUSED_BF16)(
+        *addresses(rows, packed.k),
+        packed.data.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows.shape[:-1].numel(),
         packed.n,
         packed.k,
         torch.get_num_threads(),

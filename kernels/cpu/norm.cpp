@@ -5,12 +5,13 @@
 #include <cmath>
 
 #include "replay.h"
+#include "row_source.h"
 #include "rows.h"
 
 namespace llm {
 namespace {
 
-// The parameters of a norm; null: none. `offset` is added to the weight (Gemma stores weight - 1).
+// The parameters of a norm; null: none.
 template <class T> struct Scale {
     const T *weight, *bias;
     float offset;
@@ -21,67 +22,61 @@ template <class T> struct Scale {
     }
 };
 
-struct Rows {
-    const float *x, *residual;  // residual: null or added to x
-    float *out, *total;         // total: the sum, when there is a residual
-    int64_t rows, width;
-
-    // The row to normalise; written to `total` first when there is a residual.
-    LLM_INLINE const float* summed(int64_t row) const {
-        const float* from = x + row * width;
-        if (!residual) return from;
-        for (int64_t i = 0; i < width; i += LANES) {
-            const F32 value = load_part(from + i, width - i) + load_part(residual + row * width + i, width - i);
-            store_part(total + row * width + i, value, width - i);
-        }
-        return total + row * width;
-    }
-};
-
-template <class T> void rms_norm(const Rows& io, const Scale<T>& scale, int64_t variance_size, float eps, int64_t threads) {
-    for_rows(io.rows, io.width, threads, [&](int64_t row) {
-        const float* x = io.summed(row);
-        const float squares = sum_vectors(variance_size, [&](int64_t i) {
-            const F32 value = load_part(x + i, variance_size - i);
-            return value * value;
-        });
-        const F32 inverse = set1(1.0f / std::sqrt(squares / static_cast<float>(variance_size) + eps));
-        for (int64_t i = 0; i < io.width; i += LANES) {
-            const F32 value = load_part(x + i, io.width - i) * inverse;
-            store_part(io.out + row * io.width + i, scale.apply(value, i, io.width - i), io.width - i);
-        }
-    });
+void add(const float* x, const float* residual, float* total, int64_t width) {
+    for (int64_t i = 0; i < width; i += LANES)
+        store_part(total + i, load_part(x + i, width - i) + load_part(residual + i, width - i), width - i);
 }
 
-template <class T> void layer_norm(const Rows& io, const Scale<T>& scale, float eps, int64_t threads) {
-    for_rows(io.rows, io.width, threads, [&](int64_t row) {
-        const float* x = io.summed(row);
-        const float width = static_cast<float>(io.width);
-        const float mean = sum_vectors(io.width, [&](int64_t i) { return load_part(x + i, io.width - i); }) / width;
-        const float squares = sum_vectors(io.width, [&](int64_t i) {
-            const F32 centred = load_part(x + i, io.width - i, mean) - set1(mean);
-            return centred * centred;
-        });
-        const F32 inverse = set1(1.0f / std::sqrt(squares / width + eps));
-        for (int64_t i = 0; i < io.width; i += LANES) {
-            const F32 value = (load_part(x + i, io.width - i) - set1(mean)) * inverse;
-            store_part(io.out + row * io.width + i, scale.apply(value, i, io.width - i), io.width - i);
-        }
+template <class T> void rms_norm(const Norm& norm, const Scale<T>& scale, const float* x, float* out, int64_t width) {
+    const int64_t size = norm.variance_size ? norm.variance_size : width;
+    const float squares = sum_vectors(size, [&](int64_t i) {
+        const F32 value = load_part(x + i, size - i);
+        return value * value;
     });
+    const F32 inverse = set1(1.0f / std::sqrt(squares / static_cast<float>(size) + norm.eps));
+    for (int64_t i = 0; i < width; i += LANES)
+        store_part(out + i, scale.apply(load_part(x + i, width - i) * inverse, i, width - i), width - i);
 }
 
-// run(Scale<T>) with the type that the parameters are stored in.
-template <class Run> void with_scale(int64_t kind, const void* weight, const void* bias, float offset, const Run& run) {
-    const auto typed = [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        run(Scale<T>{static_cast<const T*>(weight), static_cast<const T*>(bias), offset});
-    };
-    if (kind == FLOAT32) return typed(static_cast<float*>(nullptr));
-    if (kind == BFLOAT16) return typed(static_cast<BF16*>(nullptr));
-    typed(static_cast<F16*>(nullptr));
+template <class T> void layer_norm(const Norm& norm, const Scale<T>& scale, const float* x, float* out, int64_t width) {
+    const float count = static_cast<float>(width);
+    const float mean = sum_vectors(width, [&](int64_t i) { return load_part(x + i, width - i); }) / count;
+    const float squares = sum_vectors(width, [&](int64_t i) {
+        const F32 centred = load_part(x + i, width - i, mean) - set1(mean);
+        return centred * centred;
+    });
+    const F32 inverse = set1(1.0f / std::sqrt(squares / count + norm.eps));
+    for (int64_t i = 0; i < width; i += LANES)
+        store_part(out + i, scale.apply((load_part(x + i, width - i) - set1(mean)) * inverse, i, width - i), width - i);
+}
+
+template <class T> void typed_row(const Norm& norm, const float* x, float* out, int64_t width) {
+    const Scale<T> scale{static_cast<const T*>(norm.weight), static_cast<const T*>(norm.bias), norm.weight_offset};
+    if (norm.layer) layer_norm(norm, scale, x, out, width);
+    else rms_norm(norm, scale, x, out, width);
+}
+
+// Rows x [rows][width] -> out; with a residual also total = x + residual.
+void norm_rows(const Norm& norm, const float* x, const float* residual, float* out, float* total, int64_t rows, int64_t width,
+               int64_t threads) {
+    for_rows(rows, width, threads, [&](int64_t row) {
+        const int64_t at = row * width;
+        norm_row(norm, x + at, residual ? residual + at : nullptr, residual ? total + at : nullptr, out + at, width);
+    });
 }
 
 }  // namespace
+
+void norm_row(const Norm& norm, const float* x, const float* residual, float* total, float* out, int64_t width) {
+    if (residual) {
+        add(x, residual, total, width);
+        x = total;
+    }
+    if (norm.parameter_kind == FLOAT32) return typed_row<float>(norm, x, out, width);
+    if (norm.parameter_kind == BFLOAT16) return typed_row<BF16>(norm, x, out, width);
+    typed_row<F16>(norm, x, out, width);
+}
+
 }  // namespace llm
 
 using namespace llm;
@@ -90,15 +85,12 @@ using namespace llm;
 LLM_EXPORT void llm_rms_norm(const float* x, const float* residual, int64_t kind, const void* weight, float weight_offset,
                              float eps, int64_t variance_size, float* out, float* total, int64_t rows, int64_t width,
                              int64_t threads) {
-    const Rows io{x, residual, out, total, rows, width};
-    with_scale(kind, weight, nullptr, weight_offset,
-               [&](const auto& scale) { rms_norm(io, scale, variance_size, eps, threads); });
+    norm_rows({0, kind, weight, nullptr, variance_size, weight_offset, eps}, x, residual, out, total, rows, width, threads);
 }
 
 LLM_EXPORT void llm_layer_norm(const float* x, const float* residual, int64_t kind, const void* weight, const void* bias,
                                float eps, float* out, float* total, int64_t rows, int64_t width, int64_t threads) {
-    const Rows io{x, residual, out, total, rows, width};
-    with_scale(kind, weight, bias, 0.0f, [&](const auto& scale) { layer_norm(io, scale, eps, threads); });
+    norm_rows({1, kind, weight, bias, width, 0.0f, eps}, x, residual, out, total, rows, width, threads);
 }
 
 LLM_REPLAYABLE(llm_rms_norm)

@@ -11,13 +11,15 @@ import torch
 from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
 from llm.kernels.cpu.linear import checked_input, checked_vector
 from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
+from llm.kernels.cpu.rows import SOURCE, addresses
+from llm.kernels.reference.rows import Rows
 
-_W8A8 = ("llm_linear_w8a8", POINTER, POINTER, POINTER, POINTER, FLOAT, INT, POINTER, POINTER, INT, INT, INT, INT)
-_W4A8 = (
-    "llm_linear_w4a8",
-    *(POINTER, POINTER, POINTER, INT, INT, INT, INT),
-    *(POINTER, POINTER, INT, INT, INT, INT),
-)
+_W8A8_REST = (POINTER, POINTER, POINTER, FLOAT, INT, POINTER, POINTER, INT, INT, INT, INT)
+_W8A8 = ("llm_linear_w8a8", POINTER, *_W8A8_REST)
+_FUSED_W8A8 = ("llm_fused_w8a8", *SOURCE, *_W8A8_REST)
+_W4A8_REST = (POINTER, POINTER, INT, INT, INT, INT, POINTER, POINTER, INT, INT, INT, INT)
+_W4A8 = ("llm_linear_w4a8", POINTER, *_W4A8_REST)
+_FUSED_W4A8 = ("llm_fused_w4a8", *SOURCE, *_W4A8_REST)
 _WEIGHT_ONLY = (
     "llm_linear_weight_only",
     *(INT, POINTER, POINTER),
@@ -47,7 +49,7 @@ def quantize_static(lib: Library, x: torch.Tensor, scale: float, offset: int) ->
 
 
 def linear_w8a8_dynamic(
-    lib: Library, x: torch.Tensor, packed: PanelWeight, scale: torch.Tensor, bias: torch.Tensor | None = None
+    lib: Library, x: torch.Tensor | Rows, packed: PanelWeight, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y = (float(sum_k q w) * xs) * scale + bias with (q, xs) = quantize_per_token(x); x float32 [M, K] -> [M, N]."""
     return _linear_w8a8(lib, x, packed, scale, 0.0, 0, bias)
@@ -55,7 +57,7 @@ def linear_w8a8_dynamic(
 
 def linear_w8a8_static(
     lib: Library,
-    x: torch.Tensor,
+    x: torch.Tensor | Rows,
     packed: PanelWeight,
     weight_scale: torch.Tensor,
     input_scale: float,
@@ -70,7 +72,7 @@ def linear_w8a8_static(
 
 def _linear_w8a8(
     lib: Library,
-    x: torch.Tensor,
+    x: torch.Tensor | Rows,
     packed: PanelWeight,
     scale: torch.Tensor,
     input_scale: float,
@@ -78,13 +80,14 @@ def _linear_w8a8(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """input_scale 0 stands for dynamic."""
-    x = checked_input(x, packed.k)
     scales, bias = checked_vector(scale, packed.n), checked_vector(bias, packed.n)
     if scales is None or packed.sums is None:
         raise ValueError(f"a weight of pack_int8 and its scales are needed, got {packed.kind}")
+    x = x if isinstance(x, Rows) else checked_input(x, packed.k)
     out = lib.empty(x.shape[0], packed.n)
-    lib.function(*_W8A8)(
-        x.data_ptr(),
+    product = _FUSED_W8A8 if isinstance(x, Rows) else _W8A8
+    lib.function(*product)(
+        *addresses(x, packed.k),
         packed.data.data_ptr(),
         packed.sums.data_ptr(),
         scales.data_ptr(),
@@ -102,7 +105,7 @@ def _linear_w8a8(
 
 def linear_w4a8(
     lib: Library,
-    x: torch.Tensor,
+    x: torch.Tensor | Rows,
     packed: PanelWeight,
     scale: torch.Tensor,
     group_size: int,
@@ -113,15 +116,17 @@ def linear_w4a8(
     `scale` is read fastest, without a copy, when it lies column by column: `scale.t().contiguous().t()`. With more than
     one group, group_size is a multiple of 8.
     """
-    x, bias = checked_input(x, packed.k), checked_vector(bias, packed.n)
+    bias = checked_vector(bias, packed.n)
     _check_kind(packed, "int4")
     scale, stride = _by_group(scale, packed, group_size)
     groups = scale.shape[1]
     if groups > 1 and group_size % 8:
         raise ValueError(f"groups are of a multiple of 8 columns, got {group_size}")
+    x = x if isinstance(x, Rows) else checked_input(x, packed.k)
     out = lib.empty(x.shape[0], packed.n)
-    lib.function(*_W4A8)(
-        x.data_ptr(),
+    product = _FUSED_W4A8 if isinstance(x, Rows) else _W4A8
+    lib.function(*product)(
+        *addresses(x, packed.k),
         packed.data.data_ptr(),
         scale.data_ptr(),
         FLOAT_KINDS[scale.dtype],

@@ -1,0 +1,113 @@
+"""Rows that a product computes as it reads them: a norm or an activation and the product after it as one operation.
+
+Owns `RowOperation` (what computes a row), `Rows` (the operation and what it is given: stands for a matrix where a
+product takes one), and the marks of functions that know of them. `kernels/cpu/rows.py` has the same functions, for
+products that never write the rows to memory; here a product computes them first, which defines the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from llm.kernels.reference import activation, norm
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class RowOperation:
+    """What computes rows [M, K].
+
+    Attributes:
+        name: of the operation.
+        width: x has this many times K columns: 2 of a gated activation, else 1.
+        run: (x) -> rows; of a norm also (x, residual) -> (rows of the sum, x + residual).
+    """
+
+    name: str
+    width: int
+    run: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """float32 rows [M, K], computed by whoever reads them; each is read once.
+
+    Attributes:
+        x: float32 [M, K * operation.width], contiguous.
+        residual: of the shape of x, added to it first; None: nothing is.
+        total: x + residual is written there when the rows are read; None without a residual.
+    """
+
+    operation: RowOperation
+    x: torch.Tensor
+    residual: torch.Tensor | None = None
+    total: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.x.shape[:-1], self.x.shape[-1] // self.operation.width))
+
+    def compute(self) -> torch.Tensor:
+        """The rows as a tensor."""
+        if self.residual is None or self.total is None:
+            return self.operation.run(self.x)
+        rows, total = self.operation.run(self.x, self.residual)
+        self.total.copy_(total)
+        return rows
+
+
+def computed(x: torch.Tensor | Rows) -> torch.Tensor:
+    """`x` as a tensor."""
+    return x.compute() if isinstance(x, Rows) else x
+
+
+def takes_rows(function: F) -> F:
+    """Mark: the function may be given `Rows` in place of a tensor, as its first argument after the layer."""
+    function.takes_rows = True  # type: ignore[attr-defined]
+    return function
+
+
+def gives_rows(function: F) -> F:
+    """Mark: what this method of an operation computes is what the operation's `row_operation()` says."""
+    function.gives_rows = True  # type: ignore[attr-defined]
+    return function
+
+
+def marked(function: Any, mark: Callable[..., Any]) -> bool:
+    """Whether `mark` (`takes_rows` or `gives_rows`) was put on the function; overriding or wrapping it takes it off."""
+    return getattr(function, mark.__name__, False)
+
+
+def rms_norm_rows(
+    weight: torch.Tensor | None, eps: float, variance_size: int | None = None, weight_offset: float = 0.0
+) -> RowOperation:
+    """`rms_norm` and `add_rms_norm` of x [M, K]."""
+
+    def run(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return norm.rms_norm(x, weight, eps, variance_size, weight_offset)
+        return norm.add_rms_norm(x, residual, weight, eps, variance_size, weight_offset)
+
+    return RowOperation("rms_norm", 1, run)
+
+
+def layer_norm_rows(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> RowOperation:
+    """`layer_norm` and `add_layer_norm` of x [M, K]."""
+
+    def run(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return norm.layer_norm(x, weight, bias, eps)
+        return norm.add_layer_norm(x, residual, weight, bias, eps)
+
+    return RowOperation("layer_norm", 1, run)
+
+
+def activation_rows(name: str, *arguments: Any) -> RowOperation:
+    """The activation `name` of `kernels/reference/activation.py`, with what it takes after x: "gelu_and_mul", "tanh"."""
+    function = getattr(activation, name)
+    return RowOperation(name, 2 if "_and_" in name else 1, lambda x: function(x, *arguments))

@@ -1,0 +1,161 @@
+"""Norms and activations computed by the product that reads their rows: the bits of the two, one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from kernel_sets import ISAS, kernel_set, needs_compiler
+from pages import normal
+from tiny_models import one_thread
+
+from llm.kernels.cpu.linear import fuses_float
+from llm.kernels.reference.rows import RowOperation, Rows
+from llm.kernels.select import REFERENCE, KernelSet
+
+pytestmark = needs_compiler
+BEST = ISAS[-1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+# Products: (kernels, x or Rows, n, k) -> y
+
+
+@lru_cache
+def packed(isa: str, pack: str, n: int, k: int) -> Any:
+    if pack == "pack_float":
+        return kernel_set(isa).op(pack)(normal(3, n, k).bfloat16())
+    limit = 8 if pack == "pack_int4" else 128
+    values = torch.randint(-limit, limit, (n, k), generator=torch.Generator().manual_seed(4), dtype=torch.int8)
+    return kernel_set(isa).op(pack)(values)
+
+
+def scales(n: int, groups: int = 1) -> torch.Tensor:
+    return normal(5, n, groups).abs() / 50
+
+
+def dynamic(isa: str, x: Any, n: int, k: int) -> torch.Tensor:
+    product = kernel_set(isa).op("linear_w8a8_dynamic")
+    return product(x, packed(isa, "pack_int8", n, k), scales(n)[:, 0], normal(6, n))
+
+
+def static(isa: str, x: Any, n: int, k: int) -> torch.Tensor:
+    product = kernel_set(isa).op("linear_w8a8_static")
+    return product(x, packed(isa, "pack_int8", n, k), scales(n)[:, 0], 0.031, -3)
+
+
+def int4(isa: str, x: Any, n: int, k: int, size: int = 0) -> torch.Tensor:
+    size = size or k
+    groups = -(-k // size)
+    return kernel_set(isa).op("linear_w4a8")(x, packed(isa, "pack_int4", n, k), scales(n, groups), size)
+
+
+def bfloat16(isa: str, x: Any, n: int, k: int) -> torch.Tensor:
+    return kernel_set(isa).op("linear_float")(x, packed(isa, "pack_float", n, k), normal(6, n))
+
+
+PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
+    "w8a8": dynamic,
+    "w8a8 static": static,
+    "w4a8": int4,
+    "w4a8 g=8": lambda *given: int4(*given, size=8),
+    "w4a8 g=64": lambda *given: int4(*given, size=64),
+    "bfloat16": bfloat16,
+}
+
+
+# What computes the rows
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`make(kernels, K)`; `adds`: it takes a residual too."""
+
+    name: str
+    make: Callable[[KernelSet, int], RowOperation]
+    adds: bool = False
+
+
+def norm_of(*rest: Any, dtype: torch.dtype = torch.bfloat16) -> Callable[[KernelSet, int], RowOperation]:
+    return lambda kernels, k: kernels.op("rms_norm_rows")(normal(1, k).to(dtype), 1e-5, *rest)
+
+
+def activation_of(*name: str) -> Callable[[KernelSet, int], RowOperation]:
+    return lambda kernels, k: kernels.op("activation_rows")(*name)
+
+
+OPERATIONS = (
+    Operation("rms_norm", norm_of(dtype=torch.float32)),
+    Operation("add_rms_norm", norm_of(), adds=True),
+    Operation("gemma, of one channel", norm_of(1, 1.0, dtype=torch.float16), adds=True),
+    Operation("no weight", lambda kernels, k: kernels.op("rms_norm_rows")(None, 1e-5)),
+    Operation(
+        "add_layer_norm",
+        lambda kernels, k: kernels.op("layer_norm_rows")(normal(1, k), normal(2, k), 1e-5),
+        adds=True,
+    ),
+    Operation("silu_and_mul", activation_of("silu_and_mul")),
+    Operation("mul_and_silu", activation_of("mul_and_silu")),
+    Operation("gelu_and_mul", activation_of("gelu_and_mul", "none")),
+    Operation("gelu_and_mul tanh", activation_of("gelu_and_mul", "tanh")),
+    Operation("relu", activation_of("relu")),
+    Operation("gelu_new", activation_of("gelu_new")),
+)
+by_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+by_product = pytest.mark.parametrize("product", PRODUCTS)
+
+
+def rows_of(operation: Operation, kernels: KernelSet, m: int, k: int, special: bool = False) -> Rows:
+    made = operation.make(kernels, k)
+    x = normal(m + k, m, k * made.width) * 2
+    if special and m:
+        for place, value in enumerate((math.nan, math.inf, -math.inf, 1e-42, 3.4e38)):
+            x[place % m, place * 5 % x.shape[1]] = value
+    residual = x.flip(-1) * 0.7 if operation.adds else None
+    return Rows(made, x, residual, None if residual is None else torch.full_like(x, -7.0))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal numbers, NaN for NaN."""
+    return torch.equal(one.nan_to_num(1e30), other.nan_to_num(1e30))
+
+
+def is_fused_as_alone(operation: Operation, product: str, isa: str, m: int, n: int, k: int, special: bool) -> bool:
+    multiply = PRODUCTS[product]
+    apart, fused = (rows_of(operation, kernel_set(isa), m, k, special) for _ in range(2))
+    expected, actual = multiply(isa, apart.compute(), n, k), multiply(isa, fused, n, k)
+    if apart.total is not None and fused.total is not None and not same_bits(apart.total, fused.total):
+        return False
+    return actual.shape == (m, n) and same_bits(actual, expected)
+
+
+@by_product
+@by_operation
+def test_fused_has_the_bits_of_one_after_the_other(operation: Operation, product: str) -> None:
+    """Rows below and above a tile and a block of them; K and N that are multiples of nothing; what is not finite."""
+    for isa in ISAS:
+        for m, n, k, special in ((0, 5, 8, False), (1, 17, 67, False), (3, 33, 120, True), (17, 5, 200, True)):
+            assert is_fused_as_alone(operation, product, isa, m, n, k, special), (isa, m, n, k)
+
+
+@by_product
+def test_many_rows_and_threads(product: str) -> None:
+    """Several blocks of row tiles, and of steps of k where there are matrix tiles."""
+    operation = OPERATIONS[1]
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            assert is_fused_as_alone(operation, product, BEST, 33, 20, 2100, False)
+            assert is_fused_as_alone(operation, product, BEST, 150, 20, 130, False)
+        finally:
+            torch.set_num_threads(1)
