@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from llm.errors import ValidationError
+from llm.kernels.reference.rows import Rows, computed, takes_rows
 from llm.layers.custom_op import PluggableLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
@@ -172,10 +173,11 @@ class LinearBase(PluggableLayer):
             raise ValueError(f"of length {available} cannot be shared out to rows {self.output_partition_sizes}")
         return [size // self.output_size_per_partition for size in scaled]
 
-    def forward(self, x: torch.Tensor) -> Output:
+    @takes_rows
+    def forward(self, x: torch.Tensor | Rows) -> Output:
         return self._result(self._product(x))
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, x: Any) -> torch.Tensor:
         return self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
 
     def _result(self, y: torch.Tensor) -> Output:
@@ -228,7 +230,8 @@ class ColumnParallelLinear(LinearBase):
             )
         self.gather_output = gather_output
 
-    def forward(self, x: torch.Tensor) -> Output:
+    @takes_rows
+    def forward(self, x: torch.Tensor | Rows) -> Output:
         y = self._product(x)
         return self._result(self.tp.all_gather(y) if self.gather_output else y)
 
@@ -314,10 +317,12 @@ class RowParallelLinear(LinearBase):
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
 
-    def forward(self, x: torch.Tensor) -> Output:
+    @takes_rows
+    def forward(self, x: torch.Tensor | Rows) -> Output:
         if not self.input_is_parallel:
             width = self.input_size_per_partition
-            x = x.narrow(-1, self.tp_rank * width, width)
+            x = computed(x).narrow(-1, self.tp_rank * width, width)
+        given: Any = x
         adds_bias = self.tp_rank == 0 and not self.skip_bias_add
-        y = self.quant_method.apply(self, x, self.bias if adds_bias else None)
+        y = self.quant_method.apply(self, given, self.bias if adds_bias else None)
         return self._result(self.tp.all_reduce(y) if self.reduce_results else y)

@@ -17,6 +17,7 @@ from llm.config import EngineConfig
 from llm.engine.model_runner import ModelRunner
 from llm.layers.attention import AttentionBackend
 from llm.layers.custom_op import CustomOp, PluggableLayer, replaced_class, replacement_reason
+from llm.layers.fusion import fusions
 from llm.plugins import plugin_of
 
 _UNQUANTIZED = "unquantized"
@@ -96,10 +97,13 @@ def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
         for described in _describe(module):
             found.setdefault(described, []).append(path)
     is_quantized = any(kind == "quant method" and runs != _UNQUANTIZED for kind, _, _, runs, _ in found)
-    parts = []
+    parts, products = [], _fused_products(model)
     for (kind, name, cls, runs, reason), paths in found.items():
         where = f"; {paths_in_short(paths)}" if is_quantized and kind == "quant method" else ""
-        parts.append(Part(kind, name, len(paths), cls, runs, reason + where))
+        into = [products[path] for path in paths if path in products]
+        count = "" if len(into) == len(paths) else f"{len(into)} "
+        fused = f", {count}fused into {', '.join(sorted(set(into)))}" if into else ""
+        parts.append(Part(kind, name, len(paths), cls, runs, reason + where + fused))
     parts.sort(key=lambda part: (KINDS.index(part.kind), part.name, part.implementation))
     present = {part.name for part in parts}
     unused = tuple(name for name in config.compilation_config.mentioned if name not in present)
@@ -129,6 +133,17 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def _fused_products(model: nn.Module) -> dict[str, str]:
+    """Path of each operation that a linear layer computes as it reads its input -> the layer's name."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    return {
+        paths[id(getattr(block, fusion.op))]: fusion.readers(block)[-1][0]
+        for block in model.modules()
+        for fusion in fusions(block)
+        if fusion.refusal(block) is None
+    }
 
 
 def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.kernels.cpu.linear import fuses_float
 from llm.kernels.reference.linear import embedding, linear
+from llm.kernels.reference.rows import Rows, computed, takes_rows
 from llm.kernels.select import kernels_for
 from llm.layers.custom_op import construction
 from llm.quantization.base import EmbeddingMethodBase, LinearMethodBase, WeightLoader
@@ -19,7 +21,8 @@ class UnquantizedLinearMethod(LinearMethodBase):
 
     def __init__(self) -> None:
         kernels = kernels_for(construction().platform)
-        self._has_kernel = self.invariant = kernels.library is not None
+        self._library = kernels.library
+        self.invariant = kernels.library is not None
         self._pack = kernels.op("pack_float")
         self._linear = kernels.op("linear_float")
         self._embedding = kernels.op("embedding_float")
@@ -42,7 +45,7 @@ class UnquantizedLinearMethod(LinearMethodBase):
         layer.packed_weight = None  # type: ignore[assignment]
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if not self._has_kernel or layer.packed_weight is not None:
+        if self._library is None or layer.packed_weight is not None:
             return
         packed = self._pack(layer.weight.data, reuse=True)
         layer.weight = nn.Parameter(packed.data, requires_grad=False)
@@ -50,11 +53,13 @@ class UnquantizedLinearMethod(LinearMethodBase):
         layer.packed_weight = dataclasses.replace(packed, data=layer.weight)
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.data.float()
+        self.fuses = self._library is not None and fuses_float(self._library, packed)
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    @takes_rows
+    def apply(self, layer: Any, x: torch.Tensor | Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed = layer.packed_weight
         if packed is None:
-            return linear(x, layer.weight, bias)
+            return linear(computed(x), layer.weight, bias)
         return self._linear(x, packed, bias)
 
     def dequantize_weight(self, layer: Any) -> torch.Tensor:

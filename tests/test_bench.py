@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -264,13 +264,17 @@ def test_profile_adds_up(report: dict[str, Any]) -> None:
     found = report["workloads"]["s32"]["profile"]
     assert sum(row["seconds"] for row in found["rows"]) == pytest.approx(found["seconds"], rel=0.02)
     rows = {row["name"]: row for row in found["rows"]}
-    calls = {name: (row["prefill"]["calls"], row["decode"]["calls"]) for name, row in rows.items()}
-    assert calls["attention"] == (4, 4 * 64)
-    assert calls["rotary_embedding + KV cache" if has_kernels() else "KV cache"] == (4, 4 * 64)
-    assert ("rotary_embedding" in calls) != has_kernels()
-    assert calls["linear gate_up_proj 256 -> 1024"] == (4, 4 * 64)
-    assert calls["rms_norm"] == (9, 9 * 64)
-    assert calls["lm head 256 -> 2304"] == (1, 64)
+    calls: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, row in rows.items():
+        for part in name.split(" + "):  # what is computed together
+            calls[part][0] += row["prefill"]["calls"]
+            calls[part][1] += row["decode"]["calls"]
+    assert calls["attention"] == [4, 4 * 64]
+    assert calls["KV cache"] == [4, 4 * 64]
+    assert ("rotary_embedding" in rows) != has_kernels()
+    assert calls["linear gate_up_proj 256 -> 1024"] == [4, 4 * 64]
+    assert calls["rms_norm"] == [9, 9 * 64]
+    assert calls["lm head 256 -> 2304"] == [1, 64]
     operations = sum(row["decode"]["operations"] for row in rows.values())
     assert operations == report["workloads"]["s32"]["decode"]["operations"]
     assert rows["lm head 256 -> 2304"]["decode"]["bytes_read"] == 64 * 2 * 256 * 2304
@@ -327,7 +331,7 @@ def test_layers_that_share_a_method_have_rows_of_their_own() -> None:
             layer.quant_method = linear[0].quant_method
         workload = make_workload("tiny", 0, llm.config.model_config.vocab_size)
         found = profile(engine, lambda: Ours(llm).generate(workload.prompts, 2))
-    calls = {row.name: row.prefill.calls for row in found.rows if row.name.startswith("linear")}
+    calls = {row.name: row.prefill.calls for row in found.rows if "linear" in row.name}
     assert set(calls.values()) == {4}
     assert len(calls) == 4
 
@@ -357,7 +361,8 @@ def test_quantized_weights_are_counted_as_they_are_stored() -> None:
     rows = {row["name"]: row["decode"] for row in workload["profile"]["rows"]}
     assert sum(row["operations"] for row in rows.values()) == workload["decode"]["operations"]
     size = 4 * 512 * 256  # of 4 layers in 8 bits
-    assert size < rows["linear down_proj 512 -> 256"]["bytes_read"] < 1.2 * size
+    down = next(row for name, row in rows.items() if name.endswith("linear down_proj 512 -> 256"))
+    assert size < down["bytes_read"] < 1.2 * size
     assert "MB quantized as w8a8 from bfloat16" in as_text(result)
 
 

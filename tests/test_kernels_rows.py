@@ -159,3 +159,64 @@ def test_many_rows_and_threads(product: str) -> None:
             assert is_fused_as_alone(operation, product, BEST, 150, 20, 130, False)
         finally:
             torch.set_num_threads(1)
+
+
+def test_a_difference_in_the_last_place_is_seen() -> None:
+    """The control of the tests above."""
+    apart, fused = (rows_of(OPERATIONS[1], kernel_set(BEST), 3, 200) for _ in range(2))
+    assert same_bits(dynamic(BEST, fused, 5, 200), dynamic(BEST, apart.compute(), 5, 200))
+    operation: Any = fused.operation
+    operation.fields.norm.eps = 2e-5
+    assert not same_bits(dynamic(BEST, fused, 5, 200), dynamic(BEST, apart.compute(), 5, 200))
+
+
+@by_operation
+def test_the_twins_agree(operation: Operation) -> None:
+    """The definition in PyTorch computes the rows first; its norms and activations round differently."""
+    twin = rows_of(operation, REFERENCE, 3, 64)
+    weight = torch.randint(-128, 128, (5, 64), dtype=torch.int8)
+    expected = REFERENCE.op("linear_w8a8_dynamic")(twin, REFERENCE.op("pack_int8")(weight), scales(5)[:, 0])
+    ours = rows_of(operation, kernel_set(BEST), 3, 64)
+    kernels = kernel_set(BEST)
+    actual = kernels.op("linear_w8a8_dynamic")(ours, kernels.op("pack_int8")(weight), scales(5)[:, 0])
+    assert (actual - expected).abs().max() <= 0.02 * expected.abs().max()
+    if ours.total is not None and twin.total is not None:
+        assert torch.equal(ours.total, twin.total)
+
+
+def test_only_matrix_tiles_compute_rows_of_float_products() -> None:
+    for isa in ISAS:
+        library: Any = kernel_set(isa).library
+        assert fuses_float(library, packed(isa, "pack_float", 5, 8)) == (isa == "amx")
+
+
+def wrong(**changes: Any) -> Rows:
+    rows = rows_of(OPERATIONS[1], kernel_set(BEST), 3, 16)
+    given = {"x": rows.x, "residual": rows.residual, "total": rows.total} | changes
+    return Rows(given.pop("operation", rows.operation), **given)
+
+
+WRONG: dict[str, Callable[[], Rows]] = {
+    "type": lambda: wrong(x=torch.zeros(3, 16).bfloat16()),
+    "width": lambda: wrong(x=torch.zeros(3, 17)),
+    "a view": lambda: wrong(x=torch.zeros(3, 32)[:, ::2]),
+    "residual": lambda: wrong(residual=torch.zeros(2, 16)),
+    "total": lambda: wrong(total=torch.zeros(3, 15)),
+    "no total": lambda: wrong(total=None),
+    "PyTorch's": lambda: wrong(operation=REFERENCE.op("activation_rows")("relu")),
+    "no norm": lambda: wrong(operation=kernel_set(BEST).op("activation_rows")("relu")),
+    "weight": lambda: wrong(operation=kernel_set(BEST).op("rms_norm_rows")(torch.ones(15), 1e-5)),
+    "bias": lambda: wrong(
+        operation=kernel_set(BEST).op("layer_norm_rows")(torch.ones(16), torch.ones(16).half(), 1e-5)
+    ),
+    "variance": lambda: wrong(operation=kernel_set(BEST).op("rms_norm_rows")(None, 1e-5, 17)),
+}
+
+
+@pytest.mark.parametrize("product", ["w8a8", "w4a8", "bfloat16"])
+@pytest.mark.parametrize("name", WRONG)
+def test_rows_that_do_not_fit_are_refused(name: str, product: str) -> None:
+    if product == "bfloat16" and BEST != "amx":
+        pytest.skip("float products compute no rows here")
+    with pytest.raises(ValueError):
+        PRODUCTS[product](BEST, WRONG[name](), 5, 16)

@@ -26,7 +26,7 @@ def compile_driver(target: str, folder: Path) -> Path | None:
     compiler = build.find_compiler()
     probe = folder / "probe.cpp"
     probe.write_text("int main() { return 0; }\n")
-    base = [compiler, *build.FLAGS, *build.TARGETS[target], *FLAGS]
+    base = [compiler, *build.FLAGS, *build.TARGETS[target], *FLAGS, f"-I{build.SOURCE_FOLDER}"]
     if subprocess.run([*base, str(probe), "-o", str(folder / "probe")], capture_output=True, check=False).returncode:
         return None
     sources = [*build.sources(), *DRIVERS]

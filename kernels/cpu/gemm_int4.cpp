@@ -414,10 +414,12 @@ void linear_w4a8(const RowSource& x, const uint8_t* weight, const void* scale, i
     int32_t* start = starts.as<int32_t>();
     const Product p{a, start, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
     const Tasks tasks(m, n, MAX_ROWS, padded, BLOCK_BYTES, threads);
-    parallel_for(tasks.tiles(), m * k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t tile, char* scratch) {
+    const int64_t workers = m * k < SERIAL_ELEMENTS ? 1 : threads;
+    const SharedRows x_rows(x, m, tasks.tiles(), workers);
+    parallel_for(tasks.tiles(), workers, x_rows->scratch_bytes(), [&](int64_t tile, char* scratch) {
         const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
         for (int64_t r = 0; r < rows; ++r)
-            row_scales[first + r] = quantize_row(x.row(first + r, scratch), k, p, rows, a + first * padded + r * STEP,
+            row_scales[first + r] = quantize_row(x_rows->row(first + r, scratch), k, p, rows, a + first * padded + r * STEP,
                                                  start + first * groups + r);
     });
     run_tiles(p, tasks);

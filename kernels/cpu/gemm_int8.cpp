@@ -258,10 +258,12 @@ void linear_w8a8(const RowSource& x, const int8_t* weight, const int32_t* column
     Operand* a = operands.as<Operand>();
     float* row_scales = scales.as<float>();
     const Tasks tasks(m, n, MAX_ROWS, padded * sizeof(Operand), BLOCK_BYTES, threads);
-    parallel_for(tasks.tiles(), m * k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t tile, char* scratch) {
+    const int64_t workers = m * k < SERIAL_ELEMENTS ? 1 : threads;
+    const SharedRows x_rows(x, m, tasks.tiles(), workers);
+    parallel_for(tasks.tiles(), workers, x_rows->scratch_bytes(), [&](int64_t tile, char* scratch) {
         const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
         for (int64_t r = 0; r < rows; ++r)
-            row_scales[first + r] = quantize_row(x.row(first + r, scratch), k, padded, rows, input_scale, input_offset,
+            row_scales[first + r] = quantize_row(x_rows->row(first + r, scratch), k, padded, rows, input_scale, input_offset,
                                                  a + first * padded + r * STEP);
     });
     const int32_t offset = OPERAND_SHIFT + static_cast<int32_t>(input_offset);

@@ -45,7 +45,7 @@ def linear_float(
 
 
 def fuses_float(lib: Library, packed: PanelWeight) -> bool:
-    """Whether `linear_float` computes `Rows` as it reads them: matrix tiles do, which make operands of each row once."""
+    """Whether `linear_float` computes `Rows` as it reads them: with matrix tiles, which read each row once."""
     return packed.data.dtype == torch.bfloat16 and lib.address("llm_fused_bf16") is not None
 
 

@@ -59,4 +59,20 @@ struct RowSource {
     }
 };
 
+// The rows of `x`; where too few tasks to share out evenly will read them, computed by all threads beforehand.
+class SharedRows {
+    Scratch memory_;
+    RowSource rows_;
+
+  public:
+    SharedRows(const RowSource& x, int64_t m, int64_t tasks, int64_t threads)
+        : memory_(threads > 1 && tasks < 2 * threads ? m * x.scratch_bytes() : 0), rows_(x) {
+        float* to = memory_.as<float>();
+        if (!to) return;
+        parallel_for(m, threads, 0, [&](int64_t row, char*) { x.row(row, reinterpret_cast<char*>(to + row * x.k)); });
+        rows_ = {nullptr, to, nullptr, nullptr, x.k};
+    }
+    const RowSource* operator->() const { return &rows_; }
+};
+
 }  // namespace llm

@@ -41,21 +41,20 @@ class _Fields(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KernelRowOperation(RowOperation):
-    """`RowOperation` that kernels read at `address()`, while this lives.
+    """`RowOperation` that kernels read at `address()`, while this lives."""
 
-    Attributes:
-        parameters: of a norm, its weight and bias.
-    """
-
+    library: Library
     fields: _Fields
-    parameters: tuple[torch.Tensor | None, ...] = ()
     _written: list[Any] = field(default_factory=list)
+
+    def rows(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Rows:
+        return Rows(self, x, residual, None if residual is None else self.library.empty_like(x))
 
     def address(self) -> int:
         """Where the fields are, with the parameters where they are now: their `data` may have been replaced."""
         now = [None if item is None else (item.data_ptr(), item.dtype) for item in self.parameters]
         if now != self._written:
-            weight, bias = self.parameters
+            weight, bias = (*self.parameters, None)[:2]
             if weight is not None and bias is not None and weight.dtype != bias.dtype:
                 raise ValueError(f"weight and bias differ: {weight.dtype}, {bias.dtype}")
             self.fields.norm.weight, self.fields.norm.bias = pointer(weight), pointer(bias)
@@ -79,7 +78,7 @@ def rms_norm_rows(
         return norm.add_rms_norm(library, x, residual, weight, eps, variance_size, weight_offset)
 
     fields = _Fields(form=_NORM, norm=_Norm(0, 0, None, None, variance_size or 0, weight_offset, eps))
-    return KernelRowOperation("rms_norm", 1, run, fields, (weight, None))
+    return KernelRowOperation("rms_norm", 1, run, (weight,), library, fields)
 
 
 def layer_norm_rows(library: Library, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> RowOperation:
@@ -91,7 +90,7 @@ def layer_norm_rows(library: Library, weight: torch.Tensor, bias: torch.Tensor, 
         return norm.add_layer_norm(library, x, residual, weight, bias, eps)
 
     fields = _Fields(form=_NORM, norm=_Norm(1, 0, None, None, 0, 0.0, eps))
-    return KernelRowOperation("layer_norm", 1, run, fields, (weight, bias))
+    return KernelRowOperation("layer_norm", 1, run, (weight, bias), library, fields)
 
 
 def activation_rows(library: Library, name: str, *arguments: Any) -> RowOperation:
@@ -99,17 +98,17 @@ def activation_rows(library: Library, name: str, *arguments: Any) -> RowOperatio
     form = _FORMS.get(name, _ACTIVATION)
     fields = _Fields(form=form, function=activation.number(name, *arguments))
     run = functools.partial(getattr(activation, name), library)
-    return KernelRowOperation(name, 1 if form == _ACTIVATION else 2, lambda x: run(x, *arguments), fields)
+    return KernelRowOperation(name, 1 if form == _ACTIVATION else 2, lambda x: run(x, *arguments), (), library, fields)
 
 
-def addresses(x: torch.Tensor | Rows, k: int) -> tuple[int | None, ...]:
+def addresses(given: torch.Tensor | Rows, k: int) -> tuple[int, ...]:
     """The first arguments of a product with inputs of `k` columns: x, or of `Rows` what `SOURCE` declares.
 
     Raises ValueError for rows that do not fit; a tensor has been checked.
     """
-    if not isinstance(x, Rows):
-        return (x.data_ptr(),)
-    operation, x, residual, total = x.operation, x.x, x.residual, x.total
+    if not isinstance(given, Rows):
+        return (given.data_ptr(),)
+    operation, x, residual, total = given.operation, given.x, given.residual, given.total
     if not isinstance(operation, KernelRowOperation):
         raise ValueError(f"{operation.name} was made for PyTorch, not for the CPU kernels")
     _check(x, (*x.shape[:-1], k * operation.width))

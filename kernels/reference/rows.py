@@ -26,11 +26,17 @@ class RowOperation:
         name: of the operation.
         width: x has this many times K columns: 2 of a gated activation, else 1.
         run: (x) -> rows; of a norm also (x, residual) -> (rows of the sum, x + residual).
+        parameters: of a norm, its weight and bias, [K] or None each.
     """
 
     name: str
     width: int
     run: Callable[..., Any]
+    parameters: tuple[torch.Tensor | None, ...]
+
+    def rows(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Rows:
+        """Those of x, with memory for the sum where there is a residual."""
+        return Rows(self, x, residual, None if residual is None else torch.empty_like(x))
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def rms_norm_rows(
             return norm.rms_norm(x, weight, eps, variance_size, weight_offset)
         return norm.add_rms_norm(x, residual, weight, eps, variance_size, weight_offset)
 
-    return RowOperation("rms_norm", 1, run)
+    return RowOperation("rms_norm", 1, run, (weight,))
 
 
 def layer_norm_rows(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> RowOperation:
@@ -104,10 +110,10 @@ def layer_norm_rows(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Row
             return norm.layer_norm(x, weight, bias, eps)
         return norm.add_layer_norm(x, residual, weight, bias, eps)
 
-    return RowOperation("layer_norm", 1, run)
+    return RowOperation("layer_norm", 1, run, (weight, bias))
 
 
 def activation_rows(name: str, *arguments: Any) -> RowOperation:
-    """The activation `name` of `kernels/reference/activation.py`, with what it takes after x: "gelu_and_mul", "tanh"."""
+    """The activation `name` of `kernels/reference/activation.py`, and what it takes after x: "gelu_and_mul", "tanh"."""
     function = getattr(activation, name)
-    return RowOperation(name, 2 if "_and_" in name else 1, lambda x: function(x, *arguments))
+    return RowOperation(name, 2 if "_and_" in name else 1, lambda x: function(x, *arguments), ())

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from llm.bench.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
+from llm.kernels.reference.rows import Rows, marked, takes_rows
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention
 from llm.layers.custom_op import CustomOp
@@ -112,7 +113,8 @@ class _Recorder:
                 if work is not None:
                     time.work += work(args)
 
-        return timed
+        # Whoever computes an operation and the product after it as one may go on; see `_matrices`.
+        return takes_rows(timed)
 
     def note_step(self, scheduler: Any) -> Callable[[], Any]:
         """Wrap `Scheduler.schedule`, which opens a step and whose plan tells the phase."""
@@ -188,21 +190,26 @@ def _operations(engine: Any, recorder: _Recorder) -> Iterator[tuple[Any, str, st
 
 @contextmanager
 def _matrices(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Every layer's `quant_method.apply` wrapped. Layers may share a method, so rows go by its first argument."""
-    methods: dict[int, tuple[Any, dict[int, Callable[..., Any]]]] = {}
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if method is not None:
-            timed = recorder.wrap(method.apply, _matrix_name(module), OPERATION, _matrix_work(module))
-            methods.setdefault(id(method), (method, {}))[1][id(module)] = timed
+    """Every quant method's `apply` wrapped."""
+    methods = {id(method): method for module in model.modules() if (method := getattr(module, "quant_method", None))}
     with ExitStack() as stack:
-        for method, by_layer in methods.values():
-            stack.enter_context(_replaced(method, "apply", _by_layer(by_layer)))
+        for method in methods.values():
+            stack.enter_context(_replaced(method, "apply", _by_layer(method.apply, recorder)))
         yield
 
 
-def _by_layer(timed: dict[int, Callable[..., Any]]) -> Callable[..., Any]:
-    return lambda layer, *args, **kwargs: timed[id(layer)](layer, *args, **kwargs)
+def _by_layer(apply: Callable[..., Any], recorder: _Recorder) -> Callable[..., Any]:
+    """Layers may share a method, so rows go by its first argument, and by what is computed with the product."""
+    timed: dict[tuple[int, str], Callable[..., Any]] = {}
+
+    def called(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        fused = f"{x.operation.name} + " if isinstance(x, Rows) else ""
+        key = (id(layer), fused)
+        if key not in timed:
+            timed[key] = recorder.wrap(apply, fused + _matrix_name(layer), OPERATION, _matrix_work(layer))
+        return timed[key](layer, x, *args, **kwargs)
+
+    return takes_rows(called) if marked(apply, takes_rows) else called
 
 
 def _matrix_name(layer: Any) -> str:
@@ -219,8 +226,8 @@ def _matrix_work(layer: nn.Module) -> Work | None:
     per_row, stored = 2 * sizes[0] * sizes[1], sum(tensor.nbytes for tensor in stored_tensors(layer))
 
     def work(args: tuple[Any, ...]) -> Phase:
-        x: torch.Tensor = args[1]
-        return Phase(per_row * (x.numel() // x.shape[-1]), stored)
+        x: torch.Tensor | Rows = args[1]
+        return Phase(per_row * x.shape[:-1].numel(), stored)
 
     return work
 

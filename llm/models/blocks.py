@@ -15,10 +15,12 @@ from torch import nn
 
 from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
+from llm.kernels.reference.rows import Rows, takes_rows
 from llm.layers.activation import GeluAndMul, NewGELU, ReLU, SiluAndMul
 from llm.layers.attention import Attention
 from llm.layers.attention.rotary import is_fused, rotate_and_attend
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from llm.layers.fusion import Fusion
 from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from llm.layers.logits import LogitsProcessor
 from llm.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
@@ -126,6 +128,8 @@ class DecoderConfig:
 
 
 class DecoderAttention(nn.Module):
+    input_product = "qkv_proj"
+
     def __init__(
         self, config: DecoderConfig, options: BuildOptions, index: int, rotary: RotaryEmbedding | None, prefix: str
     ) -> None:
@@ -156,7 +160,8 @@ class DecoderAttention(nn.Module):
             soft_cap=config.attention_soft_cap,
         )
 
-    def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    @takes_rows
+    def forward(self, hidden: torch.Tensor | Rows, batch: ForwardBatch) -> torch.Tensor:
         query, key, value = self.qkv_proj(hidden).split(self.sizes, dim=-1)
         if self.q_norm is not None:
             query, key = self._normalise(self.q_norm, query), self._normalise(self.k_norm, key)
@@ -176,6 +181,9 @@ class DecoderAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
+    input_product = "gate_up_proj"
+    activated = Fusion("act_fn", "down_proj")
+
     def __init__(self, config: DecoderConfig, options: BuildOptions, prefix: str) -> None:
         super().__init__()
         common: dict[str, Any] = {
@@ -190,11 +198,15 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", **common)
         self.act_fn = GATED_ACTIVATIONS[config.activation]()
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
+    @takes_rows
+    def forward(self, hidden: torch.Tensor | Rows) -> torch.Tensor:
+        return self.down_proj(self.activated(self.gate_up_proj(hidden)))
 
 
 class PlainMLP(nn.Module):
+    input_product = "up_proj"
+    activated = Fusion("act_fn", "down_proj")
+
     def __init__(self, config: DecoderConfig, options: BuildOptions, prefix: str) -> None:
         super().__init__()
         common: dict[str, Any] = {
@@ -207,8 +219,9 @@ class PlainMLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", **common)
         self.act_fn = ACTIVATIONS[config.activation]()
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(hidden)))
+    @takes_rows
+    def forward(self, hidden: torch.Tensor | Rows) -> torch.Tensor:
+        return self.down_proj(self.activated(self.up_proj(hidden)))
 
 
 class DecoderLayer(nn.Module):
@@ -218,6 +231,9 @@ class DecoderLayer(nn.Module):
     `post_attention_layernorm` and `post_feedforward_layernorm` on the blocks' outputs; "both" has all four, the one
     before the feed-forward called `pre_feedforward_layernorm`. Hugging Face's names.
     """
+
+    attention_input = Fusion("input_layernorm", "self_attn")
+    mlp_input = Fusion("norm_before_mlp", "mlp")
 
     def __init__(
         self, config: DecoderConfig, options: BuildOptions, index: int, rotary: RotaryEmbedding | None, prefix: str
@@ -239,18 +255,21 @@ class DecoderLayer(nn.Module):
         if self.placement == "both":
             self.pre_feedforward_layernorm = norm()
 
+    @property
+    def norm_before_mlp(self) -> nn.Module:
+        return self.post_attention_layernorm if self.placement == "pre" else self.pre_feedforward_layernorm
+
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and returns (what the last block added, the residual stream before it)."""
         if self.placement == "post":
             return self._forward_post(hidden + residual, batch)
-        before_mlp = self.post_attention_layernorm if self.placement == "pre" else self.pre_feedforward_layernorm
-        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden, residual = self.attention_input(hidden, residual)
         hidden = self.self_attn(hidden, batch)
         if self.placement == "both":
             hidden = self.post_attention_layernorm(hidden)
-        hidden, residual = before_mlp(self._scale(hidden), residual)
+        hidden, residual = self.mlp_input(self._scale(hidden), residual)
         hidden = self.mlp(hidden)
         if self.placement == "both":
             hidden = self.post_feedforward_layernorm(hidden)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from llm.errors import CheckpointError
+from llm.kernels.reference.rows import Rows, takes_rows
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import register_scheme
 from llm.quantization.schemes.base import IntegerMethod, one_scale_per_row
@@ -26,7 +27,8 @@ class W8A8Dynamic(IntegerMethod):
         super().check(weight)
         one_scale_per_row(weight, self.scheme)
 
-    def _multiply(self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    @takes_rows
+    def _multiply(self, layer: Any, rows: torch.Tensor | Rows, bias: torch.Tensor | None) -> torch.Tensor:
         return self._linear(rows, layer.packed_weight, layer.weight_scale[:, 0], bias)
 
 
@@ -63,7 +65,8 @@ class W8A8Static(IntegerMethod):
         weight.input_scale, weight.input_offset = self.input_scale, self.input_offset
         return weight
 
-    def _multiply(self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    @takes_rows
+    def _multiply(self, layer: Any, rows: torch.Tensor | Rows, bias: torch.Tensor | None) -> torch.Tensor:
         return self._linear(
             rows, layer.packed_weight, layer.weight_scale[:, 0], self.input_scale, self.input_offset, bias
         )
