@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from llm.kernels.reference.rows import gives_rows, marked, takes_rows
-from llm.layers.custom_op import CustomOp
+from llm.layers.custom_op import CustomOp, is_watched
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,14 @@ class Fusion:
     def refusal(self, block: nn.Module) -> str | None:
         """Why the two are not one kernel, None when they are."""
         op, readers = getattr(block, self.op, None), [reader for _, reader in self.readers(block)]
-        if not isinstance(op, CustomOp) or type(op).forward is not CustomOp.forward or _is_replaced(op):
+        if not isinstance(op, CustomOp) or type(op).forward is not CustomOp.forward:
             return "the operation has a forward of its own"
         if not marked(op._forward_method, gives_rows):
             return f"products do not compute {op.binding.method}"
         if not all(isinstance(reader, nn.Module) and marked(reader.forward, takes_rows) for reader in readers):
             return "what reads it has a forward of its own"
-        if _has_any_global_hook() or any(item._forward_hooks or item._forward_pre_hooks for item in (op, *readers)):
-            return "a hook watches"
+        if is_watched((op, *readers)):
+            return "somebody watches"
         method: Any = getattr(readers[-1], "quant_method", None)
         if not getattr(method, "fuses", False) or not marked(method.apply, takes_rows):
             return "the product reads rows from memory"
@@ -88,9 +87,3 @@ def fusions(block: nn.Module) -> list[Fusion]:
 
 def _fits(x: torch.Tensor) -> bool:
     return x.dtype == torch.float32 and x.dim() == 2 and x.is_contiguous()
-
-
-def _is_replaced(op: CustomOp) -> bool:
-    """Whether this one instance has a forward of its own."""
-    own = vars(op).get("forward")
-    return own is not None and not marked(own, takes_rows)

@@ -3,6 +3,7 @@ the two sees what is seen without."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 from llm import LLM, SamplingParams
 from llm.bench.profile import Profile, profile
-from llm.kernels.reference.rows import Rows, takes_rows
+from llm.kernels.reference.rows import Rows
 from llm.layers.activation import SiluAndMul
 from llm.layers.custom_op import CustomOp, op_registry_oot
 from llm.layers.fusion import Fusion, fusions
@@ -181,7 +182,16 @@ def test_wrapped_layers_see_tensors(path: str, expected: list[Any]) -> None:
     assert seen and all(isinstance(item, torch.Tensor) for item in seen)
 
 
-@pytest.mark.parametrize("path", ["mlp.down_proj.forward", "mlp.act_fn.forward", "mlp.down_proj.quant_method.apply"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "mlp.down_proj.forward",
+        "mlp.act_fn.forward",
+        "mlp.act_fn._forward_method",
+        "mlp.down_proj.quant_method.apply",
+        "self_attn.forward",
+    ],
+)
 def test_functions_put_in_place_of_methods_see_tensors(path: str, expected: list[Any]) -> None:
     """On one instance."""
     seen: list[Any] = []
@@ -191,7 +201,7 @@ def test_functions_put_in_place_of_methods_see_tensors(path: str, expected: list
         for name in names:
             owner = getattr(owner, name)
         original = getattr(owner, last)
-        setattr(owner, last, lambda *given: (seen.extend(given), original(*given))[1])
+        setattr(owner, last, functools.wraps(original)(lambda *given: (seen.extend(given), original(*given))[1]))
         assert answers(other) == expected
     assert seen and not any(isinstance(item, Rows) for item in seen)
 
@@ -262,11 +272,6 @@ def test_what_does_not_fit_is_computed_apart(llm: LLM) -> None:
         assert isinstance(mlp.activated(x), Rows)
         for other in (x.bfloat16(), x[None], torch.cat((x, x), dim=1)[:, : x.shape[1]]):
             assert torch.equal(mlp.activated(other), mlp.act_fn(other))
-
-
-def test_marks_do_not_survive_a_wrapper() -> None:
-    marked = takes_rows(lambda x: x)
-    assert not getattr(lambda x: marked(x), "takes_rows", False)
 
 
 def test_the_profile_shows_what_is_fused(llm: LLM) -> None:

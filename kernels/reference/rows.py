@@ -74,19 +74,28 @@ def computed(x: torch.Tensor | Rows) -> torch.Tensor:
 
 def takes_rows(function: F) -> F:
     """Mark: the function may be given `Rows` in place of a tensor, as its first argument after the layer."""
-    function.takes_rows = True  # type: ignore[attr-defined]
+    function.takes_rows = function  # type: ignore[attr-defined]
     return function
 
 
 def gives_rows(function: F) -> F:
     """Mark: what this method of an operation computes is what the operation's `row_operation()` says."""
-    function.gives_rows = True  # type: ignore[attr-defined]
+    function.gives_rows = function  # type: ignore[attr-defined]
     return function
 
 
 def marked(function: Any, mark: Callable[..., Any]) -> bool:
-    """Whether `mark` (`takes_rows` or `gives_rows`) was put on the function; overriding or wrapping it takes it off."""
-    return getattr(function, mark.__name__, False)
+    """Whether `mark` (`takes_rows` or `gives_rows`) was put on this very function, not on one that it wraps."""
+    function = getattr(function, "__func__", function)
+    return getattr(function, mark.__name__, None) is function
+
+
+def marked_as(function: Any, wrapper: F) -> F:
+    """`wrapper` with the marks of `function`: it looks at no argument."""
+    for mark in (takes_rows, gives_rows):
+        if marked(function, mark):
+            mark(wrapper)
+    return wrapper
 
 
 def rms_norm_rows(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from llm.bench.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
-from llm.kernels.reference.rows import Rows, marked, takes_rows
+from llm.kernels.reference.rows import Rows, marked_as
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention
 from llm.layers.custom_op import CustomOp
@@ -113,8 +113,7 @@ class _Recorder:
                 if work is not None:
                     time.work += work(args)
 
-        # Whoever computes an operation and the product after it as one may go on; see `_matrices`.
-        return takes_rows(timed)
+        return marked_as(function, timed)
 
     def note_step(self, scheduler: Any) -> Callable[[], Any]:
         """Wrap `Scheduler.schedule`, which opens a step and whose plan tells the phase."""
@@ -209,7 +208,7 @@ def _by_layer(apply: Callable[..., Any], recorder: _Recorder) -> Callable[..., A
             timed[key] = recorder.wrap(apply, fused + _matrix_name(layer), OPERATION, _matrix_work(layer))
         return timed[key](layer, x, *args, **kwargs)
 
-    return takes_rows(called) if marked(apply, takes_rows) else called
+    return marked_as(apply, called)
 
 
 def _matrix_name(layer: Any) -> str:
