@@ -45,10 +45,14 @@ _METHODS = {
 
 @dataclass(frozen=True)
 class Construction:
-    """What a constructor may want to know; `None`: no platform, as when an operation is made by hand."""
+    """What a constructor may want to know; `None`: no platform, as when an operation is made by hand.
+
+    `may_round`: products with bfloat16 weights may read their activations rounded to bfloat16, where that is faster.
+    """
 
     platform: Platform | None = None
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
+    may_round: bool = False
 
 
 # The one exception to "no module state": it is set only inside `constructing_for`, and a constructor reads it once.
@@ -56,9 +60,11 @@ _construction: ContextVar[Construction] = ContextVar("llm_construction", default
 
 
 @contextmanager
-def constructing_for(platform: Platform, compilation: CompilationConfig | None = None) -> Iterator[None]:
+def constructing_for(
+    platform: Platform, compilation: CompilationConfig | None = None, *, may_round: bool = False
+) -> Iterator[None]:
     """Operations constructed inside this context are bound for `platform`; outside of it, to `forward_native`."""
-    token = _construction.set(Construction(platform, compilation or CompilationConfig()))
+    token = _construction.set(Construction(platform, compilation or CompilationConfig(), may_round))
     try:
         yield
     finally:

@@ -46,7 +46,8 @@ class LLM(Scoring):
         model: a folder in Hugging Face's layout, or a hub name; without it the small embedded model.
         tokenizer: folder or hub name of another tokenizer.
         dtype: "auto" or "float32": weights stay as they are stored; "bfloat16" or "float16" ("half"): matrices are
-            stored in it. A CPU computes in float32 in every case.
+            stored in it. A CPU computes in float32, but a processor with matrix tiles (AMX) rounds what goes into a
+            matrix product to bfloat16 where "bfloat16" was asked for: prompts and batches take two thirds of the time.
         quantization: "w8a8", "w4a8", "w8a16", "w4a16": quantize the weights while they are read; a dict says it per
             layer (`llm.quantization.configs.online`). None: as the checkpoint says. A quantized checkpoint's own format
             may be named: "compressed-tensors", "ascend" (ModelSlim).

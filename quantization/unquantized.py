@@ -27,6 +27,8 @@ class UnquantizedLinearMethod(LinearMethodBase):
         self._linear = kernels.op("linear_float")
         self._embedding = kernels.op("embedding_float")
         self.kernel = kernels.source("linear_float")
+        # Matrix tiles multiply bfloat16: rounded, activations are one of them instead of three.
+        self._rounds_input = construction().may_round and kernels.library is not None and kernels.library.has_tiles
 
     def create_weights(
         self,
@@ -50,7 +52,8 @@ class UnquantizedLinearMethod(LinearMethodBase):
         packed = self._pack(layer.weight.data, reuse=True)
         layer.weight = nn.Parameter(packed.data, requires_grad=False)
         # The parameter itself, so that whoever frees it frees the packed weight.
-        layer.packed_weight = dataclasses.replace(packed, data=layer.weight)
+        rounds = self._rounds_input and packed.data.dtype == torch.bfloat16
+        layer.packed_weight = dataclasses.replace(packed, data=layer.weight, rounds_input=rounds)
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.data.float()
         self.fuses = self._library is not None and fuses_float(self._library, packed)

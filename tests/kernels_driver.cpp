@@ -38,7 +38,7 @@ void llm_fused_w8a8(const void*, const float*, const float*, float*, const int8_
                     const float*, float*, int64_t, int64_t, int64_t, int64_t);
 void llm_fused_w4a8(const void*, const float*, const float*, float*, const uint8_t*, const void*, int64_t, int64_t, int64_t,
                     int64_t, const float*, float*, int64_t, int64_t, int64_t, int64_t);
-void llm_fused_bf16(const void*, const float*, const float*, float*, const void*, const float*, float*, int64_t, int64_t, int64_t,
+void llm_fused_bf16(const void*, const float*, const float*, float*, int64_t, const void*, const float*, float*, int64_t, int64_t, int64_t,
                     int64_t);
 }
 
@@ -74,6 +74,9 @@ template <class T> void floats(int64_t kind, int64_t m, int64_t n, int64_t k) {
     Exactly<float> x(m * k), bias(n), y(m * n), rows(2 * k);
     llm_linear_float(kind, x.data, panels.data, bias.data, y.data, m, n, k, 1);
     llm_linear_float(kind, x.data, panels.data, nullptr, y.data, m, n, k, 1);
+#if defined(__AMX_TILE__)
+    if (kind == 1) llm_linear_float(3, x.data, panels.data, nullptr, y.data, m, n, k, 1);
+#endif
     const int64_t good[2] = {0, n - 1}, bad[2] = {0, n};
     if (llm_embedding_float(kind, good, panels.data, rows.data, 2, n, k, 1)) std::exit(1);
     if (!llm_embedding_float(kind, bad, panels.data, rows.data, 2, n, k, 1)) std::exit(1);
@@ -129,7 +132,7 @@ void fused(int64_t m, int64_t n, int64_t k) {
         llm_fused_w8a8(&operation, from, added, total.data, panels.data, sums.data, scale.data, 0.5f, 3, nullptr, y.data, m, n, k, 1);
         llm_fused_w4a8(&operation, from, added, total.data, nibbles.data, scale.data, 0, n, k, 1, nullptr, y.data, m, n, k, 1);
 #if defined(__AMX_TILE__)
-        llm_fused_bf16(&operation, from, added, total.data, halves.data, nullptr, y.data, m, n, k, 1);
+        llm_fused_bf16(&operation, from, added, total.data, 1 + n % 2 * 2, halves.data, nullptr, y.data, m, n, k, 1);
 #endif
         calls += 3;
     }

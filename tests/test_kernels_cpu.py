@@ -6,6 +6,7 @@ Every test runs on each instruction set of kernel_sets.TARGETS.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from kernel_sets import TARGETS
 
 from llm.kernels.cpu import build, library, linear, packed, quantized
+from llm.kernels.reference import linear as reference_linear
 from llm.kernels.reference import quantized as reference
 
 try:
@@ -92,19 +94,21 @@ def cut_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & -65536).view(torch.float32)
 
 
-def tile_chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def tile_chain(x: torch.Tensor, weight: torch.Tensor, rounded: bool = False) -> torch.Tensor:
     """The definition of a product with a bfloat16 weight in matrix tiles (gemm_tiles.h), for normal numbers.
 
-    Products of two bfloat16 are exact in float32, so a sum with one needs no fused multiply-add.
+    `rounded`: of the activations' nearest bfloat16. Products of two bfloat16 are exact in float32, so a sum with one
+    needs no fused multiply-add.
     """
     steps = -(-x.shape[1] // 32)
     missing = (0, 32 * steps - x.shape[1])
     x, weight = torch.nn.functional.pad(x, missing), torch.nn.functional.pad(weight.float(), missing)
     first = cut_to_bfloat16(x)
     second = cut_to_bfloat16(x - first)
+    parts = (x.bfloat16().float(),) if rounded else (first, second, x - first - second)
     out = torch.zeros(x.shape[0], weight.shape[0])
     for step in range(steps):
-        for part in (first, second, x - first - second):
+        for part in parts:
             even, odd = torch.zeros_like(out), torch.zeros_like(out)
             for k in range(32 * step, 32 * step + 32, 2):
                 even = even + part[:, k : k + 1] * weight[:, k]
@@ -224,6 +228,28 @@ def test_a_planted_defect_in_the_parts_is_seen(lib: library.Library) -> None:
     x, weight = torch.randn(5, 96), torch.randn(16, 96).bfloat16()
     rounded = x.bfloat16().float()  # as if there were one part
     assert not same(linear.linear_float(lib, x, packed.pack_float(lib, weight)), definition(lib, rounded, weight))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5), (1, 17, 5), (16, 65, 33), (19, 130, 70), (33, 16, 64)])
+def test_activations_are_rounded_where_the_weight_says_so(lib: library.Library, shape: tuple) -> None:
+    m, n, k = shape
+    x, weight, bias = torch.randn(m, k), torch.randn(n, k).bfloat16(), torch.randn(n)
+    held = dataclasses.replace(packed.pack_float(lib, weight), rounds_input=True)
+    expected = tile_chain(x, weight, rounded=True) if lib.has_tiles else chain(x.bfloat16().float(), weight)
+    assert same(linear.linear_float(lib, x, held), expected)
+    assert same(linear.linear_float(lib, x, held, bias), expected + bias)
+    twin = reference_linear.linear_float(x, dataclasses.replace(reference.pack_float(weight), rounds_input=True))
+    assert torch.allclose(twin, expected, atol=1e-4)
+    if m:
+        assert not same(linear.linear_float(lib, x, packed.pack_float(lib, weight)), expected)
+
+
+def test_rounding_keeps_what_is_not_finite_in_its_row(lib: library.Library) -> None:
+    x, weight = torch.randn(5, 70), torch.randn(20, 70).bfloat16()
+    x[1, 3], x[3, 69] = float("nan"), float("inf")
+    held = dataclasses.replace(packed.pack_float(lib, weight), rounds_input=True)
+    y = linear.linear_float(lib, x, held)
+    assert y[1].isnan().all() and y[3].isinf().all() and y[[0, 2, 4]].isfinite().all()
 
 
 def test_many_steps_of_k_and_many_rows(lib: library.Library) -> None:
@@ -410,6 +436,8 @@ def products(lib: library.Library, n: int, k: int) -> dict[str, Callable[[torch.
     for dtype in FLOATS:
         weight = packed.pack_float(lib, torch.randn(n, k).to(dtype))
         found[str(dtype)] = lambda x, weight=weight: linear.linear_float(lib, x, weight, bias)
+    rounding = dataclasses.replace(packed.pack_float(lib, torch.randn(n, k).bfloat16()), rounds_input=True)
+    found["bfloat16, rounded"] = lambda x: linear.linear_float(lib, x, rounding, bias)
     int8 = packed.pack_int8(lib, random_int8(n, k))
     found["w8a8_dynamic"] = lambda x: quantized.linear_w8a8_dynamic(lib, x, int8, scale, bias)
     found["w8a8_static"] = lambda x: quantized.linear_w8a8_static(lib, x, int8, scale, 0.03, 3, bias)
@@ -468,7 +496,7 @@ def test_all_instruction_sets_give_the_same_bits(lib: library.Library, plain: li
     theirs = products(plain, 77, 143)
     for name in ours:
         equal = same(ours[name](x), theirs[name](x))
-        assert equal != (lib.target == "amx" and name == str(torch.bfloat16)), name
+        assert equal != (lib.has_tiles and "bfloat16" in name), name
 
 
 @pytest.fixture(scope="module")

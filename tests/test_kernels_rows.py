@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -64,6 +64,10 @@ def bfloat16(isa: str, x: Any, n: int, k: int) -> torch.Tensor:
     return kernel_set(isa).op("linear_float")(x, packed(isa, "pack_float", n, k), normal(6, n))
 
 
+def rounded(isa: str, x: Any, n: int, k: int) -> torch.Tensor:
+    return kernel_set(isa).op("linear_float")(x, replace(packed(isa, "pack_float", n, k), rounds_input=True))
+
+
 PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "w8a8": dynamic,
     "w8a8 static": static,
@@ -71,6 +75,7 @@ PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "w4a8 g=8": lambda *given: int4(*given, size=8),
     "w4a8 g=64": lambda *given: int4(*given, size=64),
     "bfloat16": bfloat16,
+    "bfloat16, rounded": rounded,
 }
 
 

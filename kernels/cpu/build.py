@@ -41,14 +41,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_vnni": _VNNI,
-    "amx": (*_VNNI, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "amx": (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 _CPU_FLAGS = {
     "plain": "",
     "avx2": "avx2 fma f16c",
     "avx512": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq",
     "avx512_vnni": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni",
-    "amx": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni amx_tile amx_bf16 amx_int8",
+    "amx": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8",
 }
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
 _COMPILERS = ("c++", "g++", "clang++")

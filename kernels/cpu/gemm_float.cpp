@@ -128,15 +128,23 @@ LLM_INLINE void split(F32 low, F32 high, char* first, char* second, char* third)
     put(third, low_rest - low_2, high_rest - high_2);
 }
 
+// 32 activations as a line of the nearest bfloat16.
+LLM_INLINE void round_to(F32 low, F32 high, char* line) {
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(high.v, low.v);
+    std::memcpy(line, &rounded, LINE);
+}
+
+template <Form FORM>
 void tile_linear_bf16(const RowSource& x, const BF16* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t threads) {
     const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(x.k, DEPTH<BF16>)};
-    for_row_blocks(m, panels.steps(), 3, BLOCK_STEPS, [&](const TileOperands& a, int64_t from) {
+    for_row_blocks(m, panels.steps(), parts_of(FORM), BLOCK_STEPS, [&](const TileOperands& a, int64_t from) {
         parallel_for(a.rows, a.rows * x.k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t row, char* scratch) {
             const float* at = x.row(from + row, scratch);
             a.write_row(row, [&](int64_t step, char* line, int64_t part) {
                 const int64_t i = step * 2 * LANES, left = x.k - i;
-                const F32 high = left > LANES ? load_part(at + i + LANES, left - LANES) : zero();
-                split(load_part(at + i, left), high, line, line + part, line + 2 * part);
+                const F32 low = load_part(at + i, left), high = left > LANES ? load_part(at + i + LANES, left - LANES) : zero();
+                if constexpr (FORM == BF16_ROUNDED) round_to(low, high, line);
+                else split(low, high, line, line + part, line + 2 * part);
             });
         });
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, int64_t first, const char* sums, char*) {
@@ -150,7 +158,7 @@ void tile_linear_bf16(const RowSource& x, const BF16* weight, const float* bias,
                 }
             }
         };
-        multiply_tiles<3>(a, panels, ceil_div(n, LANES), false, threads, done);
+        multiply_tiles<FORM>(a, panels, ceil_div(n, LANES), false, threads, done);
     });
 }
 
@@ -186,7 +194,8 @@ template <class T> void gather(const int64_t* ids, const T* panels, float* y, in
     });
 }
 
-enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+// ROUNDED: a bfloat16 weight whose products read their activations rounded to bfloat16, with matrix tiles alone.
+enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, ROUNDED = 3 };
 template <class T> struct Type { using Value = T; };
 
 // call(the element type of `kind`)
@@ -201,11 +210,21 @@ template <class Call> void with_type(int64_t kind, const Call& call) {
 
 using namespace llm;
 
+#if LLM_TILES
+
+// `kind`: BFLOAT16, or ROUNDED.
+static void linear_bf16(int64_t kind, const RowSource& x, const void* weight, const float* bias, float* y, int64_t m, int64_t n,
+                        int64_t threads) {
+    const auto run = kind == ROUNDED ? tile_linear_bf16<BF16_ROUNDED> : tile_linear_bf16<BF16_PARTS>;
+    run(x, static_cast<const BF16*>(weight), bias, y, m, n, threads);
+}
+
+#endif
+
 LLM_EXPORT void llm_linear_float(int64_t kind, const float* x, const void* weight, const float* bias, float* y, int64_t m,
                                  int64_t n, int64_t k, int64_t threads) {
 #if LLM_TILES
-    if (kind == BFLOAT16)
-        return tile_linear_bf16({nullptr, x, nullptr, nullptr, k}, static_cast<const BF16*>(weight), bias, y, m, n, threads);
+    if (kind == BFLOAT16 || kind == ROUNDED) return linear_bf16(kind, {nullptr, x, nullptr, nullptr, k}, weight, bias, y, m, n, threads);
 #endif
     with_type(kind, [&](auto type) { product<typename decltype(type)::Value>(x, weight, bias, y, m, n, k, threads); });
 }
@@ -214,10 +233,9 @@ LLM_EXPORT void llm_linear_float(int64_t kind, const float* x, const void* weigh
 
 // The same, of a bfloat16 weight, of rows that are computed as they are read: row_source.h. The other products have no stage
 // that reads each row once.
-LLM_EXPORT void llm_fused_bf16(const void* operation, const float* x, const float* residual, float* total, const void* weight,
-                               const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
-    const RowSource rows{static_cast<const RowOperation*>(operation), x, residual, total, k};
-    tile_linear_bf16(rows, static_cast<const BF16*>(weight), bias, y, m, n, threads);
+LLM_EXPORT void llm_fused_bf16(const void* operation, const float* x, const float* residual, float* total, int64_t kind,
+                               const void* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
+    linear_bf16(kind, {static_cast<const RowOperation*>(operation), x, residual, total, k}, weight, bias, y, m, n, threads);
 }
 
 LLM_REPLAYABLE(llm_fused_bf16)

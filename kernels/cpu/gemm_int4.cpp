@@ -344,6 +344,7 @@ constexpr int64_t TILE_K = 64;  // k of a step of tiles
 struct NibblePanels {
     const uint8_t* data;
     int64_t lines;  // of nibbles, in a panel
+    static constexpr bool IN_PLACE = false;
 
     int64_t steps() const { return ceil_div(2 * lines, TILE_LINES); }
     int64_t scratch_bytes(int64_t block) const { return TILE_PANELS * block * TILE_BYTES; }
@@ -354,14 +355,17 @@ struct NibblePanels {
             char* to = scratch + c * count * TILE_BYTES;
             const uint8_t* from = data + ((panel + c) * lines + begin) * PANEL_STEP;
             for (int64_t line = begin; line < end; ++line, from += PANEL_STEP, to += 2 * LINE) {
-                prefetch(from + TILE_AHEAD);
                 const __m512i both = _mm512_loadu_si512(from);
                 _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, mask), eight));
                 _mm512_store_si512(to + LINE, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask), eight));
             }
             std::memset(to, 0, scratch + (c + 1) * count * TILE_BYTES - to);
         }
-        return {scratch, count * TILE_BYTES, count, nullptr, false};
+        return {scratch, count * TILE_BYTES, count, nullptr};
+    }
+    StoredSteps stored(int64_t panel, int64_t first, int64_t count) const {
+        const int64_t begin = first * TILE_LINES / 2, end = Tasks::least(lines, (first + count) * TILE_LINES / 2);
+        return {reinterpret_cast<const char*>(data) + (panel * lines + begin) * PANEL_STEP, lines * PANEL_STEP, end - begin};
     }
 };
 
@@ -392,7 +396,7 @@ void tile_linear_w4a8(const Product& p, const RowSource& x, float* row_scales, i
                 }
             }
         };
-        multiply_tiles<1>(a, panels, ceil_div(p.n, LANES), grouped, threads, done);
+        multiply_tiles<INT8>(a, panels, ceil_div(p.n, LANES), grouped, threads, done);
     });
 }
 

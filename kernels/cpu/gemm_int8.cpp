@@ -242,7 +242,7 @@ void tile_linear_w8a8(const RowSource& x, const int8_t* weight, const int32_t* c
             if (first + a.block >= a.steps)
                 scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS, reinterpret_cast<const int32_t*>(sums));
         };
-        multiply_tiles<1>(a, panels, ceil_div(n, LANES), false, threads, done);
+        multiply_tiles<INT8>(a, panels, ceil_div(n, LANES), false, threads, done);
     });
 }
 

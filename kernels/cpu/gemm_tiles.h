@@ -6,6 +6,7 @@
 // int8: exact sums in int32. bfloat16: an activation is cut into three bfloat16, which hold all its 24 bits, and each step adds
 // the products with the first, then the second, then the third part:
 //     y = (((0 + t(0, 0)) + t(0, 1)) + t(0, 2)) + t(1, 0) + ...    t(s, p) = even chain + odd chain, over the 32 k of step s
+// Or, where that was asked for, it is rounded to the nearest bfloat16, which is its one part.
 // Every output has this chain, whatever the rows beside it, the tile and the thread. The instruction flushes denormals, also of
 // the parts: an error below 2^-126 for each product, and none above it that a float32 chain would not have.
 //
@@ -28,7 +29,7 @@ constexpr int64_t TILE_PANELS = 4;      // panels that share a load of the opera
 constexpr int64_t BLOCK_STEPS = 32;     // of k, and
 constexpr int64_t BLOCK_TILES = 8;      // row tiles: so many operands stay in the second-level cache
 constexpr int64_t MOST_GROUPS = 8;      // groups of panels in a task
-constexpr int64_t TILE_AHEAD = 2048;    // bytes of a panel
+constexpr int64_t TILE_AHEAD = 4096;    // bytes of a panel
 
 // What a tile instruction reads, AddressSanitizer sees only when it is read once more.
 LLM_INLINE void touch(const char* from, int64_t lines, int64_t stride) {
@@ -76,27 +77,43 @@ class TileShapes {
     TileShapes& operator=(const TileShapes&) = delete;
 };
 
-inline const Ahead NOTHING_AHEAD{0, TILE_BYTES, 1, 1, 0};
+// What the steps of a block bring into the caches while they multiply: `lines` a step of each of the panels that `weights`
+// and `stride` say.
+struct Meanwhile {
+    const char* weights;
+    int64_t stride, lines;
 
-// sums 0 ... PANELS - 1 += the products of `steps` steps. PARTS: 3 of bfloat16, or 1 of int8.
-template <int PARTS, int PANELS>
-LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t panel_bytes, int64_t steps, const Ahead& ahead) {
-    static_assert(PARTS == 1 || PARTS == 3, "int8 or bfloat16");
+    template <int PANELS> LLM_INLINE void fetch(int64_t step) const {
+        const char* at = weights + step * lines * LINE;
+        for (int64_t line = 0; line < lines; ++line, at += LINE)
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch_far(at + c * stride);
+    }
+    Meanwhile from_panel(int64_t c) const { return {weights + c * stride, stride, lines}; }
+};
+inline constexpr Meanwhile NOTHING{nullptr, 0, 0};
+
+// What activations become: int8, three bfloat16 that hold them whole, or the nearest bfloat16.
+enum Form { INT8, BF16_PARTS, BF16_ROUNDED };
+constexpr int parts_of(Form form) { return form == BF16_PARTS ? 3 : 1; }
+
+// sums 0 ... PANELS - 1 += the products of `steps` steps.
+template <Form FORM, int PANELS>
+LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t panel_bytes, int64_t steps, const Meanwhile& meanwhile) {
+    constexpr int PARTS = parts_of(FORM);
 #define LLM_TILE_PANEL(panel)                                                                                     \
     if constexpr (PANELS > panel) {                                                                               \
         const char* at = b + panel * panel_bytes;                                                                 \
-        for (int64_t line = 0; line < TILE_BYTES; line += LINE) prefetch(at + distance + line);                   \
         touch(at, TILE_LINES, LINE);                                                                              \
         LLM_TILE_LOAD(7, at, LINE);                                                                               \
-        if constexpr (PARTS == 1) LLM_TILE_DOT_INT8(panel, 4, 7);                                                 \
-        else {                                                                                                    \
-            LLM_TILE_DOT_BF16(panel, 4, 7);                                                                       \
+        if constexpr (FORM == INT8) LLM_TILE_DOT_INT8(panel, 4, 7);                                               \
+        else LLM_TILE_DOT_BF16(panel, 4, 7);                                                                      \
+        if constexpr (FORM == BF16_PARTS) {                                                                       \
             LLM_TILE_DOT_BF16(panel, 5, 7);                                                                       \
             LLM_TILE_DOT_BF16(panel, 6, 7);                                                                       \
         }                                                                                                         \
     }
     for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, b += TILE_BYTES) {
-        const int64_t distance = ahead.distance(step);
+        meanwhile.fetch<PANELS>(step);
         touch(a, PARTS * a_tile / LINE, LINE);
         LLM_TILE_LOAD(4, a, LINE);
         if constexpr (PARTS == 3) {
@@ -112,15 +129,12 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
 }
 
 // The same for two row tiles and two panels at once: what a panel brings from memory is used twice before it leaves.
-template <int PARTS>
+template <Form FORM>
 LLM_INLINE void add_pair_steps(const char* a, int64_t a_tile, const char* second, int64_t second_tile, const char* b,
-                               int64_t panel_bytes, int64_t steps, const Ahead& ahead) {
+                               int64_t panel_bytes, int64_t steps, const Meanwhile& meanwhile) {
+    constexpr int PARTS = parts_of(FORM);
     for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, second += PARTS * second_tile, b += TILE_BYTES) {
-        const int64_t distance = ahead.distance(step);
-        for (int64_t line = 0; line < TILE_BYTES; line += LINE) {
-            prefetch(b + distance + line);
-            prefetch(b + panel_bytes + distance + line);
-        }
+        meanwhile.fetch<2>(step);
         touch(b, TILE_LINES, LINE), touch(b + panel_bytes, TILE_LINES, LINE);
         touch(a, PARTS * a_tile / LINE, LINE), touch(second, PARTS * second_tile / LINE, LINE);
         LLM_TILE_LOAD(6, b, LINE);
@@ -128,7 +142,7 @@ LLM_INLINE void add_pair_steps(const char* a, int64_t a_tile, const char* second
         LLM_UNROLL for (int part = 0; part < PARTS; ++part) {
             LLM_TILE_LOAD(4, a + part * a_tile, LINE);
             LLM_TILE_LOAD(5, second + part * second_tile, LINE);
-            if constexpr (PARTS == 1) {
+            if constexpr (FORM == INT8) {
                 LLM_TILE_DOT_INT8(0, 4, 6);
                 LLM_TILE_DOT_INT8(1, 4, 7);
                 LLM_TILE_DOT_INT8(2, 5, 6);
@@ -209,47 +223,57 @@ struct TileSteps {
     const char* data;
     int64_t stride, whole;
     const char* last;  // [panels][TILE_BYTES], or null
-    bool ends;         // the panels end here: `panels` of them later the next ones begin
+};
 
-    Ahead ahead(int64_t panels) const { return {TILE_AHEAD, TILE_BYTES, whole, ends ? panels : 1, stride}; }
+// Where the same steps lie in memory: `lines` of 64 bytes in each panel, `stride` bytes from panel to panel.
+struct StoredSteps {
+    const char* data;
+    int64_t stride, lines;
 };
 
 // Panels whose lines are a tile's as they are: `lines` of 64 bytes each.
 struct TilePanels {
     const char* data;
     int64_t lines;
+    static constexpr bool IN_PLACE = true;
 
     int64_t steps() const { return ceil_div(lines, TILE_LINES); }
     int64_t scratch_bytes(int64_t) const { return TILE_PANELS * TILE_BYTES; }
     TileSteps open(int64_t panel, int64_t wide, int64_t first, int64_t count, char* scratch) const {
         const int64_t stride = lines * LINE, whole = Tasks::least(count, lines / TILE_LINES - first);
         const char* from = data + panel * stride + first * TILE_BYTES;
-        if (whole == count) return {from, stride, whole, nullptr, first + count == steps()};
+        if (whole == count) return {from, stride, whole, nullptr};
         std::memset(scratch, 0, wide * TILE_BYTES);  // the lines that the last step lacks
         for (int64_t c = 0; c < wide; ++c)
             std::memcpy(scratch + c * TILE_BYTES, from + c * stride + whole * TILE_BYTES, lines % TILE_LINES * LINE);
-        return {from, stride, whole, scratch, true};
+        return {from, stride, whole, scratch};
+    }
+    StoredSteps stored(int64_t panel, int64_t first, int64_t count) const {
+        const int64_t begin = first * TILE_LINES;
+        return {data + (panel * lines + begin) * LINE, lines * LINE, Tasks::least(count * TILE_LINES, lines - begin)};
     }
 };
 
 // sums (+)= operands x panels: one block of steps of one row tile and one group of panels.
-template <int PARTS, int PANELS>
-void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t first, const TileSteps& b, bool fresh, char* sums) {
+template <Form FORM, int PANELS>
+void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t first, const TileSteps& b, bool fresh, char* sums,
+               const Meanwhile& meanwhile) {
+    constexpr int PARTS = parts_of(FORM);
     const int64_t operand = a.tile_rows(tile) * LINE;
     const char* operands = a.at(tile, first);
     shapes.set(a.tile_rows(tile), 0);
     if (fresh) clear_sums();
     else load_sums<PANELS>(sums);
-    add_steps<PARTS, PANELS>(operands, operand, b.data, b.stride, b.whole, b.ahead(PANELS));
-    if (b.last) add_steps<PARTS, PANELS>(operands + b.whole * PARTS * operand, operand, b.last, TILE_BYTES, 1, NOTHING_AHEAD);
+    add_steps<FORM, PANELS>(operands, operand, b.data, b.stride, b.whole, meanwhile);
+    if (b.last) add_steps<FORM, PANELS>(operands + b.whole * PARTS * operand, operand, b.last, TILE_BYTES, 1, NOTHING);
     store_sums<PANELS>(sums);
 }
 
 // The same for the two row tiles that are all there are, of an even number of panels; `sums` and `second` are theirs.
-template <int PARTS>
+template <Form FORM>
 void add_pair_block(TileShapes& shapes, const TileOperands& a, int64_t first, const TileSteps& b, int64_t wide, bool fresh,
-                    char* sums, char* second) {
-    const int64_t operand = a.tile_rows(0) * LINE, other = a.tile_rows(1) * LINE, done = b.whole * PARTS;
+                    char* sums, char* second, const Meanwhile& meanwhile) {
+    const int64_t operand = a.tile_rows(0) * LINE, other = a.tile_rows(1) * LINE, done = b.whole * parts_of(FORM);
     shapes.set(a.tile_rows(0), a.tile_rows(1));
     for (int64_t c = 0; c < wide; c += 2, sums += 2 * LINE, second += 2 * LINE) {
         if (fresh) {
@@ -261,10 +285,10 @@ void add_pair_block(TileShapes& shapes, const TileOperands& a, int64_t first, co
             LLM_TILE_LOAD(3, second + LINE, TILE_PANELS * LINE);
         }
         const char *operands = a.at(0, first), *others = a.at(1, first);
-        add_pair_steps<PARTS>(operands, operand, others, other, b.data + c * b.stride, b.stride, b.whole, b.ahead(2));
+        add_pair_steps<FORM>(operands, operand, others, other, b.data + c * b.stride, b.stride, b.whole, meanwhile.from_panel(c));
         if (b.last)
-            add_pair_steps<PARTS>(operands + done * operand, operand, others + done * other, other, b.last + c * TILE_BYTES,
-                                  TILE_BYTES, 1, NOTHING_AHEAD);
+            add_pair_steps<FORM>(operands + done * operand, operand, others + done * other, other, b.last + c * TILE_BYTES,
+                                  TILE_BYTES, 1, NOTHING);
         LLM_TILE_STORE(0, sums, TILE_PANELS * LINE);
         LLM_TILE_STORE(1, sums + LINE, TILE_PANELS * LINE);
         LLM_TILE_STORE(2, second, TILE_PANELS * LINE);
@@ -275,7 +299,7 @@ void add_pair_block(TileShapes& shapes, const TileOperands& a, int64_t first, co
 // A block of rows by all outputs. done(row tile, first panel, how many, first step, sums, more) after each block of steps of
 // [rows][TILE_PANELS][16] sums: of this block alone when `grouped`, else of all so far; `more` is as much memory, kept from
 // block to block when `grouped`.
-template <int PARTS, class Panels, class Done>
+template <Form FORM, class Panels, class Done>
 void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, bool grouped, int64_t threads, const Done& done) {
     constexpr int64_t tile_bytes = TILE_LINES * TILE_PANELS * LINE;
     const int64_t groups = ceil_div(panels, TILE_PANELS), tiles = a.tiles();
@@ -286,20 +310,35 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, bool
     parallel_for(ceil_div(groups, share), threads, kept + 2 * tile_bytes + b.scratch_bytes(a.block), [&](int64_t task, char* scratch) {
         TileShapes shapes;
         const int64_t begin = task * share, end = Tasks::least(begin + share, groups);
+        // The weights that this thread reads after those of a group and a block of steps.
+        const auto next = [&](int64_t group, int64_t first) {
+            if (++group == end && first + a.block < a.steps) group = begin, first += a.block;
+            else if (group == end) first = 0;
+            return group < groups ? b.stored(group * TILE_PANELS, first, a.block_steps(first)) : StoredSteps{nullptr, 0, 0};
+        };
         for (int64_t first = 0; first == 0 || first < a.steps; first += a.block)
             for (int64_t group = begin; group < end; ++group) {
                 const int64_t panel = group * TILE_PANELS, wide = Tasks::least(TILE_PANELS, panels - panel);
                 const TileSteps steps = b.open(panel, wide, first, a.block_steps(first), scratch + kept + 2 * tile_bytes);
                 const bool fresh = grouped || first == 0, pair = tiles == 2 && wide % 2 == 0;
+                const StoredSteps after = next(group, first);
+                // Few rows wait for memory: they fetch what their own panels hold a little later. More have the time to fetch
+                // what comes next, every row tile its part.
+                const auto meanwhile = [&](int64_t tile) {
+                    if (Panels::IN_PLACE && tiles <= 2) return Meanwhile{steps.data + TILE_AHEAD, steps.stride, TILE_LINES};
+                    const int64_t part = ceil_div(after.lines, tiles);
+                    return Meanwhile{after.data + tile * part * LINE, after.stride, ceil_div(part, steps.whole > 0 ? steps.whole : 1)};
+                };
                 char* const kept_sums = scratch + (group - begin) * tiles * tile_bytes;
                 char* const all_sums = grouped ? scratch + kept : kept_sums;
-                if (pair) add_pair_block<PARTS>(shapes, a, first, steps, wide, fresh, all_sums, all_sums + tile_bytes);
+                if (pair) add_pair_block<FORM>(shapes, a, first, steps, wide, fresh, all_sums, all_sums + tile_bytes, meanwhile(0));
                 for (int64_t tile = 0; tile < tiles; ++tile) {
                     char* sums = grouped && !pair ? all_sums : all_sums + tile * tile_bytes;
-                    if (wide == 4 && !pair) add_block<PARTS, 4>(shapes, a, tile, first, steps, fresh, sums);
-                    else if (wide == 3) add_block<PARTS, 3>(shapes, a, tile, first, steps, fresh, sums);
-                    else if (wide == 2 && !pair) add_block<PARTS, 2>(shapes, a, tile, first, steps, fresh, sums);
-                    else if (wide == 1) add_block<PARTS, 1>(shapes, a, tile, first, steps, fresh, sums);
+                    const Meanwhile fetched = meanwhile(tile);
+                    if (wide == 4 && !pair) add_block<FORM, 4>(shapes, a, tile, first, steps, fresh, sums, fetched);
+                    else if (wide == 3) add_block<FORM, 3>(shapes, a, tile, first, steps, fresh, sums, fetched);
+                    else if (wide == 2 && !pair) add_block<FORM, 2>(shapes, a, tile, first, steps, fresh, sums, fetched);
+                    else if (wide == 1) add_block<FORM, 1>(shapes, a, tile, first, steps, fresh, sums, fetched);
                     done(tile, panel, wide, first, sums, kept_sums + tile * tile_bytes);
                 }
             }

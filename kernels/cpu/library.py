@@ -114,6 +114,11 @@ class Library:
             self._functions[name] = found
         return found if self.recorder is None else self.recorder.watch(name, found)
 
+    @property
+    def has_tiles(self) -> bool:
+        """Whether products use matrix tiles (gemm_tiles.h)."""
+        return self.target == "amx"
+
     def address(self, name: str) -> int | None:
         """Where the C function `name` is, None when there is none."""
         found = getattr(self._handle, name, None)

@@ -36,8 +36,14 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype)
 
 
 def linear_float(x: torch.Tensor | Rows, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear` with a weight of `pack_float`."""
-    return linear(computed(x), packed.unpack(), bias)
+    """`linear` with a weight of `pack_float`, of x rounded to bfloat16 where the weight says so."""
+    x = computed(x)
+    return linear(rounded(x) if packed.rounds_input else x, packed.unpack(), bias)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """float32 -> the nearest bfloat16, in float32."""
+    return x.bfloat16().float()
 
 
 def embedding_float(token_ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:

@@ -9,7 +9,7 @@ Notation: M rows (tokens), N outputs, K inputs, G = K / group_size groups along 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,12 +29,14 @@ class PackedWeight:
     Attributes:
         data: the stored bytes.
         kind: "int8", "int4" (half a byte each) or "float" (the type of `data`).
+        rounds_input: products read their activations rounded to bfloat16; for a bfloat16 weight.
     """
 
     data: torch.Tensor
     n: int
     k: int
     kind: str
+    rounds_input: bool = field(default=False, kw_only=True)
 
     @property
     def nbytes(self) -> int:

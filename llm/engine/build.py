@@ -152,7 +152,10 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             config.reasons["device"] = platform_reason
             config.reasons.update(reasons_of_update(platform, asked, args))
             platform.import_kernels()
-        with times.phase("build model"), constructing_for(platform, compilation):
+        with (
+            times.phase("build model"),
+            constructing_for(platform, compilation, may_round=source.store_as is torch.bfloat16),
+        ):
             with _told_of_memory():
                 model = _build_model(source, config.model_config.max_model_len)
             varies = what_varies(model) if config.invariant else None
@@ -263,9 +266,15 @@ def _read_source(args: EngineArgs, platform: Platform) -> _Source:
     return _Source(folder, model_class, model, reader, checkpoint, dtype, store_as or stored, store_as, quantization)
 
 
+def _dtype_reason(args: EngineArgs, source: _Source, kernels: KernelSet) -> str:
+    if source.store_as is torch.bfloat16 and kernels.library is not None and kernels.library.has_tiles:
+        return f"{args.dtype}; matrix products read activations rounded to bfloat16, everything else is float32"
+    return f"{args.dtype}; activations and accumulation are float32 on a CPU"
+
+
 def _weight_dtype_reason(args: EngineArgs, source: _Source) -> str:
     if source.store_as:
-        return f"asked for by dtype={args.dtype}: a CPU stores matrices in it and computes in float32"
+        return f"asked for by dtype={args.dtype}: a CPU stores matrices in it and adds in float32"
     return "as the checkpoint stores them" if source.checkpoint else "config.json"
 
 
@@ -292,7 +301,7 @@ def _resolve(
     memory = _plan_memory(args, source, specs, free)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
     reasons |= memory.reasons | {
-        "dtype": f"{args.dtype}; activations and accumulation are float32 on a CPU",
+        "dtype": _dtype_reason(args, source, kernels),
         "weight_dtype": _weight_dtype_reason(args, source),
         "kv_cache_dtype": "the weights' type" if kv_reason == "auto" else kv_reason,
         "invariant": invariant_reason,
