@@ -76,8 +76,7 @@ def pack_float(lib: Library, weight: torch.Tensor, reuse: bool = False) -> Panel
     data = weight.view(-1) if reuse and weight.numel() == size else _allocate(lib, size, weight.dtype)
     pack = lib.function(*_PACK_FLOAT)
     pack(FLOAT_KINDS[weight.dtype], weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
-    if reuse:
-        lib.ask_large_pages(data.data_ptr(), data.nbytes, written=True)
+    _move_to_large_pages(lib, data)
     return PanelWeight(data, n, k, "float", lib)
 
 
@@ -89,6 +88,7 @@ def pack_int8(lib: Library, weight: torch.Tensor) -> PanelWeight:
     weight = weight.contiguous()
     pack = lib.function(*_PACK_INT8)
     pack(weight.data_ptr(), data.data_ptr(), sums.data_ptr(), n, k, torch.get_num_threads())
+    _move_to_large_pages(lib, data)
     return PanelWeight(data, n, k, "int8", lib, sums)
 
 
@@ -100,6 +100,7 @@ def pack_int4(lib: Library, weight: torch.Tensor) -> PanelWeight:
     data = _allocate(lib, _padded(n) * _padded(k, 8) // 2, torch.uint8)
     weight = weight.contiguous()
     lib.function(*_PACK_INT4)(weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
+    _move_to_large_pages(lib, data)
     return PanelWeight(data, n, k, "int4", lib)
 
 
@@ -112,6 +113,12 @@ def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
         data = room[start : start + data.nbytes].view(dtype)
         lib.ask_large_pages(data.data_ptr(), data.nbytes)
     return data
+
+
+def _move_to_large_pages(lib: Library, data: torch.Tensor) -> None:
+    """What `_allocate` asked for comes too late where the memory was used before, in small pages."""
+    if data.nbytes >= _LARGE_PAGE:
+        lib.ask_large_pages(data.data_ptr(), data.nbytes, written=True)
 
 
 def _check_integers(weight: torch.Tensor) -> tuple[int, int]:
