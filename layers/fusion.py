@@ -47,7 +47,8 @@ class Fusion:
         """`op(x)` or `op(x, residual)`, its first tensor perhaps as `Rows`."""
         op: Any = getattr(block, self.op)
         given = (x,) if residual is None else (x, residual)
-        if self.refusal(block) is not None or not all(_fits(item) for item in given):
+        # Whoever traces the block is shown its operations: rows are no tensor.
+        if torch.compiler.is_compiling() or self.refusal(block) is not None or not all(_fits(item) for item in given):
             return op(*given)
         rows = op.row_operation().rows(*given)
         return rows if residual is None else (rows, rows.total)

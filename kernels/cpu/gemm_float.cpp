@@ -271,3 +271,5 @@ LLM_EXPORT int64_t llm_embedding_float(int64_t kind, const int64_t* ids, const v
 
 LLM_REPLAYABLE(llm_linear_float)
 LLM_REPLAYABLE(llm_embedding_float)
+LLM_REPLAYABLE(llm_pack_float)
+LLM_REPLAYABLE(llm_unpack_float)

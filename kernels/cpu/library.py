@@ -65,7 +65,6 @@ class Library:
         self.target = target
         self.path = path
         self._handle = ctypes.CDLL(str(path))
-        self._functions: dict[str, Callable[..., Any]] = {}
         self._entries: dict[Kernel, Callable[[bytes], int]] = {}
         self._float32 = torch.empty(0, dtype=torch.float32)
         self.openmp = self._bind_openmp()
@@ -102,27 +101,15 @@ class Library:
         return entry
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
-        """The C function `name`, with its argument types declared on first use.
-
-        ctypes checks nothing else: the caller answers for shapes, types and the lifetime of what it points to.
-        """
-        found = self._functions.get(name)
-        if found is None:
-            found = getattr(self._handle, name)
-            found.argtypes = argument_types
-            found.restype = result
-            self._functions[name] = found
-        return found if self.recorder is None else self.recorder.watch(name, found)
+        """The C function `name`, which is no kernel: ctypes converts its arguments, and no program notes its calls."""
+        found = getattr(self._handle, name)
+        found.argtypes, found.restype = argument_types, result
+        return found
 
     @property
     def has_tiles(self) -> bool:
         """Whether products use matrix tiles (gemm_tiles.h)."""
         return self.target == "amx"
-
-    def address(self, name: str) -> int | None:
-        """Where the C function `name` is, None when there is none."""
-        found = getattr(self._handle, name, None)
-        return None if found is None else ctypes.cast(found, POINTER).value
 
     def ask_large_pages(self, address: int, nbytes: int, written: bool = False) -> None:
         """For memory that is read or written from end to end; `written`: it holds something already (memory.cpp)."""

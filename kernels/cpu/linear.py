@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import INT, POINTER, Library
+from llm.kernels.cpu.library import INT, POINTER, Kernel, Library
 from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
 from llm.kernels.cpu.rows import SOURCE, addresses
+from llm.kernels.cpu.tensors import pointer
 from llm.kernels.reference.linear import rounded
 from llm.kernels.reference.rows import Rows, computed
 
-_LINEAR = ("llm_linear_float", INT, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
-_FUSED_BF16 = ("llm_fused_bf16", *SOURCE, INT, POINTER, POINTER, POINTER, INT, INT, INT, INT)
+_LINEAR = Kernel("llm_linear_float", INT, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
+_FUSED_BF16 = Kernel("llm_fused_bf16", *SOURCE, INT, POINTER, POINTER, POINTER, INT, INT, INT, INT)
 # Beside FLOAT_KINDS: a bfloat16 weight whose products read their activations rounded.
 _ROUNDED = 3
-_EMBEDDING = ("llm_embedding_float", INT, POINTER, POINTER, POINTER, INT, INT, INT, INT)
+_EMBEDDING = Kernel("llm_embedding_float", INT, POINTER, POINTER, POINTER, INT, INT, INT, INT)
 
 
 def linear_float(
@@ -36,11 +37,12 @@ def linear_float(
     out = lib.empty(*x.shape[:-1], packed.n)
     bias = checked_vector(bias, packed.n)
     data = packed.data
-    lib.function(*_LINEAR)(
+    lib.call(
+        _LINEAR,
         _kind(lib, packed),
         x.data_ptr(),
         data.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        pointer(bias),
         out.data_ptr(),
         x.numel() // packed.k if packed.k else out.numel() // max(1, packed.n),
         packed.n,
@@ -62,11 +64,12 @@ def _kind(lib: Library, packed: PanelWeight) -> int:
 def _fused_bf16(lib: Library, rows: Rows, packed: PanelWeight, bias: torch.Tensor | None) -> torch.Tensor:
     out = lib.empty(*rows.shape[:-1], packed.n)
     bias = checked_vector(bias, packed.n)
-    lib.function(*_FUSED_BF16)(
+    lib.call(
+        _FUSED_BF16,
         *addresses(rows, packed.k),
         _kind(lib, packed),
         packed.data.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        pointer(bias),
         out.data_ptr(),
         rows.shape[:-1].numel(),
         packed.n,
@@ -80,10 +83,8 @@ def embedding_float(lib: Library, token_ids: torch.Tensor, packed: PanelWeight) 
     """Rows of the table as float32: ids int64 [L] -> [L, K]; raises IndexError for an id that is none."""
     ids = token_ids.to(torch.int64).contiguous()
     out = lib.empty(*ids.shape, packed.k)
-    gather = lib.function(*_EMBEDDING, result=INT)
-    kind, threads = FLOAT_KINDS[packed.data.dtype], torch.get_num_threads()
-    bad = gather(kind, ids.data_ptr(), packed.data.data_ptr(), out.data_ptr(), ids.numel(), packed.n, packed.k, threads)
-    if bad:
+    kind, data, threads = FLOAT_KINDS[packed.data.dtype], packed.data.data_ptr(), torch.get_num_threads()
+    if lib.call(_EMBEDDING, kind, ids.data_ptr(), data, out.data_ptr(), ids.numel(), packed.n, packed.k, threads):
         raise IndexError(f"token ids must be in [0, {packed.n}), got {int(ids.min())} to {int(ids.max())}")
     return out
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.kernels.cpu.library import INT, POINTER, Library
+from llm.kernels.cpu.library import INT, POINTER, Kernel, Library
 from llm.kernels.reference.quantized import PackedWeight
 
 LANES = 16
@@ -22,12 +22,12 @@ MAX_INTEGER_K = 1 << 17
 # Bytes of the pages that large weights lie in where the system has them: fewer addresses to translate.
 _LARGE_PAGE = 2 << 20
 
-_PACK_FLOAT = ("llm_pack_float", INT, POINTER, POINTER, INT, INT, INT)
-_UNPACK_FLOAT = ("llm_unpack_float", INT, POINTER, POINTER, INT, INT, INT, INT)
-_PACK_INT8 = ("llm_pack_int8", POINTER, POINTER, POINTER, INT, INT, INT)
-_PACK_INT4 = ("llm_pack_int4", POINTER, POINTER, INT, INT, INT)
-_UNPACK_INT4 = ("llm_unpack_int4", POINTER, POINTER, INT, INT, INT, INT)
-_UNPACK_INT8 = ("llm_unpack_int8", POINTER, POINTER, INT, INT, INT, INT)
+_PACK_FLOAT = Kernel("llm_pack_float", INT, POINTER, POINTER, INT, INT, INT)
+_UNPACK_FLOAT = Kernel("llm_unpack_float", INT, POINTER, POINTER, INT, INT, INT, INT)
+_PACK_INT8 = Kernel("llm_pack_int8", POINTER, POINTER, POINTER, INT, INT, INT)
+_PACK_INT4 = Kernel("llm_pack_int4", POINTER, POINTER, INT, INT, INT)
+_UNPACK_INT4 = Kernel("llm_unpack_int4", POINTER, POINTER, INT, INT, INT, INT)
+_UNPACK_INT8 = Kernel("llm_unpack_int8", POINTER, POINTER, INT, INT, INT, INT)
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,12 @@ class PanelWeight(PackedWeight):
         threads = torch.get_num_threads()
         if self.kind == "float":
             out = torch.empty(shape, dtype=self.data.dtype)
-            unpack = self.library.function(*_UNPACK_FLOAT)
-            kind = FLOAT_KINDS[self.data.dtype]
-            unpack(kind, self.data.data_ptr(), out.data_ptr(), start, start + shape[0], self.k, threads)
+            kind, data = FLOAT_KINDS[self.data.dtype], self.data.data_ptr()
+            self.library.call(_UNPACK_FLOAT, kind, data, out.data_ptr(), start, start + shape[0], self.k, threads)
             return out
         out = torch.empty(shape, dtype=torch.int8)
-        unpack = self.library.function(*(_UNPACK_INT8 if self.kind == "int8" else _UNPACK_INT4))
-        unpack(self.data.data_ptr(), out.data_ptr(), start, start + shape[0], self.k, threads)
+        unpack, data = _UNPACK_INT8 if self.kind == "int8" else _UNPACK_INT4, self.data.data_ptr()
+        self.library.call(unpack, data, out.data_ptr(), start, start + shape[0], self.k, threads)
         return out
 
 
@@ -74,8 +73,8 @@ def pack_float(lib: Library, weight: torch.Tensor, reuse: bool = False) -> Panel
     weight = weight.contiguous()
     size = _padded(n) * _padded(k, _DEPTHS.get(weight.dtype, 1))
     data = weight.view(-1) if reuse and weight.numel() == size else _allocate(lib, size, weight.dtype)
-    pack = lib.function(*_PACK_FLOAT)
-    pack(FLOAT_KINDS[weight.dtype], weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
+    kind, threads = FLOAT_KINDS[weight.dtype], torch.get_num_threads()
+    lib.call(_PACK_FLOAT, kind, weight.data_ptr(), data.data_ptr(), n, k, threads)
     _move_to_large_pages(lib, data)
     return PanelWeight(data, n, k, "float", lib)
 
@@ -86,8 +85,7 @@ def pack_int8(lib: Library, weight: torch.Tensor) -> PanelWeight:
     data = _allocate(lib, _padded(n) * _padded(k, 4), torch.int8)
     sums = torch.empty(_padded(n), dtype=torch.int32)
     weight = weight.contiguous()
-    pack = lib.function(*_PACK_INT8)
-    pack(weight.data_ptr(), data.data_ptr(), sums.data_ptr(), n, k, torch.get_num_threads())
+    lib.call(_PACK_INT8, weight.data_ptr(), data.data_ptr(), sums.data_ptr(), n, k, torch.get_num_threads())
     _move_to_large_pages(lib, data)
     return PanelWeight(data, n, k, "int8", lib, sums)
 
@@ -99,7 +97,7 @@ def pack_int4(lib: Library, weight: torch.Tensor) -> PanelWeight:
         raise ValueError(f"int4 values lie in [-8, 7], got [{int(weight.min())}, {int(weight.max())}]")
     data = _allocate(lib, _padded(n) * _padded(k, 8) // 2, torch.uint8)
     weight = weight.contiguous()
-    lib.function(*_PACK_INT4)(weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
+    lib.call(_PACK_INT4, weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
     _move_to_large_pages(lib, data)
     return PanelWeight(data, n, k, "int4", lib)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,17 +42,12 @@ class _Call(ctypes.Structure):
     _fields_ = (("replay", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("expected", ctypes.c_int64))
 
 
-class _Slot(ctypes.Union):
-    """`Slot` in replay.h."""
-
-    _fields_ = (("integer", ctypes.c_int64), ("real", ctypes.c_double))
-
-
 class Program:
     """Recorded calls; `run` repeats them."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self._replay = library.function("llm_replay", POINTER, INT, result=INT)
         self._slots: list[Any] = []
         self._calls: list[_Call] = []
         self._compiled: Any = None
@@ -69,20 +64,7 @@ class Program:
         """Repeat the calls; False when one refused its arguments, after which the outputs are undefined."""
         if self._compiled is None:
             self._compiled = (_Call * len(self._calls))(*self._calls)
-        replay = self._library.function("llm_replay", POINTER, INT, result=INT)
-        return replay(ctypes.addressof(self._compiled), len(self._calls)) < 0
-
-    def watch(self, name: str, function: Any) -> Callable[..., Any]:
-        """`function`, noting the calls that the recording thread makes."""
-        if threading.get_ident() != self._owner:
-            return function
-
-        def noted(*arguments: Any) -> Any:
-            result = function(*arguments)
-            self._note(name, function, arguments, result)
-            return result
-
-        return noted
+        return self._replay(ctypes.addressof(self._compiled), len(self._calls)) < 0
 
     def note(self, entry: Any, slots: bytes, result: int) -> None:
         """A call that was made, if the recording thread made it."""
@@ -90,19 +72,6 @@ class Program:
             self._slots.append(slots)  # kept where they are
             addresses = (ctypes.cast(item, ctypes.c_void_p).value for item in (entry, ctypes.c_char_p(slots)))
             self._calls.append(_Call(*addresses, result))
-
-    def _note(self, name: str, function: Any, arguments: tuple[Any, ...], result: Any) -> None:
-        replay = self._library.address(f"{name}_replay")
-        if replay is None:
-            raise NotRecordable(f"the kernel {name}")
-        slots = (_Slot * len(arguments))()
-        for slot, value, kind in zip(slots, arguments, function.argtypes, strict=True):
-            if kind is ctypes.c_float:
-                slot.real = value
-            else:
-                slot.integer = value or 0
-        self._slots.append(slots)
-        self._calls.append(_Call(replay, ctypes.addressof(slots), result or 0))
 
 
 @contextmanager

@@ -8,35 +8,36 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Library
+from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
 from llm.kernels.cpu.linear import checked_input, checked_vector
 from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
 from llm.kernels.cpu.rows import SOURCE, addresses
+from llm.kernels.cpu.tensors import pointer
 from llm.kernels.reference.rows import Rows
 
 _W8A8_REST = (POINTER, POINTER, POINTER, FLOAT, INT, POINTER, POINTER, INT, INT, INT, INT)
-_W8A8 = ("llm_linear_w8a8", POINTER, *_W8A8_REST)
-_FUSED_W8A8 = ("llm_fused_w8a8", *SOURCE, *_W8A8_REST)
+_W8A8 = Kernel("llm_linear_w8a8", POINTER, *_W8A8_REST)
+_FUSED_W8A8 = Kernel("llm_fused_w8a8", *SOURCE, *_W8A8_REST)
 _W4A8_REST = (POINTER, POINTER, INT, INT, INT, INT, POINTER, POINTER, INT, INT, INT, INT)
-_W4A8 = ("llm_linear_w4a8", POINTER, *_W4A8_REST)
-_FUSED_W4A8 = ("llm_fused_w4a8", *SOURCE, *_W4A8_REST)
-_WEIGHT_ONLY = (
+_W4A8 = Kernel("llm_linear_w4a8", POINTER, *_W4A8_REST)
+_FUSED_W4A8 = Kernel("llm_fused_w4a8", *SOURCE, *_W4A8_REST)
+_WEIGHT_ONLY = Kernel(
     "llm_linear_weight_only",
     *(INT, POINTER, POINTER),
     *(POINTER, INT, INT, POINTER, INT, INT),
     *(INT, POINTER, POINTER, INT, INT, INT, INT),
 )
-_EMBEDDING = ("llm_embedding_int8", POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
-_PER_TOKEN = ("llm_quantize_per_token", POINTER, POINTER, POINTER, INT, INT, INT)
-_STATIC = ("llm_quantize_static", POINTER, POINTER, FLOAT, INT, INT, INT)
+_EMBEDDING = Kernel("llm_embedding_int8", POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
+_PER_TOKEN = Kernel("llm_quantize_per_token", POINTER, POINTER, POINTER, INT, INT, INT)
+_STATIC = Kernel("llm_quantize_static", POINTER, POINTER, FLOAT, INT, INT, INT)
 
 
 def quantize_per_token(lib: Library, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x float32 [M, K] -> q int8 [M, K], scale float32 [M]: the largest magnitude of each row becomes 127."""
     x = checked_input(x, x.shape[-1])
     q, scale = torch.empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1])
-    quantize = lib.function(*_PER_TOKEN)
-    quantize(x.data_ptr(), q.data_ptr(), scale.data_ptr(), scale.numel(), x.shape[-1], torch.get_num_threads())
+    threads = torch.get_num_threads()
+    lib.call(_PER_TOKEN, x.data_ptr(), q.data_ptr(), scale.data_ptr(), scale.numel(), x.shape[-1], threads)
     return q, scale
 
 
@@ -44,7 +45,7 @@ def quantize_static(lib: Library, x: torch.Tensor, scale: float, offset: int) ->
     """clamp(round(x / scale) + offset, -128, 127); float32 -> int8 of the same shape."""
     x = checked_input(x, x.shape[-1])
     q = torch.empty(x.shape, dtype=torch.int8)
-    lib.function(*_STATIC)(x.data_ptr(), q.data_ptr(), scale, offset, x.numel(), torch.get_num_threads())
+    lib.call(_STATIC, x.data_ptr(), q.data_ptr(), scale, offset, x.numel(), torch.get_num_threads())
     return q
 
 
@@ -85,15 +86,15 @@ def _linear_w8a8(
         raise ValueError(f"a weight of pack_int8 and its scales are needed, got {packed.kind}")
     x = x if isinstance(x, Rows) else checked_input(x, packed.k)
     out = lib.empty(x.shape[0], packed.n)
-    product = _FUSED_W8A8 if isinstance(x, Rows) else _W8A8
-    lib.function(*product)(
+    lib.call(
+        _FUSED_W8A8 if isinstance(x, Rows) else _W8A8,
         *addresses(x, packed.k),
         packed.data.data_ptr(),
         packed.sums.data_ptr(),
         scales.data_ptr(),
         input_scale,
         input_offset,
-        None if bias is None else bias.data_ptr(),
+        pointer(bias),
         out.data_ptr(),
         x.shape[0],
         packed.n,
@@ -124,8 +125,8 @@ def linear_w4a8(
         raise ValueError(f"groups are of a multiple of 8 columns, got {group_size}")
     x = x if isinstance(x, Rows) else checked_input(x, packed.k)
     out = lib.empty(x.shape[0], packed.n)
-    product = _FUSED_W4A8 if isinstance(x, Rows) else _W4A8
-    lib.function(*product)(
+    lib.call(
+        _FUSED_W4A8 if isinstance(x, Rows) else _W4A8,
         *addresses(x, packed.k),
         packed.data.data_ptr(),
         scale.data_ptr(),
@@ -133,7 +134,7 @@ def linear_w4a8(
         stride,
         group_size,
         groups,
-        None if bias is None else bias.data_ptr(),
+        pointer(bias),
         out.data_ptr(),
         x.shape[0],
         packed.n,
@@ -187,18 +188,19 @@ def _weight_only(
     scale, scale_stride = _by_group(scale, packed, group_size)
     zero, zero_stride = (None, 0) if zero is None else _by_group(zero, packed, group_size)
     out = lib.empty(x.shape[0], packed.n)
-    lib.function(*_WEIGHT_ONLY)(
+    lib.call(
+        _WEIGHT_ONLY,
         8 if packed.kind == "int8" else 4,
         x.data_ptr(),
         packed.data.data_ptr(),
         scale.data_ptr(),
         FLOAT_KINDS[scale.dtype],
         scale_stride,
-        None if zero is None else zero.data_ptr(),
+        pointer(zero),
         0 if zero is None else FLOAT_KINDS[zero.dtype],
         zero_stride,
         group_size,
-        None if bias is None else bias.data_ptr(),
+        pointer(bias),
         out.data_ptr(),
         x.shape[0],
         packed.n,
@@ -232,8 +234,7 @@ def embedding_int8(lib: Library, token_ids: torch.Tensor, packed: PanelWeight, s
     scales = checked_vector(scale, packed.n)
     if scales is None:
         raise ValueError("an int8 table needs one scale per row")
-    gather, threads = lib.function(*_EMBEDDING, result=INT), torch.get_num_threads()
-    data = packed.data.data_ptr()
-    if gather(ids.data_ptr(), data, scales.data_ptr(), out.data_ptr(), ids.numel(), packed.n, packed.k, threads):
+    table, threads = (packed.data.data_ptr(), scales.data_ptr()), torch.get_num_threads()
+    if lib.call(_EMBEDDING, ids.data_ptr(), *table, out.data_ptr(), ids.numel(), packed.n, packed.k, threads):
         raise IndexError(f"token ids must be in [0, {packed.n}), got {int(ids.min())} to {int(ids.max())}")
     return out
