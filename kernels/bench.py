@@ -1,4 +1,5 @@
-"""`python -m llm kernels bench`: the rates of the products here, next to PyTorch's own and to what memory gives.
+"""`python -m llm kernels bench`: the rates of the products here, next to PyTorch's own and to what memory gives, and
+what a call takes (bench_calls.py).
 
 Ours and PyTorch's alternate in the same process; the best and the median of the repetitions are shown. Few rows are
 measured over more weights than the caches hold. PyTorch's libraries choose their own instruction set: to compare with
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from llm.kernels import bench_calls
 from llm.kernels.select import KernelSet
 
 # (outputs, inputs): the feed-forward of a 0.5 B model, both ways, and a square.
@@ -58,6 +60,7 @@ def run(kernels: KernelSet, seconds: float) -> Iterator[str]:
         for rows in ROWS:
             products = dict(_products(kernels, shape, rows))
             yield from map(str, _measure(products, shape, rows, seconds))
+    yield from bench_calls.run(kernels)
 
 
 Product = tuple[int, list[Callable[[torch.Tensor], Any]]]

@@ -124,6 +124,16 @@ def test_layers_are_traced_whole(quantization: str | None) -> None:
             ]
 
 
+def test_a_layer_is_exported() -> None:
+    with open_llm(load_format="dummy") as llm:
+        norm = engine_of(llm).runner.model.model.norm
+        x = normal(0, 3, 256)
+        with torch.no_grad():
+            exported = torch.export.export(norm, (x,), strict=True)
+            assert torch.equal(exported.module()(x), norm(x))
+    assert "offline_llm.rms_norm" in str(exported.graph)
+
+
 class Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

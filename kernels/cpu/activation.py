@@ -79,11 +79,11 @@ def soft_cap(library: Library, x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def _gated(library: Library, function: int, x: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
-    if x.shape[-1] % 2:
+    *shape, both = x.shape
+    if both % 2:
         raise ValueError(f"a gated activation needs an even last dimension, got shape {list(x.shape)}.")
-    wide = as_float32(x)
-    width = wide.shape[-1] // 2
-    out = library.empty(*wide.shape[:-1], width)
+    wide, width = as_float32(x), both // 2
+    out = library.empty(*shape, width)
     first = wide.data_ptr()
     second = first + width * _FLOAT_BYTES
     gate, up = (first, second) if gate_first else (second, first)

@@ -85,7 +85,8 @@ def _linear_w8a8(
     if scales is None or packed.sums is None:
         raise ValueError(f"a weight of pack_int8 and its scales are needed, got {packed.kind}")
     x = x if isinstance(x, Rows) else checked_input(x, packed.k)
-    out = lib.empty(x.shape[0], packed.n)
+    rows = x.shape[0]
+    out = lib.empty(rows, packed.n)
     lib.call(
         _FUSED_W8A8 if isinstance(x, Rows) else _W8A8,
         *addresses(x, packed.k),
@@ -96,7 +97,7 @@ def _linear_w8a8(
         input_offset,
         pointer(bias),
         out.data_ptr(),
-        x.shape[0],
+        rows,
         packed.n,
         packed.k,
         torch.get_num_threads(),
@@ -124,7 +125,8 @@ def linear_w4a8(
     if groups > 1 and group_size % 8:
         raise ValueError(f"groups are of a multiple of 8 columns, got {group_size}")
     x = x if isinstance(x, Rows) else checked_input(x, packed.k)
-    out = lib.empty(x.shape[0], packed.n)
+    rows = x.shape[0]
+    out = lib.empty(rows, packed.n)
     lib.call(
         _FUSED_W4A8 if isinstance(x, Rows) else _W4A8,
         *addresses(x, packed.k),
@@ -136,7 +138,7 @@ def linear_w4a8(
         groups,
         pointer(bias),
         out.data_ptr(),
-        x.shape[0],
+        rows,
         packed.n,
         packed.k,
         torch.get_num_threads(),
@@ -187,7 +189,8 @@ def _weight_only(
     x, bias = checked_input(x, packed.k), checked_vector(bias, packed.n)
     scale, scale_stride = _by_group(scale, packed, group_size)
     zero, zero_stride = (None, 0) if zero is None else _by_group(zero, packed, group_size)
-    out = lib.empty(x.shape[0], packed.n)
+    rows = x.shape[0]
+    out = lib.empty(rows, packed.n)
     lib.call(
         _WEIGHT_ONLY,
         8 if packed.kind == "int8" else 4,
@@ -202,7 +205,7 @@ def _weight_only(
         group_size,
         pointer(bias),
         out.data_ptr(),
-        x.shape[0],
+        rows,
         packed.n,
         packed.k,
         torch.get_num_threads(),

@@ -39,7 +39,7 @@ def rotary_embedding(
         ValueError: not as many positions or keys as queries.
     """
     dtype = query.dtype
-    query, key = _rows(query), _rows(key)
+    (query, query_stride), (key, key_stride) = _rows(query), _rows(key)
     (tokens, width), (keys, key_width) = query.shape, key.shape
     if keys != tokens or positions.shape != (tokens,):
         raise ValueError(f"{tokens} tokens need as many positions and keys, got {list(positions.shape)}, {keys}")
@@ -54,11 +54,11 @@ def rotary_embedding(
         rotated // 2,
         is_neox_style,
         query.data_ptr(),
-        query.stride()[0],
+        query_stride,
         query_out.data_ptr(),
         width // head_size,
         key.data_ptr(),
-        key.stride()[0],
+        key_stride,
         key_out.data_ptr(),
         key_width // head_size,
         head_size,
@@ -89,7 +89,7 @@ def rotary_write_kv(
         ValueError: shapes that do not fit each other.
     """
     dtype = query.dtype
-    query, key, value = _rows(query), _rows(key), _rows(value)
+    (query, query_stride), (key, key_stride), (value, value_stride) = _rows(query), _rows(key), _rows(value)
     tokens, width = query.shape
     slots, kv_heads, cached_size = cache_sizes(key_cache)
     length, rotated = cos_sin_cache.shape
@@ -114,13 +114,13 @@ def rotary_write_kv(
         rotated // 2,
         is_neox_style,
         query.data_ptr(),
-        query.stride()[0],
+        query_stride,
         query_out.data_ptr(),
         width // head_size,
         key.data_ptr(),
-        key.stride()[0],
+        key_stride,
         value.data_ptr(),
-        value.stride()[0],
+        value_stride,
         KINDS[key_cache.dtype],
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -141,7 +141,8 @@ def _no_such_position(positions: torch.Tensor, token: int, length: int) -> Index
     return IndexError(f"positions[{token}] is {int(positions[token])}, the rotary table has {length}")
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """float32 [N, width] without gaps inside a row."""
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """float32 [N, width] without gaps inside a row, and the distance between rows."""
     x = x if x.dtype == torch.float32 else x.float()
-    return x if x.stride()[1] == 1 else x.contiguous()
+    between, inside = x.stride()
+    return (x, between) if inside == 1 else (x.contiguous(), x.shape[1])

@@ -1,0 +1,74 @@
+"""What calling an operation from Python takes: one short row, with next to nothing to compute.
+
+Part of `python -m llm kernels bench`. Beside it the same call repeated by a recorded program, without Python: the
+kernel itself, its arguments unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from llm.forward import AttentionMetadata, KVCacheSpec
+from llm.kernels.cpu.program import record
+from llm.kernels.select import KernelSet
+
+_WIDTH, _OUTPUTS = 32, 16
+_HEADS, _KV_HEADS, _HEAD_SIZE = 1, 1, 16
+_BLOCK = 16
+_CALLS = 500
+
+
+def run(kernels: KernelSet, repetitions: int = 20) -> Iterator[str]:
+    """Lines of a table; the best of the repetitions, in microseconds."""
+    yield f"{'one call, microseconds':<22}{'from Python':>12}{'replayed':>10}"
+    with torch.inference_mode():
+        for name, call in _calls(kernels):
+            line = f"{name:<22}{_best(call, repetitions):>12.2f}"
+            if kernels.library is not None:
+                with record(kernels.library) as program:
+                    call()
+                line += f"{_best(program.run, repetitions):>10.2f}"
+            yield line
+
+
+def _best(call: Callable[[], Any], repetitions: int) -> float:
+    times = []
+    for _ in range(repetitions):
+        started = perf_counter()
+        for _ in range(_CALLS):
+            call()
+        times.append(perf_counter() - started)
+    return min(times) / _CALLS * 1e6
+
+
+def _calls(kernels: KernelSet) -> Iterator[tuple[str, Callable[[], Any]]]:
+    x, weight, scale = torch.randn(1, _WIDTH), torch.randn(_WIDTH), torch.rand(_OUTPUTS)
+    floats = kernels.op("pack_float")(torch.randn(_OUTPUTS, _WIDTH))
+    integers = kernels.op("pack_int8")(torch.ones(_OUTPUTS, _WIDTH, dtype=torch.int8))
+
+    def bound(name: str, *arguments: Any, **named: Any) -> tuple[str, Callable[[], Any]]:
+        operation = kernels.op(name)
+        return name, lambda: operation(*arguments, **named)
+
+    yield bound("linear_float", x, floats)
+    yield bound("linear_w8a8_dynamic", x, integers, scale)
+    yield bound("rms_norm", x, weight, 1e-6)
+    yield bound("add_rms_norm", x, x, weight, 1e-6)
+    yield bound("silu_and_mul", x)
+    kv, size = _KV_HEADS * _HEAD_SIZE, _HEAD_SIZE
+    query, key, value = torch.randn(1, _HEADS * size + 2 * kv).split([_HEADS * size, kv, kv], dim=-1)
+    positions, slots, table = torch.tensor([1]), torch.tensor([_BLOCK + 1]), torch.randn(4, size)
+    shapes = kernels.op("kv_cache_shapes")(KVCacheSpec(_KV_HEADS, size, torch.float32), 2, _BLOCK)
+    caches = tuple(torch.zeros(shape) for shape in shapes)
+    by_head = [item.view(1, -1, size) for item in (query, key, value)]
+    yield bound("rotary_embedding", positions, query, key, table, size)
+    yield bound("write_kv_cache", *by_head[1:], *caches, slots)
+    yield bound("rotary_write_kv", positions, query, key, value, table, size, True, *caches, slots)
+    numbers = (torch.tensor(item, dtype=torch.int32) for item in ([[1]], [0, 1], [2]))
+    block_table, starts, lengths = numbers
+    step = AttentionMetadata(block_table, slots, starts, lengths, _BLOCK, [1], [2])
+    yield bound("paged_attention", by_head[0], *caches, step, scale=0.25)
