@@ -27,7 +27,7 @@ PLAIN = (
     *("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "gelu_new", "quick_gelu", "relu", "relu2"),
 )
 # The packed weight is spelled out; what follows it.
-_PACKED = "Tensor x, Tensor data, Tensor? sums, SymInt n, SymInt k, str kind"
+_PACKED = "Tensor x, Tensor data, Tensor? sums, SymInt n, SymInt k, str kind, bool rounds_input"
 PRODUCTS = {
     "linear_float": "Tensor? bias=None",
     "linear_w8a8_dynamic": "Tensor scale, Tensor? bias=None",
@@ -69,8 +69,8 @@ def _contiguous(twin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _product(kernel: Callable[..., torch.Tensor], library: Library) -> Callable[..., torch.Tensor]:
-    def product(x: Any, data: Any, sums: Any, n: int, k: int, kind: str, *rest: Any) -> torch.Tensor:
-        return kernel(x, PanelWeight(data, n, k, kind, library, sums), *rest)
+    def product(x: Any, data: Any, sums: Any, n: int, k: int, kind: str, rounds: bool, *rest: Any) -> torch.Tensor:
+        return kernel(x, PanelWeight(data, n, k, kind, library, sums, rounds_input=rounds), *rest)
 
     return product
 
@@ -86,7 +86,8 @@ def _substitute(name: str) -> None:
     if name in PRODUCTS:
 
         def traced(library: Any, x: Any, packed: Any, *rest: Any, **named: Any) -> Any:
-            return operation(x, packed.data, packed.sums, packed.n, packed.k, packed.kind, *rest, **named)
+            fields = packed.data, packed.sums, packed.n, packed.k, packed.kind, packed.rounds_input
+            return operation(x, *fields, *rest, **named)
     else:
 
         def traced(library: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[misc]

@@ -21,7 +21,7 @@ from llm.platforms import select_platform
 
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-AMX = {"amx_tile", "amx_bf16", "amx_int8"}
+AMX = {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
 ROOT = Path(__file__).resolve().parent.parent
 
 

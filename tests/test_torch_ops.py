@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,7 +64,9 @@ def arguments(name: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     kind = "float" if name == "linear_float" else "int4" if "w4" in name else "int8"
     packed: Any = kernels().op(f"pack_{kind}")(weight.clone())
     assert isinstance(packed, PackedWeight)
-    return (x, packed, *rest), (x, packed.data, packed.sums, packed.n, packed.k, packed.kind, *rest)
+    packed = replace(packed, rounds_input=kind == "float")
+    fields = packed.data, packed.sums, packed.n, packed.k, packed.kind, packed.rounds_input
+    return (x, packed, *rest), (x, *fields, *rest)
 
 
 def operation(name: str) -> Any:
