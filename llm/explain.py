@@ -22,7 +22,7 @@ from llm.plugins import plugin_of
 
 _UNQUANTIZED = "unquantized"
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
-KINDS = ("platform", "model", "model runner", "attention", "fused", "CustomOp", "PluggableLayer", "quant method")
+KINDS = ("platform", "model", "model runner", "attention", "CustomOp", "PluggableLayer", "quant method")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Part:
 
     Attributes:
         kind: one of `KINDS`.
-        name: the registered name, the kind of layer that a quant method serves, or what is fused into one kernel.
+        name: the registered name, or the kind of layer that a quant method serves.
         count: how many instances the model has.
         implementation: name of the class in use.
         runs: the method that was bound, or the quantization scheme.
@@ -97,10 +97,10 @@ def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
         for described in _describe(module):
             found.setdefault(described, []).append(path)
     is_quantized = any(kind == "quant method" and runs != _UNQUANTIZED for kind, _, _, runs, _ in found)
-    parts, products = [], _fused_products(model)
+    parts, fusers = [], _fused(model)
     for (kind, name, cls, runs, reason), paths in found.items():
         where = f"; {paths_in_short(paths)}" if is_quantized and kind == "quant method" else ""
-        into = [products[path] for path in paths if path in products]
+        into = [fusers[path] for path in paths if path in fusers]
         count = "" if len(into) == len(paths) else f"{len(into)} "
         fused = f", {count}fused into {', '.join(sorted(set(into)))}" if into else ""
         parts.append(Part(kind, name, len(paths), cls, runs, reason + where + fused))
@@ -135,15 +135,17 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
-def _fused_products(model: nn.Module) -> dict[str, str]:
-    """Path of each operation that a linear layer computes as it reads its input -> the layer's name."""
+def _fused(model: nn.Module) -> dict[str, str]:
+    """Path of each operation that something else computes along with its own -> what that is, a linear layer's name."""
     paths = {id(module): path for path, module in model.named_modules()}
-    return {
-        paths[id(getattr(block, fusion.op))]: fusion.readers(block)[-1][0]
-        for block in model.modules()
-        for fusion in fusions(block)
-        if fusion.refusal(block) is None
-    }
+    found = {}
+    for block in model.modules():
+        for fusion in fusions(block):
+            if fusion.refusal(block) is None:
+                found[paths[id(getattr(block, fusion.op))]] = fusion.readers(block)[-1][0]
+        for operation, into in getattr(block, "fused_operations", tuple)():
+            found[paths[id(operation)]] = into
+    return found
 
 
 def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:
@@ -157,8 +159,6 @@ def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:
     backend = getattr(module, "backend", None)
     if isinstance(backend, AttentionBackend):
         yield "attention", cls.__name__, type(backend).__name__, "attend", backend.reason
-    for name, kernel, reason in getattr(module, "fused_operations", tuple)():
-        yield "fused", name, cls.__name__, kernel, reason
     method = getattr(module, "quant_method", None)
     if method is not None:
         yield "quant method", cls.__name__, type(method).__name__, _scheme(method), _quant_reason(method)

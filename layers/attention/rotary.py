@@ -24,7 +24,7 @@ def rotate_and_attend(
     batch: ForwardBatch,
 ) -> torch.Tensor:
     """`attention(*rotary(batch.positions, query, key), value, batch)`, the same bits; shapes as `Attention.forward`."""
-    if batch.positions.dim() == 1 and is_fused(rotary, attention) and not is_watched((rotary, attention)):
+    if batch.positions.dim() == 1 and is_fused(rotary, attention):
         backend: PagedAttention = attention.backend  # type: ignore[assignment]
         query = backend.rotate_and_write(rotary, batch.positions, query, key, value, *attention.state(batch))
         return attention.attend(query, batch)
@@ -33,10 +33,11 @@ def rotate_and_attend(
 
 
 def is_fused(rotary: RotaryEmbedding, attention: Attention) -> bool:
-    """Whether one kernel can stand for both: neither is replaced or derived from, and `rotary` runs its own kernel."""
+    """Whether one kernel stands for both: neither is replaced, derived from or watched, `rotary` runs its kernel."""
     return (
         type(rotary) is RotaryEmbedding
         and type(attention) is Attention
         and type(attention.backend) is PagedAttention
         and rotary.binding.method == "forward_cpu"
+        and not is_watched((rotary, attention))
     )

@@ -169,10 +169,10 @@ class DecoderAttention(nn.Module):
             return self.o_proj(self.attn(query, key, value, batch))
         return self.o_proj(rotate_and_attend(self.rotary_emb, self.attn, query, key, value, batch))
 
-    def fused_operations(self) -> Iterator[tuple[str, str, str]]:
-        """(operations, the kernel that computes them together, why), for `llm.explain()`."""
+    def fused_operations(self) -> Iterator[tuple[nn.Module, str]]:
+        """(operation, what computes it too), for `llm.explain()`; beside what a `Fusion` declares."""
         if self.rotary_emb is not None and is_fused(self.rotary_emb, self.attn):
-            yield "rotary_embedding + KV cache", "rotary_write_kv", self.attn.backend.reason
+            yield self.rotary_emb, "the KV cache's kernel"
 
     def _normalise(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
         if not self.norm_per_head:
