@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -48,7 +49,7 @@ class KernelOp(CustomOp):
     def _row_operation(self, name: str, parameters: tuple[Any, ...], *arguments: Any) -> RowOperation:
         """That of the kernel `name`, made once for these parameters."""
         made = self._rows
-        if made is None or any(now is not then for now, then in zip(parameters, made.parameters, strict=True)):
+        if made is None or not all(map(operator.is_, parameters, made.parameters)):
             made = self._rows = self.kernels.op(name)(*parameters, *arguments)
         return made
 

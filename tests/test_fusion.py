@@ -264,6 +264,41 @@ def test_a_weight_that_is_replaced_later_counts(llm: LLM) -> None:
     norm.weight = kept
 
 
+def test_who_comes_later_is_seen(expected: list[Any]) -> None:
+    """What was found is looked at again when something is watched, replaced, or put back."""
+    with open_llm(quantization="w8a8") as other:
+        engine_of(other).runner.replay = None
+        assert answers(other) == expected and not any(fused(other).values())
+        mlp, seen = layer_of(other).mlp, []
+        kept, method = mlp.down_proj, mlp.down_proj.quant_method
+        handle = mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        mlp.down_proj = Wrapper(kept, seen)
+        assert answers(other) == expected
+        handle.remove()
+        mlp.down_proj = kept
+        kept.quant_method = Method(method, seen)
+        assert answers(other) == expected
+        kept.quant_method = method
+        count = len(seen)
+        assert count and all(isinstance(item, torch.Tensor) for item in seen)
+        assert answers(other) == expected and len(seen) == count
+        with torch.inference_mode():
+            assert isinstance(mlp.activated(torch.randn(3, 2 * kept.input_size)), Rows)
+            assert isinstance(layer_of(other).mlp_input(torch.randn(3, kept.output_size)), Rows)
+
+
+class Method:
+    """As adapters put a method of their own before a layer's."""
+
+    def __init__(self, base: Any, seen: list[Any]) -> None:
+        self.base = base
+        self.seen = seen
+
+    def apply(self, layer: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        self.seen.append(x)
+        return self.base.apply(layer, x, *others)
+
+
 def test_what_does_not_fit_is_computed_apart(llm: LLM) -> None:
     """Other types, more dimensions, views: as the operation alone takes them."""
     mlp = layer_of(llm).mlp

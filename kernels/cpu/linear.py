@@ -62,7 +62,7 @@ def _kind(lib: Library, packed: PanelWeight) -> int:
 
 
 def _fused_bf16(lib: Library, rows: Rows, packed: PanelWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    out = lib.empty(*rows.shape[:-1], packed.n)
+    out = lib.empty(rows.shape[0], packed.n)
     bias = checked_vector(bias, packed.n)
     lib.call(
         _FUSED_BF16,
@@ -71,7 +71,7 @@ def _fused_bf16(lib: Library, rows: Rows, packed: PanelWeight, bias: torch.Tenso
         packed.data.data_ptr(),
         pointer(bias),
         out.data_ptr(),
-        rows.shape[:-1].numel(),
+        rows.shape[0],
         packed.n,
         packed.k,
         torch.get_num_threads(),

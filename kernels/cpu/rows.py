@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,28 +39,50 @@ class _Fields(ctypes.Structure):
     _fields_ = (("form", ctypes.c_int64), ("function", ctypes.c_int64), ("norm", _Norm))
 
 
-@dataclass(frozen=True)
 class KernelRowOperation(RowOperation):
-    """`RowOperation` that kernels read at `address()`, while this lives."""
+    """`RowOperation` that kernels of `library` read at `address(k)`, while this lives."""
 
-    library: Library
-    fields: _Fields
-    _written: list[Any] = field(default_factory=list)
+    def __init__(
+        self,
+        library: Library,
+        fields: _Fields,
+        name: str,
+        run: Callable[..., Any],
+        parameters: tuple[torch.Tensor | None, ...] = (),
+    ) -> None:
+        is_gated = fields.form in (_GATE_FIRST, _GATE_SECOND)
+        super().__init__(name, 2 if is_gated else 1, run, parameters, adds=fields.form == _NORM)
+        self._library = library
+        self._fields = fields
+        self._address = ctypes.addressof(fields)
+        self._written: list[Any] = []
 
-    def rows(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Rows:
-        return Rows(self, x, residual, None if residual is None else self.library.empty_like(x))
+    def empty_like(self, x: torch.Tensor) -> torch.Tensor:
+        return self._library.empty_like(x)
 
-    def address(self) -> int:
-        """Where the fields are, with the parameters where they are now: their `data` may have been replaced."""
-        now = [None if item is None else (item.data_ptr(), item.dtype) for item in self.parameters]
+    def address(self, k: int) -> int:
+        """Where the fields are, for rows of `k` columns; with the parameters where they are now.
+
+        Raises ValueError for parameters of another size, or of two types.
+        """
+        now: list[Any] = [k]
+        for item in self.parameters:
+            if item is not None:
+                now += (item.data_ptr(), item.dtype)
         if now != self._written:
-            weight, bias = (*self.parameters, None)[:2]
-            if weight is not None and bias is not None and weight.dtype != bias.dtype:
-                raise ValueError(f"weight and bias differ: {weight.dtype}, {bias.dtype}")
-            self.fields.norm.weight, self.fields.norm.bias = pointer(weight), pointer(bias)
-            self.fields.norm.parameter_kind = 0 if weight is None else KINDS[weight.dtype]
-            self._written[:] = now
-        return ctypes.addressof(self.fields)
+            self._write(k)
+            self._written = now
+        return self._address
+
+    def _write(self, k: int) -> None:
+        fields, given = self._fields.norm, [item for item in self.parameters if item is not None]
+        if fields.variance_size > k:
+            raise ValueError(f"variance_size must be from 1 to {k}, got {fields.variance_size}")
+        if any(item.shape != (k,) for item in given) or len({item.dtype for item in given}) > 1:
+            found = ", ".join(f"{item.dtype} {list(item.shape)}" for item in given)
+            raise ValueError(f"the parameters of a norm of {k} channels are of one type and [{k}], got {found}")
+        fields.weight, fields.bias = (pointer(item) for item in (*self.parameters, None, None)[:2])
+        fields.parameter_kind = KINDS[given[0].dtype] if given else 0
 
 
 def rms_norm_rows(
@@ -78,7 +100,7 @@ def rms_norm_rows(
         return norm.add_rms_norm(library, x, residual, weight, eps, variance_size, weight_offset)
 
     fields = _Fields(form=_NORM, norm=_Norm(0, 0, None, None, variance_size or 0, weight_offset, eps))
-    return KernelRowOperation("rms_norm", 1, run, (weight,), library, fields)
+    return KernelRowOperation(library, fields, "rms_norm", run, (weight,))
 
 
 def layer_norm_rows(library: Library, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> RowOperation:
@@ -90,7 +112,7 @@ def layer_norm_rows(library: Library, weight: torch.Tensor, bias: torch.Tensor, 
         return norm.add_layer_norm(library, x, residual, weight, bias, eps)
 
     fields = _Fields(form=_NORM, norm=_Norm(1, 0, None, None, 0, 0.0, eps))
-    return KernelRowOperation("layer_norm", 1, run, (weight, bias), library, fields)
+    return KernelRowOperation(library, fields, "layer_norm", run, (weight, bias))
 
 
 def activation_rows(library: Library, name: str, *arguments: Any) -> RowOperation:
@@ -98,7 +120,7 @@ def activation_rows(library: Library, name: str, *arguments: Any) -> RowOperatio
     form = _FORMS.get(name, _ACTIVATION)
     fields = _Fields(form=form, function=activation.number(name, *arguments))
     run = functools.partial(getattr(activation, name), library)
-    return KernelRowOperation(name, 1 if form == _ACTIVATION else 2, lambda x: run(x, *arguments), (), library, fields)
+    return KernelRowOperation(library, fields, name, lambda x: run(x, *arguments))
 
 
 def addresses(given: torch.Tensor | Rows, k: int) -> tuple[int, ...]:
@@ -108,25 +130,9 @@ def addresses(given: torch.Tensor | Rows, k: int) -> tuple[int, ...]:
     """
     if not isinstance(given, Rows):
         return (given.data_ptr(),)
-    operation, x, residual, total = given.operation, given.x, given.residual, given.total
+    operation = given.operation
     if not isinstance(operation, KernelRowOperation):
         raise ValueError(f"{operation.name} was made for PyTorch, not for the CPU kernels")
-    _check(x, (*x.shape[:-1], k * operation.width))
-    if (residual is None) != (total is None):
-        raise ValueError("a residual needs a total to be written to, and a total a residual")
-    if residual is not None and total is not None:
-        if operation.fields.form != _NORM:
-            raise ValueError(f"{operation.name} adds no residual")
-        _check(residual, x.shape)
-        _check(total, x.shape)
-    if operation.fields.norm.variance_size > k:
-        raise ValueError(f"variance_size must be from 1 to {k}, got {operation.fields.norm.variance_size}")
-    for parameter in operation.parameters:
-        if parameter is not None and parameter.shape != (k,):
-            raise ValueError(f"a parameter of the norm has shape {list(parameter.shape)}, the product {k} columns")
-    return operation.address(), x.data_ptr(), pointer(residual), pointer(total)
-
-
-def _check(x: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if x.dtype != torch.float32 or not x.is_contiguous() or x.shape != shape:
-        raise ValueError(f"contiguous float32 {list(shape)} is needed, got {x.dtype} {list(x.shape)}")
+    if given.shape[1] != k or given.x.shape[1] != k * operation.width:
+        raise ValueError(f"the product takes {k} columns, {operation.name} gives {given.shape[1]}")
+    return operation.address(k), given.x.data_ptr(), pointer(given.residual), pointer(given.total)

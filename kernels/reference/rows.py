@@ -18,45 +18,62 @@ from llm.kernels.reference import activation, norm
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RowOperation:
     """What computes rows [M, K].
 
     Attributes:
         name: of the operation.
         width: x has this many times K columns: 2 of a gated activation, else 1.
-        run: (x) -> rows; of a norm also (x, residual) -> (rows of the sum, x + residual).
+        run: (x) -> rows; where it `adds`, also (x, residual) -> (rows of the sum, x + residual).
         parameters: of a norm, its weight and bias, [K] or None each.
+        adds: whether it takes a residual, as norms do.
     """
 
     name: str
     width: int
     run: Callable[..., Any]
-    parameters: tuple[torch.Tensor | None, ...]
+    parameters: tuple[torch.Tensor | None, ...] = ()
+    adds: bool = False
 
-    def rows(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Rows:
-        """Those of x, with memory for the sum where there is a residual."""
-        return Rows(self, x, residual, None if residual is None else torch.empty_like(x))
+    def empty_like(self, x: torch.Tensor) -> torch.Tensor:
+        """Memory for the sum of x and a residual."""
+        return torch.empty_like(x)
 
 
-@dataclass(frozen=True)
 class Rows:
     """float32 rows [M, K], computed by whoever reads them; each is read once.
 
-    Attributes:
+    Args:
+        operation: computes them.
         x: float32 [M, K * operation.width], contiguous.
-        residual: of the shape of x, added to it first; None: nothing is.
-        total: x + residual is written there when the rows are read; None without a residual.
+        residual: of the shape and type of x, added to it first; None: nothing is.
+
+    Attributes:
+        shape: [M, K].
+        total: x + residual, written when the rows are read; None without a residual.
+
+    Raises:
+        ValueError: tensors of other types, shapes or layouts, or a residual for an operation that takes none.
     """
 
-    operation: RowOperation
-    x: torch.Tensor
-    residual: torch.Tensor | None = None
-    total: torch.Tensor | None = None
+    __slots__ = ("operation", "residual", "shape", "total", "x")
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.x.shape[:-1], self.x.shape[-1] // self.operation.width))
+    def __init__(self, operation: RowOperation, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        self.operation, self.x, self.residual = operation, x, residual
+        if x.dtype is not torch.float32 or x.dim() != 2 or not x.is_contiguous():
+            raise ValueError(f"rows are computed from contiguous float32 [M, K], got {x.dtype} {list(x.shape)}")
+        self.total: torch.Tensor | None = None
+        self.shape = x.shape
+        if operation.width > 1:
+            self.shape = torch.Size((x.shape[0], x.shape[1] // operation.width))
+        if residual is not None:
+            is_alike = residual.dtype is torch.float32 and residual.shape == x.shape and residual.is_contiguous()
+            if not is_alike or not operation.adds:
+                raise ValueError(
+                    f"{operation.name} of {list(x.shape)} cannot add {residual.dtype} {list(residual.shape)}"
+                )
+            self.total = operation.empty_like(x)
 
     def compute(self) -> torch.Tensor:
         """The rows as a tensor."""
@@ -108,7 +125,7 @@ def rms_norm_rows(
             return norm.rms_norm(x, weight, eps, variance_size, weight_offset)
         return norm.add_rms_norm(x, residual, weight, eps, variance_size, weight_offset)
 
-    return RowOperation("rms_norm", 1, run, (weight,))
+    return RowOperation("rms_norm", 1, run, (weight,), adds=True)
 
 
 def layer_norm_rows(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> RowOperation:
@@ -119,10 +136,10 @@ def layer_norm_rows(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Row
             return norm.layer_norm(x, weight, bias, eps)
         return norm.add_layer_norm(x, residual, weight, bias, eps)
 
-    return RowOperation("layer_norm", 1, run, (weight, bias))
+    return RowOperation("layer_norm", 1, run, (weight, bias), adds=True)
 
 
 def activation_rows(name: str, *arguments: Any) -> RowOperation:
     """The activation `name` of `kernels/reference/activation.py`, and what it takes after x: "gelu_and_mul", "tanh"."""
     function = getattr(activation, name)
-    return RowOperation(name, 2 if "_and_" in name else 1, lambda x: function(x, *arguments), ())
+    return RowOperation(name, 2 if "_and_" in name else 1, lambda x: function(x, *arguments))

@@ -81,7 +81,9 @@ class IntegerMethod(EmbeddingMethodBase):
 
     @takes_rows
     def apply(self, layer: Any, x: torch.Tensor | Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = x if isinstance(x, Rows) else x.reshape(-1, x.shape[-1])
+        if isinstance(x, Rows):
+            return self._multiply(layer, x, bias)
+        rows = x.reshape(-1, x.shape[-1])
         return self._multiply(layer, rows, bias).view(*x.shape[:-1], layer.packed_weight.n)
 
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
