@@ -29,7 +29,7 @@ constexpr int64_t TILE_PANELS = 4;      // panels that share a load of the opera
 constexpr int64_t BLOCK_STEPS = 32;     // of k, and
 constexpr int64_t BLOCK_TILES = 8;      // row tiles: so many operands stay in the second-level cache
 constexpr int64_t MOST_GROUPS = 8;      // groups of panels in a task
-constexpr int64_t TILE_AHEAD = 4096;    // bytes of a panel
+constexpr int64_t TILE_AHEAD = 2048;    // bytes of a panel
 
 // What a tile instruction reads, AddressSanitizer sees only when it is read once more.
 LLM_INLINE void touch(const char* from, int64_t lines, int64_t stride) {
@@ -77,20 +77,20 @@ class TileShapes {
     TileShapes& operator=(const TileShapes&) = delete;
 };
 
-// What the steps of a block bring into the caches while they multiply: `lines` a step of each of the panels that `weights`
-// and `stride` say.
+// What the steps of a block bring into the caches while they multiply: of each panel, `lines` a step from `weights` on, and
+// `skip` bytes further from step `turn` on.
 struct Meanwhile {
     const char* weights;
-    int64_t stride, lines;
+    int64_t stride, lines;  // from panel to panel
+    int64_t turn, skip;
 
-    template <int PANELS> LLM_INLINE void fetch(int64_t step) const {
-        const char* at = weights + step * lines * LINE;
-        for (int64_t line = 0; line < lines; ++line, at += LINE)
-            LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch_far(at + c * stride);
+    LLM_INLINE void fetch(int64_t step, int64_t panel) const {
+        const char* at = weights + panel * stride + step * lines * LINE + (step < turn ? 0 : skip);
+        for (int64_t line = 0; line < lines; ++line) prefetch(at + line * LINE);
     }
-    Meanwhile from_panel(int64_t c) const { return {weights + c * stride, stride, lines}; }
+    Meanwhile from_panel(int64_t c) const { return {weights + c * stride, stride, lines, turn, skip}; }
 };
-inline constexpr Meanwhile NOTHING{nullptr, 0, 0};
+inline constexpr Meanwhile NOTHING{nullptr, 0, 0, 0, 0};
 
 // What activations become: int8, three bfloat16 that hold them whole, or the nearest bfloat16.
 enum Form { INT8, BF16_PARTS, BF16_ROUNDED };
@@ -103,6 +103,7 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
 #define LLM_TILE_PANEL(panel)                                                                                     \
     if constexpr (PANELS > panel) {                                                                               \
         const char* at = b + panel * panel_bytes;                                                                 \
+        meanwhile.fetch(step, panel);                                                                             \
         touch(at, TILE_LINES, LINE);                                                                              \
         LLM_TILE_LOAD(7, at, LINE);                                                                               \
         if constexpr (FORM == INT8) LLM_TILE_DOT_INT8(panel, 4, 7);                                               \
@@ -113,7 +114,6 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
         }                                                                                                         \
     }
     for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, b += TILE_BYTES) {
-        meanwhile.fetch<PANELS>(step);
         touch(a, PARTS * a_tile / LINE, LINE);
         LLM_TILE_LOAD(4, a, LINE);
         if constexpr (PARTS == 3) {
@@ -134,7 +134,7 @@ LLM_INLINE void add_pair_steps(const char* a, int64_t a_tile, const char* second
                                int64_t panel_bytes, int64_t steps, const Meanwhile& meanwhile) {
     constexpr int PARTS = parts_of(FORM);
     for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, second += PARTS * second_tile, b += TILE_BYTES) {
-        meanwhile.fetch<2>(step);
+        meanwhile.fetch(step, 0), meanwhile.fetch(step, 1);
         touch(b, TILE_LINES, LINE), touch(b + panel_bytes, TILE_LINES, LINE);
         touch(a, PARTS * a_tile / LINE, LINE), touch(second, PARTS * second_tile / LINE, LINE);
         LLM_TILE_LOAD(6, b, LINE);
@@ -325,9 +325,11 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, bool
                 // Few rows wait for memory: they fetch what their own panels hold a little later. More have the time to fetch
                 // what comes next, every row tile its part.
                 const auto meanwhile = [&](int64_t tile) {
-                    if (Panels::IN_PLACE && tiles <= 2) return Meanwhile{steps.data + TILE_AHEAD, steps.stride, TILE_LINES};
+                    constexpr int64_t ahead = TILE_AHEAD / TILE_BYTES;
+                    if (Panels::IN_PLACE && tiles <= 2)
+                        return Meanwhile{steps.data + TILE_AHEAD, steps.stride, TILE_LINES, steps.whole - ahead, (wide - 1) * steps.stride};
                     const int64_t part = ceil_div(after.lines, tiles);
-                    return Meanwhile{after.data + tile * part * LINE, after.stride, ceil_div(part, steps.whole > 0 ? steps.whole : 1)};
+                    return Meanwhile{after.data + tile * part * LINE, after.stride, ceil_div(part, steps.whole > 0 ? steps.whole : 1), steps.whole, 0};
                 };
                 char* const kept_sums = scratch + (group - begin) * tiles * tile_bytes;
                 char* const all_sums = grouped ? scratch + kept : kept_sums;
