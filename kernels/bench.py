@@ -2,7 +2,8 @@
 what a call takes (bench_calls.py).
 
 Ours and PyTorch's alternate in the same process; the best and the median of the repetitions are shown. Few rows are
-measured over more weights than the caches hold. PyTorch's libraries choose their own instruction set: to compare with
+measured over more weights than the caches hold, ours as decoding runs them: recorded, and repeated without Python in
+between (program.py). PyTorch's libraries choose their own instruction set: to compare with
 LLM_CPU_ISA=avx2, also set MKL_ENABLE_INSTRUCTIONS=AVX2 and FBGEMM_ENABLE_INSTRUCTIONS=AVX2.
 """
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from llm.kernels import bench_calls
+from llm.kernels.cpu.program import record
 from llm.kernels.select import KernelSet
 
 # (outputs, inputs): the feed-forward of a 0.5 B model, both ways, and a square.
@@ -59,11 +61,12 @@ def run(kernels: KernelSet, seconds: float) -> Iterator[str]:
     for shape in SHAPES:
         for rows in ROWS:
             products = dict(_products(kernels, shape, rows))
-            yield from map(str, _measure(products, shape, rows, seconds))
+            yield from map(str, _measure(kernels, products, shape, rows, seconds))
     yield from bench_calls.run(kernels)
 
 
-Product = tuple[int, list[Callable[[torch.Tensor], Any]]]
+Calls = list[Callable[[torch.Tensor], Any]]
+Product = tuple[int, Calls]
 
 
 def _products(kernels: KernelSet, shape: tuple[int, int], rows: int) -> Iterator[tuple[str, Product]]:
@@ -119,28 +122,40 @@ def _torch_int8(n: int, k: int) -> Any:
         return torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, dtype=torch.qint8)
 
 
-def _measure(products: dict[str, Product], shape: tuple[int, int], rows: int, seconds: float) -> Iterator[Line]:
+def _measure(
+    kernels: KernelSet, products: dict[str, Product], shape: tuple[int, int], rows: int, seconds: float
+) -> Iterator[Line]:
     x = torch.randn(rows, shape[1])
     times: dict[str, list[float]] = {name: [] for name in products}
-    end = perf_counter() + seconds * len(products)
     with torch.inference_mode():
+        passes = {name: _all_of(kernels, name, calls, x) for name, (_, calls) in products.items()}
+        end = perf_counter() + seconds * len(products)
         while perf_counter() < end or len(next(iter(times.values()))) < 3:
-            for name, (_, calls) in products.items():
-                times[name].append(_time(calls, x))
+            for name, run_all in passes.items():
+                times[name].append(_time(run_all))
     for name, (nbytes, calls) in products.items():
         operations = 2 * rows * shape[0] * shape[1] * len(calls)
         best, middle = min(times[name]), median(times[name])
         yield Line(name, rows, shape, operations / best, operations / middle, nbytes * len(calls) / best)
 
 
-def _time(calls: list[Callable[[torch.Tensor], Any]], x: torch.Tensor) -> float:
+def _all_of(kernels: KernelSet, name: str, calls: Calls, x: torch.Tensor) -> Callable[[], Any]:
+    """A function that makes all of `calls` once."""
+    if len(x) > _FEW_ROWS or kernels.library is None or name.startswith("torch"):
+        return lambda: [call(x) for call in calls]
+    with record(kernels.library) as program:
+        for call in calls:
+            call(x)
+    return program.run
+
+
+def _time(function: Callable[[], Any]) -> float:
     started = perf_counter()
-    for call in calls:
-        call(x)
+    function()
     return perf_counter() - started
 
 
 def _read_rate() -> float:
     """Bytes per second of a float32 matrix times a vector, at best."""
     matrix, vector = torch.ones(_READ_BYTES // (4 * 4096), 4096), torch.ones(4096)
-    return matrix.nbytes / min(_time([lambda x: torch.mv(matrix, x)], vector) for _ in range(10))
+    return matrix.nbytes / min(_time(lambda: torch.mv(matrix, vector)) for _ in range(10))
