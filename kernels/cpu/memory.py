@@ -41,8 +41,8 @@ class Pool:
         self._prepare = prepare
         self.made = 0
         self._free: list[np.ndarray] = []
-        # A block may come back in any thread, and in the midst of anything.
-        self._lock = threading.RLock()
+        # Blocks come back in any thread, in the midst of anything: that is an append alone. The rest waits in turn.
+        self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor."""
@@ -53,21 +53,23 @@ class Pool:
         block = self._take(-(-self._sizes(max(1, nbytes)) // _LINE) * _LINE)
         # The tensor's storage holds this view; when the last tensor on it goes, the block is free.
         view = block[:]
-        weakref.finalize(view, self._give_back, block).atexit = False
+        weakref.finalize(view, self._free.append, block).atexit = False
         return torch.from_numpy(view)[:nbytes].view(dtype).view(shape)
 
     def clear(self) -> None:
         """Let go of what nobody uses."""
         with self._lock:
-            self._free.clear()
+            del self._free[:]
 
     @property
     def free_bytes(self) -> int:
+        """What waits to be used again."""
         with self._lock:
-            return sum(block.nbytes for block in self._free)
+            return self._trim()
 
     def _take(self, size: int) -> np.ndarray:
         with self._lock:
+            self._trim()
             for index in range(len(self._free) - 1, -1, -1):
                 if self._free[index].nbytes == size:
                     return self._free.pop(index)
@@ -80,11 +82,12 @@ class Pool:
             self._prepare(block.ctypes.data, size)
         return block
 
-    def _give_back(self, block: np.ndarray) -> None:
-        with self._lock:
-            self._free.append(block)
-            while self.free_bytes > self._most_free:
-                del self._free[0]
+    def _trim(self) -> int:
+        """Let go of the oldest until the rest is not too much; how much that is."""
+        left = sum(block.nbytes for block in list(self._free))
+        while left > self._most_free:
+            left -= self._free.pop(0).nbytes
+        return left
 
 
 def eighths(nbytes: int) -> int:
