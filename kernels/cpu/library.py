@@ -28,7 +28,7 @@ _OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 
 # Elements of a result from which on its memory is kept, and how many bytes are.
 _POOLED = 1 << 18
-_MOST_FREE = 256 << 20
+_MOST_FREE = 32 << 20
 
 POINTER = ctypes.c_void_p  # None or 0: null
 INT = ctypes.c_int64

@@ -22,7 +22,8 @@ class Pool:
     """Blocks of memory that tensors are made on; a block is free again when the last tensor on it is gone.
 
     Args:
-        most_free: bytes to keep for later; the block that has waited longest goes first.
+        most_free: bytes to keep for later, or twice the largest block where that is more; the block that has waited
+            longest goes first.
         sizes: a block's size for a number of bytes. Coarser sizes fit more often.
         prepare: called with the address and size of a new block of a large page and more.
 
@@ -40,6 +41,7 @@ class Pool:
         self._sizes = sizes
         self._prepare = prepare
         self.made = 0
+        self._largest = 0
         self._free: list[np.ndarray] = []
         # Blocks come back in any thread, in the midst of anything: that is an append alone. The rest waits in turn.
         self._lock = threading.Lock()
@@ -69,6 +71,7 @@ class Pool:
 
     def _take(self, size: int) -> np.ndarray:
         with self._lock:
+            self._largest = max(self._largest, size)
             self._trim()
             for index in range(len(self._free) - 1, -1, -1):
                 if self._free[index].nbytes == size:
@@ -85,7 +88,7 @@ class Pool:
     def _trim(self) -> int:
         """Let go of the oldest until the rest is not too much; how much that is."""
         left = sum(block.nbytes for block in list(self._free))
-        while left > self._most_free:
+        while left > max(self._most_free, 2 * self._largest):
             left -= self._free.pop(0).nbytes
         return left
 
