@@ -410,6 +410,20 @@ def test_quantized_activations_are_the_twins(lib: library.Library, k: int) -> No
         assert same(quantized.quantize_static(lib, x, scale, offset), reference.quantize_static(x, scale, offset))
 
 
+def test_quotients_are_those_of_a_division(lib: library.Library) -> None:
+    """Halves of a row's scale, and their neighbours, of all magnitudes: what a product with 1 / scale rounds differently."""
+    exponents = torch.tensor([-149, -140, -126, -100, -61, -60, -59, -20, 0, 20, 59, 60, 61, 100, 120]).repeat(20)
+    most = (1 + torch.rand(len(exponents), 1)) * 2.0 ** exponents.float()[:, None]
+    scale = most / 127
+    x = (torch.arange(-126, 126) + 0.5) * scale
+    nearby = [x, *(torch.nextafter(x, x + sign * most) for sign in (-1, 1))]
+    x = torch.cat([most, *nearby], dim=1)
+    q, scales = quantized.quantize_per_token(lib, x)
+    expected, _ = reference.quantize_per_token(x)
+    assert same(scales, scale[:, 0]) and same(q, expected)
+    assert not same((x * (1 / scale)).round().clamp(-128, 127).nan_to_num().to(torch.int8), expected)
+
+
 def test_a_row_that_is_not_finite_says_so(lib: library.Library) -> None:
     x, held = torch.randn(3, 20), packed.pack_int8(lib, random_int8(17, 20))
     clean = quantized.linear_w8a8_dynamic(lib, x, held, torch.ones(17))

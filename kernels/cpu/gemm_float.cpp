@@ -147,8 +147,7 @@ void tile_linear_bf16(const RowSource& x, const BF16* weight, const float* bias,
                 else split(low, high, line, line + part, line + 2 * part);
             });
         });
-        const auto done = [&](int64_t tile, int64_t panel, int64_t wide, int64_t first, const char* sums, char*) {
-            if (first + a.block < a.steps) return;
+        const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
             for (int64_t c = 0; c < wide; ++c) {
                 const int64_t column = (panel + c) * LANES, columns = n - column;
                 const F32 add = bias ? load_part(bias + column, columns) : zero();
@@ -158,7 +157,7 @@ void tile_linear_bf16(const RowSource& x, const BF16* weight, const float* bias,
                 }
             }
         };
-        multiply_tiles<FORM>(a, panels, ceil_div(n, LANES), false, threads, done);
+        multiply_tiles<FORM>(a, panels, ceil_div(n, LANES), threads, done);
     });
 }
 

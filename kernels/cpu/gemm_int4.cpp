@@ -254,22 +254,20 @@ __attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, con
 
 #endif
 
-// sums [ROWS][PANELS][16] -> y
-template <int ROWS, int PANELS> LLM_INLINE void finish(const Product& p, int64_t row, int64_t panel, const float* sums) {
-    for (int c = 0; c < PANELS; ++c) {
-        const int64_t column = (panel + c) * LANES, columns = p.n - column;
-        const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
-        for (int r = 0; r < ROWS; ++r) {
-            const F32 product = load(sums + (r * PANELS + c) * LANES) * set1(p.row_scale[row + r]);
-            store_part(p.y + (row + r) * p.n + column, p.bias ? product + bias : product, columns);
-        }
+// y = sums * row scale (+ bias) for a panel and `rows` rows, whose sums are `stride` floats apart.
+LLM_INLINE void finish(const Product& p, int64_t row, int64_t rows, int64_t panel, const float* sums, int64_t stride) {
+    const int64_t column = panel * LANES, columns = p.n - column;
+    const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
+    for (int64_t r = 0; r < rows; ++r) {
+        const F32 product = load(sums + r * stride) * set1(p.row_scale[row + r]);
+        store_part(p.y + (row + r) * p.n + column, p.bias ? product + bias : product, columns);
     }
 }
 
 template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
     alignas(64) float sums[ROWS * PANELS * LANES] = {};
     add_groups<ROWS, PANELS>(p, p.a + row * p.padded_k, p.start + row * p.groups, panel, sums);
-    finish<ROWS, PANELS>(p, row, panel, sums);
+    for (int c = 0; c < PANELS; ++c) finish(p, row, ROWS, panel + c, sums + c * LANES, PANELS * LANES);
 }
 
 template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
@@ -284,7 +282,7 @@ template <int ROWS> void opened_tiles(const Product& p, int64_t row, int64_t pan
     for (; panel < end; ++panel, opened += p.steps() * OPENED_STEP) {
         alignas(64) float sums[ROWS * LANES] = {};
         add_groups<ROWS, 1, true>(p, p.a + row * p.padded_k, p.start + row * p.groups, panel, sums, opened);
-        finish<ROWS, 1>(p, row, panel, sums);
+        finish(p, row, ROWS, panel, sums, LANES);
     }
 }
 #endif
@@ -313,13 +311,13 @@ void run_tiles(const Product& p, const Tasks& tasks) {
 // One row of a tile of `rows`, as [k / 8][rows][8] and [groups][rows]; returns its scale.
 LLM_INLINE float quantize_row(const float* x, int64_t k, const Product& p, int64_t rows, int8_t* out, int32_t* start) {
     const float scale = row_scale(x, k);
-    const F32 divisor = set1(row_divisor(scale));
+    const Quantizer quantize(scale);
     for (int64_t group = 0, s = 0; group < p.groups; ++group) {
         const int64_t end = Tasks::least(p.steps(), (group + 1) * p.group_steps) * STEP;
         I32 sums = set1_i(0);
         for (int64_t i = s * STEP; i < end; i += LANES) {
             alignas(16) int8_t q[LANES];
-            const I32 values = quantize(x + i, Tasks::least(k, end) - i, divisor, zero());
+            const I32 values = quantize(load_part(x + i, Tasks::least(k, end) - i));
             sums = sums + values;
             store_int8(q, values);
             for (int64_t j = 0; j < Tasks::least(LANES, end - i); j += STEP, ++s) std::memcpy(out + s * rows * STEP, q + j, STEP);
@@ -336,9 +334,14 @@ LLM_INLINE uint8_t both_nibbles(const int8_t* row, int64_t at, int64_t k) {
 
 #if LLM_TILES
 
-// From so many rows on, matrix tiles are faster; the sums are the same.
-constexpr int64_t TILES_FROM = 17;
-constexpr int64_t TILE_K = 64;  // k of a step of tiles
+constexpr int64_t TILE_K = 64;         // k of a step of tiles
+constexpr int64_t GROUPED_STEPS = 16;  // in groups, so many steps of an opened panel stay in the first-level cache
+
+// Whether matrix tiles are faster; the sums are the same.
+bool uses_tiles(int64_t m, int64_t groups, int64_t group_size) {
+    if (groups <= 1 || group_size % TILE_K == 0) return m >= 17;
+    return group_size % (TILE_K / 2) == 0 && m >= 25;
+}
 
 // Panels that are opened, a block of steps at a time, into int8: a line of nibbles becomes two lines of a tile.
 struct NibblePanels {
@@ -369,34 +372,102 @@ struct NibblePanels {
     }
 };
 
-void tile_linear_w4a8(const Product& p, const RowSource& x, float* row_scales, int64_t threads) {
+// One group: the sums are exact to the end of k.
+void multiply_channels(const Product& p, const TileOperands& a, int64_t from, int64_t threads) {
     const NibblePanels panels{p.weight, p.steps()};
-    const bool grouped = p.groups > 1;
-    const int64_t block = grouped ? p.group_steps * STEP / TILE_K : BLOCK_STEPS;
-    for_row_blocks(p.m, panels.steps(), 1, block, [&](const TileOperands& a, int64_t from) {
-        quantize_operands(a, x, from, 0.0f, 0, row_scales + from, threads);
-        const auto done = [&](int64_t tile, int64_t panel, int64_t wide, int64_t first, const char* sums, char* more) {
-            const bool last = first + block >= a.steps;
-            if (!grouped && !last) return;
-            for (int64_t c = 0; c < wide; ++c) {
-                const int64_t column = (panel + c) * LANES, columns = p.n - column;
-                const F32 scale = p.group_scale(first / block * grouped, column);
-                const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
-                for (int64_t r = 0; r < a.tile_rows(tile); ++r) {
-                    const int64_t at = (r * TILE_PANELS + c) * LINE, row = from + tile * TILE_LINES + r;
-                    float* so_far = reinterpret_cast<float*>(more + at);
-                    const F32 before = grouped && first ? load(so_far) : zero();
-                    const F32 sum = fma(to_float(load_i(reinterpret_cast<const int32_t*>(sums + at))), scale, before);
-                    if (!last) {
-                        store(so_far, sum);
-                        continue;
-                    }
-                    const F32 product = sum * set1(row_scales[row]);
-                    store_part(p.y + row * p.n + column, p.bias ? product + bias : product, columns);
-                }
+    multiply_tiles<INT8>(a, panels, ceil_div(p.n, LANES), threads, [&](int64_t tile, int64_t panel, int64_t wide, char* sums) {
+        const int64_t stride = TILE_PANELS * LANES;
+        for (int64_t c = 0; c < wide; ++c) {
+            const F32 scale = p.group_scale(0, (panel + c) * LANES);
+            float* at = reinterpret_cast<float*>(sums) + c * LANES;
+            for (int64_t r = 0; r < a.tile_rows(tile); ++r) {
+                const I32 exact = load_i(reinterpret_cast<const int32_t*>(at + r * stride));
+                store(at + r * stride, fma(to_float(exact), scale, zero()));
             }
-        };
-        multiply_tiles<INT8>(a, panels, ceil_div(p.n, LANES), grouped, threads, done);
+            finish(p, from + tile * TILE_LINES, a.tile_rows(tile), panel + c, at, stride);
+        }
+    });
+}
+
+// Groups: one row tile and one panel at a time, so that the groups' sums so far, [16][16], stay in registers. A group's exact
+// sums leave the tiles at once. An instruction takes `depth` of k, 64 or, for groups of an odd multiple of 32, half a line.
+struct GroupTiles {
+    const Product& p;
+    const TileOperands& a;
+    int64_t depth;
+
+    // Steps of k in a block, which holds whole groups.
+    static int64_t block_steps(int64_t group_size) {
+        const int64_t unit = group_size % TILE_K ? group_size / (TILE_K / 2) : group_size / TILE_K;
+        return unit < GROUPED_STEPS ? GROUPED_STEPS / unit * unit : unit;
+    }
+
+    // Adds the groups of the block of steps from `first` on to `total`, a part of `meanwhile` fetched at each.
+    void add(TileShapes& shapes, int64_t tile, int64_t first, int64_t panel, const char* opened, float* total,
+             const Meanwhile& meanwhile) const {
+        alignas(64) int32_t sums[TILE_LINES * LANES] = {};
+        F32 so_far[TILE_LINES];
+        LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = load(total + r * LANES);
+        shapes.set(a.tile_rows(tile), 0, depth);
+        const char* operands = a.at(tile, first);
+        const int64_t operand = a.tile_rows(tile) * LINE, of_group = p.group_steps * STEP / depth;
+        const int64_t end = Tasks::least(a.block_steps(first) * TILE_K, p.padded_k - first * TILE_K + depth - 1) / depth;
+        int64_t group = first * TILE_K / (p.group_steps * STEP);
+        for (int64_t dot = 0, turn = 0; dot < end; ++group, ++turn) {
+            meanwhile.fetch(turn, 0);
+            LLM_TILE_ZERO(0);
+            for (const int64_t last = Tasks::least(end, dot + of_group); dot < last; ++dot) {
+                const char *at = operands + dot * depth / TILE_K * operand + dot * depth % TILE_K, *b = opened + dot * depth * LANES;
+                touch(at, 1, LINE), touch(b, depth / 4, LINE);
+                LLM_TILE_LOAD(4, at, LINE);
+                LLM_TILE_LOAD(7, b, LINE);
+                LLM_TILE_DOT_INT8(0, 4, 7);
+            }
+            LLM_TILE_STORE(0, sums, LINE);
+            const F32 scale = p.group_scale(group, panel * LANES);
+            LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = fma(to_float(load_i(sums + r * LANES)), scale, so_far[r]);
+        }
+        LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) store(total + r * LANES, so_far[r]);
+    }
+
+    void multiply(int64_t from, int64_t threads) const {
+        const NibblePanels weights{p.weight, p.steps()};
+        const int64_t panels = ceil_div(p.n, LANES), tiles = a.tiles(), tile_floats = TILE_LINES * LANES;
+        const int64_t share = ceil_div(panels, threads * ceil_div(panels, threads * MOST_GROUPS * TILE_PANELS));
+        const int64_t kept = share * tiles * tile_floats * sizeof(float);
+        parallel_for(ceil_div(panels, share), threads, kept + a.block * TILE_BYTES, [&](int64_t task, char* scratch) {
+            TileShapes shapes;
+            float* totals = reinterpret_cast<float*>(scratch);
+            std::memset(totals, 0, kept);
+            const int64_t begin = task * share, end = Tasks::least(panels, begin + share);
+            for (int64_t first = 0; first < a.steps; first += a.block)
+                for (int64_t panel = begin; panel < end; ++panel) {
+                    const TileSteps opened = weights.open(panel, 1, first, a.block_steps(first), scratch + kept);
+                    // Every row tile fetches its part of what this thread opens next.
+                    const bool is_last = panel + 1 == end;
+                    const int64_t then = is_last ? first + a.block : first;
+                    const StoredSteps after = then < a.steps ? weights.stored(is_last ? begin : panel + 1, then, a.block_steps(then))
+                                                             : StoredSteps{nullptr, 0, 0};
+                    const int64_t part = ceil_div(after.lines, tiles);
+                    const int64_t turns = ceil_div(a.block_steps(first) * TILE_K, p.group_steps * STEP);
+                    for (int64_t tile = 0; tile < tiles; ++tile) {
+                        float* total = totals + ((panel - begin) * tiles + tile) * tile_floats;
+                        const Meanwhile meanwhile{after.data + tile * part * LINE, 0, ceil_div(part, turns), turns, 0};
+                        add(shapes, tile, first, panel, opened.data, total, meanwhile);
+                        if (first + a.block >= a.steps) finish(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, total, LANES);
+                    }
+                }
+        });
+    }
+};
+
+void tile_linear_w4a8(const Product& p, const RowSource& x, float* row_scales, int64_t threads) {
+    const int64_t group_size = p.group_steps * STEP;
+    const int64_t block = p.groups > 1 ? GroupTiles::block_steps(group_size) : block_steps(INT8, p.m);
+    for_row_blocks(p.m, ceil_div(x.k, TILE_K), 1, block, [&](const TileOperands& a, int64_t from) {
+        quantize_operands(a, x, from, 0.0f, 0, row_scales + from, threads);
+        if (p.groups > 1) GroupTiles{p, a, group_size % TILE_K ? TILE_K / 2 : TILE_K}.multiply(from, threads);
+        else multiply_channels(p, a, from, threads);
     });
 }
 
@@ -408,7 +479,7 @@ void linear_w4a8(const RowSource& x, const uint8_t* weight, const void* scale, i
     const Scratch scales(m * sizeof(float));
     float* row_scales = scales.as<float>();
 #if LLM_TILES
-    if (m >= TILES_FROM && (groups == 1 || (groups > 1 && group_size % TILE_K == 0))) {
+    if (groups > 0 && uses_tiles(m, groups, group_size)) {
         const Product p{nullptr, nullptr, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
         return tile_linear_w4a8(p, x, row_scales, threads);
     }

@@ -211,18 +211,17 @@ template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int
         for (; panel < end; ++panel) tile<ROWS, 1>(p, row, panel);
 }
 
-// One row of a tile of `rows`, as [k / 4][rows][4]; returns its scale.
+// One row of a tile of `rows`, as [k / 4][rows][4]; returns the factor of its sums.
 LLM_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, int64_t rows, float input_scale, int64_t offset,
                               Operand* out) {
-    const float scale = input_scale == 0.0f ? row_scale(x, k) : 1.0f;
-    const F32 divisor = set1(input_scale == 0.0f ? row_divisor(scale) : input_scale), shift = set1(static_cast<float>(offset));
+    const RowQuantizer by(x, k, input_scale, offset);
     alignas(64) Operand q[LANES];
     for (int64_t i = 0; i < padded_k; i += LANES) {
-        store_operand(q, quantize(x + i, k - i, divisor, shift));
+        store_operand(q, by.quantize(load_part(x + i, k - i)));
         for (int64_t j = 0; j < Tasks::least(LANES, padded_k - i); j += STEP)
             std::memcpy(out + (i + j) * rows, q + j, STEP * sizeof(Operand));
     }
-    return scale;
+    return by.factor;
 }
 
 #if LLM_TILES
@@ -237,13 +236,12 @@ void tile_linear_w8a8(const RowSource& x, const int8_t* weight, const int32_t* c
     float* row_scales = scales.as<float>();
     const float factor = input_scale == 0.0f ? 1.0f : input_scale;
     const Product p{nullptr, row_scales, weight, column_sum, scale, bias, y, m, n, x.k, static_cast<int32_t>(input_offset), factor};
-    for_row_blocks(m, panels.steps(), 1, BLOCK_STEPS, [&](const TileOperands& a, int64_t from) {
+    for_row_blocks(m, panels.steps(), 1, block_steps(INT8, m), [&](const TileOperands& a, int64_t from) {
         quantize_operands(a, x, from, input_scale, input_offset, row_scales + from, threads);
-        const auto done = [&](int64_t tile, int64_t panel, int64_t wide, int64_t first, const char* sums, char*) {
-            if (first + a.block >= a.steps)
-                scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS, reinterpret_cast<const int32_t*>(sums));
+        const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
+            scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS, reinterpret_cast<const int32_t*>(sums));
         };
-        multiply_tiles<INT8>(a, panels, ceil_div(n, LANES), false, threads, done);
+        multiply_tiles<INT8>(a, panels, ceil_div(n, LANES), threads, done);
     });
 }
 
@@ -344,10 +342,10 @@ LLM_EXPORT int64_t llm_embedding_int8(const int64_t* ids, const int8_t* weight, 
 LLM_EXPORT void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads) {
     parallel_for(m, m * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
         scale[row] = row_scale(x + row * k, k);
-        const F32 divisor = set1(row_divisor(scale[row]));
+        const Quantizer quantize(scale[row]);
         alignas(16) int8_t out[LANES];
         for (int64_t i = 0; i < k; i += LANES) {
-            store_int8(out, quantize(x + row * k + i, k - i, divisor, zero()));
+            store_int8(out, quantize(load_part(x + row * k + i, k - i)));
             std::memcpy(q + row * k + i, out, k - i < LANES ? k - i : LANES);
         }
     });
@@ -357,9 +355,10 @@ LLM_EXPORT void llm_quantize_static(const float* x, int8_t* q, float scale, int6
     constexpr int64_t chunk = 1 << 12;
     parallel_for(ceil_div(count, chunk), threads, 0, [&](int64_t index, char*) {
         const int64_t end = Tasks::least(count, (index + 1) * chunk);
+        const Quantizer quantize(scale, offset);
         alignas(16) int8_t out[LANES];
         for (int64_t i = index * chunk; i < end; i += LANES) {
-            store_int8(out, quantize(x + i, end - i, set1(scale), set1(static_cast<float>(offset))));
+            store_int8(out, quantize(load_part(x + i, end - i)));
             std::memcpy(q + i, out, Tasks::least(LANES, end - i));
         }
     });

@@ -28,6 +28,7 @@ constexpr int64_t TILE_BYTES = LINE * TILE_LINES;
 constexpr int64_t TILE_PANELS = 4;      // panels that share a load of the operands
 constexpr int64_t BLOCK_STEPS = 32;     // of k, and
 constexpr int64_t BLOCK_TILES = 8;      // row tiles: so many operands stay in the second-level cache
+constexpr int64_t SHORT_STEPS = 8;      // of k: so much of TILE_PANELS panels stays in the first-level cache
 constexpr int64_t MOST_GROUPS = 8;      // groups of panels in a task
 constexpr int64_t TILE_AHEAD = 2048;    // bytes of a panel
 
@@ -56,8 +57,9 @@ class TileShapes {
     int64_t rows_ = 0, second_ = 0;
 
   public:
-    // `second`: the rows of the second row tile, 0 where there is one alone.
-    void set(int64_t rows, int64_t second) {
+    // `second`: the rows of the second row tile, 0 where there is one alone. `depth`: bytes of k that an instruction takes of a
+    // line; the same at every call.
+    void set(int64_t rows, int64_t second, int64_t depth = LINE) {
         if (rows == rows_ && second == second_) return;
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -66,7 +68,8 @@ class TileShapes {
         } shapes;
         for (int tile = 0; tile < 8; ++tile) {
             const bool panel = tile == 7 || (second && tile == 6), of_second = second && (tile == 2 || tile == 3 || tile == 5);
-            shapes.lines[tile] = static_cast<uint8_t>(panel ? TILE_LINES : of_second ? second : rows);
+            shapes.lines[tile] = static_cast<uint8_t>(panel ? depth / 4 : of_second ? second : rows);
+            if (tile >= 4 && !panel) shapes.bytes[tile] = static_cast<uint16_t>(depth);
         }
         asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
         rows_ = rows, second_ = second;
@@ -86,7 +89,7 @@ struct Meanwhile {
 
     LLM_INLINE void fetch(int64_t step, int64_t panel) const {
         const char* at = weights + panel * stride + step * lines * LINE + (step < turn ? 0 : skip);
-        for (int64_t line = 0; line < lines; ++line) prefetch(at + line * LINE);
+        for (int64_t line = 0; line < lines; ++line) prefetch_far(at + line * LINE);
     }
     Meanwhile from_panel(int64_t c) const { return {weights + c * stride, stride, lines, turn, skip}; }
 };
@@ -95,6 +98,9 @@ inline constexpr Meanwhile NOTHING{nullptr, 0, 0, 0, 0};
 // What activations become: int8, three bfloat16 that hold them whole, or the nearest bfloat16.
 enum Form { INT8, BF16_PARTS, BF16_ROUNDED };
 constexpr int parts_of(Form form) { return form == BF16_PARTS ? 3 : 1; }
+// Steps of k in a block. int8 has little to do with a panel: with more than two row tiles it pays to read each panel from the
+// first-level cache, and the sums so far once more.
+constexpr int64_t block_steps(Form form, int64_t rows) { return form == INT8 && rows > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS; }
 
 // sums 0 ... PANELS - 1 += the products of `steps` steps.
 template <Form FORM, int PANELS>
@@ -202,18 +208,21 @@ struct TileOperands {
     static int64_t bytes(int64_t rows, int64_t steps, int64_t parts) { return rows * steps * parts * LINE; }
 };
 
-// Rows `from` and on of `x` as int8 operands, quantized as linear_w8a8 says: by their own scales, which are written, where
-// `input_scale` is 0, else by it and `offset`, their scales being 1.
+// Rows `from` and on of `x` as int8 operands, and the factors of their sums: quantize.h.
 inline void quantize_operands(const TileOperands& a, const RowSource& x, int64_t from, float input_scale, int64_t offset,
                               float* scales, int64_t threads) {
     parallel_for(a.rows, a.rows * x.k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t row, char* scratch) {
         const float* at = x.row(from + row, scratch);
-        scales[row] = input_scale == 0.0f ? row_scale(at, x.k) : 1.0f;
-        const F32 divisor = set1(input_scale == 0.0f ? row_divisor(scales[row]) : input_scale);
-        const F32 shift = set1(static_cast<float>(offset));
+        const RowQuantizer by(at, x.k, input_scale, offset);
+        scales[row] = by.factor;
         a.write_row(row, [&](int64_t step, char* line, int64_t) {
-            for (int64_t i = 0; i < LINE; i += LANES)
-                store_int8(reinterpret_cast<int8_t*>(line + i), quantize(at + step * LINE + i, x.k - step * LINE - i, divisor, shift));
+            const float* from_here = at + step * LINE;
+            const int64_t left = x.k - step * LINE;
+            int8_t* to = reinterpret_cast<int8_t*>(line);
+            if (left >= LINE)
+                LLM_UNROLL for (int64_t i = 0; i < LINE; i += LANES) store_int8(to + i, by.quantize(load(from_here + i)));
+            else
+                for (int64_t i = 0; i < LINE; i += LANES) store_int8(to + i, by.quantize(load_part(from_here + i, left - i)));
         });
     });
 }
@@ -296,18 +305,16 @@ void add_pair_block(TileShapes& shapes, const TileOperands& a, int64_t first, co
     }
 }
 
-// A block of rows by all outputs. done(row tile, first panel, how many, first step, sums, more) after each block of steps of
-// [rows][TILE_PANELS][16] sums: of this block alone when `grouped`, else of all so far; `more` is as much memory, kept from
-// block to block when `grouped`.
+// A block of rows by all outputs: done(row tile, first panel, how many, sums [rows][TILE_PANELS][16]), which may overwrite them.
 template <Form FORM, class Panels, class Done>
-void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, bool grouped, int64_t threads, const Done& done) {
+void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int64_t threads, const Done& done) {
     constexpr int64_t tile_bytes = TILE_LINES * TILE_PANELS * LINE;
     const int64_t groups = ceil_div(panels, TILE_PANELS), tiles = a.tiles();
-    // A task of several groups of panels has the operands of a block of steps in its cache for all of them.
-    int64_t share = a.steps > a.block && tiles > 1 ? groups / threads : 1;
+    // A task of several groups of panels has the operands of a long block of steps in its cache for all of them.
+    int64_t share = a.steps > a.block && a.block == BLOCK_STEPS && tiles > 1 ? groups / threads : 1;
     share = share < 1 ? 1 : Tasks::least(share, MOST_GROUPS);
     const int64_t kept = share * tiles * tile_bytes;
-    parallel_for(ceil_div(groups, share), threads, kept + 2 * tile_bytes + b.scratch_bytes(a.block), [&](int64_t task, char* scratch) {
+    parallel_for(ceil_div(groups, share), threads, kept + b.scratch_bytes(a.block), [&](int64_t task, char* scratch) {
         TileShapes shapes;
         const int64_t begin = task * share, end = Tasks::least(begin + share, groups);
         // The weights that this thread reads after those of a group and a block of steps.
@@ -319,8 +326,8 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, bool
         for (int64_t first = 0; first == 0 || first < a.steps; first += a.block)
             for (int64_t group = begin; group < end; ++group) {
                 const int64_t panel = group * TILE_PANELS, wide = Tasks::least(TILE_PANELS, panels - panel);
-                const TileSteps steps = b.open(panel, wide, first, a.block_steps(first), scratch + kept + 2 * tile_bytes);
-                const bool fresh = grouped || first == 0, pair = tiles == 2 && wide % 2 == 0;
+                const TileSteps steps = b.open(panel, wide, first, a.block_steps(first), scratch + kept);
+                const bool fresh = first == 0, pair = tiles == 2 && wide % 2 == 0;
                 const StoredSteps after = next(group, first);
                 // Few rows wait for memory: they fetch what their own panels hold a little later. More have the time to fetch
                 // what comes next, every row tile its part.
@@ -331,17 +338,16 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, bool
                     const int64_t part = ceil_div(after.lines, tiles);
                     return Meanwhile{after.data + tile * part * LINE, after.stride, ceil_div(part, steps.whole > 0 ? steps.whole : 1), steps.whole, 0};
                 };
-                char* const kept_sums = scratch + (group - begin) * tiles * tile_bytes;
-                char* const all_sums = grouped ? scratch + kept : kept_sums;
+                char* const all_sums = scratch + (group - begin) * tiles * tile_bytes;
                 if (pair) add_pair_block<FORM>(shapes, a, first, steps, wide, fresh, all_sums, all_sums + tile_bytes, meanwhile(0));
                 for (int64_t tile = 0; tile < tiles; ++tile) {
-                    char* sums = grouped && !pair ? all_sums : all_sums + tile * tile_bytes;
+                    char* sums = all_sums + tile * tile_bytes;
                     const Meanwhile fetched = meanwhile(tile);
                     if (wide == 4 && !pair) add_block<FORM, 4>(shapes, a, tile, first, steps, fresh, sums, fetched);
                     else if (wide == 3) add_block<FORM, 3>(shapes, a, tile, first, steps, fresh, sums, fetched);
                     else if (wide == 2 && !pair) add_block<FORM, 2>(shapes, a, tile, first, steps, fresh, sums, fetched);
                     else if (wide == 1) add_block<FORM, 1>(shapes, a, tile, first, steps, fresh, sums, fetched);
-                    done(tile, panel, wide, first, sums, kept_sums + tile * tile_bytes);
+                    if (first + a.block >= a.steps) done(tile, panel, wide, sums);
                 }
             }
     });
