@@ -6,6 +6,7 @@ hands out its pages one by one, each filled with zeros, and takes them back a mo
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,13 @@ import torch
 # Blocks begin on a cache line, those of a large page and more on a large page.
 _LINE = 64
 _LARGE_PAGE = 1 << 21
+
+
+class _Loan(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to what a tensor's storage holds, and the block that lies under it."""
+
+    __slots__ = ("block",)
+    block: np.ndarray
 
 
 class Pool:
@@ -43,20 +51,27 @@ class Pool:
         self.made = 0
         self._largest = 0
         self._free: list[np.ndarray] = []
-        # Blocks come back in any thread, in the midst of anything: that is an append alone. The rest waits in turn.
+        self._loans: dict[int, _Loan] = {}
+        # Blocks come back in any thread, in the midst of anything: that is two steps that no thread divides. The rest
+        # waits in turn.
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor."""
-        count = 1
-        for length in shape:
-            count *= length
-        nbytes = count * dtype.itemsize
-        block = self._take(-(-self._sizes(max(1, nbytes)) // _LINE) * _LINE)
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        block = self._take(-(-self._sizes(count * dtype.itemsize) // _LINE) * _LINE)
         # The tensor's storage holds this view; when the last tensor on it goes, the block is free.
         view = block[:]
-        weakref.finalize(view, self._free.append, block).atexit = False
-        return torch.from_numpy(view)[:nbytes].view(dtype).view(shape)
+        loan = _Loan(view, self._give_back)
+        loan.block = block
+        self._loans[id(loan)] = loan
+        return torch.frombuffer(view, dtype=dtype, count=count).view(shape)
+
+    def _give_back(self, loan: _Loan) -> None:
+        del self._loans[id(loan)]
+        self._free.append(loan.block)
 
     def clear(self) -> None:
         """Let go of what nobody uses."""

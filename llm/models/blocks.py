@@ -162,7 +162,7 @@ class DecoderAttention(nn.Module):
 
     @takes_rows
     def forward(self, hidden: torch.Tensor | Rows, batch: ForwardBatch) -> torch.Tensor:
-        query, key, value = self.qkv_proj(hidden).split(self.sizes, dim=-1)
+        query, key, value = self.qkv_proj(hidden).split_with_sizes(self.sizes, dim=-1)
         if self.q_norm is not None:
             query, key = self._normalise(self.q_norm, query), self._normalise(self.k_norm, key)
         if self.rotary_emb is None:

@@ -43,6 +43,7 @@ class IntegerMethod(EmbeddingMethodBase):
         self.source = source
         self.reason = reason
         self.group_size = 0
+        self._scales: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pack = quantized_op(self.pack_op)
         self._linear = quantized_op(self.linear_op)
         self._embedding = quantized_op("embedding_int8")
@@ -87,7 +88,7 @@ class IntegerMethod(EmbeddingMethodBase):
         return self._multiply(layer, rows, bias).view(*x.shape[:-1], layer.packed_weight.n)
 
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._embedding(token_ids, layer.packed_weight, layer.weight_scale[:, 0])
+        return self._embedding(token_ids, layer.packed_weight, self._row_scale(layer))
 
     def dequantize_weight(self, layer: Any) -> torch.Tensor:
         weight = self.integers(layer)
@@ -123,6 +124,13 @@ class IntegerMethod(EmbeddingMethodBase):
 
     def _keep(self, weight: IntegerWeight) -> None:
         """Keep what else the kernel needs."""
+
+    def _row_scale(self, layer: Any) -> torch.Tensor:
+        """The layer's one scale per row as [N], a view that is kept: indexing takes as long as the rest of a call."""
+        scale = layer.weight_scale
+        if self._scales is None or self._scales[0] is not scale:
+            self._scales = scale, scale[:, 0]
+        return self._scales[1]
 
     def _multiply(self, layer: Any, rows: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """rows float32 [M, K] -> [M, N]; where it is marked with `takes_rows`, rows may be `Rows`."""

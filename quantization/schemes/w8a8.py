@@ -29,7 +29,7 @@ class W8A8Dynamic(IntegerMethod):
 
     @takes_rows
     def _multiply(self, layer: Any, rows: torch.Tensor | Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._linear(rows, layer.packed_weight, layer.weight_scale[:, 0], bias)
+        return self._linear(rows, layer.packed_weight, self._row_scale(layer), bias)
 
 
 @register_scheme("W8A8_MIX", "linear")
@@ -67,6 +67,5 @@ class W8A8Static(IntegerMethod):
 
     @takes_rows
     def _multiply(self, layer: Any, rows: torch.Tensor | Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._linear(
-            rows, layer.packed_weight, layer.weight_scale[:, 0], self.input_scale, self.input_offset, bias
-        )
+        scale = self._row_scale(layer)
+        return self._linear(rows, layer.packed_weight, scale, self.input_scale, self.input_offset, bias)
