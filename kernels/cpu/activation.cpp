@@ -1,4 +1,5 @@
 // Activations, plain and gated: one element at a time, computed alike in vectors and in their tails.
+#include "panels.h"
 #include "replay.h"
 #include "row_source.h"
 #include "rows.h"
@@ -29,12 +30,26 @@ template <int64_t FUNCTION> LLM_INLINE F32 activate(F32 x) {
     }
 }
 
-template <int64_t FUNCTION> void activate_row(const float* gate, const float* up, float* out, int64_t width) {
-    for (int64_t i = 0; i < width; i += LANES) {
-        F32 value = activate<FUNCTION>(load_part(gate + i, width - i));
-        if (up) value = value * load_part(up + i, width - i);
-        store_part(out + i, value, width - i);
+template <int64_t FUNCTION, bool GATED> void activate_row(const float* gate, const float* up, float* out, int64_t width) {
+    constexpr int64_t ahead = 512;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        prefetch(gate + i + ahead);
+        F32 value = activate<FUNCTION>(load(gate + i));
+        if (GATED) {
+            prefetch(up + i + ahead);
+            value = value * load(up + i);
+        }
+        store(out + i, value);
     }
+    if (i == width) return;
+    const F32 value = activate<FUNCTION>(load_part(gate + i, width - i));
+    store_part(out + i, GATED ? value * load_part(up + i, width - i) : value, width - i);
+}
+
+template <int64_t FUNCTION> void activate_row(const float* gate, const float* up, float* out, int64_t width) {
+    if (up) return activate_row<FUNCTION, true>(gate, up, out, width);
+    activate_row<FUNCTION, false>(gate, up, out, width);
 }
 
 }  // namespace

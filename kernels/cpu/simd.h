@@ -270,12 +270,22 @@ template <class T> LLM_INLINE F32 load_part(const T* p, int64_t count, float fil
     for (int i = 0; i < LANES; ++i) lane[i] = i < count ? widen(p[i]) : fill;
     return load(lane);
 }
+#if LLM_AVX512
+LLM_INLINE __mmask16 first_lanes(int64_t count) {
+    return static_cast<__mmask16>(count >= LANES ? 0xffff : count <= 0 ? 0 : (1 << count) - 1);
+}
+LLM_INLINE F32 load_part(const float* p, int64_t count, float fill = 0.0f) {
+    return {_mm512_mask_loadu_ps(_mm512_set1_ps(fill), first_lanes(count), p)};
+}
+LLM_INLINE void store_part(float* p, F32 x, int64_t count) { _mm512_mask_storeu_ps(p, first_lanes(count), x.v); }
+#else
 LLM_INLINE void store_part(float* p, F32 x, int64_t count) {
     if (count >= LANES) return store(p, x);
     alignas(64) float lane[LANES];
     store(lane, x);
     for (int i = 0; i < count; ++i) p[i] = lane[i];
 }
+#endif
 LLM_INLINE int32_t largest(I32 x) {
     alignas(64) int32_t lane[LANES];
     store_i(lane, x);

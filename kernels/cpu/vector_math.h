@@ -13,6 +13,16 @@ namespace {
 // 2^n for integers n (held as floats) in [-126, 127].
 LLM_INLINE F32 power_of_two(F32 n) { return as_float(shift_left<23>(to_int(n) + set1_i(127))); }
 
+// x 2^n for x in [0.5, 2] and integers n in [-252, 254], rounded once where it overflows or is denormal.
+LLM_INLINE F32 times_power_of_two(F32 x, F32 n) {
+#if LLM_AVX512
+    return {_mm512_scalef_ps(x.v, n.v)};
+#else
+    const F32 half = round_even(n * set1(0.5f));
+    return x * power_of_two(half) * power_of_two(n - half);
+#endif
+}
+
 // e^r for |r| <= ln(2) / 2: the degree-6 minimax polynomial.
 LLM_INLINE F32 exp_reduced(F32 r) {
     F32 p = set1(0x1.6a50bep-10f);
@@ -24,16 +34,13 @@ LLM_INLINE F32 exp_reduced(F32 r) {
     return fma(p, r, set1(1.0f));
 }
 
-// e^x. Scaled by two powers of two, so that overflow, denormals and zero round as they should.
+// e^x.
 LLM_INLINE F32 exp(F32 x) {
-    // The comparison is false for NaN, which passes through.
-    x = select_less(set1(89.0f), x, set1(89.0f), x);
-    x = select_less(x, set1(-104.0f), set1(-104.0f), x);
+    x = max(set1(-104.0f), min(set1(89.0f), x));  // a NaN in x passes
     const F32 n = round_even(x * set1(0x1.715476p+0f));
     F32 r = fma(n, set1(-0x1.62e400p-1f), x);
     r = fma(n, set1(-0x1.7f7d1cp-20f), r);
-    const F32 half = round_even(n * set1(0.5f));
-    return exp_reduced(r) * power_of_two(half) * power_of_two(n - half);
+    return times_power_of_two(exp_reduced(r), n);
 }
 
 // 2^x for x <= 0; exactly 0 from -126.5 down. Adding 1.5 * 2^23 + 127 rounds x to an integer and leaves that integer's
