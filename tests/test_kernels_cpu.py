@@ -342,13 +342,13 @@ def test_int4_products_are_the_twins(lib: library.Library, shape: tuple, group: 
     )
 
 
-def test_integer_products_over_many_steps_of_k_are_the_twins(lib: library.Library) -> None:
-    """More than one block of k and of panels, each with a rest."""
-    m, n, k = 18, 70, 2100
+# Rows: around where matrix tiles begin, and more than one block of them, each with a rest; of k and of panels too.
+@pytest.mark.parametrize(("m", "n", "k"), [(18, 70, 2100), (27, 33, 1120), (44, 33, 1120), (600, 70, 1056)])
+def test_integer_products_in_many_blocks_are_the_twins(lib: library.Library, m: int, n: int, k: int) -> None:
     x, weight, small, scale = torch.randn(m, k), random_int8(n, k), int4(n, k), torch.rand(n)
     ours = quantized.linear_w8a8_dynamic(lib, x, packed.pack_int8(lib, weight), scale)
     assert same(ours, reference.linear_w8a8_dynamic(x, reference.pack_int8(weight), scale))
-    for group in (64, k):
+    for group in (32, 64, 96, 128, 1024, k):
         scales = torch.rand(n, -(-k // group))
         ours = quantized.linear_w4a8(lib, x, packed.pack_int4(lib, small), scales, group)
         assert same(ours, reference.linear_w4a8(x, reference.pack_int4(small), scales, group))

@@ -137,7 +137,7 @@ LLM_INLINE void round_to(F32 low, F32 high, char* line) {
 template <Form FORM>
 void tile_linear_bf16(const RowSource& x, const BF16* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t threads) {
     const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(x.k, DEPTH<BF16>)};
-    for_row_blocks(m, panels.steps(), parts_of(FORM), BLOCK_STEPS, [&](const TileOperands& a, int64_t from) {
+    for_row_blocks(m, panels.steps(), parts_of(FORM), BLOCK_STEPS, MOST_TILES, [&](const TileOperands& a, int64_t from) {
         parallel_for(a.rows, a.rows * x.k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t row, char* scratch) {
             const float* at = x.row(from + row, scratch);
             a.write_row(row, [&](int64_t step, char* line, int64_t part) {

@@ -407,8 +407,8 @@ struct GroupTiles {
              const Meanwhile& meanwhile) const {
         alignas(64) int32_t sums[TILE_LINES * LANES] = {};
         F32 so_far[TILE_LINES];
-        LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = load(total + r * LANES);
-        shapes.set(a.tile_rows(tile), 0, depth);
+        LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = first ? load(total + r * LANES) : zero();
+        shapes.set(a.tile_rows(tile), depth);
         const char* operands = a.at(tile, first);
         const int64_t operand = a.tile_rows(tile) * LINE, of_group = p.group_steps * STEP / depth;
         const int64_t end = Tasks::least(a.block_steps(first) * TILE_K, p.padded_k - first * TILE_K + depth - 1) / depth;
@@ -434,11 +434,10 @@ struct GroupTiles {
         const NibblePanels weights{p.weight, p.steps()};
         const int64_t panels = ceil_div(p.n, LANES), tiles = a.tiles(), tile_floats = TILE_LINES * LANES;
         const int64_t share = ceil_div(panels, threads * ceil_div(panels, threads * MOST_GROUPS * TILE_PANELS));
-        const int64_t kept = share * tiles * tile_floats * sizeof(float);
+        const int64_t kept = (a.steps > a.block ? share : 1) * tiles * tile_floats * sizeof(float);
         parallel_for(ceil_div(panels, share), threads, kept + a.block * TILE_BYTES, [&](int64_t task, char* scratch) {
             TileShapes shapes;
             float* totals = reinterpret_cast<float*>(scratch);
-            std::memset(totals, 0, kept);
             const int64_t begin = task * share, end = Tasks::least(panels, begin + share);
             for (int64_t first = 0; first < a.steps; first += a.block)
                 for (int64_t panel = begin; panel < end; ++panel) {
@@ -451,8 +450,8 @@ struct GroupTiles {
                     const int64_t part = ceil_div(after.lines, tiles);
                     const int64_t turns = ceil_div(a.block_steps(first) * TILE_K, p.group_steps * STEP);
                     for (int64_t tile = 0; tile < tiles; ++tile) {
-                        float* total = totals + ((panel - begin) * tiles + tile) * tile_floats;
-                        const Meanwhile meanwhile{after.data + tile * part * LINE, 0, ceil_div(part, turns), turns, 0};
+                        float* total = totals + ((a.steps > a.block ? panel - begin : 0) * tiles + tile) * tile_floats;
+                        const Meanwhile meanwhile{after.data + tile * part * LINE, 0, ceil_div(part, turns), turns, 0, false};
                         add(shapes, tile, first, panel, opened.data, total, meanwhile);
                         if (first + a.block >= a.steps) finish(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, total, LANES);
                     }
@@ -463,8 +462,9 @@ struct GroupTiles {
 
 void tile_linear_w4a8(const Product& p, const RowSource& x, float* row_scales, int64_t threads) {
     const int64_t group_size = p.group_steps * STEP;
-    const int64_t block = p.groups > 1 ? GroupTiles::block_steps(group_size) : block_steps(INT8, p.m);
-    for_row_blocks(p.m, ceil_div(x.k, TILE_K), 1, block, [&](const TileOperands& a, int64_t from) {
+    const int64_t block = p.groups > 1 ? GroupTiles::block_steps(group_size) : SHORT_STEPS;
+    const int64_t most_tiles = p.groups > 1 ? LEAST_TILES : MOST_TILES;  // of one panel at a time, few rows have their line
+    for_row_blocks(p.m, ceil_div(x.k, TILE_K), 1, block, most_tiles, [&](const TileOperands& a, int64_t from) {
         quantize_operands(a, x, from, 0.0f, 0, row_scales + from, threads);
         if (p.groups > 1) GroupTiles{p, a, group_size % TILE_K ? TILE_K / 2 : TILE_K}.multiply(from, threads);
         else multiply_channels(p, a, from, threads);

@@ -26,9 +26,10 @@ constexpr int64_t LINE = 64;            // bytes of a row of a tile
 constexpr int64_t TILE_LINES = 16;
 constexpr int64_t TILE_BYTES = LINE * TILE_LINES;
 constexpr int64_t TILE_PANELS = 4;      // panels that share a load of the operands
-constexpr int64_t BLOCK_STEPS = 32;     // of k, and
-constexpr int64_t BLOCK_TILES = 8;      // row tiles: so many operands stay in the second-level cache
+constexpr int64_t BLOCK_STEPS = 32;     // of k: so much of 8 row tiles' operands stays in the second-level cache
 constexpr int64_t SHORT_STEPS = 8;      // of k: so much of TILE_PANELS panels stays in the first-level cache
+constexpr int64_t OPERAND_BYTES = 704 << 10;  // of a block of row tiles, when it has more than the least
+constexpr int64_t LEAST_TILES = 8, MOST_TILES = 32;
 constexpr int64_t MOST_GROUPS = 8;      // groups of panels in a task
 constexpr int64_t TILE_AHEAD = 2048;    // bytes of a panel
 
@@ -51,28 +52,25 @@ LLM_INLINE void touch(const char* from, int64_t lines, int64_t stride) {
 #define LLM_TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::: "memory")
 #define LLM_TILE_DOT_INT8(sum, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::: "memory")
 
-// The shapes of the thread's tiles, released at the end. One row tile: 0 to 3 sums, 4 to 6 operands, 7 a panel. Two: 0, 1 and
-// 2, 3 the sums of each, 4 and 5 their operands, 6 and 7 panels.
+// The shapes of the thread's tiles, released at the end: 0 to 3 sums, 4 to 6 operands, 7 a panel.
 class TileShapes {
-    int64_t rows_ = 0, second_ = 0;
+    int64_t rows_ = 0;
 
   public:
-    // `second`: the rows of the second row tile, 0 where there is one alone. `depth`: bytes of k that an instruction takes of a
-    // line; the same at every call.
-    void set(int64_t rows, int64_t second, int64_t depth = LINE) {
-        if (rows == rows_ && second == second_) return;
+    // `depth`: bytes of k that an instruction takes of a line; the same at every call.
+    void set(int64_t rows, int64_t depth = LINE) {
+        if (rows == rows_) return;
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16] = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE};
             uint8_t lines[16] = {};
         } shapes;
         for (int tile = 0; tile < 8; ++tile) {
-            const bool panel = tile == 7 || (second && tile == 6), of_second = second && (tile == 2 || tile == 3 || tile == 5);
-            shapes.lines[tile] = static_cast<uint8_t>(panel ? depth / 4 : of_second ? second : rows);
-            if (tile >= 4 && !panel) shapes.bytes[tile] = static_cast<uint16_t>(depth);
+            shapes.lines[tile] = static_cast<uint8_t>(tile == 7 ? depth / 4 : rows);
+            if (tile >= 4 && tile < 7) shapes.bytes[tile] = static_cast<uint16_t>(depth);
         }
         asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
-        rows_ = rows, second_ = second;
+        rows_ = rows;
     }
     TileShapes() = default;
     ~TileShapes() { asm volatile("tilerelease" ::: "memory"); }
@@ -81,25 +79,25 @@ class TileShapes {
 };
 
 // What the steps of a block bring into the caches while they multiply: of each panel, `lines` a step from `weights` on, and
-// `skip` bytes further from step `turn` on.
+// `skip` bytes further from step `turn` on. `soon`: into the first-level cache, else the second.
 struct Meanwhile {
     const char* weights;
     int64_t stride, lines;  // from panel to panel
     int64_t turn, skip;
+    bool soon;
 
     LLM_INLINE void fetch(int64_t step, int64_t panel) const {
         const char* at = weights + panel * stride + step * lines * LINE + (step < turn ? 0 : skip);
-        for (int64_t line = 0; line < lines; ++line) prefetch_far(at + line * LINE);
+        for (int64_t line = 0; line < lines; ++line) soon ? prefetch(at + line * LINE) : prefetch_far(at + line * LINE);
     }
-    Meanwhile from_panel(int64_t c) const { return {weights + c * stride, stride, lines, turn, skip}; }
 };
-inline constexpr Meanwhile NOTHING{nullptr, 0, 0, 0, 0};
+inline constexpr Meanwhile NOTHING{nullptr, 0, 0, 0, 0, false};
 
 // What activations become: int8, three bfloat16 that hold them whole, or the nearest bfloat16.
 enum Form { INT8, BF16_PARTS, BF16_ROUNDED };
 constexpr int parts_of(Form form) { return form == BF16_PARTS ? 3 : 1; }
-// Steps of k in a block. int8 has little to do with a panel: with more than two row tiles it pays to read each panel from the
-// first-level cache, and the sums so far once more.
+// Steps of k in a block. int8 does little with a panel: with more than two row tiles it pays to read panels from the first-level
+// cache, and the sums so far once more.
 constexpr int64_t block_steps(Form form, int64_t rows) { return form == INT8 && rows > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS; }
 
 // sums 0 ... PANELS - 1 += the products of `steps` steps.
@@ -132,35 +130,6 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
         LLM_TILE_PANEL(3)
     }
 #undef LLM_TILE_PANEL
-}
-
-// The same for two row tiles and two panels at once: what a panel brings from memory is used twice before it leaves.
-template <Form FORM>
-LLM_INLINE void add_pair_steps(const char* a, int64_t a_tile, const char* second, int64_t second_tile, const char* b,
-                               int64_t panel_bytes, int64_t steps, const Meanwhile& meanwhile) {
-    constexpr int PARTS = parts_of(FORM);
-    for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, second += PARTS * second_tile, b += TILE_BYTES) {
-        meanwhile.fetch(step, 0), meanwhile.fetch(step, 1);
-        touch(b, TILE_LINES, LINE), touch(b + panel_bytes, TILE_LINES, LINE);
-        touch(a, PARTS * a_tile / LINE, LINE), touch(second, PARTS * second_tile / LINE, LINE);
-        LLM_TILE_LOAD(6, b, LINE);
-        LLM_TILE_LOAD(7, b + panel_bytes, LINE);
-        LLM_UNROLL for (int part = 0; part < PARTS; ++part) {
-            LLM_TILE_LOAD(4, a + part * a_tile, LINE);
-            LLM_TILE_LOAD(5, second + part * second_tile, LINE);
-            if constexpr (FORM == INT8) {
-                LLM_TILE_DOT_INT8(0, 4, 6);
-                LLM_TILE_DOT_INT8(1, 4, 7);
-                LLM_TILE_DOT_INT8(2, 5, 6);
-                LLM_TILE_DOT_INT8(3, 5, 7);
-            } else {
-                LLM_TILE_DOT_BF16(0, 4, 6);
-                LLM_TILE_DOT_BF16(1, 4, 7);
-                LLM_TILE_DOT_BF16(2, 5, 6);
-                LLM_TILE_DOT_BF16(3, 5, 7);
-            }
-        }
-    }
 }
 
 // The sums of PANELS panels, in memory [rows][TILE_PANELS][16] of 4 bytes.
@@ -265,44 +234,17 @@ struct TilePanels {
 
 // sums (+)= operands x panels: one block of steps of one row tile and one group of panels.
 template <Form FORM, int PANELS>
-void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t first, const TileSteps& b, bool fresh, char* sums,
+void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t first, const TileSteps& b, char* sums,
                const Meanwhile& meanwhile) {
     constexpr int PARTS = parts_of(FORM);
     const int64_t operand = a.tile_rows(tile) * LINE;
     const char* operands = a.at(tile, first);
-    shapes.set(a.tile_rows(tile), 0);
-    if (fresh) clear_sums();
-    else load_sums<PANELS>(sums);
+    shapes.set(a.tile_rows(tile));
+    if (first) load_sums<PANELS>(sums);
+    else clear_sums();
     add_steps<FORM, PANELS>(operands, operand, b.data, b.stride, b.whole, meanwhile);
     if (b.last) add_steps<FORM, PANELS>(operands + b.whole * PARTS * operand, operand, b.last, TILE_BYTES, 1, NOTHING);
     store_sums<PANELS>(sums);
-}
-
-// The same for the two row tiles that are all there are, of an even number of panels; `sums` and `second` are theirs.
-template <Form FORM>
-void add_pair_block(TileShapes& shapes, const TileOperands& a, int64_t first, const TileSteps& b, int64_t wide, bool fresh,
-                    char* sums, char* second, const Meanwhile& meanwhile) {
-    const int64_t operand = a.tile_rows(0) * LINE, other = a.tile_rows(1) * LINE, done = b.whole * parts_of(FORM);
-    shapes.set(a.tile_rows(0), a.tile_rows(1));
-    for (int64_t c = 0; c < wide; c += 2, sums += 2 * LINE, second += 2 * LINE) {
-        if (fresh) {
-            clear_sums();
-        } else {
-            LLM_TILE_LOAD(0, sums, TILE_PANELS * LINE);
-            LLM_TILE_LOAD(1, sums + LINE, TILE_PANELS * LINE);
-            LLM_TILE_LOAD(2, second, TILE_PANELS * LINE);
-            LLM_TILE_LOAD(3, second + LINE, TILE_PANELS * LINE);
-        }
-        const char *operands = a.at(0, first), *others = a.at(1, first);
-        add_pair_steps<FORM>(operands, operand, others, other, b.data + c * b.stride, b.stride, b.whole, meanwhile.from_panel(c));
-        if (b.last)
-            add_pair_steps<FORM>(operands + done * operand, operand, others + done * other, other, b.last + c * TILE_BYTES,
-                                  TILE_BYTES, 1, NOTHING);
-        LLM_TILE_STORE(0, sums, TILE_PANELS * LINE);
-        LLM_TILE_STORE(1, sums + LINE, TILE_PANELS * LINE);
-        LLM_TILE_STORE(2, second, TILE_PANELS * LINE);
-        LLM_TILE_STORE(3, second + LINE, TILE_PANELS * LINE);
-    }
 }
 
 // A block of rows by all outputs: done(row tile, first panel, how many, sums [rows][TILE_PANELS][16]), which may overwrite them.
@@ -327,35 +269,33 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int6
             for (int64_t group = begin; group < end; ++group) {
                 const int64_t panel = group * TILE_PANELS, wide = Tasks::least(TILE_PANELS, panels - panel);
                 const TileSteps steps = b.open(panel, wide, first, a.block_steps(first), scratch + kept);
-                const bool fresh = first == 0, pair = tiles == 2 && wide % 2 == 0;
                 const StoredSteps after = next(group, first);
-                // Few rows wait for memory: they fetch what their own panels hold a little later. More have the time to fetch
-                // what comes next, every row tile its part.
-                const auto meanwhile = [&](int64_t tile) {
-                    constexpr int64_t ahead = TILE_AHEAD / TILE_BYTES;
-                    if (Panels::IN_PLACE && tiles <= 2)
-                        return Meanwhile{steps.data + TILE_AHEAD, steps.stride, TILE_LINES, steps.whole - ahead, (wide - 1) * steps.stride};
-                    const int64_t part = ceil_div(after.lines, tiles);
-                    return Meanwhile{after.data + tile * part * LINE, after.stride, ceil_div(part, steps.whole > 0 ? steps.whole : 1), steps.whole, 0};
-                };
-                char* const all_sums = scratch + (group - begin) * tiles * tile_bytes;
-                if (pair) add_pair_block<FORM>(shapes, a, first, steps, wide, fresh, all_sums, all_sums + tile_bytes, meanwhile(0));
+                const int64_t part = ceil_div(after.lines, tiles), lines = ceil_div(part, steps.whole > 0 ? steps.whole : 1);
                 for (int64_t tile = 0; tile < tiles; ++tile) {
-                    char* sums = all_sums + tile * tile_bytes;
-                    const Meanwhile fetched = meanwhile(tile);
-                    if (wide == 4 && !pair) add_block<FORM, 4>(shapes, a, tile, first, steps, fresh, sums, fetched);
-                    else if (wide == 3) add_block<FORM, 3>(shapes, a, tile, first, steps, fresh, sums, fetched);
-                    else if (wide == 2 && !pair) add_block<FORM, 2>(shapes, a, tile, first, steps, fresh, sums, fetched);
-                    else if (wide == 1) add_block<FORM, 1>(shapes, a, tile, first, steps, fresh, sums, fetched);
+                    // One row tile waits for memory: it fetches what its own panels hold a little later. More have the time to
+                    // fetch what comes next, every row tile its part.
+                    const Meanwhile meanwhile =
+                        Panels::IN_PLACE && tiles == 1
+                            ? Meanwhile{steps.data + TILE_AHEAD, steps.stride, TILE_LINES, steps.whole - TILE_AHEAD / TILE_BYTES,
+                                        (wide - 1) * steps.stride, true}
+                            : Meanwhile{after.data + tile * part * LINE, after.stride, lines, steps.whole, 0, false};
+                    char* sums = scratch + ((group - begin) * tiles + tile) * tile_bytes;
+                    if (wide == 4) add_block<FORM, 4>(shapes, a, tile, first, steps, sums, meanwhile);
+                    else if (wide == 3) add_block<FORM, 3>(shapes, a, tile, first, steps, sums, meanwhile);
+                    else if (wide == 2) add_block<FORM, 2>(shapes, a, tile, first, steps, sums, meanwhile);
+                    else add_block<FORM, 1>(shapes, a, tile, first, steps, sums, meanwhile);
                     if (first + a.block >= a.steps) done(tile, panel, wide, sums);
                 }
             }
     });
 }
 
-// run(operands, first row) for blocks of at most BLOCK_TILES row tiles, one after the other in the same memory.
-template <class Run> void for_row_blocks(int64_t m, int64_t steps, int64_t parts, int64_t block, const Run& run) {
-    const int64_t blocks = ceil_div(m, BLOCK_TILES * TILE_LINES);
+// run(operands, first row) for blocks of row tiles, one after the other in the same memory.
+template <class Run>
+void for_row_blocks(int64_t m, int64_t steps, int64_t parts, int64_t block, int64_t most_tiles, const Run& run) {
+    const int64_t fitting = OPERAND_BYTES / (steps * parts * TILE_BYTES + 1);
+    const int64_t tiles = fitting < LEAST_TILES ? LEAST_TILES : Tasks::least(fitting, most_tiles);
+    const int64_t blocks = ceil_div(m, tiles * TILE_LINES);
     const int64_t most = Tasks::least(m, ceil_div(m, TILE_LINES * (blocks ? blocks : 1)) * TILE_LINES);
     const Scratch memory(TileOperands::bytes(most, steps, parts));
     for (int64_t from = 0; from < m; from += most)
