@@ -411,7 +411,7 @@ def test_quantized_activations_are_the_twins(lib: library.Library, k: int) -> No
 
 
 def test_quotients_are_those_of_a_division(lib: library.Library) -> None:
-    """Halves of a row's scale and their neighbours, of all magnitudes: a product with 1 / scale rounds them otherwise."""
+    """Halves of a row's scale and their neighbours, of all magnitudes: where a product with 1 / scale goes wrong."""
     exponents = torch.tensor([-149, -140, -126, -100, -61, -60, -59, -20, 0, 20, 59, 60, 61, 100, 120]).repeat(20)
     most = (1 + torch.rand(len(exponents), 1)) * 2.0 ** exponents.float()[:, None]
     scale = most / 127
