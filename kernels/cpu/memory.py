@@ -19,7 +19,7 @@ _LINE = 64
 _LARGE_PAGE = 1 << 21
 
 
-class _Loan(weakref.ref):  # type: ignore[type-arg]
+class _Loan(weakref.ref):
     """A weak reference to what a tensor's storage holds, and the block that lies under it."""
 
     __slots__ = ("block",)
