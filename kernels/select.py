@@ -118,16 +118,19 @@ def kernels_for(platform: Platform | None) -> KernelSet:
     return _cpu_kernels(isa)
 
 
+_NEXT_BEST = {"amx": "avx512", "avx2_vnni": "avx2"}
+
+
 @functools.cache
 def _cpu_kernels(isa: str | None) -> KernelSet:
     target, reason = choose_target(isa)
     try:
         return KernelSet(load_library(target), reason)
     except build.BuildError as error:
-        if target == "amx" and isa is None:  # gcc before 11 does not know it, some systems do not grant it
-            next_best, _ = choose_target("avx512")
+        if target in _NEXT_BEST and isa is None:  # gcc before 11 knows neither, some systems do not grant amx
+            next_best, _ = choose_target(_NEXT_BEST[target])
             with contextlib.suppress(build.BuildError):  # its reason is the same, and said below
-                return KernelSet(load_library(next_best), f"amx is not available: {str(error).splitlines()[0]}")
+                return KernelSet(load_library(next_best), f"{target} is not available: {str(error).splitlines()[0]}")
         warnings.warn(
             f"the CPU kernels are not available: {error}. PyTorch's operations compute instead: slower, and answers "
             "depend on what else is in the batch.",

@@ -42,7 +42,8 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
         (set(), "plain"),
         ({"avx2"}, "plain"),
         (AVX2, "avx2"),
-        (AVX512, "avx512"),
+        (AVX2 | {"avx_vnni"}, "avx2_vnni"),
+        (AVX512 | {"avx_vnni"}, "avx512"),
         (AVX512 | {"avx512_vnni"}, "avx512_vnni"),
         (AVX512 | {"avx512_vnni"} | AMX, "amx"),
     ],
@@ -64,12 +65,13 @@ def test_what_a_wheel_carries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_instruction_set_can_be_forced() -> None:
     flags = AVX512 | {"avx512_vnni"}
     assert library.choose_target("plain", flags)[0] == "plain"
-    assert library.choose_target("avx2", flags)[0] == "avx2"
+    assert library.choose_target("avx2", flags | {"avx_vnni"})[0] == "avx2"
+    assert library.choose_target("avx2_vnni", flags | {"avx_vnni"})[0] == "avx2_vnni"
     assert library.choose_target("avx512", flags)[0] == "avx512_vnni"
     assert library.choose_target("avx512", AVX512)[0] == "avx512"
     assert library.choose_target("avx512", flags | AMX)[0] == "avx512_vnni"
     assert library.choose_target("amx", flags | AMX)[0] == "amx"
-    with pytest.raises(ValidationError, match=r"LLM_CPU_ISA='avx512' needs .* runs avx2, plain\."):
+    with pytest.raises(ValidationError, match=r"LLM_CPU_ISA='avx512' needs .* runs plain, avx2\."):
         library.choose_target("avx512", AVX2)
 
 
@@ -81,17 +83,23 @@ def test_without_the_registers_of_amx_the_next_best_is_chosen(monkeypatch: pytes
         library.load_library("amx")
 
 
-def test_a_compiler_without_amx_gives_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("best", "flags", "next_best"),
+    [("amx", AVX512 | {"avx512_vnni"} | AMX, "avx512_vnni"), ("avx2_vnni", AVX2 | {"avx_vnni"}, "avx2")],
+)
+def test_a_compiler_that_does_not_know_the_best_gives_the_next_best(
+    monkeypatch: pytest.MonkeyPatch, best: str, flags: set[str], next_best: str
+) -> None:
     def load(target: str) -> SimpleNamespace:
-        if target == "amx":
-            raise build.BuildError("unrecognized option '-mamx-tile'")
+        if target == best:
+            raise build.BuildError("unrecognized option '-mnew'")
         return SimpleNamespace(target=target)
 
-    monkeypatch.setattr(select, "choose_target", lambda isa: ("avx512_vnni" if isa else "amx", "a test"))
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: flags)
     monkeypatch.setattr(select, "load_library", load)
     kernels = select._cpu_kernels.__wrapped__(None)
-    assert kernels.library is not None and kernels.library.target == "avx512_vnni"
-    assert "-mamx-tile" in kernels.reason
+    assert kernels.library is not None and kernels.library.target == next_best
+    assert "-mnew" in kernels.reason
 
 
 def test_a_wrong_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -513,19 +513,45 @@ def test_all_instruction_sets_give_the_same_bits(lib: library.Library, plain: li
         assert equal != (lib.has_tiles and "bfloat16" in name), name
 
 
+def copied_sources(folder: Path, *stems: str) -> Path:
+    """The headers and these source files alone."""
+    others = [path.name for path in build.sources() if path.stem not in stems]
+    return Path(shutil.copytree(build.SOURCE_FOLDER, folder / "sources", ignore=shutil.ignore_patterns(*others)))
+
+
+@pytest.mark.skipif("avx2_vnni" not in build.supported_targets(), reason="the processor lacks AVX-VNNI")
+def test_integer_products_with_avx_vnni_are_the_twins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that this target compiles in its own way."""
+    needed = ("gemm_int8", "gemm_int4", "norm", "activation", "memory", "replay", "threads")
+    monkeypatch.setattr(build, "SOURCE_FOLDER", copied_sources(tmp_path, *needed))
+    build.compile_library(tmp_path / "library.so", "avx2_vnni", build.find_compiler())
+    lib = library.Library("avx2_vnni", tmp_path / "library.so")
+    for m, n, k in (*SHAPES, (61, 130, 1100)):
+        x, scale, bias = torch.randn(m, k) * 3, torch.rand(n), torch.randn(n)
+        weight, small = random_int8(n, k), int4(n, k)
+        held, theirs = packed.pack_int8(lib, weight), reference.pack_int8(weight)
+        ours = quantized.linear_w8a8_dynamic(lib, x, held, scale, bias)
+        assert same(ours, reference.linear_w8a8_dynamic(x, theirs, scale, bias)), (m, n, k)
+        ours = quantized.linear_w8a8_static(lib, x, held, scale, 0.05, -3, bias)
+        assert same(ours, reference.linear_w8a8_static(x, theirs, scale, 0.05, -3, bias)), (m, n, k)
+        for group in (8, 32, 128, max(1, k)):
+            scales = torch.rand(n, -(-k // group))
+            ours = quantized.linear_w4a8(lib, x, packed.pack_int4(lib, small), scales, group, bias)
+            assert same(ours, reference.linear_w4a8(x, reference.pack_int4(small), scales, group, bias)), (m, n, k)
+
+
 @pytest.fixture(scope="module")
 def reordered(tmp_path_factory: pytest.TempPathFactory) -> library.Library:
     """The plain kernels with a planted defect: more than one row is reduced from the last k to the first."""
     folder = tmp_path_factory.mktemp("reordered")
-    others = [path.name for path in build.sources() if path.stem not in {"gemm_float", "threads"}]
-    sources = shutil.copytree(build.SOURCE_FOLDER, folder / "sources", ignore=shutil.ignore_patterns(*others))
+    sources = copied_sources(folder, "gemm_float", "threads")
     path = sources / "gemm_float.cpp"
     text = path.read_text()
     planted = text.replace("add(s, d)", "add(ROWS > 1 ? steps - 1 - s : s, d)")
     assert planted != text
     path.write_text(planted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "SOURCE_FOLDER", Path(sources))
+        patch.setattr(build, "SOURCE_FOLDER", sources)
         build.compile_library(folder / "reordered.so", "plain", build.find_compiler(), ("-O1",))
     return library.Library("plain", folder / "reordered.so")
 

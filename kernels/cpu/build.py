@@ -39,6 +39,7 @@ _VNNI = (*_AVX512, "-mavx512vnni")
 TARGETS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "avx2": _AVX2,
+    "avx2_vnni": (*_AVX2, "-mavxvnni"),
     "avx512": _AVX512,
     "avx512_vnni": _VNNI,
     "amx": (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
@@ -46,6 +47,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 _CPU_FLAGS = {
     "plain": "",
     "avx2": "avx2 fma f16c",
+    "avx2_vnni": "avx2 fma f16c avx_vnni",
     "avx512": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq",
     "avx512_vnni": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni",
     "amx": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8",

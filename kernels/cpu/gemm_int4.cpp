@@ -9,6 +9,7 @@
 #include "quantize.h"
 #include "replay.h"
 #include "row_source.h"
+#include "vnni.h"
 
 namespace llm {
 namespace {
@@ -47,59 +48,68 @@ struct Product {
 
 // `sums` below: [rows][PANELS][16] floats, the groups' sums so far; added to, never in registers for longer than a group.
 
-#if !defined(LLM_PLAIN)
-// The inner loops are written out, and volatile to stay in order: gcc 12 loads all broadcasts ahead and spills the sums.
-using Four = const int8_t (*)[4];
-template <class Vector> LLM_INLINE Vector broadcast(const int8_t* four) {
-    Vector out;
-    asm volatile("vpbroadcastd %1, %0" : "=v"(out) : "m"(*reinterpret_cast<Four>(four)));
-    return out;
-}
-#endif
+// On AVX2 so many tiles and more read panels that were opened once, into [k / 4][16][4] unsigned bytes.
+constexpr int64_t OPENED_FROM = 8;
+constexpr int64_t OPENED_STEP = 2 * PANEL_STEP;
 
-#if defined(__AVX512VNNI__)
+#if LLM_VNNI
 
+using Vector = Dots;
+constexpr int VECTORS = PANEL_VECTORS;
+#if LLM_AVX512
 constexpr int MAX_ROWS = 12;
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
-LLM_INLINE void dot(__m512i& sum, __m512i w, __m512i a) { asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(a)); }
+#else
+constexpr int MAX_ROWS = 6;
+constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#endif
 
-template <int ROWS, int PANELS>
-__attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums) {
+// Unsigned bytes: of the k in the low nibbles, or those in the high ones.
+LLM_INLINE Dots nibbles(const uint8_t* p, bool high) {
+    const Dots both = load_dots(p);
+#if LLM_AVX512
+    return _mm512_and_si512(high ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+#else
+    return _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+#endif
+}
+
+// `opened`: the panel, when OPENED.
+template <int ROWS, int PANELS, bool OPENED = false>
+__attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums,
+                                          const uint8_t* opened = nullptr) {
+    constexpr int vectors = PANELS * VECTORS;
     const int64_t bytes = p.panel_bytes();
     const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
     const uint8_t* b = p.weight + panel * bytes;
-    const __m512i mask = _mm512_set1_epi8(15);
     int64_t s = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
-        __m512i acc[ROWS][PANELS];
+        Dots acc[ROWS][vectors];
         LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-            LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = _mm512_set1_epi32(start[group * ROWS + r]);
+            LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = broadcast_four(start + group * ROWS + r);
         const int64_t end = Tasks::least(p.steps(), (group + 1) * p.group_steps);
         for (; s < end; ++s) {
             const int64_t distance = ahead.distance(s);
-            __m512i both[PANELS], w[PANELS];
-            LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-                const uint8_t* at = b + c * bytes + s * PANEL_STEP;
-                both[c] = _mm512_loadu_si512(at);
-                asm("" : "+v"(both[c]));
-                w[c] = _mm512_and_si512(both[c], mask);
-                prefetch(at + distance);
-            }
-            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                const __m512i value = broadcast<__m512i>(a + (s * ROWS + r) * STEP);
-                LLM_UNROLL for (int c = 0; c < PANELS; ++c) dot(acc[r][c], w[c], value);
-            }
-            LLM_UNROLL for (int c = 0; c < PANELS; ++c) w[c] = _mm512_and_si512(_mm512_srli_epi16(both[c], 4), mask);
-            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                const __m512i value = broadcast<__m512i>(a + (s * ROWS + r) * STEP + 4);
-                LLM_UNROLL for (int c = 0; c < PANELS; ++c) dot(acc[r][c], w[c], value);
+            const uint8_t* at = b + s * PANEL_STEP;
+            if (!OPENED) LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(at + c * bytes + distance);
+            LLM_UNROLL for (int half = 0; half < 2; ++half) {
+                Dots w[vectors];
+                LLM_UNROLL for (int c = 0; c < vectors; ++c)
+                    w[c] = OPENED ? load_dots(opened + s * OPENED_STEP + half * PANEL_STEP + c * sizeof(Dots))
+                                  : nibbles(at + c / VECTORS * bytes + c % VECTORS * sizeof(Dots), half);
+                LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                    const Dots value = broadcast_four(a + (s * ROWS + r) * STEP + half * 4);
+                    LLM_UNROLL for (int c = 0; c < vectors; ++c) dot(acc[r][c], w[c], value);
+                }
             }
         }
+        alignas(64) int32_t exact[ROWS][PANELS * LANES];
+        std::memcpy(exact, acc, sizeof exact);
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const F32 scale = p.group_scale(group, (panel + c) * LANES);
             LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
                 float* at = sums + (r * PANELS + c) * LANES;
-                store(at, fma(to_float(I32{acc[r][c]}), scale, load(at)));
+                store(at, fma(to_float(load_i(exact[r] + c * LANES)), scale, load(at)));
             }
         }
     }
@@ -133,6 +143,14 @@ void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t
 }
 
 #else
+
+// The inner loops are written out, and volatile to stay in order: gcc 12 loads all broadcasts ahead and spills the sums.
+using Four = const int8_t (*)[4];
+template <class Vector> LLM_INLINE Vector broadcast(const int8_t* four) {
+    Vector out;
+    asm volatile("vpbroadcastd %1, %0" : "=v"(out) : "m"(*reinterpret_cast<Four>(four)));
+    return out;
+}
 
 // Unsigned times signed bytes in pairs, added in int16 over 32 k: at most 16 * 15 * 128 = 30720 in magnitude.
 #if LLM_AVX512
@@ -169,22 +187,6 @@ LLM_INLINE void multiply_add(Vector& sum, Vector w, Vector a) {
 // Few rows wait for memory: they take turns at several panels, so that as many streams are under way.
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
 constexpr int64_t STEPS_IN_WORDS = 4;
-
-// On AVX2 so many tiles and more read panels that were opened once, into [k / 4][16][4] unsigned bytes.
-constexpr int64_t OPENED_FROM = 8;
-constexpr int64_t OPENED_STEP = 2 * PANEL_STEP;
-
-#if LLM_AVX2
-void open_panel(const uint8_t* panel, int64_t steps, uint8_t* opened) {
-    for (int64_t s = 0; s < steps; ++s) {
-        prefetch(panel + s * PANEL_STEP + PREFETCH_BYTES);
-        LLM_UNROLL for (int i = 0; i < 2 * VECTORS; ++i) {
-            const Vector w = nibbles(panel + s * PANEL_STEP + i % VECTORS * sizeof(Vector), i >= VECTORS);
-            std::memcpy(opened + s * OPENED_STEP + i * sizeof(Vector), &w, sizeof w);
-        }
-    }
-}
-#endif
 
 template <bool OPENED> LLM_INLINE Vector load_weights(const uint8_t* b, int step, int half, int vector) {
     if (!OPENED) return nibbles(b + step * PANEL_STEP + vector * sizeof(Vector), half);
@@ -278,6 +280,16 @@ template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int
 }
 
 #if LLM_AVX2
+void open_panel(const uint8_t* panel, int64_t steps, uint8_t* opened) {
+    for (int64_t s = 0; s < steps; ++s) {
+        prefetch(panel + s * PANEL_STEP + PREFETCH_BYTES);
+        LLM_UNROLL for (int i = 0; i < 2 * VECTORS; ++i) {
+            const Vector w = nibbles(panel + s * PANEL_STEP + i % VECTORS * sizeof(Vector), i >= VECTORS);
+            std::memcpy(opened + s * OPENED_STEP + i * sizeof(Vector), &w, sizeof w);
+        }
+    }
+}
+
 template <int ROWS> void opened_tiles(const Product& p, int64_t row, int64_t panel, int64_t end, const uint8_t* opened) {
     for (; panel < end; ++panel, opened += p.steps() * OPENED_STEP) {
         alignas(64) float sums[ROWS * LANES] = {};

@@ -8,6 +8,7 @@
 #include "quantize.h"
 #include "replay.h"
 #include "row_source.h"
+#include "vnni.h"
 
 namespace llm {
 namespace {
@@ -18,38 +19,44 @@ constexpr int64_t PANEL_STEP = LANES * STEP;  // elements of a panel per step
 constexpr int64_t prefetch_bytes(int panels) { return panels > 1 ? 2048 : 4096; }
 constexpr int64_t BLOCK_BYTES = 512 << 10;
 
-#if defined(__AVX512VNNI__)
+#if LLM_VNNI
 
 // The instruction multiplies unsigned by signed bytes: activations are stored plus 128, and 128 times the column's sum
 // is subtracted at the end, modulo 2^32 and therefore exactly.
 using Operand = uint8_t;
 constexpr int32_t OPERAND_SHIFT = 128;
-constexpr int MAX_ROWS = 12;
-constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
 LLM_INLINE void store_operand(Operand* p, I32 x) { store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(OPERAND_SHIFT)); }
 
+#if LLM_AVX512
+constexpr int MAX_ROWS = 12;
+constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
+#else
+constexpr int MAX_ROWS = 6;
+constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#endif
+
+// sums [ROWS][VECTORS of PANELS panels]
 template <int ROWS, int PANELS>
 void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
-    __m512i acc[ROWS][PANELS];
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = _mm512_setzero_si512();
+    constexpr int vectors = PANELS * PANEL_VECTORS;
+    Dots acc[ROWS][vectors];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = Dots{};
     const Ahead ahead(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes);
     for (int64_t s = 0; s < steps; ++s) {
-        __m512i w[PANELS];
+        Dots w[vectors];
         const int64_t distance = ahead.distance(s);
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const int8_t* at = b + c * panel_bytes + s * PANEL_STEP;
-            w[c] = _mm512_loadu_si512(at);
+            LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v) w[c * PANEL_VECTORS + v] = load_dots(at + v * sizeof(Dots));
             prefetch(at + distance);
         }
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-            int32_t four;
-            std::memcpy(&four, a + (s * ROWS + r) * STEP, 4);
-            const __m512i value = _mm512_set1_epi32(four);
-            LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = _mm512_dpbusd_epi32(acc[r][c], value, w[c]);
+            const Dots value = broadcast_four(a + (s * ROWS + r) * STEP);
+            LLM_UNROLL for (int c = 0; c < vectors; ++c) dot(acc[r][c], value, w[c]);
         }
     }
     LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-        LLM_UNROLL for (int c = 0; c < PANELS; ++c) _mm512_storeu_si512(out + (r * PANELS + c) * LANES, acc[r][c]);
+        LLM_UNROLL for (int c = 0; c < vectors; ++c) std::memcpy(out + r * PANELS * LANES + c * sizeof(Dots) / 4, &acc[r][c], sizeof(Dots));
 }
 
 #else

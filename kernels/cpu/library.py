@@ -22,7 +22,7 @@ from llm.errors import ValidationError
 from llm.kernels.cpu import build
 from llm.kernels.cpu.memory import Pool, eighths
 
-ISA_CHOICES = ("plain", "avx2", "avx512", "amx", "none")
+ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "amx", "none")
 _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 _OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 
@@ -52,7 +52,7 @@ class Library:
     """One loaded kernel library.
 
     Attributes:
-        target: what it was compiled for: plain, avx2, avx512, avx512_vnni or amx.
+        target: what it was compiled for, of `build.TARGETS`.
         path: the file.
         openmp: the file of the OpenMP runtime its threads come from, None: one thread.
         recorder: the program that notes calls (program.py), None: nobody does.
@@ -126,18 +126,18 @@ class Library:
 
 
 def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[str, str]:
-    """(target, reason) for `isa` ("plain", "avx2", "avx512", "amx"; None: the best), or `ValidationError`.
+    """(target, reason) for `isa` (of `ISA_CHOICES`, but not "none"; None: the best), or `ValidationError`.
 
     "avx512" stands for the variant with VNNI where the processor has it.
     """
     supported = build.supported_targets(cpu_flags)
     if isa is None:
         return supported[-1], "the best this processor runs"
-    fitting = [target for target in supported if target == isa or target.startswith(f"{isa}_")]
+    fitting = [target for target in supported if isa in (target, target.replace("avx512_vnni", "avx512"))]
     if not fitting:
         raise ValidationError(
             f"LLM_CPU_ISA={isa!r} needs instructions that this processor does not have; it runs "
-            f"{', '.join(sorted({target.partition('_')[0] for target in supported}))}.",
+            f"{', '.join(isa for isa in ISA_CHOICES if isa in supported)}.",
             parameter="LLM_CPU_ISA",
             value=isa,
         )
