@@ -35,9 +35,9 @@ constexpr int MAX_ROWS = 6;
 constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
 
-// sums [ROWS][VECTORS of PANELS panels]
+// Sums [ROWS][PANELS][16]. Not inlined: what else the caller keeps in registers would push them out.
 template <int ROWS, int PANELS>
-void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
+__attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
     constexpr int vectors = PANELS * PANEL_VECTORS;
     Dots acc[ROWS][vectors];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = Dots{};
