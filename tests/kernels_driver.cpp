@@ -165,7 +165,7 @@ int main(int argc, char**) {
     floats<uint16_t>(1, 130, 70, 40);
     floats<uint16_t>(1, 34, 70, 1100);
     integers(130, 70, 40);
-    integers(18, 34, 2100);
+    integers(33, 34, 2100);
     std::printf("ok %d\n", calls + run_step_kernels());
     return 0;
 }

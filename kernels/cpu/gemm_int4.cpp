@@ -430,7 +430,7 @@ struct GroupTiles {
             LLM_TILE_ZERO(0);
             for (const int64_t last = Tasks::least(end, dot + of_group); dot < last; ++dot) {
                 const char *at = operands + dot * depth / TILE_K * operand + dot * depth % TILE_K, *b = opened + dot * depth * LANES;
-                touch(at, 1, LINE), touch(b, depth / 4, LINE);
+                touch(at, a.tile_rows(tile), depth), touch(b, depth / 4);
                 LLM_TILE_LOAD(4, at, LINE);
                 LLM_TILE_LOAD(7, b, LINE);
                 LLM_TILE_DOT_INT8(0, 4, 7);

@@ -34,13 +34,13 @@ constexpr int64_t MOST_GROUPS = 8;      // groups of panels in a task
 constexpr int64_t TILE_AHEAD = 2048;    // bytes of a panel
 
 // What a tile instruction reads, AddressSanitizer sees only when it is read once more.
-LLM_INLINE void touch(const char* from, int64_t lines, int64_t stride) {
+LLM_INLINE void touch(const char* from, int64_t lines, int64_t width = LINE) {
 #if defined(__SANITIZE_ADDRESS__)
     for (int64_t line = 0; line < lines; ++line)
-        for (int64_t byte = 0; byte < LINE; byte += LINE - 1)
-            static_cast<void>(*static_cast<const volatile char*>(from + line * stride + byte));
+        for (int64_t byte = 0; byte < width; byte += width - 1)
+            static_cast<void>(*static_cast<const volatile char*>(from + line * LINE + byte));
 #else
-    static_cast<void>(from), static_cast<void>(lines), static_cast<void>(stride);
+    static_cast<void>(from), static_cast<void>(lines), static_cast<void>(width);
 #endif
 }
 
@@ -108,7 +108,7 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
     if constexpr (PANELS > panel) {                                                                               \
         const char* at = b + panel * panel_bytes;                                                                 \
         meanwhile.fetch(step, panel);                                                                             \
-        touch(at, TILE_LINES, LINE);                                                                              \
+        touch(at, TILE_LINES);                                                                                    \
         LLM_TILE_LOAD(7, at, LINE);                                                                               \
         if constexpr (FORM == INT8) LLM_TILE_DOT_INT8(panel, 4, 7);                                               \
         else LLM_TILE_DOT_BF16(panel, 4, 7);                                                                      \
@@ -118,7 +118,7 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
         }                                                                                                         \
     }
     for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, b += TILE_BYTES) {
-        touch(a, PARTS * a_tile / LINE, LINE);
+        touch(a, PARTS * a_tile / LINE);
         LLM_TILE_LOAD(4, a, LINE);
         if constexpr (PARTS == 3) {
             LLM_TILE_LOAD(5, a + a_tile, LINE);
