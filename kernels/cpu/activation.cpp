@@ -1,5 +1,4 @@
 // Activations, plain and gated: one element at a time, computed alike in vectors and in their tails.
-#include "panels.h"
 #include "replay.h"
 #include "row_source.h"
 #include "rows.h"

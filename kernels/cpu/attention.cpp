@@ -77,7 +77,7 @@ LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t ro
         F32 column[VECTORS];
         LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
             column[v] = load(b[v] + i * stride);
-            if (FETCH) __builtin_prefetch(next[v] + i * next_stride, 0, 2);
+            if (FETCH) prefetch_far(next[v] + i * next_stride);
         }
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
             const F32 value = set1(a[r * row_stride + i]);

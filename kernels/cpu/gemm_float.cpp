@@ -12,11 +12,6 @@
 namespace llm {
 namespace {
 
-#if LLM_AVX512
-constexpr int MAX_ROWS = 12;
-#else
-constexpr int MAX_ROWS = 6;
-#endif
 constexpr int64_t PREFETCH_BYTES = 4096;
 // Activations of one row block: what stays in the second-level cache beside the panels.
 constexpr int64_t BLOCK_BYTES = 1 << 20;

@@ -4,12 +4,12 @@
 // A panel is [k / 8][16][4]: in byte j of a column, weight k + j plus 8 in the low nibble and weight k + 4 + j plus 8 in the
 // high one, so that a mask and a shift give four unsigned bytes of consecutive k. The sums start at -8 times the sum of the
 // activations, which takes the 8 back. k is padded with activations of 0.
+#include "bytes.h"
 #include "gemm_tiles.h"
 #include "panels.h"
 #include "quantize.h"
 #include "replay.h"
 #include "row_source.h"
-#include "vnni.h"
 
 namespace llm {
 namespace {
@@ -52,53 +52,51 @@ struct Product {
 constexpr int64_t OPENED_FROM = 8;
 constexpr int64_t OPENED_STEP = 2 * PANEL_STEP;
 
-#if LLM_VNNI
-
-using Vector = Dots;
-constexpr int VECTORS = PANEL_VECTORS;
+// nibbles(p, high): unsigned bytes, of the k in the low nibbles or of those in the high ones.
 #if LLM_AVX512
-constexpr int MAX_ROWS = 12;
-constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
-#else
-constexpr int MAX_ROWS = 6;
-constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
-#endif
-
-// Unsigned bytes: of the k in the low nibbles, or those in the high ones.
-LLM_INLINE Dots nibbles(const uint8_t* p, bool high) {
-    const Dots both = load_dots(p);
-#if LLM_AVX512
+LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
+    const Bytes both = load_bytes(p);
     return _mm512_and_si512(high ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
-#else
-    return _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
-#endif
 }
+#elif LLM_AVX2
+alignas(32) constexpr uint8_t LOW_NIBBLES[32] = {15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15,
+                                                 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15};
+// The mask stays in memory: 12 sums, 2 vectors of weights, a broadcast and a product are all 16 registers.
+LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
+    Bytes out = load_256(p);
+    if (high) out = _mm256_srli_epi16(out, 4);
+    asm volatile("vpand %1, %0, %0" : "+v"(out) : "m"(LOW_NIBBLES));
+    return out;
+}
+#endif
+
+#if LLM_VNNI
 
 // `opened`: the panel, when OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>
 __attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums,
                                           const uint8_t* opened = nullptr) {
-    constexpr int vectors = PANELS * VECTORS;
+    constexpr int vectors = PANELS * PANEL_VECTORS;
     const int64_t bytes = p.panel_bytes();
     const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
     const uint8_t* b = p.weight + panel * bytes;
     int64_t s = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
-        Dots acc[ROWS][vectors];
+        Bytes acc[ROWS][vectors];
         LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-            LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = broadcast_four(start + group * ROWS + r);
+            LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = broadcast_bytes(start + group * ROWS + r);
         const int64_t end = Tasks::least(p.steps(), (group + 1) * p.group_steps);
         for (; s < end; ++s) {
             const int64_t distance = ahead.distance(s);
             const uint8_t* at = b + s * PANEL_STEP;
             if (!OPENED) LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(at + c * bytes + distance);
             LLM_UNROLL for (int half = 0; half < 2; ++half) {
-                Dots w[vectors];
+                Bytes w[vectors];
                 LLM_UNROLL for (int c = 0; c < vectors; ++c)
-                    w[c] = OPENED ? load_dots(opened + s * OPENED_STEP + half * PANEL_STEP + c * sizeof(Dots))
-                                  : nibbles(at + c / VECTORS * bytes + c % VECTORS * sizeof(Dots), half);
+                    w[c] = OPENED ? load_bytes(opened + s * OPENED_STEP + half * PANEL_STEP + c * sizeof(Bytes))
+                                  : nibbles(at + c / PANEL_VECTORS * bytes + c % PANEL_VECTORS * sizeof(Bytes), half);
                 LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                    const Dots value = broadcast_four(a + (s * ROWS + r) * STEP + half * 4);
+                    const Bytes value = broadcast_bytes(a + (s * ROWS + r) * STEP + half * 4);
                     LLM_UNROLL for (int c = 0; c < vectors; ++c) dot(acc[r][c], w[c], value);
                 }
             }
@@ -117,7 +115,6 @@ __attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, con
 
 #elif defined(LLM_PLAIN)
 
-constexpr int MAX_ROWS = 6;
 constexpr int panels_for(int) { return 1; }
 
 template <int ROWS, int PANELS>
@@ -144,43 +141,18 @@ void add_groups(const Product& p, const int8_t* a, const int32_t* start, int64_t
 
 #else
 
-// The inner loops are written out, and volatile to stay in order: gcc 12 loads all broadcasts ahead and spills the sums.
-using Four = const int8_t (*)[4];
-template <class Vector> LLM_INLINE Vector broadcast(const int8_t* four) {
-    Vector out;
-    asm volatile("vpbroadcastd %1, %0" : "=v"(out) : "m"(*reinterpret_cast<Four>(four)));
-    return out;
-}
-
 // Unsigned times signed bytes in pairs, added in int16 over 32 k: at most 16 * 15 * 128 = 30720 in magnitude.
 #if LLM_AVX512
-constexpr int MAX_ROWS = 12, VECTORS = 1;
-using Vector = __m512i;
-LLM_INLINE I32 pairs(const Vector* x) { return {_mm512_madd_epi16(x[0], _mm512_set1_epi16(1))}; }
-LLM_INLINE Vector nibbles(const uint8_t* p, bool high) {
-    const Vector both = _mm512_loadu_si512(p);
-    return _mm512_and_si512(high ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
-}
+LLM_INLINE I32 pairs(const Bytes* x) { return {_mm512_madd_epi16(x[0], _mm512_set1_epi16(1))}; }
 #else
-constexpr int MAX_ROWS = 6, VECTORS = 2;
-using Vector = __m256i;
-LLM_INLINE I32 pairs(const Vector* x) {
-    const Vector one = _mm256_set1_epi16(1);
+LLM_INLINE I32 pairs(const Bytes* x) {
+    const Bytes one = _mm256_set1_epi16(1);
     return {_mm256_madd_epi16(x[0], one), _mm256_madd_epi16(x[1], one)};
 }
-alignas(32) constexpr uint8_t LOW_NIBBLES[32] = {15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15,
-                                                 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15};
-// The mask stays in memory: 12 sums, 2 vectors of weights, a broadcast and a product are all 16 registers.
-LLM_INLINE Vector nibbles(const uint8_t* p, bool high) {
-    Vector out = load_256(p);
-    if (high) out = _mm256_srli_epi16(out, 4);
-    asm volatile("vpand %1, %0, %0" : "+v"(out) : "m"(LOW_NIBBLES));
-    return out;
-}
 #endif
-LLM_INLINE void multiply(Vector& sum, Vector w, Vector a) { asm volatile("vpmaddubsw %2, %1, %0" : "=v"(sum) : "v"(w), "v"(a)); }
-LLM_INLINE void multiply_add(Vector& sum, Vector w, Vector a) {
-    Vector product;
+LLM_INLINE void multiply(Bytes& sum, Bytes w, Bytes a) { asm volatile("vpmaddubsw %2, %1, %0" : "=v"(sum) : "v"(w), "v"(a)); }
+LLM_INLINE void multiply_add(Bytes& sum, Bytes w, Bytes a) {
+    Bytes product;
     asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(product) : "v"(w), "v"(a));
 }
 
@@ -188,25 +160,22 @@ LLM_INLINE void multiply_add(Vector& sum, Vector w, Vector a) {
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
 constexpr int64_t STEPS_IN_WORDS = 4;
 
-template <bool OPENED> LLM_INLINE Vector load_weights(const uint8_t* b, int step, int half, int vector) {
-    if (!OPENED) return nibbles(b + step * PANEL_STEP + vector * sizeof(Vector), half);
-    Vector w;
-    std::memcpy(&w, b + step * OPENED_STEP + half * PANEL_STEP + vector * sizeof(Vector), sizeof w);
-    asm("" : "+v"(w));  // or gcc loads it again for every product
-    return w;
+template <bool OPENED> LLM_INLINE Bytes load_weights(const uint8_t* b, int step, int half, int vector) {
+    if (!OPENED) return nibbles(b + step * PANEL_STEP + vector * sizeof(Bytes), half);
+    return load_bytes(b + step * OPENED_STEP + half * PANEL_STEP + vector * sizeof(Bytes));
 }
 
 // Up to 4 steps, summed in int16.
 template <int ROWS, int STEPS, bool OPENED>
-LLM_INLINE void few_steps(const int8_t* a, const uint8_t* b, int64_t distance, Vector (&words)[ROWS][VECTORS]) {
+LLM_INLINE void few_steps(const int8_t* a, const uint8_t* b, int64_t distance, Bytes (&words)[ROWS][PANEL_VECTORS]) {
     LLM_UNROLL for (int s = 0; s < STEPS; ++s) {
         if (!OPENED) prefetch(b + s * PANEL_STEP + distance);
         LLM_UNROLL for (int half = 0; half < 2; ++half) {
-            Vector w[VECTORS];
-            LLM_UNROLL for (int c = 0; c < VECTORS; ++c) w[c] = load_weights<OPENED>(b, s, half, c);
+            Bytes w[PANEL_VECTORS];
+            LLM_UNROLL for (int c = 0; c < PANEL_VECTORS; ++c) w[c] = load_weights<OPENED>(b, s, half, c);
             LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                const Vector value = broadcast<Vector>(a + (s * ROWS + r) * STEP + half * 4);
-                LLM_UNROLL for (int c = 0; c < VECTORS; ++c) {
+                const Bytes value = broadcast_bytes(a + (s * ROWS + r) * STEP + half * 4);
+                LLM_UNROLL for (int c = 0; c < PANEL_VECTORS; ++c) {
                     if (s == 0 && half == 0) multiply(words[r][c], w[c], value);
                     else multiply_add(words[r][c], w[c], value);
                 }
@@ -231,7 +200,7 @@ __attribute__((noinline)) void add_groups(const Product& p, const int8_t* a, con
             const bool last = s + some >= end;
             for (int c = 0; c < PANELS; ++c) {
                 const uint8_t* b = OPENED ? opened + s * OPENED_STEP : p.weight + (panel + c) * bytes + s * PANEL_STEP;
-                Vector words[ROWS][VECTORS];
+                Bytes words[ROWS][PANEL_VECTORS];
                 if (some == STEPS_IN_WORDS) few_steps<ROWS, STEPS_IN_WORDS, OPENED>(at, b, distance, words);
                 else few_steps<ROWS, 1, OPENED>(at, b, distance, words);
                 I32 sum[ROWS];
@@ -283,9 +252,9 @@ template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int
 void open_panel(const uint8_t* panel, int64_t steps, uint8_t* opened) {
     for (int64_t s = 0; s < steps; ++s) {
         prefetch(panel + s * PANEL_STEP + PREFETCH_BYTES);
-        LLM_UNROLL for (int i = 0; i < 2 * VECTORS; ++i) {
-            const Vector w = nibbles(panel + s * PANEL_STEP + i % VECTORS * sizeof(Vector), i >= VECTORS);
-            std::memcpy(opened + s * OPENED_STEP + i * sizeof(Vector), &w, sizeof w);
+        LLM_UNROLL for (int i = 0; i < 2 * PANEL_VECTORS; ++i) {
+            const Bytes w = nibbles(panel + s * PANEL_STEP + i % PANEL_VECTORS * sizeof(Bytes), i >= PANEL_VECTORS);
+            std::memcpy(opened + s * OPENED_STEP + i * sizeof(Bytes), &w, sizeof w);
         }
     }
 }

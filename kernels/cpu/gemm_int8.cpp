@@ -3,12 +3,12 @@
 // A panel is [k / 4][16][4]: four k of a column side by side, as the dot-product instructions read them; k is padded to
 // a multiple of 4 with zeros. Without those instructions both operands are widened to int16 and multiplied in pairs.
 // A sum of k products stays below 2^31 for k up to 2^17: the caller checks.
+#include "bytes.h"
 #include "gemm_tiles.h"
 #include "panels.h"
 #include "quantize.h"
 #include "replay.h"
 #include "row_source.h"
-#include "vnni.h"
 
 namespace llm {
 namespace {
@@ -27,36 +27,28 @@ using Operand = uint8_t;
 constexpr int32_t OPERAND_SHIFT = 128;
 LLM_INLINE void store_operand(Operand* p, I32 x) { store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(OPERAND_SHIFT)); }
 
-#if LLM_AVX512
-constexpr int MAX_ROWS = 12;
-constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
-#else
-constexpr int MAX_ROWS = 6;
-constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
-#endif
-
 // Sums [ROWS][PANELS][16]. Not inlined: what else the caller keeps in registers would push them out.
 template <int ROWS, int PANELS>
 __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
     constexpr int vectors = PANELS * PANEL_VECTORS;
-    Dots acc[ROWS][vectors];
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = Dots{};
+    Bytes acc[ROWS][vectors];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = Bytes{};
     const Ahead ahead(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes);
     for (int64_t s = 0; s < steps; ++s) {
-        Dots w[vectors];
+        Bytes w[vectors];
         const int64_t distance = ahead.distance(s);
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const int8_t* at = b + c * panel_bytes + s * PANEL_STEP;
-            LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v) w[c * PANEL_VECTORS + v] = load_dots(at + v * sizeof(Dots));
+            LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v) w[c * PANEL_VECTORS + v] = load_bytes(at + v * sizeof(Bytes));
             prefetch(at + distance);
         }
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-            const Dots value = broadcast_four(a + (s * ROWS + r) * STEP);
+            const Bytes value = broadcast_bytes(a + (s * ROWS + r) * STEP);
             LLM_UNROLL for (int c = 0; c < vectors; ++c) dot(acc[r][c], value, w[c]);
         }
     }
     LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-        LLM_UNROLL for (int c = 0; c < vectors; ++c) std::memcpy(out + r * PANELS * LANES + c * sizeof(Dots) / 4, &acc[r][c], sizeof(Dots));
+        LLM_UNROLL for (int c = 0; c < vectors; ++c) std::memcpy(out + r * PANELS * LANES + c * sizeof(Bytes) / 4, &acc[r][c], sizeof(Bytes));
 }
 
 #else
@@ -67,7 +59,6 @@ LLM_INLINE void store_operand(Operand* p, I32 x) { store_int16(p, x); }
 
 #if defined(LLM_PLAIN)
 
-constexpr int MAX_ROWS = 6;
 constexpr int panels_for(int) { return 1; }
 
 template <int ROWS, int PANELS>
@@ -85,9 +76,9 @@ void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, int32_t* ou
 #else
 
 // A vector of int16 holds 4 k of some columns; multiplied in pairs it gives two int32 for each column.
+using Vector = Bytes;
+constexpr int VECTORS = 2 * PANEL_VECTORS;
 #if LLM_AVX512
-constexpr int MAX_ROWS = 12, VECTORS = 2;
-using Vector = __m512i;
 LLM_INLINE Vector widen_load(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 LLM_INLINE Vector broadcast_four(const int16_t* p) {
     int64_t four;
@@ -97,8 +88,6 @@ LLM_INLINE Vector broadcast_four(const int16_t* p) {
 LLM_INLINE Vector multiply(Vector a, Vector b) { return _mm512_madd_epi16(a, b); }
 LLM_INLINE Vector nothing() { return _mm512_setzero_si512(); }
 #else
-constexpr int MAX_ROWS = 6, VECTORS = 4;
-using Vector = __m256i;
 LLM_INLINE Vector widen_load(const int8_t* p) { return _mm256_cvtepi8_epi16(load_128(p)); }
 LLM_INLINE Vector broadcast_four(const int16_t* p) {
     int64_t four;

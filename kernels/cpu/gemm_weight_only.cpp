@@ -12,9 +12,9 @@ namespace llm {
 namespace {
 
 #if LLM_AVX512
-constexpr int MAX_ROWS = 12, TILE_PANELS = 2;
+constexpr int TILE_PANELS = 2;
 #else
-constexpr int MAX_ROWS = 6, TILE_PANELS = 1;
+constexpr int TILE_PANELS = 1;
 #endif
 constexpr int64_t BLOCK_K = 256;          // of the float weights in the cache
 constexpr int64_t BLOCK_BYTES = 1 << 20;  // of the activations that they are multiplied by

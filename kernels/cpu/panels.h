@@ -20,10 +20,6 @@ LLM_INLINE bool within(const int64_t* ids, int64_t count, int64_t n) {
     return true;
 }
 
-LLM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-// Into the second-level cache, which has more fetches under way than the first.
-LLM_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
-
 // How far ahead a step prefetches. Near the end of a panel that is past it: there, in the panel that will be read next,
 // which `panels` side by side make one that many further on.
 struct Ahead {
@@ -32,6 +28,13 @@ struct Ahead {
         : bytes(distance), turn(steps - distance / step_bytes), skip((panels - 1) * panel_bytes) {}
     LLM_INLINE int64_t distance(int64_t step) const { return step < turn ? bytes : bytes + skip; }
 };
+
+// Rows of the highest tile.
+#if LLM_AVX512
+constexpr int MAX_ROWS = 12;
+#else
+constexpr int MAX_ROWS = 6;
+#endif
 
 // Rows of the next tile when `left` remain: as even a split as tiles of at most `most` rows allow. Tiles of 1 to 6, 8, 10 and
 // 12 rows are compiled.

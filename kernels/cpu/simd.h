@@ -29,6 +29,10 @@
 namespace llm {
 namespace {  // one copy per object file: nothing of this can be merged with another instruction set's
 
+LLM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Into the second-level cache, which has more fetches under way than the first.
+LLM_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 constexpr int LANES = 16;
 
 struct BF16 { uint16_t bits; };
