@@ -33,6 +33,7 @@ struct Product {
     int64_t m, n, padded_k, groups, group_steps;
 
     int64_t steps() const { return padded_k / STEP; }
+    int64_t group_size() const { return group_steps * STEP; }
     int64_t panel_bytes() const { return padded_k * LANES / 2; }
     LLM_INLINE F32 group_scale(int64_t group, int64_t column) const {
         const int64_t at = group * scale_stride + column, count = n - column;
@@ -372,16 +373,12 @@ void multiply_channels(const Product& p, const TileOperands& a, int64_t from, in
 
 // Groups: one row tile and one panel at a time, so that the groups' sums so far, [16][16], stay in registers. A group's exact
 // sums leave the tiles at once. An instruction takes `depth` of k, 64 or, for groups of an odd multiple of 32, half a line.
-struct GroupTiles {
+class GroupTiles {
     const Product& p;
     const TileOperands& a;
-    int64_t depth;
+    const int64_t depth;
 
-    // Steps of k in a block, which holds whole groups.
-    static int64_t block_steps(int64_t group_size) {
-        const int64_t unit = group_size % TILE_K ? group_size / (TILE_K / 2) : group_size / TILE_K;
-        return unit < GROUPED_STEPS ? GROUPED_STEPS / unit * unit : unit;
-    }
+    static int64_t depth_of(const Product& p) { return p.group_size() % TILE_K ? TILE_K / 2 : TILE_K; }
 
     // Adds the groups of the block of steps from `first` on to `total`, a part of `meanwhile` fetched at each.
     void add(TileShapes& shapes, int64_t tile, int64_t first, int64_t panel, const char* opened, float* total,
@@ -391,9 +388,9 @@ struct GroupTiles {
         LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = first ? load(total + r * LANES) : zero();
         shapes.set(a.tile_rows(tile), depth);
         const char* operands = a.at(tile, first);
-        const int64_t operand = a.tile_rows(tile) * LINE, of_group = p.group_steps * STEP / depth;
+        const int64_t operand = a.tile_rows(tile) * LINE, of_group = p.group_size() / depth;
         const int64_t end = Tasks::least(a.block_steps(first) * TILE_K, p.padded_k - first * TILE_K + depth - 1) / depth;
-        int64_t group = first * TILE_K / (p.group_steps * STEP);
+        int64_t group = first * TILE_K / p.group_size();
         for (int64_t dot = 0, turn = 0; dot < end; ++group, ++turn) {
             meanwhile.fetch(turn, 0);
             LLM_TILE_ZERO(0);
@@ -411,11 +408,20 @@ struct GroupTiles {
         LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) store(total + r * LANES, so_far[r]);
     }
 
+  public:
+    GroupTiles(const Product& product, const TileOperands& operands) : p(product), a(operands), depth(depth_of(product)) {}
+
+    // Steps of k in a block, which holds whole groups.
+    static int64_t block_steps(const Product& p) {
+        const int64_t unit = p.group_size() / depth_of(p);
+        return unit < GROUPED_STEPS ? GROUPED_STEPS / unit * unit : unit;
+    }
+
     void multiply(int64_t from, int64_t threads) const {
         const NibblePanels weights{p.weight, p.steps()};
         const int64_t panels = ceil_div(p.n, LANES), tiles = a.tiles(), tile_floats = TILE_LINES * LANES;
         const int64_t share = ceil_div(panels, threads * ceil_div(panels, threads * MOST_GROUPS * TILE_PANELS));
-        const int64_t kept = (a.steps > a.block ? share : 1) * tiles * tile_floats * sizeof(float);
+        const int64_t kept_panels = a.steps > a.block ? share : 1, kept = kept_panels * tiles * tile_floats * sizeof(float);
         parallel_for(ceil_div(panels, share), threads, kept + a.block * TILE_BYTES, [&](int64_t task, char* scratch) {
             TileShapes shapes;
             float* totals = reinterpret_cast<float*>(scratch);
@@ -429,9 +435,9 @@ struct GroupTiles {
                     const StoredSteps after = then < a.steps ? weights.stored(is_last ? begin : panel + 1, then, a.block_steps(then))
                                                              : StoredSteps{nullptr, 0, 0};
                     const int64_t part = ceil_div(after.lines, tiles);
-                    const int64_t turns = ceil_div(a.block_steps(first) * TILE_K, p.group_steps * STEP);
+                    const int64_t turns = ceil_div(a.block_steps(first) * TILE_K, p.group_size());
                     for (int64_t tile = 0; tile < tiles; ++tile) {
-                        float* total = totals + ((a.steps > a.block ? panel - begin : 0) * tiles + tile) * tile_floats;
+                        float* total = totals + ((panel - begin) % kept_panels * tiles + tile) * tile_floats;
                         const Meanwhile meanwhile{after.data + tile * part * LINE, 0, ceil_div(part, turns), turns, 0, false};
                         add(shapes, tile, first, panel, opened.data, total, meanwhile);
                         if (first + a.block >= a.steps) finish(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, total, LANES);
@@ -442,12 +448,11 @@ struct GroupTiles {
 };
 
 void tile_linear_w4a8(const Product& p, const RowSource& x, float* row_scales, int64_t threads) {
-    const int64_t group_size = p.group_steps * STEP;
-    const int64_t block = p.groups > 1 ? GroupTiles::block_steps(group_size) : SHORT_STEPS;
+    const int64_t block = p.groups > 1 ? GroupTiles::block_steps(p) : SHORT_STEPS;
     const int64_t most_tiles = p.groups > 1 ? LEAST_TILES : MOST_TILES;  // of one panel at a time, few rows have their line
     for_row_blocks(p.m, ceil_div(x.k, TILE_K), 1, block, most_tiles, [&](const TileOperands& a, int64_t from) {
         quantize_operands(a, x, from, 0.0f, 0, row_scales + from, threads);
-        if (p.groups > 1) GroupTiles{p, a, group_size % TILE_K ? TILE_K / 2 : TILE_K}.multiply(from, threads);
+        if (p.groups > 1) GroupTiles(p, a).multiply(from, threads);
         else multiply_channels(p, a, from, threads);
     });
 }

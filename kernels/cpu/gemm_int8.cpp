@@ -232,7 +232,9 @@ void tile_linear_w8a8(const RowSource& x, const int8_t* weight, const int32_t* c
     float* row_scales = scales.as<float>();
     const float factor = input_scale == 0.0f ? 1.0f : input_scale;
     const Product p{nullptr, row_scales, weight, column_sum, scale, bias, y, m, n, x.k, static_cast<int32_t>(input_offset), factor};
-    for_row_blocks(m, panels.steps(), 1, block_steps(INT8, m), MOST_TILES, [&](const TileOperands& a, int64_t from) {
+    // With more than two row tiles it pays to read panels from the first-level cache, and the sums so far once more.
+    const int64_t block = m > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS;
+    for_row_blocks(m, panels.steps(), 1, block, MOST_TILES, [&](const TileOperands& a, int64_t from) {
         quantize_operands(a, x, from, input_scale, input_offset, row_scales + from, threads);
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
             scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS, reinterpret_cast<const int32_t*>(sums));

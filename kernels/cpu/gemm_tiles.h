@@ -96,9 +96,6 @@ inline constexpr Meanwhile NOTHING{nullptr, 0, 0, 0, 0, false};
 // What activations become: int8, three bfloat16 that hold them whole, or the nearest bfloat16.
 enum Form { INT8, BF16_PARTS, BF16_ROUNDED };
 constexpr int parts_of(Form form) { return form == BF16_PARTS ? 3 : 1; }
-// Steps of k in a block. int8 does little with a panel: with more than two row tiles it pays to read panels from the first-level
-// cache, and the sums so far once more.
-constexpr int64_t block_steps(Form form, int64_t rows) { return form == INT8 && rows > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS; }
 
 // sums 0 ... PANELS - 1 += the products of `steps` steps.
 template <Form FORM, int PANELS>

@@ -137,7 +137,7 @@ def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[s
     if not fitting:
         raise ValidationError(
             f"LLM_CPU_ISA={isa!r} needs instructions that this processor does not have; it runs "
-            f"{', '.join(isa for isa in ISA_CHOICES if isa in supported)}.",
+            f"{', '.join(name for name in ISA_CHOICES if name in supported)}.",
             parameter="LLM_CPU_ISA",
             value=isa,
         )

@@ -41,6 +41,11 @@ class Quantizer {
     LLM_INLINE F32 quotient(F32 x) const {
         return divides_ ? x / divisor_ : corrected(corrected(x * reciprocal_, x), x);
     }
+#if defined(LLM_PLAIN)
+    static bool has_exact_corrections(float) { return false; }  // nor fast: a fused multiply-add may be a call
+#else
+    static bool has_exact_corrections(float divisor) { return divisor >= 0x1p-60f && divisor <= 0x1p60f; }
+#endif
     Quantizer(float divisor, int64_t offset, bool divides)
         : divisor_(set1(divisor)), negative_(set1(-divisor)), reciprocal_(set1(1.0f / divisor)),
           offset_(set1(static_cast<float>(offset))), divides_(divides) {}
@@ -49,12 +54,7 @@ class Quantizer {
     // By a scale for any x.
     Quantizer(float scale, int64_t offset) : Quantizer(scale, offset, true) {}
     // By the scale of a row; NaN of one that holds a NaN.
-#if defined(LLM_PLAIN)
-    explicit Quantizer(float row_scale) : Quantizer(row_scale == 0.0f ? 1.0f : row_scale, 0, true) {}
-#else
-    explicit Quantizer(float row_scale)
-        : Quantizer(row_scale == 0.0f ? 1.0f : row_scale, 0, row_scale != 0.0f && !(row_scale >= 0x1p-60f && row_scale <= 0x1p60f)) {}
-#endif
+    explicit Quantizer(float row_scale) : Quantizer(row_scale == 0.0f ? 1.0f : row_scale, 0, !has_exact_corrections(row_scale)) {}
     LLM_INLINE I32 operator()(F32 x) const {
         const F32 q = nan_to_zero(round_even(quotient(x)) + offset_);
         return to_int(max(min(q, set1(127.0f)), set1(-128.0f)));
