@@ -11,7 +11,7 @@ from statistics import NormalDist
 import torch
 from torch import nn
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.kernels.reference import activation
 from llm.kernels.reference.rows import RowOperation, gives_rows
 from llm.layers.custom_op import CustomOp

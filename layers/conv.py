@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.layers.custom_op import CustomOp
 
 Sizes = int | tuple[int, ...]

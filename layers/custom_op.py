@@ -20,8 +20,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from llm.compilation import CompilationConfig
-from llm.errors import ValidationError, nearest
+from llm.base.errors import ValidationError, nearest
+from llm.config.compilation import CompilationConfig
 from llm.platforms.interface import Platform
 from llm.plugins import plugin_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.layers.custom_op import PluggableLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import EmbeddingMethodBase, QuantizationConfig

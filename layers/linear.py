@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.kernels.reference.rows import Rows, computed, takes_rows
 from llm.layers.custom_op import PluggableLayer
 from llm.layers.parallel import SINGLE, TensorParallel

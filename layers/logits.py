@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.layers.custom_op import PluggableLayer
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.kernels import platform_kernels

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from llm.errors import LLMError, ValidationError
+from llm.base.errors import LLMError, ValidationError
 
 
 class Communicator(Protocol):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.layers.custom_op import CustomOp
 
 FP8 = torch.float8_e4m3fn

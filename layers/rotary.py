@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.kernels.reference.rotary import apply_rotary
 from llm.layers.custom_op import CustomOp
 from llm.layers.kernels import KernelOp

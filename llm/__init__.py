@@ -8,19 +8,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from llm import _conflict
+from llm.base import conflict
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from llm.api import LLM as LLM
+    from llm.base.errors import EngineClosedError as EngineClosedError
+    from llm.base.errors import GenerationInterrupted as GenerationInterrupted
+    from llm.base.errors import LLMError as LLMError
+    from llm.base.errors import ValidationError as ValidationError
     from llm.beam_search import BeamSearchOutput as BeamSearchOutput
     from llm.beam_search import BeamSearchParams as BeamSearchParams
     from llm.beam_search import BeamSearchSequence as BeamSearchSequence
-    from llm.errors import EngineClosedError as EngineClosedError
-    from llm.errors import GenerationInterrupted as GenerationInterrupted
-    from llm.errors import LLMError as LLMError
-    from llm.errors import ValidationError as ValidationError
     from llm.inputs import PromptType as PromptType
     from llm.inputs import TextPrompt as TextPrompt
     from llm.inputs import TokensPrompt as TokensPrompt
@@ -56,15 +56,15 @@ _PUBLIC = {
     "TokensPrompt": "llm.inputs",
     "ModelRegistry": "llm.models.registry",
     "register_model": "llm.models.registry",
-    "LLMError": "llm.errors",
-    "ValidationError": "llm.errors",
-    "EngineClosedError": "llm.errors",
-    "GenerationInterrupted": "llm.errors",
+    "LLMError": "llm.base.errors",
+    "ValidationError": "llm.base.errors",
+    "EngineClosedError": "llm.base.errors",
+    "GenerationInterrupted": "llm.base.errors",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
 
-_conflict.check()
+conflict.check()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,20 +11,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from llm import compilation, env
-from llm.arguments import CALLS, METHODS, check_arguments
-from llm.checks import check_flag
-from llm.config import EngineArgs, EngineConfig
+from llm.base.checks import check_flag
+from llm.base.errors import (
+    EngineBusyError,
+    EngineClosedError,
+    GenerationInterrupted,
+    LLMError,
+    ValidationError,
+    nearest,
+)
+from llm.base.names import known_names
+from llm.config import compilation, env
+from llm.config.arguments import CALLS, METHODS, check_arguments
+from llm.config.engine import EngineArgs, EngineConfig
 from llm.engine.build import build_engine
 from llm.engine.engine import Engine, EngineStats
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, warn_of_errors
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.progress import Progress, check_use_tqdm
-from llm.errors import EngineBusyError, EngineClosedError, GenerationInterrupted, LLMError, ValidationError, nearest
 from llm.explain import Explanation, explain_engine
 from llm.inputs import TokensPrompt
-from llm.names import known_names
 from llm.outputs import RequestOutput
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import load_logits_processor, qualified_name
@@ -32,7 +39,7 @@ from llm.sampling_params import SamplingParams
 from llm.scoring import Scoring
 
 if TYPE_CHECKING:
-    from llm.quantize_report import QuantizationReport
+    from llm.quantize.report import QuantizationReport
 
 logger = logging.getLogger("llm")
 
@@ -73,13 +80,13 @@ class LLM(Scoring):
             "processed_logits", after penalties, processors, temperature and cuts.
         device: "auto", "cpu", or the name of a platform plugin.
         compilation_config: which operations run their kernels and which plain PyTorch: a dict such as
-            `{"custom_ops": ["none", "+rms_norm"]}`, or a mode; see `llm.compilation.CompilationConfig`.
+            `{"custom_ops": ["none", "+rms_norm"]}`, or a mode; see `llm.config.compilation.CompilationConfig`.
         logits_processors: `LogitsProcessor` classes, or "module:Class" strings that name them; those of installed
             packages (entry points in `llm.logits_processors`) are loaded before them.
         generation_config: "auto": generation_config.json supplies the defaults when `generate` gets no params; "vllm":
             neutral defaults.
         verbose: log what was decided and what became of arguments that have no effect here.
-        **kwargs: vLLM's other arguments; `llm.arguments.ARGUMENTS` says of each whether it is accepted or refused.
+        **kwargs: vLLM's other arguments; `llm.config.arguments.ARGUMENTS` says of each what becomes of it.
 
     Attributes:
         config: what was decided, with reasons; `print(llm.config)`.
@@ -376,7 +383,7 @@ class LLM(Scoring):
             against: folder of the unquantized model; needed when the checkpoint was quantized already.
             speed: measure tokens per second with and without.
         """
-        from llm.quantize_report import make_report
+        from llm.quantize.report import make_report
 
         engine = self._open_engine()
         plain = replace(self._args, quantization=None, calibration=None)
@@ -404,7 +411,7 @@ class LLM(Scoring):
             ValidationError: the model is not quantized, `path` exists, or the format is unknown.
             LLMError: a layer has no form in the format, or the disk is full.
         """
-        from llm.quantize_save import save_quantized
+        from llm.quantize.save import save_quantized
 
         with self._exclusive():
             return save_quantized(self._begin().runner.model, path, format)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm.checks import check_flag, check_integer, check_real, refuse
-from llm.names import known_fields
+from llm.base.checks import check_flag, check_integer, check_real, refuse
+from llm.base.names import known_fields
 from llm.outputs import Logprob
 
 _MOST_PENALTY = 100.0  # length ** penalty stays a float

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from llm import __version__
-from llm.errors import LLMError, ValidationError
+from llm.base.errors import LLMError, ValidationError
 
 _DEFAULT_MAX_TOKENS = 128
 
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_quantization(commands: Any) -> None:
-    from llm.quantize_command import add_command
+    from llm.quantize.command import add_command
 
     add_command(commands)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from llm.config import EngineConfig
+from llm.config.engine import EngineConfig
 from llm.engine.model_runner import ModelRunner
 from llm.layers.attention import AttentionBackend
 from llm.layers.custom_op import CustomOp, PluggableLayer, replaced_class, replacement_reason

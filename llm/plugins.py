@@ -43,8 +43,8 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, cast
 
-from llm import env
-from llm.errors import PluginError, ValidationError, nearest
+from llm.base.errors import PluginError, ValidationError, nearest
+from llm.config import env
 
 CONTRACT_VERSION = 1
 

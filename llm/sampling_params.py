@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from llm.checks import (
+from llm.base.checks import (
     as_list,
     check_flag,
     check_integer,
@@ -47,7 +47,7 @@ from llm.checks import (
     plain_number,
     refuse,
 )
-from llm.names import known_fields
+from llm.base.names import known_fields
 
 # Below this a temperature means greedy, and between it and MIN_TEMPERATURE it is raised to that: vLLM's two constants.
 GREEDY_EPSILON = 1e-5

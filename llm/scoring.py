@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from llm.base.checks import refuse
+from llm.base.errors import GenerationInterrupted
+from llm.base.names import known_names
 from llm.beam_search import BeamSearchOutput, BeamSearchParams
-from llm.checks import refuse
 from llm.engine.beam_search import BeamSearches
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.preprocess import Row
 from llm.engine.progress import check_use_tqdm
 from llm.engine.scoring import continuation_rows, likelihood, perplexity_of, perplexity_rows
-from llm.errors import GenerationInterrupted
-from llm.names import known_names
 from llm.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 
 

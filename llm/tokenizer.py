@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
-from llm.errors import CheckpointError, ValidationError
+from llm.base.errors import CheckpointError, ValidationError
 from llm.loading.checkpoint import read_json
 
 # A decoded piece can depend on the tokens before it; so many give that context, looked for among the last ones.

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from llm import env, plugins
-from llm.errors import LLMError, PluginError, ValidationError, nearest
+from llm import plugins
+from llm.base.errors import LLMError, PluginError, ValidationError, nearest
+from llm.config import env
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.cuda import CudaPlatform
 from llm.platforms.interface import Platform, PlatformEnum

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.forward import KVCacheSpec
 
 if TYPE_CHECKING:
-    from llm.config import EngineArgs
+    from llm.config.engine import EngineArgs
 
 
 class PlatformEnum(Enum):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from llm.errors import CheckpointError
+from llm.base.errors import CheckpointError
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from llm.errors import LLMError, ValidationError, nearest
+from llm.base.errors import LLMError, ValidationError, nearest
 from llm.quantization.base import QuantizationConfig
 
 C = TypeVar("C", bound=type)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import llm
-from llm import _conflict
+from llm.base import conflict
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,7 +33,7 @@ def third_party(modules: set[str]) -> set[str]:
 def test_import_llm_loads_the_standard_library_only() -> None:
     loaded = modules_after("import llm")
     assert third_party(loaded) == set()  # no torch, transformers, numpy or tokenizers
-    assert {name for name in loaded if name.startswith("llm")} == {"llm", "llm._conflict"}
+    assert {name for name in loaded if name.startswith("llm")} == {"llm", "llm.base", "llm.base.conflict"}
 
 
 def test_the_check_sees_third_party_modules() -> None:
@@ -72,43 +72,43 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_no_conflict(installed: Path) -> None:
-    assert _conflict.find(str(installed), [str(installed.parent), "", "/no/such/folder", sys.executable]) is None
+    assert conflict.find(str(installed), [str(installed.parent), "", "/no/such/folder", sys.executable]) is None
 
 
 @pytest.mark.parametrize("name", ["llm-0.36.dist-info", "llm-1.0a2.dist-info", "llm-0.3-py3.11.egg-info"])
 def test_metadata_beside_the_package_is_found(installed: Path, name: str) -> None:
     (installed.parent / name).mkdir()
-    assert _conflict.find(str(installed), []) == f"{name} in {installed.parent}"
+    assert conflict.find(str(installed), []) == f"{name} in {installed.parent}"
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "site-packages/"])
 def test_metadata_elsewhere_on_the_path_is_found(installed: Path, tmp_path: Path, folder: str) -> None:
     # An editable install: the package folder is in a source tree, the other package in the site folder.
     (tmp_path / "other" / folder / "llm-0.36.dist-info").mkdir(parents=True)
-    assert _conflict.find(str(installed), [f"{tmp_path}/other/{folder}"]) == (
+    assert conflict.find(str(installed), [f"{tmp_path}/other/{folder}"]) == (
         f"llm-0.36.dist-info in {tmp_path}/other/{folder}"
     )
 
 
-@pytest.mark.parametrize("name", _conflict.FOREIGN_FILES)
+@pytest.mark.parametrize("name", conflict.FOREIGN_FILES)
 def test_files_of_the_other_package_inside_ours_are_found(installed: Path, name: str) -> None:
     (installed / name).touch()
-    assert _conflict.find(str(installed), []) == f"{name} in {installed}"
+    assert conflict.find(str(installed), []) == f"{name} in {installed}"
     assert not (Path(llm.__file__).parent / name).exists()
 
 
 def test_the_warning_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_conflict, "find", lambda *_: "llm-0.36.dist-info in /site-packages")
+    monkeypatch.setattr(conflict, "find", lambda *_: "llm-0.36.dist-info in /site-packages")
     with pytest.warns(UserWarning, match=r"unrelated.*llm-0\.36.*uninstall -y llm offline-llm.*separate virtual"):
-        _conflict.check()
+        conflict.check()
 
 
 def test_the_warning_is_shown_once_by_both_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_conflict, "find", lambda *_: "anything")
+    monkeypatch.setattr(conflict, "find", lambda *_: "anything")
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
         for _ in range(2):
-            _conflict.check()
+            conflict.check()
     assert len(shown) == 1
 
 
@@ -125,7 +125,7 @@ def test_the_other_package_installed_last_warns_through_the_models(tmp_path: Pat
     (package / "models").mkdir(parents=True)
     (package / "__init__.py").write_text("from .models import EmbeddingModel\n")
     (package / "hookspecs.py").touch()
-    for name in ("_conflict.py", "models/__init__.py"):
+    for name in ("conflict.py", "models/__init__.py"):
         shutil.copy(ROOT / "llm" / name, package / name)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     result = subprocess.run(

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from llm import env
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
+from llm.config import env
 from llm.kernels.cpu import build
 from llm.kernels.cpu.memory import Pool, eighths
 

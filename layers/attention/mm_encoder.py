@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.layers.custom_op import CustomOp
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.layers.custom_op import PluggableLayer
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.quantization.base import QuantizationConfig

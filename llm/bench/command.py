@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from llm.base.errors import ValidationError
 from llm.bench.shapes import SHAPES, find_shape
 from llm.bench.workloads import PREFILL_REPS, RECIPES, find_recipe
-from llm.errors import ValidationError
 
 WEIGHT_DTYPES = ("float32", "bfloat16")
 RIVALS = ("transformers",)

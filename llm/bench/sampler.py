@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llm.config import SchedulerConfig
+from llm.config.engine import SchedulerConfig
 from llm.kernels.select import kernels_for
 from llm.platforms import select_platform
 from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor

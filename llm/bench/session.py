@@ -27,7 +27,7 @@ from llm.bench.memory import PeakMemory, private_bytes
 from llm.bench.profile import Profile, profile
 from llm.bench.shapes import write_config
 from llm.bench.workloads import find_recipe, make_workload
-from llm.config import DTYPES, EngineConfig
+from llm.config.engine import DTYPES, EngineConfig
 from llm.loading.resolve import resolve_model
 
 Say = Callable[[str], None]

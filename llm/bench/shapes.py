@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llm.errors import ValidationError, nearest
+from llm.base.errors import ValidationError, nearest
 
 
 def _decoder(

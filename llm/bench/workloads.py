@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from llm.errors import ValidationError, nearest
+from llm.base.errors import ValidationError, nearest
 
 # A stream's prefill is timed with the tokens of this many repetitions later; no repetition may reach them.
 PREFILL_REPS = 100

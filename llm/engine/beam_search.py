@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm.bar import Bar
+from llm.base.bar import Bar
+from llm.base.checks import check_integer, refuse
 from llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from llm.checks import check_integer, refuse
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.prompts import list_prompts

@@ -18,21 +18,19 @@ from typing import Any
 
 import torch
 
-from llm.compilation import CompilationConfig
-from llm.config import (
+from llm.base.errors import CheckpointError, OutOfMemoryError, ValidationError
+from llm.config.compilation import CompilationConfig
+from llm.config.defaults import library_defaults
+from llm.config.engine import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
     DTYPES,
     CacheConfig,
     EngineArgs,
     EngineConfig,
-    MemoryPlan,
     ModelConfig,
-    plan_memory,
-    plan_scheduler,
-    resolve_dtype,
 )
-from llm.defaults import library_defaults
+from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resolve_dtype
 from llm.engine.block_manager import BlockManager
 from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
@@ -40,7 +38,6 @@ from llm.engine.extensions import check_operations, kv_cache_specs, let_platform
 from llm.engine.kv_cache import group_layers
 from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
-from llm.errors import CheckpointError, OutOfMemoryError, ValidationError
 from llm.forward import KVCacheSpec
 from llm.kernels.select import KernelSet, kernels_for
 from llm.layers.custom_op import constructing_for
@@ -123,7 +120,7 @@ class _Source:
 
 @library_defaults()
 def build_engine(args: EngineArgs) -> BuiltEngine:
-    """Build and load; raises the errors of `llm.errors`, before memory is allocated wherever that is possible."""
+    """Build and load; raises the errors of `llm.base.errors`, before memory is allocated wherever that is possible."""
     times = StartupTimes()
     with times.phase("read config"):
         platform, platform_reason, asked = *select_platform(args.device), args

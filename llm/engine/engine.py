@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from llm.config import EngineConfig
+from llm.config.engine import EngineConfig
 from llm.engine.model_runner import ModelRunner, RunnerOutput
 from llm.engine.output import Completion, PromptState
 from llm.engine.preprocess import Row

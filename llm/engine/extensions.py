@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 import llm.layers
-from llm.compilation import CompilationConfig
-from llm.config import EngineArgs
-from llm.errors import PluginError
+from llm.base.errors import PluginError
+from llm.config.compilation import CompilationConfig
+from llm.config.engine import EngineArgs
 from llm.forward import KVCacheSpec
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from llm.config import EngineConfig
-from llm.defaults import library_defaults
+from llm.config.defaults import library_defaults
+from llm.config.engine import EngineConfig
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.kv_cache import allocate_kv_caches, group_layers
 from llm.engine.replay import DecodeReplay

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llm.config import ModelConfig
+from llm.base.errors import LLMError, ValidationError
+from llm.config.engine import ModelConfig
 from llm.engine.prompts import ParsedPrompt, check_text, list_conversations, list_prompts, parse_prompt
-from llm.errors import LLMError, ValidationError
 from llm.inputs import TokensPrompt
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.request import check_request_processors

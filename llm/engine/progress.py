@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from llm.bar import Bar
+from llm.base.bar import Bar
+from llm.base.errors import ValidationError
 from llm.engine.output import PromptState
 from llm.engine.request import Request
-from llm.errors import ValidationError
 
 _REFRESH_SECONDS = 0.1
 # A refresh looks at every row: so many times what it took must pass before the next, or large calls would pay for it.

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from llm.checks import refuse
-from llm.errors import ValidationError
+from llm.base.checks import refuse
+from llm.base.errors import ValidationError
 
 
 class ParsedPrompt(NamedTuple):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from llm.config import SchedulerConfig
+from llm.config.engine import SchedulerConfig
 from llm.engine.block_manager import BlockManager
 from llm.engine.request import Request, RequestStatus
 from llm.sampling_params import SamplingParams

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llm.errors import CheckpointError
+from llm.base.errors import CheckpointError
 
 HEADER_LIMIT_BYTES = 100_000_000
 INDEX_LIMIT_BYTES = 100_000_000

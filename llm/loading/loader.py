@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.bar import Bar
-from llm.errors import CheckpointError
+from llm.base.bar import Bar
+from llm.base.errors import CheckpointError
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.weight_map import Target, WeightMap
 

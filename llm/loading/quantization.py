@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
+from llm.base.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
 from llm.loading.checkpoint import read_json
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.configs.online import RECIPES, OnlineConfig

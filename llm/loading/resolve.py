@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from llm.errors import CheckpointError, ValidationError
+from llm.base.errors import CheckpointError, ValidationError
 from llm.loading.checkpoint import find_index, read_weight_map
 
 # Weights, configuration, tokenizer, chat template: data only, never *.bin or *.py.

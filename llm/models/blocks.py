@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from llm.errors import UnsupportedModelError
+from llm.base.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.kernels.reference.rows import Rows, takes_rows
 from llm.layers.activation import GeluAndMul, NewGELU, ReLU, SiluAndMul

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from llm.errors import UnsupportedModelError
+from llm.base.errors import UnsupportedModelError
 from llm.layers.rotary import RECIPES, RopeParameters
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from llm.errors import UnsupportedModelError, ValidationError
+from llm.base.errors import UnsupportedModelError, ValidationError
 
 # model_type -> the class in the file of that name. Architectures are known by the class's name.
 _FAMILIES = {

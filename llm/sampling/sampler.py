@@ -28,7 +28,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from llm.errors import SamplingError
+from llm.base.errors import SamplingError
 from llm.kernels.select import REFERENCE, KernelSet
 from llm.sampling.draw import draw_rows
 from llm.sampling.logits_processors.pipeline import LogitsProcessors

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.errors import CheckpointError, UnsupportedModelError
+from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of
 from llm.quantization.registry import get_scheme_class, scheme_types

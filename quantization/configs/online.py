@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from llm.errors import ValidationError, nearest
+from llm.base.errors import ValidationError, nearest
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme_class

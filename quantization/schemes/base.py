@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from llm.errors import CheckpointError
+from llm.base.errors import CheckpointError
 from llm.kernels.reference.quantized import dequantize
 from llm.kernels.reference.rows import Rows, marked, takes_rows
 from llm.quantization.base import EmbeddingMethodBase, WeightLoader

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from llm.errors import CheckpointError
+from llm.base.errors import CheckpointError
 from llm.kernels.reference.rows import Rows, takes_rows
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import register_scheme

@@ -18,7 +18,7 @@ from llm.sampling.logits_processors.state import process_dict_updates
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llm.config import VllmConfig
+    from llm.config.engine import VllmConfig
 
 # (output token ids, logits [vocab]) -> logits, or (prompt token ids, output token ids, logits) -> logits
 RequestLogitsProcessor = (

@@ -19,7 +19,7 @@ from llm.sampling.logits_processors.state import process_dict_updates
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llm.config import VllmConfig
+    from llm.config.engine import VllmConfig
 
 T = TypeVar("T")
 # (rows, token ids): which logits, both int64 and equally long

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from llm.checks import check_integer, refuse
+from llm.base.checks import check_integer, refuse
 from llm.sampling.logits_processors.builtin import SparseLogitsProcessor
 from llm.sampling_params import SamplingParams
 

@@ -22,7 +22,7 @@ import torch
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llm.config import VllmConfig
+    from llm.config.engine import VllmConfig
 
 
 class MoveDirectionality(Enum):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llm import plugins
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.sampling.logits_processors.interface import LogitsProcessor
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from llm.errors import LogitsProcessorError
+from llm.base.errors import LogitsProcessorError
 from llm.kernels.select import REFERENCE, KernelSet
 from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor
 from llm.sampling.logits_processors.builtin import (
@@ -29,7 +29,7 @@ from llm.sampling.penalties import PenaltiesLogitsProcessor
 from llm.sampling.structured.processor import StructuredOutputsLogitsProcessor
 
 if TYPE_CHECKING:
-    from llm.config import VllmConfig
+    from llm.config.engine import VllmConfig
 
 
 class LogitsProcessors:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from llm.checks import refuse
+from llm.base.checks import refuse
 from llm.sampling.logits_processors.adapter import (
     AdapterLogitsProcessor,
     RequestLogitsProcessor,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llm.errors import ValidationError
+from llm.base.errors import ValidationError
 from llm.outputs import StructuredOutcome
 from llm.sampling.structured.json_schema import compile_schema
 from llm.sampling.structured.language import IMPOSSIBLE, Language, Needs, TokenReader

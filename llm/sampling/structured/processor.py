@@ -25,7 +25,7 @@ from llm.sampling.structured.compile import Structure
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llm.config import VllmConfig
+    from llm.config.engine import VllmConfig
 
 
 @dataclass

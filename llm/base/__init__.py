@@ -1,0 +1,1 @@
+"""What everything else stands on: errors, checks of single values, names of arguments, the progress bar."""

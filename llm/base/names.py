@@ -1,0 +1,62 @@
+"""Arguments that a function or a dataclass does not have: one sentence that names the nearest it has.
+
+Owns the decorators. Python's own TypeError says less, and programs could not ask it which argument it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from llm.base.errors import ArgumentError, nearest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+_NOWHERE: Mapping[str, str] = {}
+
+
+def known_names(what: str, elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function whose keyword arguments are checked before it is called.
+
+    Args:
+        what: what messages call it.
+        elsewhere: names that it does not have -> what to do instead.
+
+    Raises, when the function is called: ArgumentError.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    raise _unknown(what, name, kwargs[name], known, elsewhere)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def known_fields(elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[[C], C]:
+    """As `known_names`, for the constructor of a dataclass."""
+
+    def decorate(cls: C) -> C:
+        constructor: Any = cls.__init__  # type: ignore[misc]
+        cls.__init__ = known_names(cls.__name__, elsewhere)(constructor)  # type: ignore[misc]
+        return cls
+
+    return decorate
+
+
+def _unknown(what: str, name: str, value: Any, known: list[str], elsewhere: Mapping[str, str]) -> ArgumentError:
+    if name in elsewhere:
+        message = f"{what} has no argument {name!r}; {elsewhere[name]}."
+    else:
+        message = f"{what} has no argument {name!r}.{nearest(name, known) or ' It takes ' + ', '.join(known) + '.'}"
+    return ArgumentError(message, parameter=name, value=value)

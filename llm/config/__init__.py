@@ -1,0 +1,39 @@
+"""What was asked, what was decided and why: `llm.config.VllmConfig` and its parts, under vLLM's names.
+
+Owns the public names. They load on first use: `llm.config.env` is read before anything imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llm.config.compilation import CompilationConfig as CompilationConfig
+    from llm.config.compilation import CompilationMode as CompilationMode
+    from llm.config.engine import CacheConfig as CacheConfig
+    from llm.config.engine import EngineArgs as EngineArgs
+    from llm.config.engine import EngineConfig as EngineConfig
+    from llm.config.engine import ModelConfig as ModelConfig
+    from llm.config.engine import SchedulerConfig as SchedulerConfig
+    from llm.config.engine import VllmConfig as VllmConfig
+    from llm.config.parts import DeviceConfig as DeviceConfig
+    from llm.config.parts import LoadConfig as LoadConfig
+    from llm.config.parts import ObservabilityConfig as ObservabilityConfig
+    from llm.config.parts import ParallelConfig as ParallelConfig
+    from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
+
+_PUBLIC = {
+    "compilation": ("CompilationConfig", "CompilationMode"),
+    "engine": ("CacheConfig", "EngineArgs", "EngineConfig", "ModelConfig", "SchedulerConfig", "VllmConfig"),
+    "parts": ("DeviceConfig", "LoadConfig", "ObservabilityConfig", "ParallelConfig", "StructuredOutputsConfig"),
+}
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'llm.config' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"llm.config.{_MODULES[name]}"), name)

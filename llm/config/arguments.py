@@ -1,0 +1,411 @@
+"""What becomes of every constructor argument of vLLM's `LLM`: honoured, accepted, or refused.
+
+Owns the one table, `ARGUMENTS`, of the names that `vllm.LLM(...)` takes (its parameters and every `EngineArgs` field of
+0.32 and 0.33, and a few that older scripts still carry), and the judgement of those that our `LLM` has no parameter
+for. Does not own the checks of honoured arguments: each stands with the code that honours it.
+
+The rule: an argument that cannot change the answers of one process on one device is ACCEPTED, with a note under
+`verbose`; one that would change them, or that the caller relies on, is REFUSED, except at the values (vLLM's default
+among them) that ask for nothing. Nothing is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from llm.base.errors import ArgumentError, ValidationError, nearest
+from llm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The verdict on one constructor argument.
+
+    Attributes:
+        status: "honoured" (a parameter of our `LLM`), "accepted" (changes no answer) or "refused".
+        note: one sentence; for "accepted" why it is harmless, for "refused" why and, after a semicolon, what to do
+            instead; "" for "honoured".
+        harmless: for "refused", the values that ask for nothing and so pass.
+    """
+
+    status: Literal["honoured", "accepted", "refused"]
+    note: str
+    harmless: tuple[Any, ...] = ()
+
+
+def _honoured(*names: str) -> dict[str, Argument]:
+    return {name: Argument("honoured", "") for name in names}
+
+
+def _accepted(note: str, *names: str) -> dict[str, Argument]:
+    return {name: Argument("accepted", note) for name in names}
+
+
+def _refused(note: str, **harmless: Any) -> dict[str, Argument]:
+    """Each keyword is a name with the value that passes; a tuple holds several such values."""
+    return {
+        name: Argument("refused", note, values if isinstance(values, tuple) else (values,))
+        for name, values in harmless.items()
+    }
+
+
+_UNSET: tuple[Any, ...] = (None, {})
+
+_GROUPS: tuple[dict[str, Argument], ...] = (
+    # --- Parameters of our LLM; device, calibration and verbose are not vLLM's. ------------------------------------
+    _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
+    _honoured("dtype", "quantization", "device", "compilation_config", "logits_processors", "generation_config"),
+    _honoured(
+        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
+    ),
+    _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
+    _honoured("use_tqdm_on_load", "calibration", "verbose"),
+    # --- Where the model and its tokenizer come from. --------------------------------------------------------------
+    _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
+    _accepted(
+        "safetensors files are memory-mapped and read in one stream, and PyTorch files are not loaded at all.",
+        *("safetensors_load_strategy", "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size"),
+        *("model_loader_extra_config", "pt_load_map_location", "max_parallel_loading_workers"),
+    ),
+    _refused("only Hugging Face's config format is read; leave it at 'auto'.", config_format=("auto", "hf")),
+    _refused(
+        "config.json is read from the model's own folder; put the file there, or change single keys with hf_overrides.",
+        hf_config_path=None,
+    ),
+    _refused(
+        "only Hugging Face tokenizers are read; leave it at 'auto' and name another one with tokenizer.",
+        tokenizer_mode=("auto", "hf"),
+    ),
+    _refused(
+        "the tokenizer's revision is not chosen apart from the model's; pass a local folder as tokenizer.",
+        tokenizer_revision=None,
+    ),
+    _refused(
+        "object storage is not read; copy the files into a folder and pass that as model.", model_weights=("", None)
+    ),
+    _refused("the hub's own cache is used; set HF_HUB_CACHE in the environment.", download_dir=None),
+    _refused("no token is taken here; set HF_TOKEN in the environment or run `hf auth login`.", hf_token=(None, True)),
+    _refused(
+        "the checkpoint's index decides which files are read; pass a local folder that holds only the files you want.",
+        ignore_patterns=("original/**/*", ["original/**/*"], [], None),
+    ),
+    _refused(
+        "models come from this library's own registry; add a class with register_model.",
+        model_impl=("auto", "vllm"),
+        model_class_overrides=_UNSET,
+    ),
+    # --- What the engine is asked to compute. ----------------------------------------------------------------------
+    _refused(
+        "only text generation is offered; use a library such as sentence-transformers for embeddings and scores.",
+        runner=("auto", "generate"),
+        convert=("auto", "none"),
+        pooler_config=_UNSET,
+        task=("auto", "generate"),
+    ),
+    _refused("prompts are text or token ids; pass {'prompt_token_ids': [...]}.", enable_prompt_embeds=False),
+    _refused("there is no server mode; pass skip_tokenizer_init=True to work in token ids.", tokens_only=False),
+    _refused("there are no settings beside the scheme; pass its name as quantization.", quantization_config=_UNSET),
+    _accepted("it lifts a check that is not made here.", "allow_deprecated_quantization"),
+    _refused(
+        "every layer stores its cache in one type; pass kv_cache_dtype='auto', which keeps the checkpoint's.",
+        kv_cache_dtype_skip_layers=([], None),
+    ),
+    _refused(
+        "the recurrent state's type and rounding are fixed; leave it out.",
+        mamba_cache_dtype="auto",
+        mamba_ssm_cache_dtype="auto",
+        enable_mamba_cache_stochastic_rounding=False,
+        mamba_config=_UNSET,
+    ),
+    _refused(
+        "a model's sliding window is always computed; set max_model_len to the window's size.",
+        disable_sliding_window=False,
+    ),
+    _refused("attention is computed one way on each platform; leave it out.", attention_config=_UNSET),
+    _refused("n-gram embedding tables are not supported; leave it out.", engram_config=None),
+    _refused("diffusion language models are not supported; use an autoregressive one.", diffusion_config=None),
+    # --- Sampling. -------------------------------------------------------------------------------------------------
+    _refused("random draws have one precision here; leave it out.", use_fp64_gumbel=False),
+    _refused("generation defaults are not edited here; pass SamplingParams.", override_generation_config=_UNSET),
+    _refused("draws cannot be forced; write a logits processor that allows one token.", enable_trace_replay=False),
+    _refused("the set that was drawn from is not returned; ask for logprobs.", return_sampling_mask=False),
+    _refused(
+        "expert choices and other side outputs are not returned; use a forward hook of your own.",
+        enable_return_routed_experts=False,
+        aux_output_config=_UNSET,
+    ),
+    _refused(
+        "llguidance constrains, JSON is compact; leave it out and use SamplingParams(structured_outputs=...).",
+        structured_outputs_config=_UNSET,
+        guided_decoding_backend=("auto", None),
+    ),
+    _refused("thinking is not kept to a budget; set max_tokens.", reasoning_config=None),
+    _refused("text is not watermarked; write a logits processor that does it.", watermark_config=None),
+    _refused(
+        "speculative decoding is not built in; leave it out.",
+        speculative_config=_UNSET,
+        spec_method=None,
+        spec_model=None,
+        spec_tokens=None,
+    ),
+    _accepted("there is no speculative decoding to measure.", "per_request_spec_decode_metrics"),
+    _accepted("answers come as plain text; no reasoning is parsed out.", "reasoning_parser", "reasoning_parser_plugin"),
+    # --- Adapters. -------------------------------------------------------------------------------------------------
+    _refused(
+        "adapters are not applied; merge the adapter into the weights (peft: merge_and_unload) and load the result.",
+        enable_lora=False,
+        default_mm_loras=_UNSET,
+    ),
+    _accepted(
+        "it shapes adapters, and enable_lora is off.",
+        *("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules", "fully_sharded_loras"),
+        *("enable_tower_connector_lora", "specialize_active_lora", "enable_mixed_moe_lora_format"),
+        *("enable_moe_shared_loras", "max_lora_cls_labels"),
+    ),
+    # --- Images, audio, video: a prompt that carries any is refused by itself. -------------------------------------
+    _refused("the language model always runs; use a library for image encoders.", mm_encoder_only=False),
+    _refused("there are no input and output plugins; convert data in your own code.", io_processor_plugin=None),
+    _accepted(
+        "it concerns images, audio and video, and prompts here are text.",
+        *("allowed_local_media_path", "allowed_media_domains", "language_model_only", "limit_mm_per_prompt"),
+        *("enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs", "mm_processor_kwargs"),
+        *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_hasher_algorithm"),
+        *("mm_shm_cache_max_object_size_mb", "mm_encoder_tp_mode", "mm_encoder_attn_backend"),
+        *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path"),
+        *("mm_encoder_fp8_scale_save_margin", "mm_tensor_ipc", "mm_processor_device", "mm_ipc_gpu_memory_gb"),
+        *("mm_device_do_normalize", "skip_mm_profiling", "video_pruning_rate", "video_pruning_method"),
+        *("disable_chunked_mm_input", "enable_mm_processor_stats", "ec_manager_config", "renderer_num_workers"),
+        "enable_shm_tensor_arena",
+    ),
+    # --- Memory. ---------------------------------------------------------------------------------------------------
+    _accepted(
+        "the KV cache is sized from the memory that is free; set kv_cache_memory_bytes to size it yourself.",
+        *("gpu_memory_utilization", "num_gpu_blocks_override"),
+    ),
+    _accepted(
+        "a sequence that loses its blocks is computed again, so nothing is swapped or offloaded.",
+        *("kv_offloading_size", "kv_offloading_backend", "swap_space"),
+    ),
+    _refused(
+        "weights stay on one device; use quantization to make them fit, or device='cpu'.",
+        cpu_offload_gb=0,
+        cpu_offload_params=(set(), [], None),
+        offload_group_size=0,
+        offload_params=(set(), [], None),
+    ),
+    _accepted(
+        "no weights are offloaded, so how makes no difference.",
+        *("offload_backend", "offload_num_in_group", "offload_prefetch_step"),
+    ),
+    _refused("the engine does not sleep; call close() and build a new LLM later.", enable_sleep_mode=False),
+    _accepted(
+        "the engine does not sleep and uses the platform's allocator.",
+        *("sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names", "enable_cumem_allocator"),
+        "enable_nccl_comm_suspend",
+    ),
+    _accepted(
+        "prefix blocks are hashed with SHA-256, their tokens compared on a hit, the least recently used dropped first.",
+        *("prefix_caching_hash_algo", "prefix_cache_retention_interval", "prefix_match_unit", "swa_bounded_replay"),
+    ),
+    _accepted(
+        "each group of layers manages the cache that its model declares.",
+        *("disable_hybrid_kv_cache_manager", "kv_sharing_fast_prefill", "mamba_block_size", "mamba_cache_mode"),
+        *("enable_mamba_shared_prefix_checkpoint", "replayssm_buffer_len", "use_replayssm"),
+    ),
+    # --- Scheduling: the order of the work, never the answers. -----------------------------------------------------
+    _accepted(
+        "scheduling here is set by max_num_seqs and max_num_batched_tokens alone.",
+        *("max_num_active_seqs", "max_num_scheduled_tokens", "long_prefill_token_threshold"),
+        *("long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl", "prefill_schedule_interval"),
+        *("watermark", "async_scheduling", "num_scheduler_steps", "use_v2_block_manager"),
+    ),
+    _accepted(
+        "a call runs all of its prompts and has no queue to limit.", "max_num_queued_reqs", "max_num_queued_tokens"
+    ),
+    _accepted("LLM.stream yields text as it comes, and LLM.generate yields none before the end.", "stream_interval"),
+    _refused("prompts run in the order given; sort them by priority yourself.", scheduling_policy="fcfs"),
+    _refused("the scheduler cannot be replaced; set max_num_seqs and max_num_batched_tokens.", scheduler_cls=None),
+    # --- Kernels and compilation. ----------------------------------------------------------------------------------
+    _accepted(
+        "nothing is captured or compiled ahead of time, so every run is eager in vLLM's sense.",
+        *("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "max_seq_len_to_capture"),
+        *("optimization_level", "performance_mode", "enable_flashinfer_autotune"),
+        *("jit_monitor_mode", "jit_monitor_verbose"),
+    ),
+    _accepted(
+        "the platform chooses the kernels, and compilation_config can ask for plain PyTorch in their place.",
+        *("attention_backend", "moe_backend", "linear_backend", "sparse_indexer_topk_backend", "mamba_backend"),
+        *("mamba_ssu_algorithm", "mamba_cache_philox_rounds", "gdn_prefill_backend", "kda_prefill_backend"),
+        *("kda_decode_backend", "disable_cascade_attn", "ir_op_priority", "kernel_config"),
+    ),
+    # --- More than one device, more than one process. --------------------------------------------------------------
+    _refused(
+        "an LLM runs on one device in one process; start one per device and give each a share of the prompts.",
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=1,
+        nnodes=1,
+        node_rank=0,
+        data_parallel_rank=(None, 0),
+        data_parallel_start_rank=(None, 0),
+        data_parallel_size_local=(None, 1),
+    ),
+    _refused("an LLM runs on one device; choose it with device.", device_ids=None),
+    _refused(
+        "the engine runs in this process; leave it out, and build the LLM inside your own worker.",
+        distributed_executor_backend=(None, "uni", "mp"),
+    ),
+    _refused(
+        "there are no worker processes; add models with register_model and devices with a platform plugin.",
+        worker_cls="auto",
+        worker_extension_cls=("", None),
+    ),
+    _refused("a platform plugin is not handed options; let it read its own settings.", additional_config=_UNSET),
+    _refused(
+        "nothing leaves this process; leave it out, and move data with your own code.",
+        kv_transfer_config=_UNSET,
+        kv_events_config=_UNSET,
+        ec_transfer_config=_UNSET,
+        weight_transfer_config=_UNSET,
+    ),
+    _accepted(
+        "it concerns several devices or processes, and there is one of each.",
+        *("master_addr", "master_port", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
+        *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_hybrid_lb"),
+        *("data_parallel_external_lb", "data_parallel_multi_port_external_lb", "dp_sync_interval"),
+        *("disable_nccl_for_dp_synchronization", "disable_custom_all_reduce", "all2all_backend"),
+        *("dcp_comm_backend", "dcp_q_replicate", "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size"),
+        *("enable_expert_parallel", "enable_ep_weight_filter", "expert_placement_strategy", "enable_eplb"),
+        *("eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size", "enable_hc_sp"),
+        *("enable_batch_sharded_sampling", "enable_dbo", "ubatch_size", "dbo_decode_token_threshold"),
+        *("dbo_prefill_token_threshold", "enable_fault_tolerance", "fault_tolerance_config", "shutdown_timeout"),
+        *("_api_process_count", "_api_process_rank"),
+    ),
+    _accepted(
+        "the engine binds nothing to a node; start Python under numactl to do so.",
+        *("numa_bind", "numa_bind_nodes", "numa_bind_cpus"),
+    ),
+    # --- Logs, metrics, traces. ------------------------------------------------------------------------------------
+    _accepted(
+        "nothing is logged or counted unless verbose is set, and RequestOutput.metrics stays None.",
+        *("disable_log_stats", "aggregate_engine_logging", "enable_logging_iteration_details", "log_level"),
+        *("log_config_file", "logging_config", "show_hidden_metrics_for_version", "custom_histogram_buckets"),
+        *("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),
+    ),
+    _accepted("no server gives the model a name.", "served_model_name"),
+    _accepted("environment variables are always checked.", "fail_on_environ_validation"),
+    _refused(
+        "no traces are written or sent; wrap the call in torch.profiler.",
+        otlp_traces_endpoint=None,
+        collect_detailed_traces=(None, []),
+        enable_layerwise_nvtx_tracing=False,
+        ray_workers_use_nsight=False,
+        profiler_config=_UNSET,
+    ),
+    # --- Dropped by vLLM, still in older scripts (swap_space, task and four more stand above). --------------------
+    _refused(
+        "vLLM has dropped it and config.json decides; change it with hf_overrides.", rope_scaling=None, rope_theta=None
+    ),
+)
+
+ARGUMENTS: dict[str, Argument] = {name: argument for group in _GROUPS for name, argument in group.items()}
+
+# Arguments that methods do not have, those of vLLM's among them -> what to do instead; see `llm.base.names`.
+CALLS: dict[str, str] = {
+    **{
+        item.name: f"it is a field of SamplingParams: pass sampling_params=SamplingParams({item.name}=...)"
+        for item in fields(SamplingParams)
+    },
+    "chat_template_content_format": "text and parts of text are both taken, as the template needs them; leave it out",
+    "max_new_tokens": "pass sampling_params=SamplingParams(max_tokens=...)",
+    "mm_processor_kwargs": "prompts are text; leave it out",
+    "prompt": "its name is prompts",
+    "prompt_token_ids": "pass [{'prompt_token_ids': ids}, ...], or the lists of ids themselves, as prompts",
+    "stream": "use LLM.stream(prompt, sampling_params), which yields text as it comes",
+    "tokenization_kwargs": "tokenize with LLM.get_tokenizer() and pass token ids, or use truncate_prompt_tokens",
+}
+
+_NO_POOLING = "only text generation is offered; use a library such as sentence-transformers"
+_ONE_CALL = "pass all prompts to one call of LLM.generate or LLM.chat"
+# Attributes of vLLM's LLM that ours does not have -> what to do instead.
+METHODS: dict[str, str] = {
+    **dict.fromkeys(("embed", "encode", "classify", "reward"), _NO_POOLING),
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), _ONE_CALL),
+    "score": f"{_NO_POOLING}, or LLM.loglikelihood for how likely a text is",
+    "sleep": "close it with LLM.close() and build a new one later",
+    "wake_up": "it never sleeps",
+    "get_metrics": "LLM.stats counts steps, tokens and seconds",
+    "start_profile": "wrap the call in torch.profiler",
+    "stop_profile": "wrap the call in torch.profiler",
+    "llm_engine": "the engine is driven by LLM's methods alone",
+    "model_config": "it is LLM.config.model_config",
+    "collective_rpc": "there are no workers; the model is in this process",
+    "apply_model": "there are no workers; the model is in this process",
+    "get_world_size": "an LLM runs on one device",
+    "shutdown": "its name is close",
+}
+# Names from other libraries' constructors -> ours.
+_ELSEWHERE: dict[str, str] = {
+    "torch_dtype": "its name is dtype",
+    "model_name": "its name is model",
+    "model_path": "its name is model",
+    "model_id": "its name is model",
+    "pretrained_model_name_or_path": "its name is model",
+    "device_map": "its name is device",
+    "n_ctx": "its name is max_model_len",
+    "max_seq_len": "its name is max_model_len",
+    "max_length": "its name is max_model_len",
+    "load_in_8bit": "pass quantization='w8a8'",
+    "load_in_4bit": "pass quantization='w4a16'",
+    "n_threads": "threads are PyTorch's; call torch.set_num_threads(n)",
+    "num_threads": "threads are PyTorch's; call torch.set_num_threads(n)",
+    "temperature": "it is a field of SamplingParams",
+    "max_tokens": "it is a field of SamplingParams",
+}
+
+_HONOURED = [name for name, argument in ARGUMENTS.items() if argument.status == "honoured"]
+_SECRETS = frozenset({"hf_token"})  # never shown in a message
+
+
+def check_arguments(extra: Mapping[str, Any]) -> list[str]:
+    """Judge constructor arguments that `LLM` does not take itself.
+
+    Returns:
+        One note per accepted argument, "name: why it changes nothing", to be shown under `verbose`.
+
+    Raises:
+        ValidationError: a refused value, or, as an ArgumentError, a name that nobody knows (`.parameter`, `.value`).
+        TypeError: a name of the table that `LLM` should have taken as its own parameter: our mistake, not the user's.
+    """
+    return [note for name, value in extra.items() if (note := _judge(name, value))]
+
+
+def _judge(name: str, value: Any) -> str:
+    """The note to show for one argument, "" when there is nothing to say."""
+    argument = ARGUMENTS.get(name)
+    if argument is None:
+        if name in _ELSEWHERE:
+            raise ArgumentError(f"LLM has no argument {name!r}; {_ELSEWHERE[name]}.", parameter=name, value=value)
+        hint = nearest(name, _HONOURED) or nearest(name, ARGUMENTS) or f" It takes {', '.join(_HONOURED)}."
+        raise ArgumentError(f"LLM has no argument {name!r}, and neither has vLLM's.{hint}", parameter=name, value=value)
+    if argument.status == "honoured":
+        raise TypeError(f"{name!r} is a parameter of LLM itself, which should have taken it")
+    if argument.status == "accepted":
+        return f"{name}: {argument.note}"
+    if not any(_equal(value, harmless) for harmless in argument.harmless):
+        shown = "..." if name in _SECRETS else " ".join(reprlib.repr(value).split())
+        raise ValidationError(f"{name}={shown} is refused: {argument.note}", parameter=name, value=value)
+    return ""
+
+
+def _equal(value: Any, harmless: Any) -> bool:
+    """`value == harmless` as one bool; False for what has no such answer (an array of several elements)."""
+    try:
+        return bool(value == harmless)
+    except (TypeError, ValueError, RuntimeError):
+        return False

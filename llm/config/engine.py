@@ -1,0 +1,195 @@
+"""The engine's configuration: what was asked (`EngineArgs`), what was decided (`EngineConfig`), and why.
+
+Owns defaults. Everything is resolved once, frozen, and carries its reason; nothing is changed afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm.base.checks import refuse
+from llm.config.compilation import CompilationConfig as CompilationConfig
+from llm.config.compilation import CompilationMode as CompilationMode
+from llm.config.parts import ConfigForPlugins
+from llm.config.parts import DeviceConfig as DeviceConfig
+from llm.config.parts import LoadConfig as LoadConfig
+from llm.config.parts import ObservabilityConfig as ObservabilityConfig
+from llm.config.parts import ParallelConfig as ParallelConfig
+from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
+
+DEFAULT_MAX_NUM_SEQS = 256
+# Enough rows for a GEMM to run at full speed. The temporaries of larger steps are too large for the heap: the C library
+# maps them anew for every operation, and fetching their pages costs more than the larger step saves.
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+DEFAULT_BLOCK_SIZE = 16
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """What the user asked, under vLLM's names; None: not said. `LLM.__init__` documents each."""
+
+    model: str | Path
+    tokenizer: str | Path | None = None
+    dtype: Any = "auto"
+    quantization: Any = None
+    calibration: Sequence[str] | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: Any = "auto"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    seed: int | None = 0
+    revision: str | None = None
+    hf_overrides: Mapping[str, Any] | None = None
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    chat_template: str | None = None
+    use_tqdm_on_load: bool = True
+    max_logprobs: int = -1
+    device: str = "auto"
+    generation_config: str = "auto"
+    compilation_config: Any = None
+    logprobs_mode: str = "raw_logprobs"
+    logits_processors: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+            check_positive(name, getattr(self, name))
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "skip_tokenizer_init", "use_tqdm_on_load"):
+            if not isinstance(getattr(self, name), bool):
+                refuse(name, getattr(self, name), "True or False")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            refuse("seed", self.seed, "an integer of at least 0, or None")
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
+            refuse("hf_overrides", self.hf_overrides, "a dict of config.json's keys, or None")
+        choices = {"load_format": ("auto", "safetensors", "dummy"), "generation_config": ("auto", "vllm")}
+        choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                refuse(name, getattr(self, name), " or ".join(map(repr, allowed)))
+        if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
+            refuse("max_logprobs", self.max_logprobs, "an integer of at least -1 (-1: no limit)")
+
+    def why(self, name: str) -> str:
+        """The reason of an argument that is taken as it is."""
+        default = {item.name: item.default for item in fields(self)}[name]
+        return "default" if getattr(self, name) == default else "asked for"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """`dtype` is the type of activations; `weight_dtype` that of stored weights."""
+
+    model: str
+    tokenizer: str
+    model_type: str
+    architecture: str
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    quantization: str | None
+    load_format: str
+    max_logprobs: int
+    seed: int
+    revision: str | None = None
+    logprobs_mode: str = "raw_logprobs"
+
+    # What logits processors written for vLLM ask of it.
+    trust_remote_code = False
+    tokenizer_mode = "auto"
+    tokenizer_revision = None
+    runner_type = "generate"
+    is_encoder_decoder = False
+    is_multimodal_model = False
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+    @property
+    def hf_config(self) -> Any:
+        """transformers' object of the model's config.json as it stands there; imports transformers."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(
+            self.model, revision=self.revision, local_files_only=True, trust_remote_code=False
+        )
+
+    @property
+    def hf_text_config(self) -> Any:
+        """Of `hf_config` the part that describes the language model: all of it, where there is nothing else."""
+        return self.hf_config.get_text_config()
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """`num_blocks` counts the blocks of one KV group that can be handed out."""
+
+    block_size: int
+    num_blocks: int
+    kv_cache_memory_bytes: int
+    kv_cache_dtype: torch.dtype
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool = True
+
+
+@dataclass(frozen=True)
+class EngineConfig(ConfigForPlugins):
+    """Everything that was decided. `print(llm.config)` shows each value with its reason.
+
+    Attributes:
+        invariant: whether answers are bit-identical however requests were batched.
+        reasons: field name -> why it has its value.
+        quant_config: the `llm.quantization.base.QuantizationConfig` of the weights, None when they are floats.
+    """
+
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    device: str
+    invariant: bool
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    reasons: dict[str, str] = field(default_factory=dict)
+    quant_config: Any = None
+
+    def __repr__(self) -> str:
+        lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
+        for part in (self.model_config, self.cache_config, self.scheduler_config, self.compilation_config):
+            lines += [self._line(item.name, getattr(part, item.name)) for item in fields(part)]
+        return "\n".join(lines)
+
+    def _line(self, name: str, value: Any) -> str:
+        shown = f"{value / GIB:.3f} GiB" if name.endswith("_bytes") else _shown(value)
+        reason = self.reasons.get(name)
+        return f"{name:<24} {shown}" + (f"  ({reason})" if reason else "")
+
+
+# Under this name a logits processor written for vLLM imports it.
+VllmConfig = EngineConfig
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value) or "[]"
+    return value.name if isinstance(value, CompilationMode) else str(value).removeprefix("torch.")
+
+
+def check_positive(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        refuse(name, value, "an integer of at least 1, or None")

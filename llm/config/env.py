@@ -1,0 +1,75 @@
+"""The environment variables this project reads, in one table.
+
+Owns names, meanings and parsing. A malformed value raises; it is never swallowed. Values are read when asked for, so a
+notebook can set one before `LLM(...)`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import os
+
+from llm.base.errors import ValidationError
+
+VARIABLES: dict[str, str] = {
+    "LLM_LOG_LEVEL": "logging level of the `llm` logger: DEBUG, INFO, WARNING (default) or ERROR",
+    "LLM_CPU_ISA": "CPU kernels: plain, avx2, avx2_vnni, avx512, amx (default: the best here) or none (PyTorch's)",
+    "LLM_PLATFORM": "the platform to use, whatever is detected: cpu, cuda, rocm, xpu, tpu, or the name of a plugin",
+    "LLM_PLUGINS": "plugins that may be loaded, names separated by commas; unset: all that are installed, empty: none",
+    "LLM_PLUGIN_ERRORS": "raise (default): a plugin that cannot be loaded is an error; warn: it is a warning",
+    "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
+}
+
+# How alike a name must be to one of the table (difflib's ratio) to be taken for it.
+_MISSPELT = 0.75
+
+
+def warn_of_unknown() -> None:
+    """Warn, once per name and process, of variables that look like misspelt ones of the table."""
+    for name in os.environ:
+        if name.startswith("LLM_") and name not in VARIABLES:
+            _warn_of(name)
+
+
+@functools.cache
+def _warn_of(name: str) -> None:
+    """Other programs have variables that begin so too: only what is close to one of ours is taken for it."""
+    if close := difflib.get_close_matches(name, VARIABLES, n=1, cutoff=_MISSPELT):
+        logging.getLogger("llm").warning("the environment variable %s is not known; did you mean %s?", name, close[0])
+
+
+def get(name: str) -> str | None:
+    """Return the raw value of a variable of `VARIABLES`, None when unset or empty."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not in llm.config.env.VARIABLES")
+    return os.environ.get(name) or None
+
+
+def get_list(name: str) -> tuple[str, ...] | None:
+    """Return a variable that holds names separated by commas, None when unset; empty is a list of none."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not in llm.config.env.VARIABLES")
+    raw = os.environ.get(name)
+    return None if raw is None else tuple(part.strip() for part in raw.split(",") if part.strip())
+
+
+def get_bool(name: str) -> bool:
+    """Return a 0/1 variable; anything else raises `ValidationError`."""
+    raw = (get(name) or "0").strip().lower()
+    if raw in {"1", "true", "yes", "on"}:
+        return True
+    if raw in {"0", "false", "no", "off"}:
+        return False
+    raise ValidationError(f"{name}={raw!r} is not a yes or no; use 1 or 0.", parameter=name, value=raw)
+
+
+def get_choice(name: str, choices: tuple[str, ...], default: str) -> str:
+    """Return a variable that takes one of `choices` (upper case); anything else raises `ValidationError`."""
+    raw = get(name) or default
+    value = raw.strip().upper()
+    if value not in choices:
+        message = f"{name}={raw!r} is not known; use one of {', '.join(choices)}."
+        raise ValidationError(message, parameter=name, value=raw)
+    return value

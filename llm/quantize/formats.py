@@ -1,0 +1,328 @@
+"""What a quantized layer's tensors are called and look like in the formats we write.
+
+Owns the writers of compressed-tensors and ModelSlim, the inverse of `quantization/configs` and `quantization/storage`.
+Every number written is the one computed with: a model that is saved and loaded gives the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from llm.base.errors import LLMError
+from llm.kernels.reference.quantized import dequantize
+from llm.quantization.packing import pack_row_pairs, pack_to_int32
+from llm.quantization.quantizer import IntegerWeight
+
+_LM_HEAD = "lm_head"
+
+
+@dataclass
+class StoredLayer:
+    """One module of a checkpoint: a shard of a fused layer, a whole one, or a norm.
+
+    Attributes:
+        name: in the checkpoint.
+        scheme: "" when it is not quantized.
+        kind: "linear", "embedding", or "" for everything else.
+        weight: its integers; None: not quantized.
+        floats: what else it has, by tensor name; also the weight when it is not quantized.
+        is_tied: an embedding that is also the LM head.
+    """
+
+    name: str
+    scheme: str
+    kind: str
+    weight: IntegerWeight | None
+    floats: dict[str, torch.Tensor]
+    is_tied: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.weight is not None
+
+
+def stored_layers(model: Any) -> list[StoredLayer]:
+    """The modules of the checkpoint that `model` was loaded from, with what they hold now, in their order."""
+    if not model.origin.targets:
+        raise LLMError("the model has random weights (load_format='dummy'); there is no checkpoint to save it as.")
+    modules = dict(model.named_modules())
+    transposed = tuple(getattr(model, "transposed_weights", ()))
+    found: dict[str, StoredLayer] = {}
+    for name, target in model.origin.targets.items():
+        module_name, _, last = name.rpartition(".")
+        path, _, parameter = target.parameter.rpartition(".")
+        module = modules[path]
+        if transposed and any(target.parameter.endswith(f".{ending}") for ending in transposed):
+            raise LLMError(
+                f"{name} is stored transposed in this model family, and neither format has a form for that; it "
+                "cannot be saved quantized."
+            )
+        if module_name not in found:
+            has_bias = f"{module_name}.bias" in model.origin.targets
+            found[module_name] = _stored_layer(module_name, module, target.shard_id, has_bias)
+        layer = found[module_name]
+        if parameter in dict(module.named_parameters(recurse=False)) and not (layer.is_quantized and last != "bias"):
+            layer.floats[last] = rows_of(module, _float_parameter(module, parameter), target.shard_id)
+    return list(found.values())
+
+
+def _float_parameter(module: Any, name: str) -> torch.Tensor:
+    """A parameter as the checkpoint had it: a kernel may keep the weight in an order of its own."""
+    packed = getattr(module, "packed_weight", None)
+    return packed.unpack() if name == "weight" and packed is not None else getattr(module, name).data
+
+
+def _stored_layer(name: str, module: Any, shard_id: Any, has_bias: bool) -> StoredLayer:
+    method = getattr(module, "quant_method", None)
+    kind = getattr(module, "quant_kind", "")
+    if method is None or not method.scheme:
+        return StoredLayer(name, "", kind, None, {})
+    if not hasattr(method, "integers"):
+        raise LLMError(f"{name} computes as {method.scheme}, which cannot be saved.")
+    whole = method.integers(module)
+    weight = replace(whole, q=rows_of(module, whole.q, shard_id), scale=rows_of(module, whole.scale, shard_id))
+    if whole.zero is not None:
+        weight.zero = rows_of(module, whole.zero, shard_id)
+    is_tied = kind == "embedding" and getattr(module, "is_lm_head", False) and name != _LM_HEAD
+    layer = StoredLayer(name, method.scheme, kind, weight, {}, is_tied)
+    if getattr(module, "bias", None) is not None:
+        bias = rows_of(module, module.bias.data, shard_id)
+        # A layer without a bias has one of zeros when the file kept it among the integers.
+        if has_bias or bias.any():
+            layer.floats["bias"] = bias
+    return layer
+
+
+def rows_of(module: Any, tensor: torch.Tensor, shard_id: Any) -> torch.Tensor:
+    """The rows of a fused layer's tensor that belong to one shard; all of them when None."""
+    if shard_id is None:
+        return tensor
+    index = module.shard_ids.index(shard_id)
+    start = sum(module.output_partition_sizes[:index])
+    return tensor[start : start + module.output_partition_sizes[index]]
+
+
+class Writer(Protocol):
+    """What a format writes, given every layer when it is made."""
+
+    file_stem: str
+
+    def __init__(self, hf_config: Mapping[str, Any], layers: list[StoredLayer]) -> None: ...
+
+    def json_files(self) -> dict[str, Any]:
+        """File name -> content."""
+
+    def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
+        """Tensor name in the checkpoint -> value."""
+
+
+class CompressedTensorsWriter:
+    """int-quantized where activations are quantized, pack-quantized where they are not.
+
+    A tied table is written twice and config.json says that it is not tied, since transformers and vLLM cannot tie
+    quantized modules: as an integer LM head, and as a float32 table of just the values computed with (transformers 5
+    cannot load a quantized one). For a smaller file leave the table alone when quantizing (`lm_head=None`), or save
+    as "modelslim".
+    """
+
+    file_stem = "model"
+
+    def __init__(self, hf_config: Mapping[str, Any], layers: list[StoredLayer]) -> None:
+        self._hf_config = hf_config
+        self._layers = layers
+
+    def json_files(self) -> dict[str, Any]:
+        config = dict(self._hf_config)
+        if any(layer.is_tied for layer in self._layers):
+            config["tie_word_embeddings"] = False
+        groups: dict[str, dict[str, Any]] = {}
+        for layer in self._layers:
+            for name, group in self._groups(layer):
+                same = next((known for known in groups.values() if {**known, "targets": []} == group), None)
+                if same is None:
+                    same = groups[f"group_{len(groups)}"] = {**group}
+                same["targets"] = [*same["targets"], name]
+        formats = {group["format"] for group in groups.values()}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": [layer.name for layer in self._layers if layer.kind == "linear" and not layer.is_quantized],
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
+        return {"config.json": config}
+
+    def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
+        parts = dict(layer.floats)
+        if layer.weight is None:
+            return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
+        result: dict[str, torch.Tensor] = {}
+        if _is_table(layer):
+            weight = layer.weight
+            result[f"{layer.name}.weight"] = dequantize(weight.q, weight.scale, weight.zero, weight.group_size)
+        for name, group in self._groups(layer):
+            stored = _compressed(layer.weight, group)
+            result |= {f"{name}.{part}": tensor for part, tensor in {**parts, **stored}.items()}
+        return result
+
+    def _groups(self, layer: StoredLayer) -> list[tuple[str, dict[str, Any]]]:
+        """(module name, its group with no targets), none when it is written as floats."""
+        if layer.weight is None or (_is_table(layer) and not layer.is_tied):
+            return []
+        return [(_LM_HEAD if layer.is_tied else layer.name, _group(layer.scheme, layer.weight))]
+
+
+def _is_table(layer: StoredLayer) -> bool:
+    return layer.kind == "embedding" and layer.name != _LM_HEAD
+
+
+def _group(scheme: str, weight: IntegerWeight) -> dict[str, Any]:
+    grouped = weight.scale.shape[1] > 1
+    weights: dict[str, Any] = {
+        "num_bits": weight.bits,
+        "type": "int",
+        "symmetric": weight.zero is None,
+        "strategy": "group" if grouped else "channel",
+        "group_size": weight.group_size if grouped else None,
+        "dynamic": False,
+    }
+    inputs: dict[str, Any] | None = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
+    if scheme == "W8A8":
+        inputs = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": not weight.input_offset,
+            "strategy": "tensor",
+            "dynamic": False,
+        }
+    elif scheme in ("W8A16", "W4A16"):
+        inputs = None
+    stored = "pack-quantized" if inputs is None else "int-quantized"
+    return {
+        "targets": [],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": stored,
+    }
+
+
+def _compressed(weight: IntegerWeight, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    parts: dict[str, torch.Tensor] = {"weight_scale": weight.scale}
+    if group["format"] == "pack-quantized":
+        parts["weight_packed"] = pack_to_int32(weight.q, weight.bits)
+        parts["weight_shape"] = torch.tensor(weight.q.shape)
+        if weight.zero is not None:
+            parts["weight_zero_point"] = pack_to_int32(weight.zero.to(torch.int8), weight.bits, dim=0)
+        return parts
+    parts["weight"] = weight.q
+    if weight.input_scale is not None:
+        parts["input_scale"] = torch.tensor([weight.input_scale])
+        if weight.input_offset:
+            parts["input_zero_point"] = torch.tensor([weight.input_offset], dtype=torch.int8)
+    return parts
+
+
+class ModelSlimWriter:
+    """Version 1.0.0: int4 in row pairs, W8A8 with quant_bias. W4A16 has no published layout there."""
+
+    file_stem = "quant_model_weights"
+
+    def __init__(self, hf_config: Mapping[str, Any], layers: list[StoredLayer]) -> None:
+        self._hf_config = hf_config
+        self._layers = layers
+        self._group_size = self._common_group_size()
+
+    def json_files(self) -> dict[str, Any]:
+        types: dict[str, Any] = {
+            "model_quant_type": next(layer.scheme for layer in self._layers if layer.is_quantized),
+            "version": "1.0.0",
+            "group_size": self._group_size,
+        }
+        for layer in self._layers:
+            for name in self.tensors(layer):
+                is_float = layer.weight is None or name.endswith(".bias")
+                # Its static half was not kept: here it is computed as dynamic, and so it is written.
+                scheme = "W8A8_DYNAMIC" if layer.scheme == "W8A8_MIX" else layer.scheme
+                types[name] = "FLOAT" if is_float else scheme
+        return {"config.json": dict(self._hf_config), "quant_model_description.json": types}
+
+    def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
+        parts = dict(layer.floats)
+        if layer.weight is not None:
+            if layer.weight.zero is not None or (layer.scheme != "W4A8_DYNAMIC" and layer.weight.scale.shape[1] > 1):
+                raise LLMError(f"{layer.name}: ModelSlim has no form for {layer.scheme} with groups or zero points.")
+            parts |= self._quantized(layer, layer.weight)
+        return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
+
+    def _common_group_size(self) -> int:
+        sizes = set()
+        for layer in self._layers:
+            if layer.scheme == "W4A16":
+                raise LLMError(
+                    f"{layer.name} is W4A16, for which ModelSlim has no published layout; save as 'compressed-tensors'."
+                )
+            if layer.weight is not None and layer.scheme == "W4A8_DYNAMIC":
+                sizes.add(layer.weight.group_size if layer.weight.scale.shape[1] > 1 else 0)
+        if len(sizes) > 1:
+            raise LLMError(
+                f"W4A8 layers have groups of {sorted(sizes)} (0: one per row), and ModelSlim knows one size for all; "
+                "quantize with one group_size, or save as 'compressed-tensors'."
+            )
+        return sizes.pop() if sizes else 0
+
+    def _quantized(self, layer: StoredLayer, weight: IntegerWeight) -> dict[str, torch.Tensor]:
+        if layer.scheme == "W4A8_DYNAMIC":
+            return _two_levels(layer.name, weight)
+        if layer.scheme == "W8A8":
+            return _static(weight, layer.floats.get("bias"))
+        return {"weight": weight.q, "weight_scale": weight.scale, "weight_offset": torch.zeros_like(weight.scale)}
+
+
+def _static(weight: IntegerWeight, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    scale = torch.tensor(weight.input_scale, dtype=torch.float32)
+    deq = scale * weight.scale[:, 0]
+    sums = weight.q.sum(dim=1, dtype=torch.int64)
+    whole = -weight.input_offset * sums.double()
+    if bias is not None:
+        whole += bias.double() / deq.double()
+    return {
+        "weight": weight.q,
+        "input_scale": scale.view(1),
+        "input_offset": torch.tensor([float(weight.input_offset)]),
+        "quant_bias": torch.round(whole).to(torch.int32),
+        "deq_scale": deq,
+    }
+
+
+def _two_levels(name: str, weight: IntegerWeight) -> dict[str, torch.Tensor]:
+    """The first level is a power of two, so that the product of both is the scale we compute with, exactly."""
+    if weight.q.shape[0] % 2:
+        raise LLMError(f"{name} has {weight.q.shape[0]} rows; ModelSlim packs int4 in pairs of rows.")
+    total = 8 * dequantize(weight.q, weight.scale, None, weight.group_size).double().sum(dim=1, keepdim=True)
+    parts = {"weight": pack_row_pairs(weight.q), "scale_bias": total.float()}
+    if weight.scale.shape[1] == 1:
+        return {**parts, "weight_scale": weight.scale, "weight_offset": torch.zeros_like(weight.scale)}
+    first = torch.exp2(torch.floor(torch.log2(weight.scale.amax(dim=1, keepdim=True))))
+    return {
+        **parts,
+        "weight_scale": first,
+        "weight_offset": torch.zeros_like(first),
+        "weight_scale_second": weight.scale / first,
+        "weight_offset_second": torch.zeros_like(weight.scale),
+    }
+
+
+FORMATS: dict[str, type[Writer]] = {"compressed-tensors": CompressedTensorsWriter, "modelslim": ModelSlimWriter}

@@ -1,0 +1,218 @@
+"""`LLM.quantization_report()`: what quantization changed, as a table, a DataFrame, and bars in a notebook.
+
+Owns the order of measuring and the presentation; the measures are `quantize_measure.py`.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from llm.base.errors import LLMError, ValidationError
+from llm.config.defaults import library_defaults
+from llm.quantize.measure import (
+    LayerReport,
+    Speed,
+    agreement,
+    common_prefix,
+    greedy_tokens,
+    layer_reports,
+    measure_speed,
+    output_noise,
+    prompts_from,
+    score_texts,
+)
+
+_BAR_WIDTH, _ROW_HEIGHT, _LABEL_WIDTH = 260, 16, 300
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What quantization changed.
+
+    Attributes:
+        name: of the quantization.
+        layers: one entry per layer with a weight.
+        perplexity_before, perplexity_after: on the texts; None: there were none, or no unquantized model.
+        tokens_scored: of the texts.
+        next_token_agreement: the share of the texts' positions where both models find the same token likeliest.
+        greedy_agreement: the share of 64 greedy tokens before the first difference, over the prompts.
+        identical_prompts: how many prompts had all tokens equal, of `prompts`.
+        speed_before, speed_after: tokens per second on this machine.
+    """
+
+    name: str
+    layers: tuple[LayerReport, ...]
+    perplexity_before: float | None = None
+    perplexity_after: float | None = None
+    tokens_scored: int = 0
+    next_token_agreement: float | None = None
+    greedy_agreement: float | None = None
+    identical_prompts: int = 0
+    prompts: int = 0
+    speed_before: Speed | None = None
+    speed_after: Speed | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(layer.bytes_before for layer in self.layers)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(layer.bytes_after for layer in self.layers)
+
+    @property
+    def perplexity_change(self) -> float | None:
+        """after / before - 1."""
+        if self.perplexity_before is None or self.perplexity_after is None:
+            return None
+        return self.perplexity_after / self.perplexity_before - 1
+
+    def summary(self) -> list[str]:
+        """The totals, a line each."""
+        lines = [f"quantization {self.name}: {_bytes(self.bytes_before)} -> {_bytes(self.bytes_after)} of weights"]
+        if self.perplexity_after is not None:
+            before = "" if self.perplexity_before is None else f"{self.perplexity_before:.4f} -> "
+            change = "" if self.perplexity_change is None else f" ({self.perplexity_change:+.3%})"
+            lines.append(f"perplexity {before}{self.perplexity_after:.4f}{change} on {self.tokens_scored:,} tokens")
+        if self.next_token_agreement is not None:
+            lines.append(f"same likeliest next token: {self.next_token_agreement:.2%} of positions")
+        if self.greedy_agreement is not None:
+            lines.append(
+                f"greedy: {self.greedy_agreement:.1%} of 64 tokens before the first difference, "
+                f"{self.identical_prompts} of {self.prompts} prompts identical"
+            )
+        return [*lines, *self._speed_lines(), *self.notes]
+
+    def _speed_lines(self) -> list[str]:
+        if self.speed_before is None or self.speed_after is None:
+            return []
+        lines = []
+        for what in ("prefill", "decode"):
+            before, after = getattr(self.speed_before, what), getattr(self.speed_after, what)
+            slower = "" if after >= before else ": SLOWER than unquantized on this machine"
+            lines.append(f"{what} {before:,.0f} -> {after:,.0f} tokens/s ({after / before:.2f}x){slower}")
+        return lines
+
+    def __str__(self) -> str:
+        header = ("layer", "scheme", "bytes", "weights dB", "outputs dB")
+        rows = [
+            (
+                layer.name,
+                layer.scheme or "-",
+                f"{_bytes(layer.bytes_before)} -> {_bytes(layer.bytes_after)}",
+                _decibels(layer.weight_snr),
+                _decibels(layer.output_snr),
+            )
+            for layer in self.layers
+        ]
+        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
+        ]
+        return "\n".join([*self.summary(), "", *(line.rstrip() for line in table)])
+
+    __repr__ = __str__
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame, one row per layer."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise LLMError("to_dataframe() needs pandas; pip install pandas.") from error
+        return pandas.DataFrame([asdict(layer) for layer in self.layers])
+
+    def _repr_html_(self) -> str:
+        summary = "".join(f"<div>{html.escape(line)}</div>" for line in self.summary())
+        return f"<div>{summary}{self.bars()}</div>"
+
+    def bars(self) -> str:
+        """An SVG bar plot: signal-to-noise of each quantized layer, of weights (light) and of outputs (dark)."""
+        layers = [layer for layer in self.layers if layer.scheme]
+        values = [value for layer in layers for value in (layer.weight_snr, layer.output_snr) if value is not None]
+        finite = [value for value in values if value != float("inf")]
+        largest = max(finite, default=1.0)
+        parts = []
+        for index, layer in enumerate(layers):
+            top = index * _ROW_HEIGHT * 2
+            label = html.escape(f"{layer.name} ({layer.scheme})")
+            parts.append(f'<text x="0" y="{top + _ROW_HEIGHT + 4}" font-size="11">{label}</text>')
+            for row, (value, colour) in enumerate(((layer.weight_snr, "#9ecae1"), (layer.output_snr, "#3182bd"))):
+                if value is not None:
+                    parts.append(_bar(top + 2 + row * (_ROW_HEIGHT - 2), min(value, largest) / largest, colour, value))
+        width, height = _LABEL_WIDTH + _BAR_WIDTH + 60, 2 * _ROW_HEIGHT * len(layers)
+        return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{"".join(parts)}</svg>'
+
+
+@library_defaults()
+def make_report(
+    llm: Any,
+    engine: Any,
+    open_plain: Callable[[], Any] | None,
+    texts: Sequence[str],
+    prompts: Sequence[Any] | None,
+    speed: bool,
+) -> QuantizationReport:
+    """Measure.
+
+    Args:
+        llm: the quantized `LLM`.
+        engine: its engine.
+        open_plain: opens the unquantized `LLM`; None: there is none to compare with.
+        texts: to score; may be empty.
+        prompts: for greedy agreement; None: 64 pieces of the texts.
+        speed: whether to measure it.
+    """
+    name = llm.config.model_config.quantization
+    if name is None:
+        raise ValidationError(
+            "the model is not quantized; open it with quantization='w8a8' or another.", parameter="quantization"
+        )
+    if isinstance(texts, str):
+        raise ValidationError("texts is one text, pass a list of texts.", parameter="texts", value=texts)
+    result: dict[str, Any] = {"name": name}
+    if prompts is None:
+        prompts = prompts_from(llm, texts) if texts else []
+    after = score_texts(llm, texts) if texts else None
+    tokens = greedy_tokens(llm, prompts) if prompts else []
+    if after is not None:
+        result |= {"perplexity_after": after.perplexity, "tokens_scored": after.tokens}
+    if speed:
+        result["speed_after"] = measure_speed(llm)
+    if open_plain is None:
+        note = "the unquantized model is not at hand: pass against='its folder' to compare with it"
+        return QuantizationReport(layers=tuple(layer_reports(engine.runner.model, {})), notes=(note,), **result)
+    noise: dict[str, float] = {}
+    with open_plain() as plain:
+        if after is not None:
+            before = score_texts(plain, texts)
+            result["perplexity_before"] = before.perplexity
+            result["next_token_agreement"] = agreement(before.likeliest, after.likeliest)
+            noise = output_noise(plain._engine, engine, texts)
+        if prompts:
+            shares = [common_prefix(*pair) for pair in zip(greedy_tokens(plain, prompts), tokens, strict=True)]
+            result["greedy_agreement"] = sum(shares) / len(shares)
+            result |= {"identical_prompts": sum(share == 1 for share in shares), "prompts": len(shares)}
+        if speed:
+            result["speed_before"] = measure_speed(plain)
+    return QuantizationReport(layers=tuple(layer_reports(engine.runner.model, noise)), **result)
+
+
+def _bar(top: int, share: float, colour: str, value: float) -> str:
+    width = max(1, round(share * _BAR_WIDTH))
+    rectangle = f'<rect x="{_LABEL_WIDTH}" y="{top}" width="{width}" height="{_ROW_HEIGHT - 4}" fill="{colour}"/>'
+    return f'{rectangle}<text x="{_LABEL_WIDTH + width + 4}" y="{top + 10}" font-size="9">{value:.1f} dB</text>'
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def _decibels(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

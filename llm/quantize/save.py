@@ -1,0 +1,122 @@
+"""Writing the quantized model in memory as a checkpoint that others load too.
+
+Owns the folder: its files, its shards, and that it appears whole or not at all. The tensors of each format are
+`quantize_formats.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from llm.base.errors import LLMError, ValidationError
+from llm.config.defaults import library_defaults
+from llm.quantize.formats import FORMATS, StoredLayer, Writer, stored_layers
+
+_SHARD_BYTES = 2 << 30
+# Beside the weights and config.json: what a tokenizer and generation need.
+_COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
+_NOT_COPIED = ("config.json", "*.index.json", "quant_model_description*.json", "results.json")
+
+
+@library_defaults()
+def save_quantized(model: Any, path: str | Path, format: str) -> Path:
+    """Write `model` (as the runner holds it) into the new folder `path`.
+
+    The folder is written beside `path` under another name and renamed when it is complete: a save that is killed leaves
+    no folder at `path`.
+
+    Raises:
+        ValidationError: the format is unknown, `path` exists, or the model is not quantized.
+        LLMError: a layer's scheme has no form in that format, or the folder cannot be written.
+    """
+    path = Path(os.path.expanduser(path))
+    if format not in FORMATS:
+        raise ValidationError(
+            f"format={format!r} is not known; use one of {', '.join(map(repr, FORMATS))}.",
+            parameter="format",
+            value=format,
+        )
+    if path.exists():
+        raise ValidationError(f"{path} exists already; pass a new folder.", parameter="path", value=str(path))
+    layers = stored_layers(model)
+    if not any(layer.is_quantized for layer in layers):
+        raise ValidationError(
+            "the model is not quantized, there is nothing to save; open it with quantization='w8a8' or another.",
+            parameter="format",
+            value=format,
+        )
+    writer = FORMATS[format](model.origin.hf_config, layers)
+    partial = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
+        _copy_others(model.origin.folder, partial)
+        for name, content in writer.json_files().items():
+            (partial / name).write_text(json.dumps(content, indent=2) + "\n")
+        _write_tensors(partial, writer.file_stem, _tensors(writer, layers))
+        partial.chmod(0o755)
+        partial.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise LLMError(f"the model could not be saved to {path}: {error}") from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+    return path
+
+
+def _tensors(writer: Writer, layers: list[StoredLayer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the checkpoint, a layer at a time."""
+    for layer in layers:
+        yield from writer.tensors(layer).items()
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.is_file() and not any(file.match(left_out) for left_out in _NOT_COPIED):
+                shutil.copyfile(file, target / file.name)
+
+
+def _write_tensors(folder: Path, stem: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """One file, or shards of at most 2 GiB (unless one tensor is larger) with their index."""
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = size = 0
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > _SHARD_BYTES:
+            shards.append(_flush(folder, stem, len(shards), held))
+            held, size = {}, 0
+        held[name] = tensor.detach().contiguous().clone()
+        size += tensor.nbytes
+        total += tensor.nbytes
+    shards.append(_flush(folder, stem, len(shards), held))
+    if len(shards) == 1:
+        (folder / _shard_name(stem, 0)).rename(folder / f"{stem}.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = f"{stem}-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / _shard_name(stem, index)).rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _flush(folder: Path, stem: str, index: int, held: dict[str, torch.Tensor]) -> list[str]:
+    save_file(held, folder / _shard_name(stem, index), metadata={"format": "pt"})
+    return list(held)
+
+
+def _shard_name(stem: str, index: int) -> str:
+    """Its name while nobody knows how many there will be."""
+    return f"{stem}-{index}.partial"

@@ -1,0 +1,165 @@
+"""What is decided at start, and that each decision tells its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from embedded import open_llm
+
+from llm import LLM, SamplingParams
+from llm.base.errors import OutOfMemoryError, ValidationError
+from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
+from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm() as llm:
+        yield llm
+
+
+def parts(config: EngineConfig) -> dict[str, Any]:
+    """Every decided value by name."""
+    whole = (config.model_config, config.cache_config, config.scheduler_config, config.compilation_config)
+    values = {field.name: getattr(part, field.name) for part in whole for field in dataclasses.fields(part)}
+    return values | {"device": config.device, "invariant": config.invariant}
+
+
+def test_every_choice_has_its_reason(llm: LLM) -> None:
+    named_by_the_user = {"model"}
+    assert set(llm.config.reasons) == set(parts(llm.config)) - named_by_the_user
+    assert all(reason.strip() for reason in llm.config.reasons.values())
+
+
+def test_print_shows_each_value_with_its_reason(llm: LLM) -> None:
+    lines = dict(line.split(maxsplit=1) for line in repr(llm.config).splitlines())
+    assert set(lines) == set(parts(llm.config))
+    assert lines["max_num_seqs"] == "256  (default)"
+    assert lines["dtype"].startswith("float32  (auto; ")
+    assert lines["max_model_len"] == "2048  (what the model was made for)"
+    assert lines["kv_cache_memory_bytes"].startswith("1.000 GiB  (all that ")
+    assert max(len(line) for line in repr(llm.config).splitlines()) < 200
+
+
+def test_what_is_asked_for_wins_over_every_default() -> None:
+    asked: dict[str, Any] = {
+        "max_model_len": 100,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 50,
+        "block_size": 4,
+        "kv_cache_dtype": "float32",
+        "enable_prefix_caching": False,
+        "seed": 9,
+        "max_logprobs": 2,
+    }
+    with open_llm(**asked) as llm:
+        decided = parts(llm.config)
+        asked["kv_cache_dtype"] = torch.float32
+        assert {name: decided[name] for name in asked} == asked
+        assert {llm.config.reasons[name] for name in asked} == {"asked for"}
+        assert llm.config.cache_config.num_blocks == 3 * 25  # all that three sequences of 100 can use
+
+
+def test_the_config_is_frozen(llm: LLM) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        llm.config.device = "cuda"  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        llm.config.model_config.seed = 3  # type: ignore[misc]
+
+
+def test_seed_none_draws_one_and_says_so() -> None:
+    with open_llm(seed=None) as first, open_llm(seed=None) as second:
+        assert first.config.model_config.seed != second.config.model_config.seed
+        assert "seed=None" in first.config.reasons["seed"]
+
+
+# Memory
+
+
+def plan(**changes: Any) -> MemoryPlan:
+    """1 KiB a token, so a block of 16 is 16 KiB; 4 sequences of 1024 can use 4 MiB."""
+    given: dict[str, Any] = {
+        "bytes_per_token": 1024,
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "max_model_len": None,
+        "longest": 1024,
+        "requested_bytes": None,
+        "free_bytes": 100 * MIB,
+    }
+    return plan_memory(**(given | changes))
+
+
+def test_no_more_than_can_be_used() -> None:
+    assert plan().kv_cache_memory_bytes == 4 * MIB
+    assert "can use" in plan().reasons["kv_cache_memory_bytes"]
+    assert plan(max_model_len=512).kv_cache_memory_bytes == 2 * MIB
+    assert plan(requested_bytes=64 * MIB).kv_cache_memory_bytes == 4 * MIB
+
+
+def test_no_more_than_half_of_what_is_free() -> None:
+    decided = plan(free_bytes=4 * MIB)
+    assert decided.kv_cache_memory_bytes == 2 * MIB
+    assert decided.num_blocks == 2 * MIB // 16384
+    assert "half of the 0.00 GiB that are free" in decided.reasons["kv_cache_memory_bytes"]
+    assert decided.max_model_len == 1024  # two of these fit
+
+
+def test_max_model_len_fits_itself_to_a_small_budget() -> None:
+    decided = plan(requested_bytes=300 * 1024)
+    assert decided.max_model_len == 300 // 16 * 16
+    assert "1024" in decided.reasons["max_model_len"]
+    assert plan().max_model_len == 1024
+    assert plan(longest=1000, requested_bytes=MIB).max_model_len == 1000  # never beyond what the model was made for
+
+
+def test_a_length_that_was_asked_for_is_never_shortened() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"max_model_len=288 would fit, or kv_cache_memory_bytes=1048576 would"):
+        plan(max_model_len=1024, requested_bytes=300 * 1024)
+    with pytest.raises(OutOfMemoryError, match=r"or kv_cache_memory_bytes=1048576 would be enough"):
+        plan(max_model_len=1024, free_bytes=MIB + 5)  # half is too little, all of it is not
+    with pytest.raises(OutOfMemoryError, match=r"max_model_len=16 would fit, or free memory\.$"):
+        plan(max_model_len=1024, free_bytes=40 * 1024)
+    with pytest.raises(ValidationError, match="at most 1024"):
+        plan(max_model_len=1025)
+
+
+def test_nothing_is_free() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"half of the 0\.00 GiB.*; free memory\.$"):
+        plan(free_bytes=0)
+
+
+def test_a_small_budget_still_serves_the_longest_sequence() -> None:
+    with open_llm(kv_cache_memory_bytes=10 * 32768) as llm:
+        assert llm.config.model_config.max_model_len == 160
+        outputs = llm.generate([[5] * 100] * 2, SamplingParams(temperature=0, ignore_eos=True), use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [60, 60]
+
+
+# Scheduling
+
+
+def test_batch_sizes() -> None:
+    config, reasons = plan_scheduler(EngineArgs("x"), 1024, MIB)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (
+        DEFAULT_MAX_NUM_SEQS,
+        DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    )
+    assert set(reasons.values()) == {"default"}
+    config, reasons = plan_scheduler(EngineArgs("x", max_num_seqs=2, max_num_batched_tokens=7), 1024, MIB)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (2, 7)
+    assert (reasons["max_num_seqs"], reasons["max_num_batched_tokens"]) == ("asked for", "asked for")
+
+
+def test_whole_prompts_need_a_step_that_holds_the_longest() -> None:
+    whole = EngineArgs("x", enable_chunked_prefill=False)
+    config, reasons = plan_scheduler(whole, 9000, MIB)
+    assert config.max_num_batched_tokens == 9000
+    assert "enable_chunked_prefill" in reasons["max_num_batched_tokens"]
+    assert plan_scheduler(whole, 100, MIB)[0].max_num_batched_tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS

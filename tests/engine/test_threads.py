@@ -1,0 +1,197 @@
+"""One call at a time; nothing runs between calls; two engines in one process."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded import GREEDY, PROMPTS, SAMPLED, assert_idle, engine_of, open_llm, python, run, tokens
+
+from llm import LLM, SamplingParams
+from llm.base.errors import EngineBusyError
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm() as llm:
+        yield llm
+
+
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """Run the jobs at the same time; their results, or the exceptions they raised."""
+    results: list[Any] = [None] * len(jobs)
+    barrier = threading.Barrier(len(jobs))
+
+    def work(index: int) -> None:
+        barrier.wait()
+        try:
+            results[index] = jobs[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_calls_from_several_threads_are_serialised(llm: LLM) -> None:
+    expected = [tokens(run(llm, [prompt] * 3)) for prompt in PROMPTS]
+    inside: list[int] = []
+    most = []
+    step = engine_of(llm).step
+
+    def counted() -> None:
+        inside.append(1)
+        most.append(len({output for output in engine_of(llm)._completions}))
+        step()
+        inside.pop()
+
+    engine_of(llm).step = counted
+    try:
+        jobs = [lambda prompt=prompt: tokens(run(llm, [prompt] * 3)) for prompt in PROMPTS]
+        assert in_threads(*jobs) == expected
+    finally:
+        del engine_of(llm).step
+    assert max(most) == 3  # rows of two calls were never in the engine together
+    assert_idle(llm)
+
+
+def test_streams_of_several_threads_share_the_engine(llm: LLM) -> None:
+    expected = [run(llm, prompt)[0].outputs[0].text for prompt in PROMPTS]
+    jobs = [lambda prompt=prompt: "".join(llm.stream(prompt, GREEDY)) for prompt in PROMPTS]
+    assert in_threads(*jobs) == expected
+    assert_idle(llm)
+
+
+def test_a_call_from_inside_a_call_is_refused(llm: LLM) -> None:
+    raised: list[BaseException] = []
+
+    class Bar:
+        def __init__(self, **_: object) -> None: ...
+        def set_postfix_str(self, *_: object, **__: object) -> None: ...
+        def close(self) -> None: ...
+        def update(self, count: int) -> None:
+            for call in (lambda: run(llm, "x"), lambda: next(llm.stream("x")), llm.close, llm.reset_prefix_cache):
+                try:
+                    call()
+                except EngineBusyError as error:
+                    raised.append(error)
+
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=Bar)
+    assert len(raised) >= 4
+    assert len(raised) % 4 == 0
+    assert tokens(outputs) == tokens(run(llm, PROMPTS))
+    with pytest.raises(EngineBusyError, match="middle of a call"), llm._exclusive():
+        run(llm, "x")
+    assert_idle(llm)
+    assert len(run(llm, PROMPTS)) == 3  # the refusal leaves no trace
+
+
+def children() -> set[str]:
+    """Ids of this process's child processes."""
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_no_thread_and_no_process_is_left_behind(llm: LLM, use_tqdm: bool) -> None:
+    before = set(threading.enumerate()), children()
+    llm.generate(PROMPTS, SAMPLED, use_tqdm=use_tqdm)
+    assert (set(threading.enumerate()), children()) == before
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    assert (set(threading.enumerate()), children()) == before  # nor while it is suspended
+    stream.close()
+
+
+def test_the_check_sees_threads_and_processes() -> None:
+    before = set(threading.enumerate()), children()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    process = multiprocessing.get_context("spawn").Process(target=int)
+    thread.start()
+    process.start()
+    try:
+        assert set(threading.enumerate()) - before[0] == {thread}
+        assert str(process.pid) in children() - before[1]
+    finally:
+        done.set()
+        thread.join()
+        process.join()
+
+
+PROCESSES = """
+import multiprocessing, threading, sys
+from pathlib import Path
+multiprocessing.set_start_method("spawn")  # under which a lock of multiprocessing starts a process
+from llm import LLM, SamplingParams
+llm = LLM()
+llm.generate(["a", "b"], SamplingParams(max_tokens=3), use_tqdm=True)
+children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+print(children, [thread.name for thread in threading.enumerate()])
+"""
+
+
+def test_no_process_whatever_the_start_method() -> None:
+    result = python("-c", PROCESSES)
+    assert result.stdout == "[] ['MainThread']\n", result.stderr
+
+
+FORK = """
+import os, signal, sys, torch
+torch.set_num_threads(2)
+from llm import LLM, SamplingParams
+params = SamplingParams(temperature=0, max_tokens=4)
+def answer(llm): return llm.generate(["In the beginning"] * 8, params, use_tqdm=False)[0].outputs[0].token_ids
+llm = LLM()
+expected = answer(llm)
+child = os.fork()
+if not child:
+    signal.alarm(60)  # it would wait for threads that do not exist
+    same = answer(llm) == expected
+    torch.set_num_threads(2)  # as a library may do that knows nothing of it
+    same = same and answer(llm) == expected
+    torch.set_num_threads(1)
+    with LLM() as own:
+        same = same and answer(own) == expected
+    os._exit(0 if same else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(llm) == expected, torch.get_num_threads())
+"""
+
+
+def test_a_process_forked_after_loading_computes_with_one_thread_and_says_so() -> None:
+    """OpenMP's threads are not forked: without care the child would hang for ever."""
+    result = python("-c", FORK, env={"OMP_NUM_THREADS": "2"})
+    assert result.stdout == "0 True 2\n", result.stderr
+    assert result.stderr.count("one thread") == 1
+
+
+def test_a_loaded_model_is_not_pickled(llm: LLM) -> None:
+    """What a process pool would try with a bound method, and `copy` too."""
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="cannot be pickled or copied; build one in each process"):
+            attempt(llm)  # type: ignore[operator]
+
+
+def test_two_engines_side_by_side(llm: LLM) -> None:
+    expected = tokens(run(llm, PROMPTS))
+    params = SamplingParams(temperature=0, max_tokens=12)
+    with open_llm(max_num_seqs=1, block_size=4, seed=1) as other:
+        stream = llm.stream(PROMPTS[0], params)
+        pieces = [next(stream)]
+        assert tokens(run(other, PROMPTS)) == expected
+        both = in_threads(lambda: tokens(run(llm, PROMPTS)), lambda: tokens(run(other, PROMPTS)))
+        assert both == [expected, expected]
+        assert other.config.cache_config.block_size == 4
+        assert llm.config.cache_config.block_size == 16
+        other.close()
+        assert "".join([*pieces, *stream]) == run(llm, PROMPTS[0])[0].outputs[0].text
+    assert_idle(llm)

@@ -1,0 +1,277 @@
+"""Compiling, caching and loading the CPU kernels: once per machine, whatever happens to the build."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llm.base.errors import ValidationError
+from llm.kernels import bench, select
+from llm.kernels.cpu import build, library
+from llm.platforms import select_platform
+
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+AMX = {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def has_compiler() -> bool:
+    try:
+        build.find_compiler()
+    except build.BuildError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
+
+
+@pytest.mark.parametrize(
+    ("flags", "target"),
+    [
+        (set(), "plain"),
+        ({"avx2"}, "plain"),
+        (AVX2, "avx2"),
+        (AVX2 | {"avx_vnni"}, "avx2_vnni"),
+        (AVX512 | {"avx_vnni"}, "avx512"),
+        (AVX512 | {"avx512_vnni"}, "avx512_vnni"),
+        (AVX512 | {"avx512_vnni"} | AMX, "amx"),
+    ],
+)
+def test_the_best_instruction_set_is_chosen(flags: set[str], target: str) -> None:
+    assert library.choose_target(None, flags)[0] == target
+
+
+def test_what_a_wheel_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "machine_targets", lambda: list(build.TARGETS))
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: AVX512)
+    assert build.wheel_targets("") == ["avx2", "avx512"]
+    assert build.wheel_targets("plain,avx2") == ["plain", "avx2"]
+    assert build.wheel_targets("all") == list(build.TARGETS)
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: AVX2)
+    assert build.wheel_targets("") == ["avx2"]
+
+
+def test_an_instruction_set_can_be_forced() -> None:
+    flags = AVX512 | {"avx512_vnni"}
+    assert library.choose_target("plain", flags)[0] == "plain"
+    assert library.choose_target("avx2", flags | {"avx_vnni"})[0] == "avx2"
+    assert library.choose_target("avx2_vnni", flags | {"avx_vnni"})[0] == "avx2_vnni"
+    assert library.choose_target("avx512", flags)[0] == "avx512_vnni"
+    assert library.choose_target("avx512", AVX512)[0] == "avx512"
+    assert library.choose_target("avx512", flags | AMX)[0] == "avx512_vnni"
+    assert library.choose_target("amx", flags | AMX)[0] == "amx"
+    with pytest.raises(ValidationError, match=r"LLM_CPU_ISA='avx512' needs .* runs plain, avx2\."):
+        library.choose_target("avx512", AVX2)
+
+
+def test_without_the_registers_of_amx_the_next_best_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "request_tiles", lambda: False)
+    assert not [flag for flag in build.read_cpu_flags() if flag.startswith("amx")]
+    library.load_library.cache_clear()
+    with pytest.raises(build.BuildError, match="LLM_CPU_ISA=avx512"):
+        library.load_library("amx")
+
+
+@pytest.mark.parametrize(
+    ("best", "flags", "next_best"),
+    [("amx", AVX512 | {"avx512_vnni"} | AMX, "avx512_vnni"), ("avx2_vnni", AVX2 | {"avx_vnni"}, "avx2")],
+)
+def test_a_compiler_that_does_not_know_the_best_gives_the_next_best(
+    monkeypatch: pytest.MonkeyPatch, best: str, flags: set[str], next_best: str
+) -> None:
+    def load(target: str) -> SimpleNamespace:
+        if target == best:
+            raise build.BuildError("unrecognized option '-mnew'")
+        return SimpleNamespace(target=target)
+
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: flags)
+    monkeypatch.setattr(select, "load_library", load)
+    kernels = select._cpu_kernels.__wrapped__(None)
+    assert kernels.library is not None and kernels.library.target == next_best
+    assert "-mnew" in kernels.reason
+
+
+def test_a_wrong_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_CPU_ISA", "sse")
+    with pytest.raises(ValidationError, match="LLM_CPU_ISA"):
+        library.requested_isa()
+
+
+def test_none_means_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_CPU_ISA", "none")
+    kernels = select.kernels_for(select_platform("cpu")[0])
+    assert kernels.library is None
+    invariant, reason = kernels.invariant
+    assert not invariant and "LLM_CPU_ISA=none" in reason
+
+
+def compile_in(folder: str) -> str:
+    return str(build.ensure_library("plain", folder=Path(folder), announce=lambda line: print(line, flush=True)))
+
+
+@pytest.fixture
+def quick_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source folder with only the threads in it: what is tested here is the build."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for name in ("threads.cpp", "parallel.h"):
+        (folder / name).write_bytes((build.SOURCE_FOLDER / name).read_bytes())
+    monkeypatch.setattr(build, "SOURCE_FOLDER", folder)
+    return folder
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_again_when_a_source_changes(quick_sources: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    first = build.ensure_library("plain", folder=tmp_path, announce=lines.append)
+    assert build.ensure_library("plain", folder=tmp_path, announce=lines.append) == first
+    assert len(lines) == 1 and "once" in lines[0]
+    (quick_sources / "parallel.h").write_text((quick_sources / "parallel.h").read_text() + "\n// changed\n")
+    assert build.ensure_library("plain", folder=tmp_path, announce=lines.append) != first
+    assert len(lines) == 2
+
+
+@needs_compiler
+def test_two_processes_build_once(quick_sources: Path, tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        first, second = pool.map(compile_in, [str(tmp_path)] * 2)
+    assert first == second
+    assert [path.name for path in tmp_path.glob("*.so")] == [Path(first).name]
+    assert not list(tmp_path.glob("scratch-*"))
+
+
+@needs_compiler
+def test_what_a_killed_build_left_is_removed_and_never_loaded(quick_sources: Path, tmp_path: Path) -> None:
+    """And what another process is building, of other sources, is left alone."""
+    own = build.cached_library("plain", build.find_compiler(), tmp_path)
+    stale, others = tmp_path / f"scratch-{own.stem}-killed", tmp_path / "scratch-plain-0123456789abcdef-at-work"
+    for folder in (stale, others):
+        folder.mkdir()
+        (folder / "library.so").write_text("half a library")
+    path = build.ensure_library("plain", folder=tmp_path, announce=lambda line: None)
+    assert path == own and not stale.exists() and others.exists()
+    assert library.Library("plain", path).openmp == library.loaded_openmp()
+
+
+def test_a_checkout_uses_the_kernels_of_a_package_installed_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install .` in a checkout, then `python -m llm` there, which finds the folder before the package."""
+    monkeypatch.setattr(build, "PACKAGED_FOLDER", tmp_path / "checkout" / "compiled")
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    folder = tmp_path / "site-packages" / "llm" / "kernels" / "cpu" / "compiled"
+    folder.mkdir(parents=True)
+    (folder / "plain-of-other-sources.so").write_text("another")
+    monkeypatch.setattr(build, "source_key", lambda: "key-of-this-test")
+    assert build.packaged_library("plain") is None
+    (folder / "plain-key-of-this-test.so").write_text("the one")
+    assert build.packaged_library("plain") == folder / "plain-key-of-this-test.so"
+
+
+@needs_compiler
+def test_a_damaged_cached_file_is_built_again(
+    quick_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = build.ensure_library("plain", announce=lambda line: None)
+    path.write_bytes(b"")
+    assert library.load_library.__wrapped__("plain").path == path
+
+
+def fake_compiler(folder: Path, script: str) -> str:
+    path = folder / "cxx"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_a_failing_compiler_is_reported_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo no such flag; exit 1"))
+    with pytest.raises(build.BuildError, match="no such flag"):
+        build.ensure_library("plain", folder=tmp_path, announce=lambda line: None)
+    assert not list(tmp_path.glob("*.so")) and not list(tmp_path.glob("scratch-*"))
+
+
+def test_without_a_compiler_one_warning_says_what_to_do(tmp_path: Path) -> None:
+    code = (
+        "import torch, warnings\n"
+        "from llm.kernels.select import kernels_for\n"
+        "from llm.platforms import select_platform\n"
+        "for _ in range(2): kernels = kernels_for(select_platform()[0])\n"
+        "print(kernels.library, kernels.invariant)\n"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("LLM_CPU_ISA", None)
+    if any(build.packaged_library(target) for target in build.TARGETS):
+        pytest.skip("the installed package carries compiled kernels")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("apt-get install g++") == 1
+    assert done.stdout.startswith("None (False,")
+
+
+@needs_compiler
+def test_the_kernels_run_on_the_runtime_pytorch_loaded() -> None:
+    kernels = select.kernels_for(select_platform("cpu")[0])
+    assert kernels.library is not None
+    teams = torch.full((64,), -1, dtype=torch.int32)
+    probe = kernels.library.function("llm_probe_threads", library.POINTER, library.INT, library.INT)
+    probe(teams.data_ptr(), 64, 3)
+    assert teams.tolist() == [3] * 64
+    probe(teams.data_ptr(), 64, 1)
+    assert set(teams.tolist()) <= {0, 1}
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    runtimes = {line.split()[-1] for line in maps if Path(line.split()[-1]).name.startswith(library._OPENMP_NAMES)}
+    assert runtimes == {kernels.library.openmp}
+
+
+@needs_compiler
+def test_kernels_get_the_arguments_they_declare() -> None:
+    """Pointers, integers of 64 bits of either sign, and floats rounded once; anything else is refused."""
+    found = select.kernels_for(select_platform("cpu")[0]).library
+    assert found is not None
+    scale = library.Kernel("llm_scale", library.POINTER, library.FLOAT, library.POINTER, library.INT)
+    shift = library.Kernel("llm_shift", library.POINTER, library.INT, library.POINTER, library.INT)
+    x, out = torch.tensor([1.0, 3.0, -7.0]), torch.empty(3)
+    found.call(scale, x.data_ptr(), -0.1, out.data_ptr(), 3)
+    assert torch.equal(out, x * torch.tensor(-0.1))
+    ids, shifted = torch.tensor([5, -(2**62)]), torch.empty(2, dtype=torch.int64)
+    assert found.call(shift, ids.data_ptr(), -(2**40) - 3, shifted.data_ptr(), 2) == 0
+    assert torch.equal(shifted, ids - 2**40 - 3)
+    for wrong in ((x.data_ptr(), 1.0, out.data_ptr()), (None, 1.0, out.data_ptr(), 3), (x.data_ptr(), 1.0, 2.5, 3)):
+        with pytest.raises(struct.error):
+            found.call(scale, *wrong)
+
+
+def test_every_operation_has_its_implementations() -> None:
+    kernels = select.kernels_for(select_platform("cpu")[0])
+    for name in select.OPERATIONS:
+        assert callable(kernels.op(name)) and callable(select.REFERENCE.op(name))
+        assert select.REFERENCE.source(name) == "PyTorch"
+
+
+@needs_compiler
+def test_the_bench_measures_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SHAPES", ((32, 48),))
+    monkeypatch.setattr(bench, "ROWS", (1, 9))
+    monkeypatch.setattr(bench, "_COLD_BYTES", 1 << 14)
+    monkeypatch.setattr(bench.bench_calls, "_CALLS", 3)
+    monkeypatch.setattr(bench, "_READ_BYTES", 1 << 18)
+    lines = list(bench.run(select.kernels_for(select_platform("cpu")[0]), 0.0))
+    integers = ["w8a8", "w4a8", "w4a8", "w4a8", "w8a16", "w4a16", "w4a16"]
+    assert [line.split()[0] for line in lines[3:13]] == ["float32", "bfloat16", "float16", *integers]
+    assert sum(line.startswith("torch") for line in lines) == 3
+    calls = [line.split() for line in lines[lines.index(next(line for line in lines if "replayed" in line)) + 1 :]]
+    assert {"rms_norm", "linear_float", "rotary_write_kv", "paged_attention"} <= {name for name, *_ in calls}
+    assert all(float(called) > 0 and float(replayed) > 0 for _, called, replayed in calls)

@@ -1,0 +1,380 @@
+"""Tensor parallelism without processes: the slices of ranks 0 to n - 1, put together, are the layer of one rank.
+
+Each layer is built once per rank and loaded from the same whole tensors. Rows are compared bit for bit where no sum is
+split, and within rounding of float32 where partial sums meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import one_thread
+from torch import nn
+
+from llm.base.errors import LLMError, ValidationError
+from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding, VocabShard, gathered_columns
+from llm.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from llm.layers.logits import LogitsProcessor
+from llm.layers.parallel import TensorParallel
+
+K = 24
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ranks(size: int, build: Callable[..., Any]) -> list[Any]:
+    return [build(tp=TensorParallel(rank, size)) for rank in range(size)]
+
+
+def load(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None, shard_id: Any = None) -> None:
+    """Load whole tensors, which must fill what they say they fill."""
+    filled = layer.weight_loader(layer.weight, weight, shard_id)
+    if shard_id is None:
+        assert filled == layer.weight.numel()
+    if bias is not None:
+        layer.weight_loader(layer.bias, bias, shard_id)
+
+
+def rows(layer: Any, index: int, y: torch.Tensor) -> torch.Tensor:
+    """The columns of y that logical matrix `index` of this rank made."""
+    return y.split(layer.output_partition_sizes, dim=-1)[index]
+
+
+class Meeting:
+    """A communicator whose ranks are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: dict[int, torch.Tensor] = {}
+        self.size = size
+        self.barrier = Barrier(size, timeout=60)
+
+    def of(self, rank: int) -> TensorParallel:
+        meeting = self
+
+        class Place:
+            def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.stack(meeting.exchange(rank, x)).sum(0)
+
+            def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.cat(meeting.exchange(rank, x), dim=-1)
+
+        return TensorParallel(rank, self.size, Place())
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.parts[rank] = x
+        self.barrier.wait()
+        parts = [self.parts[other] for other in range(self.size)]
+        self.barrier.wait()
+        return parts
+
+    def run(self, work: Callable[[TensorParallel], Any]) -> list[Any]:
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(work, map(self.of, range(self.size))))
+
+
+# Linear layers
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_columns_side_by_side_are_the_whole(size: int) -> None:
+    x, weight, bias = normal(0, 5, K), normal(1, 16, K), normal(2, 16)
+    layers = ranks(size, lambda tp: ColumnParallelLinear(K, 16, tp=tp))
+    for layer in layers:
+        load(layer, weight, bias)
+        assert layer.weight.shape == (16 // size, K) and layer.output_size_per_partition == 16 // size
+    assert torch.allclose(
+        torch.cat([layer(x) for layer in layers], -1), nn.functional.linear(x, weight, bias), atol=1e-5
+    )
+    assert torch.equal(torch.cat([layer.weight for layer in layers]), weight)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
+def test_merged_matrices_are_split_each(size: int, stacked: bool) -> None:
+    x, parts = normal(0, 5, K), [normal(1, 8, K), normal(2, 20, K)]
+    layers = ranks(size, lambda tp: MergedColumnParallelLinear(K, [8, 20], bias=False, tp=tp))
+    for layer in layers:
+        if stacked:
+            load(layer, torch.cat(parts), None)
+        else:
+            for index, part in enumerate(parts):
+                load(layer, part, None, index)
+    for index, part in enumerate(parts):
+        together = torch.cat([rows(layer, index, layer(x)) for layer in layers], -1)
+        assert torch.allclose(together, x @ part.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
+def test_heads_are_split_and_key_heads_repeat_where_they_must(size: int, kv_heads: int, stacked: bool) -> None:
+    head, heads = 3, 8
+    parts = {"q": normal(1, heads * head, K), "k": normal(2, kv_heads * head, K), "v": normal(3, kv_heads * head, K)}
+    biases = {name: weight[:, 0].clone() for name, weight in parts.items()}
+    layers = ranks(size, lambda tp: QKVParallelLinear(K, head, heads, kv_heads, tp=tp))
+    x = normal(0, 5, K)
+    for rank, layer in enumerate(layers):
+        if stacked:
+            load(layer, torch.cat(list(parts.values())), torch.cat(list(biases.values())))
+        else:
+            for name, weight in parts.items():
+                load(layer, weight, biases[name], name)
+        assert layer.num_heads == heads // size and layer.num_kv_heads == max(1, kv_heads // size)
+        # Query head h reads key head h // (heads / kv_heads): those must be on the same rank.
+        first = rank * layer.num_heads // (heads // kv_heads)
+        for index, name in enumerate("qkv"):
+            start, count = (rank * layer.num_heads, layer.num_heads) if name == "q" else (first, layer.num_kv_heads)
+            own = slice(start * head, (start + count) * head)
+            expected = nn.functional.linear(x, parts[name][own], biases[name][own])
+            assert torch.allclose(rows(layer, index, layer(x)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("input_is_parallel", [True, False])
+def test_terms_of_rows_add_up(size: int, input_is_parallel: bool) -> None:
+    x, weight, bias = normal(0, 5, K), normal(1, 7, K), normal(2, 7)
+    layers = ranks(
+        size, lambda tp: RowParallelLinear(K, 7, input_is_parallel=input_is_parallel, reduce_results=False, tp=tp)
+    )
+    inputs = x.chunk(size, -1) if input_is_parallel else [x] * size
+    for layer in layers:
+        load(layer, weight, bias)
+        assert layer.weight.shape == (7, K // size) and torch.equal(layer.bias, bias)
+    total = torch.stack([layer(own) for layer, own in zip(layers, inputs, strict=True)]).sum(0)
+    assert torch.allclose(total, nn.functional.linear(x, weight, bias), atol=1e-5)
+
+
+def test_a_replicated_layer_and_one_that_opts_out_are_whole_on_every_rank() -> None:
+    weight = normal(1, 6, K)
+    for layer in (
+        *ranks(2, lambda tp: ReplicatedLinear(K, 6, bias=False, tp=tp)),
+        *ranks(2, lambda tp: ColumnParallelLinear(K, 6, bias=False, tp=tp, disable_tp=True)),
+        *ranks(2, lambda tp: RowParallelLinear(K, 6, bias=False, tp=tp, disable_tp=True)),
+        *ranks(2, lambda tp: QKVParallelLinear(K, 1, 2, bias=False, tp=tp, disable_tp=True)),
+    ):
+        load(layer, weight, None)
+        assert torch.equal(layer.weight, weight)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_can_talk_all_have_the_result(size: int) -> None:
+    """A feed-forward, then a gathered projection, as ranks run it: the same on each, and what one rank computes."""
+    x, up, down, last = normal(0, 5, K), normal(1, 16, K), normal(2, K, 16), normal(3, 8, K)
+
+    def work(tp: TensorParallel) -> torch.Tensor:
+        first = ColumnParallelLinear(K, 16, bias=False, tp=tp)
+        second = RowParallelLinear(16, K, bias=True, tp=tp)
+        third = ColumnParallelLinear(K, 8, bias=False, gather_output=True, tp=tp)
+        load(first, up, None)
+        load(second, down, torch.ones(K))
+        load(third, last, None)
+        return third(second(first(x)))
+
+    results = Meeting(size).run(work)
+    for result in results:
+        assert torch.equal(result, results[0])
+    assert torch.allclose(results[0], (x @ up.T @ down.T + 1) @ last.T, atol=1e-4, rtol=1e-4)
+
+
+def test_parameters_shorter_than_the_weight_are_cut_in_proportion() -> None:
+    """What a quantization method stores: a scale per group of columns, two values per packed row."""
+    scales, packed = normal(0, 16, 8), torch.arange(8 * K).view(8, K).int()
+    for rank in range(4):
+        column = MergedColumnParallelLinear(K, [4, 12], bias=False, tp=TensorParallel(rank, 4))
+        row = RowParallelLinear(K, 16, bias=False, tp=TensorParallel(rank, 4))
+        own = parameter(torch.zeros(2, K, dtype=torch.int32), output_dim=0, input_dim=1)
+        with pytest.raises(ValueError, match="cannot be shared out"):
+            column.weight_loader(own, packed)  # half of a row of the first matrix
+        even = MergedColumnParallelLinear(K, [8, 8], bias=False, tp=TensorParallel(rank, 4))
+        assert even.weight_loader(own, packed) == 2 * K
+        assert torch.equal(own.data, torch.stack((packed[rank], packed[4 + rank])))
+        groups = parameter(torch.zeros(16, 2), output_dim=0, input_dim=1)
+        assert row.weight_loader(groups, scales) == 32
+        assert torch.equal(groups.data, scales[:, 2 * rank : 2 * rank + 2])
+        alone = parameter(torch.zeros(1))
+        assert row.weight_loader(alone, torch.ones(1)) == 1 and alone.item() == 1
+
+
+def parameter(data: torch.Tensor, **attributes: int) -> nn.Parameter:
+    made = nn.Parameter(data, requires_grad=False)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_bias_can_be_returned_instead_of_added() -> None:
+    weight, bias, x = normal(1, 6, K), normal(2, 6), normal(0, 5, K)
+    for layer in (ReplicatedLinear, ColumnParallelLinear, RowParallelLinear):
+        kept = layer(K, 6, skip_bias_add=True, return_bias=True)
+        added = layer(K, 6, return_bias=True)
+        for op in (kept, added):
+            load(op, weight, bias)
+        y, returned = kept(x)
+        assert torch.equal(returned, bias) and torch.allclose(y + bias, added(x)[0], atol=1e-5)
+        assert added(x)[1] is None
+
+
+# Vocabulary
+
+
+def ids_of_rows(shard: VocabShard) -> list[int]:
+    """The id in each row, -1 for padding: the tables of the documentation."""
+    original = list(range(shard.org_start, shard.org_end))
+    added = list(range(shard.added_start, shard.added_end))
+    return [
+        *original,
+        *[-1] * (shard.org_rows - len(original)),
+        *added,
+        *[-1] * (shard.added_rows - len(added)),
+    ]
+
+
+def test_the_tables_of_the_documentation() -> None:
+    """Vocabulary 1010, 16 added, padding 64: 1088 rows on one rank, 544 on each of two."""
+    one = VocabShard.of(1026, 1010, 64, TensorParallel())
+    assert ids_of_rows(one) == [*range(1010), *[-1] * 14, *range(1010, 1026), *[-1] * 48] and one.rows == 1088
+    first, second = (VocabShard.of(1026, 1010, 64, TensorParallel(rank, 2)) for rank in (0, 1))
+    assert ids_of_rows(first) == [*range(512), *range(1010, 1026), *[-1] * 16]
+    assert ids_of_rows(second) == [*range(512, 1010), *[-1] * 14, *[-1] * 32]
+    assert first.rows == second.rows == 544
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 40), st.integers(0, 12), st.integers(1, 9), st.integers(1, 5))
+def test_every_id_is_in_one_row_of_one_rank(original: int, added: int, padding: int, size: int) -> None:
+    total = original + added
+    shards = [VocabShard.of(total, original, padding, TensorParallel(rank, size)) for rank in range(size)]
+    tables = [ids_of_rows(shard) for shard in shards]
+    everywhere = [token for table in tables for token in table]
+    assert sorted(token for token in everywhere if token >= 0) == list(range(total))
+    assert {len(table) for table in tables} == {shards[0].rows} and len(everywhere) % padding == 0
+    token_ids = torch.arange(total)
+    for shard, table in zip(shards, tables, strict=True):
+        found, held = shard.row_of(token_ids)
+        assert held.tolist() == [token in table for token in range(total)]
+        assert found.tolist() == [table.index(token) if token in table else 0 for token in range(total)]
+    columns = gathered_columns(total, original, padding, size)
+    assert [everywhere[column] for column in columns] == list(range(total))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("has_added", [True, False], ids=["added rows loaded", "added rows zero"])
+def test_embeddings_of_ranks_add_up(size: int, has_added: bool) -> None:
+    table, token_ids = normal(0, 25, K), torch.tensor([24, 0, 7, 19, 20, 21, 7])
+    whole = table if has_added else torch.cat((table[:20], torch.zeros(5, K)))
+
+    def work(tp: TensorParallel) -> torch.Tensor:
+        layer = VocabParallelEmbedding(25, K, org_num_embeddings=20, padding_size=8, tp=tp)
+        layer.weight.data.fill_(float("nan"))
+        load(layer, table if has_added else table[:20], None)
+        return layer(token_ids)
+
+    for result in Meeting(size).run(work):
+        assert torch.equal(result, whole[token_ids])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("original", [25, 20])
+def test_logits_of_ranks_are_in_order_of_ids(size: int, original: int) -> None:
+    table, bias, hidden = normal(0, 25, K), normal(1, 25), normal(2, 4, K)
+
+    def work(tp: TensorParallel) -> tuple[torch.Tensor, ...]:
+        head = ParallelLMHead(25, K, True, org_num_embeddings=original, padding_size=8, tp=tp)
+        load(head, table, bias)
+        given = torch.zeros(head.shard.rows)
+        return (
+            LogitsProcessor(25)(head, hidden),
+            LogitsProcessor(25, original)(head, hidden),
+            LogitsProcessor(25)(head, hidden, given),
+        )
+
+    expected = nn.functional.linear(hidden, table, bias)
+    for everything, of_originals, without_bias in Meeting(size).run(work):
+        assert torch.allclose(everything, expected, atol=1e-5)
+        assert torch.equal(of_originals, everything[:, :original])
+        assert torch.allclose(without_bias + bias, everything, atol=1e-5)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("build", "parameter"),
+    [
+        (lambda tp: ColumnParallelLinear(K, 7, tp=tp), "output_size"),
+        (lambda tp: MergedColumnParallelLinear(K, [8, 7], tp=tp), "output_size"),
+        (lambda tp: RowParallelLinear(7, K, tp=tp), "input_size"),
+        (lambda tp: QKVParallelLinear(K, 4, 3, 2, tp=tp), "total_num_heads"),
+        (lambda tp: QKVParallelLinear(K, 4, 6, 3, tp=tp), "total_num_kv_heads"),
+        (lambda tp: MergedColumnParallelLinear(K, [8, 8], gather_output=True, tp=tp), "gather_output"),
+        (lambda tp: ColumnParallelLinear(K, 8, skip_bias_add=True, tp=tp), "skip_bias_add"),
+        (lambda tp: VocabParallelEmbedding(8, K, org_num_embeddings=9, tp=tp), "org_num_embeddings"),
+        (lambda tp: LogitsProcessor(8, 9), "org_vocab_size"),
+        (lambda tp: TensorParallel(2, 2), "rank"),
+    ],
+)
+def test_a_constructor_names_what_is_wrong(build: Any, parameter: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        build(TensorParallel(0, 2))
+    assert caught.value.parameter == parameter
+
+
+def test_a_group_without_a_communicator_does_not_pretend() -> None:
+    tp = TensorParallel(0, 2)
+    for layer, width in (
+        (ColumnParallelLinear(K, 8, bias=False, gather_output=True, tp=tp), K),
+        (RowParallelLinear(K, 8, bias=False, tp=tp), K // 2),
+    ):
+        layer.weight.data.zero_()
+        with pytest.raises(LLMError, match="communicator"):
+            layer(torch.zeros(1, width))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2)), (4, K)),
+        (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2)), (8,)),
+        (RowParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2)), (8, K // 2)),
+        (VocabParallelEmbedding(25, K, org_num_embeddings=20, tp=TensorParallel(1, 2)), (24, K)),
+        (VocabParallelEmbedding(25, K), (24, K)),
+    ],
+)
+def test_a_slice_in_place_of_the_whole_is_refused(layer: Any, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="the model needs"):
+        layer.weight_loader(layer.weight, torch.zeros(shape))
+
+
+def test_a_rank_that_takes_the_wrong_slice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: every rank loads the slice of rank 0."""
+
+    def first(self: LinearBase, target: Any, loaded: torch.Tensor, dim: int, lengths: Any, indices: Any) -> int:
+        return target.copy_(loaded.narrow(dim, 0, target.shape[dim])).numel()
+
+    monkeypatch.setattr(LinearBase, "_copy_rows", first)
+    test_columns_side_by_side_are_the_whole(1)
+    with pytest.raises(AssertionError):
+        test_columns_side_by_side_are_the_whole(2)

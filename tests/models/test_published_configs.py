@@ -1,0 +1,115 @@
+"""The config.json and generation_config.json of published models are read as they are, down to their oldest keys.
+
+`fixtures/published_configs.json` holds them as their authors wrote them (LongRoPE's factors apart, which are made up).
+The models are built at a small size through `hf_overrides`, with dummy weights.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm import LLM
+from llm.base.errors import UnsupportedModelError
+from llm.models.config_reader import ConfigReader
+from llm.models.registry import resolve_model
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "published_configs.json").read_text()
+)
+_LAYERS = 2
+
+# What a few of them mean, where their keys could be misread: (head size, longest sequence, windows).
+_FACTS = {
+    "llama-3.2-1b": (64, 131072, {None}),
+    "mistral-7b": (128, 32768, {4096}),
+    "mistral-nemo": (128, 131072, {None}),
+    "qwen2.5-0.5b": (64, 32768, {None}),  # a window that is switched off
+    "qwen2.5-7b-1m-yarn": (64, 131072, {None}),
+    "qwen3-0.6b": (128, 40960, {None}),
+    "gemma-2-2b": (256, 8192, {4096, None}),
+    "gemma-3-1b": (256, 32768, {512, None}),
+    "phi-3-mini-4k": (96, 4096, {2047}),
+    "phi-3-mini-128k": (96, 131072, {262144}),
+    "phi-4-mini": (128, 131072, {262144}),
+}
+
+
+def _read(config: dict[str, Any]) -> Any:
+    return resolve_model(config["architectures"], config["model_type"]).read_config(ConfigReader(config))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_accepted_and_every_key_accounted_for(name: str) -> None:
+    config = PUBLISHED[name]["config"]
+    read = _read(config)
+    assert read.vocab_size == config["vocab_size"]
+    assert len(read.layers) == config.get("num_hidden_layers", config.get("n_layer"))
+    if name in _FACTS:
+        windows = {layer.sliding_window for layer in read.layers}
+        assert (read.head_size, read.max_position_embeddings, windows) == _FACTS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen2.5-0.5b-base", "use_mrope", True),
+        ("smollm2-135m", "rope_interleaved", True),
+        ("phi-4-mini", "full_attn_mod", 2),
+        ("phi-4-mini", "lm_head_bias", True),
+        ("gemma-2-2b", "sliding_window_size", 1),
+        ("gpt2", "add_cross_attention", True),
+    ],
+)
+def test_a_variant_that_is_switched_on_is_refused_by_name(name: str, key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=key):
+        _read(PUBLISHED[name]["config"] | {key: value})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_runs_at_a_small_size_with_its_own_defaults(name: str, tmp_path: Path) -> None:
+    published = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(published["config"]))
+    (tmp_path / "generation_config.json").write_text(json.dumps(published["generation_config"]))
+    with LLM(
+        tmp_path,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        hf_overrides=_small(published["config"]),
+        max_model_len=64,
+    ) as llm:
+        defaults = llm.get_default_sampling_params()
+        for key in {"temperature", "top_k", "top_p", "repetition_penalty"} & set(published["generation_config"]):
+            assert getattr(defaults, key) == published["generation_config"][key]
+        defaults.max_tokens = 4
+        output = llm.generate([[1, 2, 3]], defaults, use_tqdm=False)[0].outputs[0]
+    assert output.finish_reason in ("length", "stop")
+
+
+def _small(config: dict[str, Any]) -> dict[str, Any]:
+    """`hf_overrides` that shrink what costs memory and keep the size of a head, which the rope's factors depend on."""
+    head = _read(config).head_size
+    heads = {"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 2}
+    widths = dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 2 * head)
+    small: dict[str, Any] = {**heads, **widths, "intermediate_size": 32, "ffn_dim": 32, "vocab_size": 64}
+    small |= {"num_hidden_layers": _LAYERS, "n_layer": _LAYERS}
+    small |= {key: config[key][:_LAYERS] for key in ("layer_types", "no_rope_layers") if key in config}
+    return {key: value for key, value in small.items() if key in config}
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "note"),
+    [
+        (4096, "short factors, for it is within the original 4096"),
+        (4097, "long factors, for it is beyond the original 4096"),
+    ],
+)
+def test_the_choice_of_longropes_factors_is_stated(tmp_path: Path, max_model_len: int, note: str) -> None:
+    config = PUBLISHED["phi-3-mini-128k"]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "hf_overrides": _small(config)}
+    with LLM(tmp_path, max_model_len=max_model_len, **arguments) as llm:
+        assert note in str(llm.config)

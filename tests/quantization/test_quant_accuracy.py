@@ -1,0 +1,195 @@
+"""How good quantized answers are, on the embedded model and text it has never seen, with a bar for each scheme.
+
+The bars are the project's promise; a method that misses one is improved, the bar stays. Negative controls plant the
+mistakes a quantizer or a packing can make and must turn the gates red.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import held_out
+import pytest
+import torch
+from embedded import ROOT, engine_of, open_llm
+
+from llm.api import EMBEDDED_MODEL
+from llm.cli import main
+from llm.quantization.quantizer import Quantized
+from llm.quantization.storage import on_load
+from llm.quantize.measure import TextScores, agreement, common_prefix, greedy_tokens, prompts_from, score_texts
+
+# Relative perplexity; agreement on the likeliest next token; mean share of 64 greedy tokens before the first
+# difference; least signal-to-noise of any layer's weights in decibels.
+GATES = {
+    "w8a8": (0.003, 0.97, 0.40, 40.0),
+    "w8a16": (0.002, 0.985, 0.60, 40.0),
+    "w4a16": (0.015, 0.90, 0.12, 20.0),
+    "w4a8": (0.03, 0.89, 0.12, 18.5),
+}
+TEXTS = held_out.texts()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[tuple[TextScores, list[Any], list[list[int]]]]:
+    with open_llm() as llm:
+        prompts = prompts_from(llm, TEXTS)
+        assert len(prompts) == 64
+        yield score_texts(llm, TEXTS), prompts, greedy_tokens(llm, prompts)
+
+
+def readme_perplexity(scheme: str) -> float:
+    row = next(
+        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if line.startswith(f"| {scheme} |")
+    )
+    return float(row.split("|")[3])
+
+
+@pytest.mark.parametrize("scheme", GATES)
+def test_the_bars_are_met(scheme: str, plain: Any) -> None:
+    before, prompts, tokens = plain
+    perplexity, next_token, prefix, decibels = GATES[scheme]
+    with open_llm(quantization=scheme) as llm:
+        after = score_texts(llm, TEXTS)
+        shares = [common_prefix(*pair) for pair in zip(tokens, greedy_tokens(llm, prompts), strict=True)]
+        assert after.tokens == before.tokens == 9242
+        assert abs(after.perplexity / before.perplexity - 1) <= perplexity
+        # Another instruction set rounds floats differently, by far less than this.
+        assert after.perplexity == pytest.approx(readme_perplexity(scheme), rel=1e-3)
+        assert agreement(before.likeliest, after.likeliest) >= next_token
+        assert sum(shares) / len(shares) >= prefix
+        for name, module in engine_of(llm).runner.model.named_modules():
+            storage = getattr(getattr(module, "quant_method", None), "storage", None)
+            if storage is not None:
+                least = decibels if storage.bits == 4 else 40.0
+                assert storage.signal_to_noise >= least, name
+
+
+def test_calibration_helps_four_bits_and_a_few_sentences_do_no_harm() -> None:
+    """Calibrated on other text than it is scored on."""
+    sentences = [sentence for sentence in TEXTS[0].split(". ") if len(sentence) > 60][:3]
+    scores = []
+    for calibration in (None, sentences, TEXTS[:2]):
+        with open_llm(quantization="w4a16", calibration=calibration) as llm:
+            scores.append(score_texts(llm, TEXTS[2:]).perplexity)
+    assert scores[1] < 1.002 * scores[0]  # without shrinking: 1.02
+    assert scores[2] < 0.9985 * scores[0]
+
+
+def test_static_activation_scales_stay_usable() -> None:
+    with open_llm(quantization="w8a8_static", calibration=TEXTS[:2]) as llm, open_llm() as reference:
+        change = score_texts(llm, TEXTS[2:]).perplexity / score_texts(reference, TEXTS[2:]).perplexity - 1
+    assert abs(change) <= 0.03
+
+
+# Negative controls
+
+
+def swapped_nibbles(result: Quantized) -> None:
+    result.q.copy_(result.q.view(result.q.shape[0], -1, 2).flip(2).flatten(1))
+
+
+def transposed_scales(result: Quantized) -> None:
+    result.scale.copy_(result.scale.t().reshape(result.scale.shape))
+
+
+def shifted_groups(result: Quantized) -> None:
+    result.scale.copy_(result.scale.roll(1, dims=1))
+
+
+def turned_scales(result: Quantized) -> None:
+    result.scale.copy_(result.scale.roll(1, dims=0))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "plant"),
+    [
+        ("w4a16", swapped_nibbles),
+        ("w4a8", swapped_nibbles),
+        ("w4a16", transposed_scales),
+        ("w4a8", transposed_scales),
+        ("w4a16", shifted_groups),
+        ("w8a8", swapped_nibbles),
+        ("w8a8", turned_scales),
+        ("w8a16", swapped_nibbles),
+        ("w8a16", turned_scales),
+    ],
+)
+def test_planted_mistakes_turn_the_gate_red(scheme: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize = on_load.quantize_weight
+
+    def broken(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Quantized:
+        result = quantize(weight, *args, **kwargs)
+        if weight.shape[0] != 2304:  # the table alone is fine
+            plant(result)
+        return result
+
+    monkeypatch.setattr(on_load, "quantize_weight", broken)
+    with open_llm(quantization=scheme) as llm:
+        # A whole chapter is plenty for a mistake that the gate must see.
+        after = score_texts(llm, TEXTS[:1])
+    with open_llm() as reference:
+        first = score_texts(reference, TEXTS[:1])
+    assert abs(after.perplexity / first.perplexity - 1) > GATES[scheme][0]
+
+
+@pytest.mark.skipif(
+    shutil.which("bible") is None or importlib.util.find_spec("tokenizers") is None, reason="needs the bible program"
+)
+def test_the_text_is_what_the_recipe_holds_out() -> None:
+    assert held_out.from_the_recipe() == TEXTS
+
+
+def test_the_report() -> None:
+    with open_llm(quantization={"scheme": "w4a16", "layers": {"*.down_proj": "w8a8"}}) as llm:
+        report = llm.quantization_report(TEXTS[3:5], prompts=["In the beginning", "And Moses said"])
+        shown = str(report)
+    assert report.name == "w4a16" and len(report.layers) == 17
+    assert report.bytes_after < 0.5 * report.bytes_before and "5.62 MiB ->" in shown
+    assert report.perplexity_before and report.perplexity_after and report.tokens_scored == 356
+    assert 0.5 < (report.next_token_agreement or 0) <= 1 and report.prompts == 2
+    down = [layer for layer in report.layers if layer.name.endswith("down_proj")]
+    assert all(layer.scheme == "W8A8_DYNAMIC" and (layer.weight_snr or 0) > 40 for layer in down)
+    assert all(25 < (layer.output_snr or 0) < 60 for layer in down)
+    assert "perplexity" in shown and "model.layers.3.mlp.down_proj" in shown and "tokens/s" in shown
+    slower = report.speed_after.decode < report.speed_before.decode  # type: ignore[union-attr]
+    assert slower == ("SLOWER" in next(line for line in report.summary() if line.startswith("decode")))
+    frame = report.to_dataframe()
+    assert list(frame["scheme"]).count("W4A16") == 12 and frame["bytes_after"].sum() == report.bytes_after
+    page = report._repr_html_()
+    assert page.count("<rect") == 2 * 16 + 1 and "<svg" in page
+
+
+def test_the_report_of_a_checkpoint_that_was_quantized_before(tmp_path: Any) -> None:
+    with open_llm(quantization="w8a8") as llm:
+        llm.save_quantized(tmp_path / "saved")
+    with open_llm(tmp_path / "saved") as llm:
+        alone = llm.quantization_report(TEXTS[4:5], prompts=[], speed=False)
+        assert alone.perplexity_before is None and alone.perplexity_after
+        assert "pass against='its folder'" in str(alone)
+        compared = llm.quantization_report(TEXTS[4:5], prompts=[], against=EMBEDDED_MODEL, speed=False)
+        assert compared.perplexity_change is not None and abs(compared.perplexity_change) < 0.02
+        assert all(layer.weight_snr is None for layer in compared.layers)
+
+
+def test_an_unquantized_model_has_no_report() -> None:
+    with open_llm() as llm, pytest.raises(ValueError, match="the model is not quantized"):
+        llm.quantization_report()
+
+
+def test_the_command_prints_the_table(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts.txt").write_text(" ".join(TEXTS[3:6]))
+    assert main(["quantization", "--texts", str(tmp_path / "texts.txt"), "--schemes", "w8a16"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""  # though the text is longer than the window
+    lines = out.splitlines()
+    assert lines[0].startswith("| quantization | weights |") and len(lines) == 4
+    assert lines[2].startswith("| none | 5,898,240 B |") and lines[3].startswith("| w8a16 | 2,991,104 B (51%) |")
+    assert main(["quantization", "--texts", str(tmp_path / "texts.txt"), "--schemes", "w8a16", "w9"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "schemes must be of w8a8" in err  # before any work
+    assert main(["quantization", "--texts", str(tmp_path / "none.txt")]) == 1
+    assert "cannot be read" in capsys.readouterr().err

@@ -1,0 +1,338 @@
+"""Quantizing on load: what is accepted, which layer gets what, and how much memory it takes.
+
+How good the answers are is `test_quant_accuracy.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from embedded import GREEDY, PROMPTS, copy_model, engine_of, open_llm, run, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tiny_models import tiny_checkpoint
+
+from llm import LLM
+from llm.api import EMBEDDED_MODEL
+from llm.base.errors import CheckpointError, ValidationError
+from llm.engine.calibrate import run_texts
+from llm.kernels.reference.quantized import dequantize
+from llm.quantization.configs.online import RECIPES, OnlineConfig
+from llm.quantization.quantizer import decibels, quantize_weight, signal_to_noise, static_activation
+
+TEXTS = ["In the beginning God created the heaven and the earth.", "And it came to pass in those days, that"]
+quick = settings(max_examples=20)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def methods(llm: LLM) -> dict[str, Any]:
+    modules = engine_of(llm).runner.model.named_modules()
+    return {name: module.quant_method for name, module in modules if hasattr(module, "quant_method")}
+
+
+def schemes(llm: LLM) -> dict[str, str]:
+    return {name: method.scheme for name, method in methods(llm).items()}
+
+
+# The quantizer
+
+
+@quick
+@given(st.integers(0, 2**31), st.integers(1, 9), st.integers(1, 5), st.sampled_from([8, 16, 32]))
+def test_rounding_to_nearest_is_within_half_a_step(seed: int, n: int, groups: int, size: int) -> None:
+    weight = normal(seed, n, groups * size)
+    for bits, high in ((8, 127), (4, 7)):
+        result = quantize_weight(weight, bits, size, search=False)
+        steps = result.scale.repeat_interleave(size, dim=1)
+        assert (weight - result.q * steps).abs().le(steps * 0.5001).all()
+        assert torch.equal(result.q.view(n, groups, size).abs().amax(-1), torch.full((n, groups), high))
+
+
+@quick
+@given(st.integers(0, 2**31), st.sampled_from([32, 128]))
+def test_the_search_never_loses_to_rounding(seed: int, size: int) -> None:
+    weight = normal(seed, 5, 256)
+    error = {}
+    for search in (False, True):
+        result = quantize_weight(weight, 4, size, search=search)
+        back = dequantize(result.q, result.scale, None, size)
+        error[search] = (weight - back).square().view(5, -1, size).sum(-1)
+        assert result.q.abs().max() <= 8
+    # A least-squares refit can only improve the first candidate, group by group.
+    assert (error[True] <= error[False] * (1 + 1e-5)).all()
+    assert error[True].sum() < 0.97 * error[False].sum()
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 2**31), st.sampled_from([32, 128]))
+def test_feedback_lowers_the_error_of_outputs(seed: int, size: int) -> None:
+    """On inputs that follow a few directions; not on those it was computed from."""
+    x = normal(seed + 1, 4000, 16) @ normal(seed, 16, 128) + 0.3 * normal(seed + 3, 4000, 128)
+    weight = normal(seed + 2, 24, 128)
+    moments = [x[:3000].t() @ x[:3000] / 3000]
+    outputs = {}
+    for given_moments in (None, moments):
+        result = quantize_weight(weight, 4, size, search=True, moments=given_moments)
+        error = x[3000:] @ (weight - dequantize(result.q, result.scale, None, size)).t()
+        outputs[given_moments is None] = float(error.square().mean())
+    assert outputs[False] < 0.5 * outputs[True]
+
+
+def test_feedback_survives_channels_that_are_never_used() -> None:
+    weight, moment = normal(0, 4, 32), torch.zeros(32, 32)
+    for moments in ([moment], [moment.clone().fill_diagonal_(1.0)]):
+        result = quantize_weight(weight, 4, 32, search=True, moments=moments)
+        assert signal_to_noise(weight, dequantize(result.q, result.scale)) > 15
+
+
+def test_rows_of_zeros_and_reported_noise() -> None:
+    weight = normal(0, 4, 64)
+    weight[2] = 0
+    for bits in (4, 8):
+        result = quantize_weight(weight, bits, 32, search=bits == 4)
+        back = dequantize(result.q, result.scale, None, 32)
+        assert (back[2] == 0).all() and (result.scale[2] == 1).all()
+        assert decibels(result.signal, result.noise) == pytest.approx(signal_to_noise(weight, back), abs=1e-3)
+    assert signal_to_noise(weight, weight) == math.inf
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.5, 2.0), (-4.0, -1.0), (0.0, 0.0), (-1e-9, 1e-9)])
+def test_static_scales_cover_the_range_and_zero(low: float, high: float) -> None:
+    scale, offset = static_activation(low, high)
+    assert scale > 0 and -128 <= offset <= 127
+    for value in (low, high, 0.0):
+        q = max(-128, min(127, round(value / scale) + offset))
+        assert abs((q - offset) * scale - value) <= scale
+    assert (max(-128, min(127, offset)) - offset) * scale == 0.0
+
+
+# Which layer gets what
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a16", "w4a8", "w4a16"])
+def test_every_linear_layer_and_the_tied_table(name: str) -> None:
+    with open_llm(quantization=name) as llm:
+        found = schemes(llm)
+        assert llm.config.model_config.quantization == name
+        layers = {key: scheme for key, scheme in found.items() if key.endswith("_proj")}
+        assert len(layers) == 16 and set(layers.values()) == {RECIPES[name].scheme}
+        assert (
+            found["model.embed_tokens"] == {"8": "W8A8_DYNAMIC", "16": "W8A16"}[name.partition("a")[2].removeprefix("")]
+        )
+        for method in methods(llm).values():
+            assert not method.scheme or (name in method.reason or "w8a" in method.reason)
+            assert not method.scheme or method.source == f"quantization={name!r}"
+        assert not any(parameter.is_meta for parameter in engine_of(llm).runner.model.parameters())
+        assert run(llm, PROMPTS)[0].outputs[0].token_ids
+
+
+def test_the_dict_form() -> None:
+    asked = {
+        "scheme": "w4a16",
+        "group_size": 64,
+        "layers": {"*.down_proj": "w8a8", "re:.*layers\\.0\\.self_attn": {"scheme": "w4a8", "group_size": 32}},
+        "ignore": ["model.layers.1.mlp.gate_up_proj", "model.layers.2.self_attn.o_proj"],
+        "lm_head": None,
+    }
+    with open_llm(quantization=asked) as llm:
+        found = schemes(llm)
+        sizes = {name: method.group_size for name, method in methods(llm).items() if method.scheme}
+    assert found["model.layers.0.mlp.down_proj"] == "W8A8_DYNAMIC"
+    assert found["model.layers.0.self_attn.qkv_proj"] == found["model.layers.0.self_attn.o_proj"] == "W4A8_DYNAMIC"
+    assert sizes["model.layers.0.self_attn.qkv_proj"] == 32 and sizes["model.layers.1.self_attn.qkv_proj"] == 64
+    assert found["model.layers.1.mlp.gate_up_proj"] == found["model.layers.2.self_attn.o_proj"] == ""
+    assert found["model.embed_tokens"] == ""
+    assert found["model.layers.3.mlp.gate_up_proj"] == "W4A16"
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("w8a9", r"quantization='w8a9' is not known. Did you mean 'w8a8'\?"),
+        ({"scheme": "int3"}, "names the scheme 'int3'; known: w8a8"),
+        ({"group_size": 32}, "has no 'scheme', for the layers that no pattern names"),
+        ({"scheme": "w8a8", "group_size": 32}, "has group_size=32 for w8a8, which has one scale per row"),
+        ({"scheme": "w4a8", "layers": {"*.o_proj": {"scheme": "w8a8", "group_size": 32}}}, "group_size=32 for w8a8"),
+        ({"scheme": "w8a8", "ignore": 3}, "has ignore=3; it takes a list of patterns"),
+        ({"scheme": "w8a8", "lm_head": True}, "has lm_head=True; the LM head can be"),
+        ({"scheme": "w4a8", "layers": {"lm_head": "w8a8"}}, r"'lm_head'.* is said by lm_head"),
+        ({"scheme": "w4a8", "calibration": ["a", ""]}, "calibration takes a list of texts, none of them empty"),
+        ({"scheme": "w8a8", "group": 3}, r"has the key 'group'.* Did you mean 'group_size'\?"),
+        ({"scheme": "w4a16", "group_size": 0}, "group_size=0; it is a whole number"),
+        ({"scheme": "w4a16", "group_size": 48}, "group_size=48 does not divide the 256 columns"),
+        ({"scheme": "w8a8", "ignore": ["*.nothing"]}, r"names layers that this model does not have: '\*.nothing'"),
+        ({"scheme": "w8a8", "layers": {"re:(": "w8a8"}}, "no regular expression"),
+        ({"scheme": "w8a8", "layers": {"a": 3}}, "gives 'a' the value 3"),
+        ({"scheme": "w8a8", "lm_head": "w4a16"}, "lm_head='w4a16'; the LM head can be"),
+        ({"scheme": "w8a8", "calibration": "a text"}, "calibration takes a list"),
+        ("w8a8_static", "needs calibration"),
+        (7, "quantization=7 is not known"),
+        ("compressed-tensors", "no quantization_config in config.json"),
+        ("modelslim", "no quant_model_description"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(asked: Any, says: str) -> None:
+    with pytest.raises(ValidationError, match=says) as caught:
+        LLM(quantization=asked)
+    assert caught.value.parameter in ("quantization", "calibration")
+
+
+def test_shards_of_a_fused_layer_must_agree() -> None:
+    with pytest.raises(CheckpointError, match=r"some but not all shards of model.layers.0.self_attn.qkv_proj"):
+        LLM(quantization={"scheme": "w8a8", "ignore": ["*.0.self_attn.q_proj"]})
+    with pytest.raises(CheckpointError, match="Not all shards of model"):
+        LLM(quantization={"scheme": "w8a8", "layers": {"*.up_proj": "w8a16"}})
+
+
+def test_groups_of_eight_bit_weights() -> None:
+    with open_llm(quantization={"scheme": "w8a16", "group_size": 32}) as llm:
+        sizes = {method.group_size for name, method in methods(llm).items() if name.endswith("_proj")}
+    assert sizes == {32}
+
+
+@pytest.mark.parametrize("ignore", ["lm_head", "model.embed_tokens"])
+def test_a_tied_table_is_ignored_by_its_path_and_as_the_lm_head(ignore: str) -> None:
+    with open_llm(quantization={"scheme": "w8a8", "ignore": [ignore]}) as llm:
+        found = methods(llm)["model.embed_tokens"]
+    assert (found.scheme, found.reason) == ("", "in the ignore list")
+
+
+def test_calibration_that_would_change_nothing_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("calibration was run")
+
+    monkeypatch.setattr("llm.engine.build.calibrate", refuse)
+    with open_llm(quantization="w8a8", calibration=TEXTS) as llm:
+        assert "the calibration texts were not run" in llm.config.reasons["quantization"]
+    for asked in ("w4a8", {"scheme": "w8a8", "layers": {"*.down_proj": "w8a8_static"}}):
+        with pytest.raises(AssertionError, match="was run"):
+            LLM(quantization=asked, calibration=TEXTS)
+
+
+def test_calibration_texts_are_given_once() -> None:
+    with pytest.raises(ValidationError, match="pass them here or as calibration=, not both"):
+        LLM(quantization={"scheme": "w4a16", "calibration": TEXTS}, calibration=TEXTS)
+
+
+def test_texts_longer_than_the_model_are_run_in_windows() -> None:
+    with open_llm(max_model_len=8) as llm:
+        seen: list[int] = []
+        layer = engine_of(llm).runner.model.model.layers[0].self_attn.qkv_proj
+        layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[0]))
+        run_texts(engine_of(llm), TEXTS, "calibration")
+        assert sum(seen) == sum(len(llm.get_tokenizer().encode(text)) for text in TEXTS) > 20
+    with open_llm(quantization="w4a16", max_model_len=8, calibration=TEXTS) as llm:
+        assert llm.quantization_report(TEXTS, speed=False).layers[1].output_snr
+
+
+def test_calibration_without_a_recipe_is_refused() -> None:
+    with pytest.raises(ValidationError, match="calibration applies when weights are quantized on load"):
+        LLM(calibration=TEXTS)
+
+
+def test_default_groups_give_way_to_odd_sizes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with open_llm(tiny_checkpoint("llama", tmp_path_factory), quantization="w4a16", skip_tokenizer_init=True) as llm:
+        found = methods(llm)
+        assert found["model.layers.0.self_attn.qkv_proj"].group_size == 16  # gcd(32, 48 columns)
+        assert found["model.layers.0.mlp.down_proj"].group_size == 91
+        assert "do not divide 91 columns" in found["model.layers.0.mlp.down_proj"].reason
+        assert tokens(run(llm, [{"prompt_token_ids": [5, 6, 7]}]))
+
+
+# What is loaded
+
+
+@pytest.mark.parametrize("model", ["llama-biases-one-kv-head", "phi3", "gpt2", "opt", "llama-sharded", "gemma2"])
+@pytest.mark.parametrize("name", ["w8a8", "w4a16"])
+def test_the_integers_are_those_of_each_checkpoint_tensor(
+    model: str, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tiny_checkpoint(model, tmp_path_factory)
+    with open_llm(folder, skip_tokenizer_init=True) as plain:
+        reference = {
+            key: method.dequantize_weight(engine_of(plain).runner.model.get_submodule(key))
+            for key, method in methods(plain).items()
+        }
+    with open_llm(folder, quantization=name, skip_tokenizer_init=True) as llm:
+        for key, method in methods(llm).items():
+            weight = method.dequantize_weight(engine_of(llm).runner.model.get_submodule(key))
+            if not method.scheme:
+                assert torch.equal(weight, reference[key])
+                continue
+            recipe = RECIPES[name]
+            expected = quantize_weight(
+                reference[key], method.storage.bits, method.group_size, search=method.storage.bits == 4
+            )
+            assert torch.equal(weight, dequantize(expected.q, expected.scale, None, method.group_size))
+            ratio = signal_to_noise(reference[key], weight)
+            assert ratio == pytest.approx(method.storage.signal_to_noise, abs=0.01)
+            assert ratio > (15 if recipe.bits == 4 and method.storage.bits == 4 else 38)
+
+
+def test_calibration_weighs_the_search_and_fixes_static_scales() -> None:
+    with open_llm(quantization="w4a16") as plain, open_llm(quantization="w4a16", calibration=TEXTS) as calibrated:
+        models = [engine_of(llm).runner.model.model.layers[0].mlp.down_proj for llm in (plain, calibrated)]
+        weights = [layer.quant_method.dequantize_weight(layer) for layer in models]
+        assert not torch.equal(*weights)
+    with open_llm(quantization="w8a8_static", calibration=TEXTS) as llm:
+        layers = [method for name, method in methods(llm).items() if name.endswith("_proj")]
+        assert all(method.scheme == "W8A8" and method.input_scale > 0 for method in layers)
+        assert len({method.input_scale for method in layers}) > 8
+        assert run(llm, PROMPTS)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_named(bad: float, tmp_path: Any) -> None:
+    folder = copy_model(tmp_path / "model")
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor model.layers.1.mlp.up_proj.weight holds NaN or infinite"):
+        LLM(folder, quantization="w8a8")
+
+
+def test_tied_copies_are_still_compared(tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    folder = copy_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with open_llm(folder, quantization="w8a8") as llm:
+        assert tokens(run(llm, PROMPTS, GREEDY))
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from the embedding"):
+        LLM(folder, quantization="w8a8")
+
+
+def test_the_memory_plan_counts_quantized_weights() -> None:
+    config = OnlineConfig.parse("w4a8")
+    matrix, table, norm = ((1024, 1024), 2 << 20), ((32000, 1024), 65_536_000), ((1024,), 2048)
+    expected = config.expected_bytes([matrix, matrix, table, norm])
+    assert expected == 65_536_000 + 2048 + 2 * (1024 * 1024 * 5 // 8)
+    with open_llm(quantization="w4a8") as llm:
+        model = engine_of(llm).runner.model
+        held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        shapes = [(tuple(parameter.shape), 2 * parameter.numel()) for parameter in plain_parameters()]
+        assert held <= config.expected_bytes(shapes) <= 2 * held
+
+
+def plain_parameters() -> list[Any]:
+    from safetensors.torch import load_file
+
+    return list(load_file(EMBEDDED_MODEL / "model.safetensors").values())
+
+
+def test_parse_gives_what_was_asked() -> None:
+    config = OnlineConfig.parse("W4A8")
+    assert (config.scheme, config.lm_head, config.group_size) == ("w4a8", "w8a8", None)
