@@ -11,10 +11,10 @@ from statistics import NormalDist
 import torch
 from torch import nn
 
+from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
 from llm.kernels.reference import activation
 from llm.kernels.reference.rows import RowOperation, gives_rows
-from llm.layers.custom_op import CustomOp
 from llm.layers.kernels import KernelOp
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
-from llm.layers.custom_op import CustomOp
 
 Sizes = int | tuple[int, ...]
 

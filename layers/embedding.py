@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
-from llm.layers.custom_op import PluggableLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import EmbeddingMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedEmbeddingMethod, new_parameter

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from llm.base.custom_op import CustomOp, is_watched
 from llm.kernels.reference.rows import Rows, gives_rows, marked, takes_rows
-from llm.layers.custom_op import CustomOp, is_watched
 
 
 class Fusion:

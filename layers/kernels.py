@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from llm.base.construction import construction
+from llm.base.custom_op import CustomOp
 from llm.kernels.reference.rows import RowOperation
 from llm.kernels.select import KernelSet, kernels_for
-from llm.layers.custom_op import CustomOp, construction
 
 
 def platform_kernels() -> KernelSet:

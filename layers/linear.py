@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
 from llm.kernels.reference.rows import Rows, computed, takes_rows
-from llm.layers.custom_op import PluggableLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter

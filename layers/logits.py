@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
-from llm.layers.custom_op import PluggableLayer
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.kernels import platform_kernels
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
 from llm.kernels.reference.norm import add_layer_norm, add_rms_norm, group_rms_norm, layer_norm, rms_norm
 from llm.kernels.reference.rows import RowOperation, gives_rows
-from llm.layers.custom_op import CustomOp
 from llm.layers.kernels import KernelOp
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

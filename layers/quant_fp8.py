@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
-from llm.layers.custom_op import CustomOp
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max

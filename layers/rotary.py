@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
 from llm.kernels.reference.rotary import apply_rotary
-from llm.layers.custom_op import CustomOp
 from llm.layers.kernels import KernelOp
 
 

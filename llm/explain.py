@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from llm.base.custom_op import CustomOp, PluggableLayer
+from llm.base.replacement import replaced_class, replacement_reason
 from llm.config.engine import EngineConfig
 from llm.engine.model_runner import ModelRunner
 from llm.layers.attention import AttentionBackend
-from llm.layers.custom_op import CustomOp, PluggableLayer, replaced_class, replacement_reason
 from llm.layers.fusion import fusions
 from llm.plugins import plugin_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from llm.base.construction import construction
 from llm.kernels.reference import quantized
 from llm.kernels.select import OPERATIONS, kernels_for
-from llm.layers.custom_op import construction
 
 
 def quantized_op(name: str) -> Callable[..., Any]:

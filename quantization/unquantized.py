@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.base.construction import construction
 from llm.kernels.cpu.linear import fuses_float
 from llm.kernels.reference.linear import embedding, linear
 from llm.kernels.reference.rows import Rows, computed, takes_rows
 from llm.kernels.select import kernels_for
-from llm.layers.custom_op import construction
 from llm.quantization.base import EmbeddingMethodBase, LinearMethodBase, WeightLoader
 
 

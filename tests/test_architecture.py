@@ -29,7 +29,6 @@ FLOORS = {
     "llm.outputs": 1,
     "llm.plugins": 1,
     "llm.sampling_params": 1,
-    "llm.layers.custom_op": 1,
     "llm.platforms": 1,
     "llm.kernels": 2,
     "llm.quantization": 3,
@@ -51,8 +50,6 @@ FLOORS = {
     "llm.attention": 8,
     "llm.assets": 8,
 }
-# An `__init__.py` runs before any module of its package, so it stands where the lowest of them does.
-INIT_FLOORS = {"llm.layers": 1}
 # `from llm import LLM` resolves a public name, and those live at the top.
 PUBLIC_NAMES_FLOOR = 8
 
@@ -116,10 +113,8 @@ def covered(module: str, prefix: str) -> bool:
     return module == prefix or module.startswith(prefix + ".")
 
 
-def floor_of(module: str, *, is_init: bool) -> int | None:
+def floor_of(module: str) -> int | None:
     """Return the floor of a module, None when the table does not place it."""
-    if is_init and module in INIT_FLOORS:
-        return INIT_FLOORS[module]
     matches = [prefix for prefix in FLOORS if covered(module, prefix)]
     return FLOORS[max(matches, key=len)] if matches else None
 
@@ -151,14 +146,14 @@ def target_floor(name: str, modules: frozenset[str]) -> int | None:
     while module not in modules | packages:
         module = module.rpartition(".")[0]
     if module != "llm":
-        return floor_of(module, is_init=module in packages)
-    return floor_of(name, is_init=False) or PUBLIC_NAMES_FLOOR
+        return floor_of(module)
+    return floor_of(name) or PUBLIC_NAMES_FLOOR
 
 
 def upward_imports(item: Source, modules: frozenset[str] = MODULES) -> list[str]:
     if item.module == "llm":
         return []  # the public names, loaded lazily, are all it owns
-    own = floor_of(item.module, is_init=item.is_init)
+    own = floor_of(item.module)
     if own is None:
         return [item.at(item.tree, f"{item.module} is on no floor; place it in FLOORS")]
     problems = []
@@ -276,7 +271,7 @@ def test_every_allowance_is_used() -> None:
 # Negative controls: each rule turns red on a planted violation, and on that alone.
 
 MADE_UP = frozenset(
-    {"llm", "llm.layers", "llm.layers.custom_op", "llm.layers.linear", "llm.engine", "llm.engine.engine"}
+    {"llm", "llm.base", "llm.base.custom_op", "llm.layers", "llm.layers.linear", "llm.engine", "llm.engine.engine"}
 )
 
 
@@ -308,17 +303,12 @@ def test_an_upward_import_is_caught(text: str) -> None:
     ("path", "text"),
     [
         ("engine/engine.py", "from llm.layers.linear import Linear\nfrom ..layers import linear\nfrom . import engine"),
-        ("platforms/cpu.py", "from llm.layers.custom_op import CustomOp"),
-        ("layers/linear.py", "import torch\nfrom .custom_op import CustomOp\nimport llmx.engine"),
+        ("platforms/cpu.py", "from llm.base.custom_op import CustomOp"),
+        ("layers/linear.py", "import torch\nfrom ..base.custom_op import CustomOp\nimport llmx.engine"),
     ],
 )
 def test_a_downward_import_passes(path: str, text: str) -> None:
     assert upward_imports(source(path, text), MADE_UP) == []
-
-
-def test_an_init_stands_on_its_lowest_module() -> None:
-    problems = upward_imports(source("layers/__init__.py", "from .linear import Linear"), MADE_UP)
-    assert problems and "(floor 1) -> llm.layers.linear" in problems[0]
 
 
 @pytest.mark.parametrize("path", ["surprise.py", "surprises/inner.py"])

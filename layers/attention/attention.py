@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from llm.base.construction import construction
 from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
 from llm.layers.attention.backend import AttentionParams, attention_backend
-from llm.layers.custom_op import construction
 
 
 class Attention(nn.Module):

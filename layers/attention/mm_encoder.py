@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
-from llm.layers.custom_op import CustomOp
 
 
 @CustomOp.register("mm_encoder_attn")

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
-from llm.layers.custom_op import PluggableLayer
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.quantization.base import QuantizationConfig
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from llm.base.custom_op import is_watched
 from llm.forward import ForwardBatch
 from llm.layers.attention.attention import Attention
 from llm.layers.attention.backend import PagedAttention
-from llm.layers.custom_op import is_watched
 from llm.layers.rotary import RotaryEmbedding
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.base.custom_op import CustomOp
 from llm.bench.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
 from llm.kernels.reference.rows import Rows, marked_as
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention
-from llm.layers.custom_op import CustomOp
 
 OPERATION, MODEL, ENGINE = "operation", "model", "engine"
 PREFILL, DECODE = "prefill", "decode"

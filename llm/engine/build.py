@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from llm.base.construction import constructing_for
 from llm.base.errors import CheckpointError, OutOfMemoryError, ValidationError
 from llm.config.compilation import CompilationConfig
 from llm.config.defaults import library_defaults
@@ -40,7 +41,6 @@ from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
 from llm.forward import KVCacheSpec
 from llm.kernels.select import KernelSet, kernels_for
-from llm.layers.custom_op import constructing_for
 from llm.loading.checkpoint import Checkpoint, read_json
 from llm.loading.loader import load_dummy_weights, load_weights, stored_as
 from llm.loading.quantization import Resolved, resolve_quantization, without_quantization_keys

@@ -14,13 +14,14 @@ from typing import Any
 from torch import nn
 
 import llm.layers
+from llm.base.custom_op import CustomOp, check_registered
 from llm.base.errors import PluginError
+from llm.base.replacement import op_registry, replaced_class, replacement_reason
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
 from llm.forward import KVCacheSpec
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention
-from llm.layers.custom_op import CustomOp, check_registered, op_registry, replaced_class, replacement_reason
 from llm.platforms.interface import Platform
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from llm.base.custom_op import is_watched
 from llm.forward import AttentionMetadata, ForwardBatch
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.program import NotRecordable, Program, record
-from llm.layers.custom_op import is_watched
 
 # Beyond, the time between kernels is small beside theirs.
 MAX_ROWS = 64

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.layers.custom_op import construction
+from llm.base.construction import construction
 from llm.quantization.base import WeightLoader
 from llm.quantization.quantizer import IntegerWeight, decibels, quantize_weight, static_activation
 from llm.quantization.storage.base import Ready, WeightStorage

@@ -10,16 +10,11 @@ import pytest
 import torch
 
 import llm.models.blocks  # noqa: F401  (registers the in-tree operations before `registries` looks)
+from llm.base.construction import constructing_for
+from llm.base.custom_op import CustomOp, PluggableLayer, check_registered
 from llm.base.errors import LLMError, ValidationError
+from llm.base.replacement import op_registry, op_registry_oot
 from llm.config.compilation import CompilationConfig, CompilationMode, notes
-from llm.layers.custom_op import (
-    CustomOp,
-    PluggableLayer,
-    check_registered,
-    constructing_for,
-    op_registry,
-    op_registry_oot,
-)
 from llm.platforms.interface import Platform
 
 

@@ -16,10 +16,11 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 from torch import nn
 
 from llm import LLM, SamplingParams
+from llm.base.custom_op import CustomOp
+from llm.base.replacement import op_registry_oot
 from llm.bench.profile import Profile, profile
 from llm.kernels.reference.rows import Rows
 from llm.layers.activation import SiluAndMul
-from llm.layers.custom_op import CustomOp, op_registry_oot
 from llm.layers.fusion import Fusion, fusions
 from llm.layers.linear import RowParallelLinear
 from llm.layers.norm import RMSNorm

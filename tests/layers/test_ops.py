@@ -20,11 +20,13 @@ from tiny_models import one_thread
 from torch import nn
 
 import llm.layers
+from llm.base.construction import constructing_for
+from llm.base.custom_op import CustomOp, PluggableLayer
 from llm.base.errors import ValidationError
+from llm.base.replacement import op_registry
 from llm.config.compilation import CompilationConfig
 from llm.layers import activation, conv, norm, quant_fp8, rotary
 from llm.layers.attention import mm_encoder, rel_pos
-from llm.layers.custom_op import CustomOp, PluggableLayer, constructing_for, op_registry
 from llm.layers.rotary import RopeParameters
 from llm.platforms.cpu import CpuPlatform
 

@@ -16,6 +16,7 @@ from pages import normal
 from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams
+from llm.base.construction import constructing_for
 from llm.bench.profile import profile
 from llm.config.compilation import CompilationConfig
 from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
@@ -23,7 +24,6 @@ from llm.kernels.select import REFERENCE, KernelSet
 from llm.layers.attention import Attention
 from llm.layers.attention import rotary as fusion
 from llm.layers.attention.backend import PagedAttention
-from llm.layers.custom_op import constructing_for
 from llm.layers.rotary import RopeParameters, RotaryEmbedding
 from llm.platforms.cpu import CpuPlatform
 

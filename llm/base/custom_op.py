@@ -1,0 +1,219 @@
+"""Operations that can be switched, and replaced from outside.
+
+Owns dispatch: an operation's forward is bound once, when it is constructed, to the platform's kernel or to
+`forward_native`, and the reason is kept. `forward_native` is plain PyTorch and the definition that every other
+`forward_*` is tested against. Replacement by class is `llm.base.replacement`'s.
+
+Who may say what runs, in order: a replacement registered for the class; `compilation_config.custom_ops`; the platform;
+the operation itself, which may decline its kernel (`CustomOp.declines`).
+"""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from llm.base.construction import construction
+from llm.base.errors import ValidationError, nearest
+from llm.base.replacement import Replaceable, op_registry, replaced_class, replacement_reason
+from llm.config.compilation import CompilationConfig
+from llm.platforms.interface import Platform
+
+# Platform's dispatch key -> methods to look for, the first that the operation has is bound.
+_METHODS = {
+    "cpu": ("forward_cpu",),
+    "cuda": ("forward_cuda",),
+    "hip": ("forward_hip", "forward_cuda"),
+    "xpu": ("forward_xpu",),
+    "tpu": ("forward_tpu",),
+    "oot": ("forward_oot",),
+    "native": (),
+}
+
+
+class PluggableLayer(Replaceable):
+    """Base of layers that a plugin may replace by class. There is no dispatch: the replacement's `forward` runs."""
+
+    _is_base = True
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Which method an operation runs (`forward_cpu` ...) and why; whether it is turned off, and compiled then."""
+
+    method: str
+    reason: str
+    is_off: bool = False
+    compiled: bool = False
+
+
+class _BoundOnceMade(ABCMeta):
+    """Binds an operation when its constructor has returned: `declines` may look at what the constructor set.
+
+    It derives from ABCMeta so that an operation may have abstract methods.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        op = super().__call__(*args, **kwargs)
+        op._bind()
+        return op
+
+
+class CustomOp(Replaceable, metaclass=_BoundOnceMade):
+    """Base of operations with more than one implementation.
+
+    An operation overrides `forward_native` and those of `forward_cpu`, `forward_cuda`, `forward_hip` (without it
+    `forward_cuda`), `forward_xpu`, `forward_tpu`, `forward_oot` that it has kernels for. A kernel inherited from a
+    class whose `forward_native` has been overridden since is never bound: it computes something else.
+
+    Args:
+        enforce_enable: on, whatever `custom_ops` says.
+        compile_native: False: `forward_native` is not compiled when the operation is off, whatever the mode.
+
+    Attributes:
+        binding: what was bound and why; `llm.explain()` shows it.
+    """
+
+    _is_base = True
+    binding: Binding
+
+    def __init__(self, *, enforce_enable: bool = False, compile_native: bool = True) -> None:
+        super().__init__()
+        self._enforce_enable = enforce_enable
+        self._compile_native = compile_native
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_method(*args, **kwargs)
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        """The definition, in plain PyTorch."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward_native")
+
+    def declines(self, method: str) -> str | None:
+        """Why this instance cannot run `method` ("forward_cpu" ...), None when it can; asked once, when it is made.
+
+        For a kernel that was not compiled, or does not know this dtype or head size: `forward_native` is bound then.
+        """
+        return None
+
+    @classmethod
+    def enabled(cls) -> bool:
+        """Whether the config of the model under construction turns this operation on."""
+        return construction().compilation.judge(cls.name)[0]
+
+    @staticmethod
+    def default_on() -> bool:
+        """Whether operations that `custom_ops` does not name are on."""
+        return construction().compilation.base_mode == "all"
+
+    def _bind(self) -> None:
+        self.binding, self._forward_method = self._dispatch()
+
+    def _dispatch(self) -> tuple[Binding, Callable[..., Any]]:
+        """What to run and why, by the class, `custom_ops`, the platform and `declines`, in that order."""
+        config = construction().compilation
+        replaced = replaced_class(type(self))
+        prefix = f"{replacement_reason(type(self))}; " if replaced else ""
+        own = None if replaced is None else self._own_methods(replaced)
+        is_on, item = config.judge(self.name)
+        if not is_on and not self._enforce_enable:
+            return self._native(f"{prefix}disabled by {item}", compiled=self._compile_native and config.compiles)
+        if self._enforce_enable and not is_on:
+            prefix += "enforced; "
+        binding = self._choose_kernel(own)
+        return Binding(binding.method, prefix + binding.reason), getattr(self, binding.method)
+
+    def _choose_kernel(self, own: tuple[str, ...] | None) -> Binding:
+        """The platform's kernel when there is one; `own`: a replacement's methods, of which one must be bound."""
+        wanted = _wanted_methods(construction().platform)
+        if own is not None:
+            wanted = tuple(dict.fromkeys(("forward_oot", *wanted)))
+            method = next(method for method in (*wanted, "forward_native") if method in own)
+            declined = None if method == "forward_native" else self.declines(method)
+            return Binding("forward_native", f"{declined}, native") if declined else _kernel(method)
+        reasons: list[str] = []
+        for method in wanted:
+            missing = self._missing(method) or self.declines(method)
+            if missing is None:
+                return Binding(method, ", ".join([*reasons, _kernel(method).reason]))
+            reasons.append(missing)
+        if construction().platform is None:
+            reasons = ["made outside of an LLM"]
+        return Binding("forward_native", ", ".join([*reasons, "native"]))
+
+    def _missing(self, method: str) -> str | None:
+        """Why this class cannot run `method`, None when it can."""
+        definer, native = (_definer(type(self), name) for name in (method, "forward_native"))
+        if definer is None:
+            return f"no {method}"
+        if native is not None and issubclass(native, definer) and native is not definer:
+            return f"{method} is {definer.__name__}'s and {native.__name__} has a forward_native of its own"
+        return None
+
+    def _own_methods(self, replaced: type) -> tuple[str, ...]:
+        """The methods that a replacement overrides and a platform could bind here; none raises."""
+        wanted = ("forward_oot", *_wanted_methods(construction().platform), "forward_native")
+        cls = type(self)
+        own = tuple(name for name in wanted if getattr(cls, name, None) is not getattr(replaced, name, None))
+        if not own:
+            raise ValidationError(
+                f"{cls.__name__} replaces {replaced.__name__} and overrides none of {', '.join(dict.fromkeys(wanted))}"
+                ": what it inherits would run in its place; give it a forward_oot.",
+                parameter="register_oot",
+                value=cls,
+            )
+        return own
+
+    def _native(self, reason: str, *, compiled: bool) -> tuple[Binding, Callable[..., Any]]:
+        if not compiled:
+            return Binding("forward_native", reason, is_off=True), self.forward_native
+        backend = construction().compilation.backend
+        method = torch.compile(self.forward_native, dynamic=True, backend=backend)
+        return Binding("forward_native", f"{reason}, compiled by {backend}", is_off=True, compiled=True), method
+
+
+def is_watched(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody wants to see or change what one of them computes: what goes around its `forward` would not."""
+    if torch.nn.modules.module._global_forward_hooks or torch.nn.modules.module._global_forward_pre_hooks:
+        return True
+    return any(item._forward_hooks or item._forward_pre_hooks or "forward" in vars(item) for item in modules)
+
+
+def check_registered(compilation: CompilationConfig) -> None:
+    """Raise `ValidationError` when `custom_ops` names something that is no operation, with names that are near."""
+    for name in compilation.mentioned:
+        found = op_registry.get(name)
+        if found is None:
+            classes = {cls.__name__: op for op, cls in op_registry.items()}
+            hint = f" Did you mean {classes[name]!r}?" if name in classes else nearest(name, op_registry)
+            problem = f"no operation is registered as {name!r}.{hint}"
+        elif not issubclass(found, CustomOp):
+            problem = f"{name!r} is a PluggableLayer: it has no kernels to turn on or off."
+        else:
+            continue
+        raise ValidationError(f"compilation_config: custom_ops: {problem}", parameter="custom_ops", value=name)
+
+
+def _wanted_methods(platform: Platform | None) -> tuple[str, ...]:
+    key = "native" if platform is None else platform.dispatch_key
+    if key not in _METHODS:
+        raise ValidationError(
+            f"platform {type(platform).__name__} has dispatch_key {key!r}; use one of {', '.join(_METHODS)}.",
+            parameter="dispatch_key",
+            value=key,
+        )
+    return _METHODS[key]
+
+
+def _kernel(method: str) -> Binding:
+    return Binding(method, "native" if method == "forward_native" else f"{method.removeprefix('forward_')} kernel")
+
+
+def _definer(cls: type, method: str) -> type | None:
+    """The class that defines `method` for `cls`, None when only `CustomOp` does or nobody."""
+    return next((base for base in cls.__mro__ if method in vars(base) and base is not CustomOp), None)

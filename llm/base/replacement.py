@@ -1,0 +1,155 @@
+"""Classes that may be constructed in another's place: the two registries, and who replaces what.
+
+Owns `Replaceable`, the base of `CustomOp` and `PluggableLayer`. Does not own dispatch: `llm.base.custom_op`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+from llm.base.errors import ValidationError
+from llm.plugins import plugin_of
+
+T = TypeVar("T", bound=type)
+
+# Registered name -> in-tree class, and in-tree class name -> the class that is constructed in its place.
+op_registry: dict[str, type[Replaceable]] = {}
+op_registry_oot: dict[str, type[Replaceable]] = {}
+
+
+class Replaceable(nn.Module):
+    """What `CustomOp` and `PluggableLayer` share: a name, and a class that may be constructed in this one's place.
+
+    Both keep their entries in the same two dictionaries, so either's `register_oot` replaces either.
+    """
+
+    name: ClassVar[str] = ""
+    op_registry: ClassVar[dict[str, type[Replaceable]]] = op_registry
+    op_registry_oot: ClassVar[dict[str, type[Replaceable]]] = op_registry_oot
+    _is_base: ClassVar[bool] = True  # of a class itself, not of those that derive from it: no operation, replaces none
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        replacement = op_registry_oot.get(cls.__name__, cls)
+        if issubclass(cls, replacement):
+            return super().__new__(cls)
+        if not issubclass(replacement, cls):
+            raise _not_a_subclass(replacement, cls.__name__)
+        return super().__new__(replacement)
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[T], T]:
+        """Class decorator: make the class known as `name`, e.g. "rms_norm"; a name taken raises `ValidationError`."""
+
+        def decorate(op_cls: T) -> T:
+            _check_class(op_cls, cls)
+            if _is_taken(op_registry, name, op_cls):
+                raise _duplicate(name, op_registry[name], "op_registry")
+            op_cls.name = name  # type: ignore[attr-defined]
+            op_registry[name] = op_cls
+            return op_cls
+
+        return decorate
+
+    @classmethod
+    def register_oot(cls, _decorated_op_cls: Any = None, name: str | None = None) -> Any:
+        """Class decorator: construct the class in place of the in-tree class that it derives from.
+
+        All of these work: `@CustomOp.register_oot`, with `()`, with `("RMSNorm")` or `(name="RMSNorm")`, and
+        `@RMSNorm.register_oot`. The name is the in-tree class's, or the one it is registered under ("rms_norm").
+
+        Raises:
+            ValidationError: the class does not derive from what it replaces, something else replaces that already, or
+                no name is given and the class has none to take it from.
+        """
+        if isinstance(_decorated_op_cls, str):
+            _decorated_op_cls, name = None, _decorated_op_cls
+
+        def decorate(op_cls: T) -> T:
+            _check_class(op_cls, Replaceable)
+            target = _target(op_cls, cls, name)
+            if _is_taken(op_registry_oot, target.__name__, op_cls):
+                raise _duplicate(target.__name__, op_registry_oot[target.__name__], "op_registry_oot")
+            op_registry_oot[target.__name__] = op_cls
+            return op_cls
+
+        return decorate if _decorated_op_cls is None else decorate(_decorated_op_cls)
+
+
+def replaced_class(cls: type) -> type | None:
+    """The in-tree class that `cls` is registered to replace, None when it replaces nothing."""
+    for key, replacement in op_registry_oot.items():
+        if replacement is cls:
+            return _base_named(cls, key)
+    return None
+
+
+def replacement_reason(cls: type) -> str:
+    """Who replaced the in-tree class by `cls`: "replaced by plugin acme: AcmeRMSNorm"."""
+    plugin = plugin_of(cls)
+    who = f"replaced by plugin {plugin}" if plugin else f"replaced from {cls.__module__}"
+    return f"{who}: {cls.__name__}"
+
+
+def _target(op_cls: type, called_on: type, name: str | None) -> type:
+    """The in-tree class that `op_cls` is to replace."""
+    if name is not None:
+        key = op_registry[name].__name__ if name in op_registry else name
+        target = _base_named(op_cls, key)
+        if target is None:
+            raise _not_a_subclass(op_cls, key)
+        return target
+    if not vars(called_on).get("_is_base", False):
+        if op_cls is called_on or not issubclass(op_cls, called_on):
+            raise _not_a_subclass(op_cls, called_on.__name__)
+        return called_on
+    base = op_cls.__mro__[1]
+    if base not in op_registry.values():
+        raise ValidationError(
+            f"what {op_cls.__name__} replaces is not clear: its base {base.__name__} is not registered; say it with "
+            "@CustomOp.register_oot(name='ItsClassName').",
+            parameter="name",
+            value=None,
+        )
+    return base
+
+
+def _base_named(cls: type, key: str) -> type | None:
+    return next((base for base in cls.__mro__[1:] if base.__name__ == key), None)
+
+
+def _check_class(op_cls: Any, base: type) -> None:
+    if not isinstance(op_cls, type) or not issubclass(op_cls, base):
+        raise ValidationError(
+            f"only classes derived from {base.__name__} can be registered, got {op_cls!r}.",
+            parameter="op_cls",
+            value=op_cls,
+        )
+
+
+def _is_taken(registry: dict[str, type[Replaceable]], name: str, op_cls: type) -> bool:
+    """Whether another class has the name. A notebook cell that is run again defines the same class anew."""
+    other = registry.get(name)
+    if other is None or other is op_cls:
+        return False
+    is_rerun = op_cls.__module__ == "__main__" and other.__module__ == "__main__"
+    return not (is_rerun and other.__qualname__ == op_cls.__qualname__)
+
+
+def _duplicate(name: str, other: type, registry: str) -> ValidationError:
+    return ValidationError(
+        f"{name!r} is already registered: {other.__module__}.{other.__name__}; {registry}.pop({name!r}) removes it.",
+        parameter="name",
+        value=name,
+    )
+
+
+def _not_a_subclass(replacement: type, replaced: str) -> ValidationError:
+    return ValidationError(
+        f"{replacement.__name__} cannot replace {replaced}: it does not derive from it, so it would never be "
+        f"initialised; write class {replacement.__name__}({replaced}).",
+        parameter="register_oot",
+        value=replacement,
+    )
