@@ -125,7 +125,8 @@ def test_the_other_package_installed_last_warns_through_the_models(tmp_path: Pat
     (package / "models").mkdir(parents=True)
     (package / "__init__.py").write_text("from .models import EmbeddingModel\n")
     (package / "hookspecs.py").touch()
-    for name in ("conflict.py", "models/__init__.py"):
+    (package / "base").mkdir()
+    for name in ("base/__init__.py", "base/conflict.py", "models/__init__.py"):
         shutil.copy(ROOT / "llm" / name, package / name)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     result = subprocess.run(
