@@ -67,7 +67,6 @@ def _calls(kernels: KernelSet) -> Iterator[tuple[str, Callable[[], Any]]]:
     by_head = [item.view(1, -1, size) for item in (query, key, value)]
     yield bound("rotary_embedding", positions, query, key, table, size)
     yield bound("write_kv_cache", *by_head[1:], *caches, slots)
-    yield bound("rotary_write_kv", positions, query, key, value, table, size, True, *caches, slots)
     numbers = (torch.tensor(item, dtype=torch.int32) for item in ([[1]], [0, 1], [2]))
     block_table, starts, lengths = numbers
     step = AttentionMetadata(block_table, slots, starts, lengths, _BLOCK, [1], [2])

@@ -14,7 +14,6 @@ from torch import nn
 from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
 from llm.kernels.reference import activation
-from llm.kernels.reference.rows import RowOperation, gives_rows
 from llm.layers.kernels import KernelOp
 
 
@@ -37,7 +36,6 @@ class SiluAndMul(KernelOp):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.silu_and_mul(x)
 
-    @gives_rows
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernel(x)
 
@@ -51,7 +49,6 @@ class MulAndSilu(KernelOp):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.mul_and_silu(x)
 
-    @gives_rows
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernel(x)
 
@@ -69,12 +66,8 @@ class GeluAndMul(KernelOp):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.gelu_and_mul(x, self.approximate)
 
-    @gives_rows
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernel(x, self.approximate)
-
-    def row_operation(self) -> RowOperation:
-        return self._row_operation("activation_rows", (), self.kernel_name, self.approximate)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
@@ -146,7 +139,6 @@ class NewGELU(KernelOp):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.gelu_new(x)
 
-    @gives_rows
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernel(x)
 
@@ -189,7 +181,6 @@ class ReLU(KernelOp):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return activation.relu(x)
 
-    @gives_rows
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernel(x)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from llm.base.construction import construction
 from llm.base.custom_op import CustomOp
-from llm.kernels.reference.rows import RowOperation
 from llm.kernels.select import KernelSet, kernels_for
 
 
@@ -32,7 +30,6 @@ class KernelOp(CustomOp):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rows: RowOperation | None = None
         self.kernels = platform_kernels()
         if self.kernel_name:
             self.kernel = self.kernels.op(self.kernel_name)
@@ -42,17 +39,6 @@ class KernelOp(CustomOp):
         if self.binding.method == "forward_cpu" and self.kernels.library is not None:
             reason = f"{self.binding.reason} {self.kernels.library.target}"
             self.binding = replace(self.binding, reason=reason)
-
-    def row_operation(self) -> RowOperation:
-        """What a product computes in place of a `forward_cpu` that is marked with `gives_rows`; by default `kernel`."""
-        return self._row_operation("activation_rows", (), self.kernel_name)
-
-    def _row_operation(self, name: str, parameters: tuple[Any, ...], *arguments: Any) -> RowOperation:
-        """That of the kernel `name`, made once for these parameters."""
-        made = self._rows
-        if made is None or not all(map(operator.is_, parameters, made.parameters)):
-            made = self._rows = self.kernels.op(name)(*parameters, *arguments)
-        return made
 
     def declines(self, method: str) -> str | None:
         if method == "forward_cpu" and self.kernels.library is None:

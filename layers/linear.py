@@ -12,7 +12,6 @@ from torch import nn
 
 from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
-from llm.kernels.reference.rows import Rows, computed, takes_rows
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter
@@ -173,8 +172,7 @@ class LinearBase(PluggableLayer):
             raise ValueError(f"of length {available} cannot be shared out to rows {self.output_partition_sizes}")
         return [size // self.output_size_per_partition for size in scaled]
 
-    @takes_rows
-    def forward(self, x: torch.Tensor | Rows) -> Output:
+    def forward(self, x: torch.Tensor) -> Output:
         return self._result(self._product(x))
 
     def _product(self, x: Any) -> torch.Tensor:
@@ -230,8 +228,7 @@ class ColumnParallelLinear(LinearBase):
             )
         self.gather_output = gather_output
 
-    @takes_rows
-    def forward(self, x: torch.Tensor | Rows) -> Output:
+    def forward(self, x: torch.Tensor) -> Output:
         y = self._product(x)
         return self._result(self.tp.all_gather(y) if self.gather_output else y)
 
@@ -317,12 +314,10 @@ class RowParallelLinear(LinearBase):
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
 
-    @takes_rows
-    def forward(self, x: torch.Tensor | Rows) -> Output:
+    def forward(self, x: torch.Tensor) -> Output:
         if not self.input_is_parallel:
             width = self.input_size_per_partition
-            x = computed(x).narrow(-1, self.tp_rank * width, width)
-        given: Any = x
+            x = x.narrow(-1, self.tp_rank * width, width)
         adds_bias = self.tp_rank == 0 and not self.skip_bias_add
-        y = self.quant_method.apply(self, given, self.bias if adds_bias else None)
+        y = self.quant_method.apply(self, x, self.bias if adds_bias else None)
         return self._result(self.tp.all_reduce(y) if self.reduce_results else y)

@@ -15,7 +15,6 @@ from torch import nn
 from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
 from llm.kernels.reference.norm import add_layer_norm, add_rms_norm, group_rms_norm, layer_norm, rms_norm
-from llm.kernels.reference.rows import RowOperation, gives_rows
 from llm.layers.kernels import KernelOp
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -70,15 +69,10 @@ class RMSNorm(KernelOp):
             return rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
         return add_rms_norm(x, residual, self.weight, self.variance_epsilon, self.variance_size_override)
 
-    @gives_rows
     def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
             return self._rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
         return self._add_rms_norm(x, residual, self.weight, self.variance_epsilon, self.variance_size_override)
-
-    def row_operation(self) -> RowOperation:
-        size = self.variance_size_override
-        return self._row_operation("rms_norm_rows", (self.weight,), self.variance_epsilon, size)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"
@@ -100,14 +94,10 @@ class GemmaRMSNorm(KernelOp):
             return rms_norm(x, self.weight, self.variance_epsilon, weight_offset=1.0)
         return add_rms_norm(x, residual, self.weight, self.variance_epsilon, weight_offset=1.0)
 
-    @gives_rows
     def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
             return self._rms_norm(x, self.weight, self.variance_epsilon, None, 1.0)
         return self._add_rms_norm(x, residual, self.weight, self.variance_epsilon, None, 1.0)
-
-    def row_operation(self) -> RowOperation:
-        return self._row_operation("rms_norm_rows", (self.weight,), self.variance_epsilon, None, 1.0)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"
@@ -136,14 +126,10 @@ class LayerNorm(KernelOp):
             return layer_norm(x, self.weight, self.bias, self.eps)
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
-    @gives_rows
     def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
             return self._layer_norm(x, self.weight, self.bias, self.eps)
         return self._add_layer_norm(x, residual, self.weight, self.bias, self.eps)
-
-    def row_operation(self) -> RowOperation:
-        return self._row_operation("layer_norm_rows", (self.weight, self.bias), self.eps)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps}"

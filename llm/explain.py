@@ -18,7 +18,6 @@ from llm.base.replacement import replaced_class, replacement_reason
 from llm.config.engine import EngineConfig
 from llm.engine.model_runner import ModelRunner
 from llm.layers.attention import AttentionBackend
-from llm.layers.fusion import fusions
 from llm.plugins import plugin_of
 
 _UNQUANTIZED = "unquantized"
@@ -98,13 +97,10 @@ def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
         for described in _describe(module):
             found.setdefault(described, []).append(path)
     is_quantized = any(kind == "quant method" and runs != _UNQUANTIZED for kind, _, _, runs, _ in found)
-    parts, fusers = [], _fused(model)
+    parts = []
     for (kind, name, cls, runs, reason), paths in found.items():
         where = f"; {paths_in_short(paths)}" if is_quantized and kind == "quant method" else ""
-        into = [fusers[path] for path in paths if path in fusers]
-        count = "" if len(into) == len(paths) else f"{len(into)} "
-        fused = f", {count}fused into {', '.join(sorted(set(into)))}" if into else ""
-        parts.append(Part(kind, name, len(paths), cls, runs, reason + where + fused))
+        parts.append(Part(kind, name, len(paths), cls, runs, reason + where))
     parts.sort(key=lambda part: (KINDS.index(part.kind), part.name, part.implementation))
     present = {part.name for part in parts}
     unused = tuple(name for name in config.compilation_config.mentioned if name not in present)
@@ -134,19 +130,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-
-
-def _fused(model: nn.Module) -> dict[str, str]:
-    """Path of each operation that something else computes along with its own -> what that is, a linear layer's name."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    found = {}
-    for block in model.modules():
-        for fusion in fusions(block):
-            if fusion.refusal(block) is None:
-                found[paths[id(getattr(block, fusion.op))]] = fusion.readers(block)[-1][0]
-        for operation, into in getattr(block, "fused_operations", tuple)():
-            found[paths[id(operation)]] = into
-    return found
 
 
 def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:

@@ -27,11 +27,9 @@ class QuantizeMethodBase(ABC):
         source: who asked for it, e.g. "quant_model_description.json".
         reason: why this layer got it, in a few words.
         kernel: what computes it, e.g. "cpu kernel avx512_vnni" or "PyTorch"; "" where nobody says.
-        fuses: `apply` may be given `Rows` in place of x, and computes them as it reads them.
         invariant: whether the bits that a token gets depend on that token alone; see `EngineConfig.invariant`.
     """
 
-    fuses: bool = False
     invariant: bool = False
     scheme: str = ""
     source: str = ""

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from llm.base.construction import construction
-from llm.kernels.cpu.linear import fuses_float
 from llm.kernels.reference.linear import embedding, linear
-from llm.kernels.reference.rows import Rows, computed, takes_rows
 from llm.kernels.select import kernels_for
 from llm.quantization.base import EmbeddingMethodBase, LinearMethodBase, WeightLoader
 
@@ -56,13 +54,11 @@ class UnquantizedLinearMethod(LinearMethodBase):
         layer.packed_weight = dataclasses.replace(packed, data=layer.weight, rounds_input=rounds)
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.data.float()
-        self.fuses = self._library is not None and fuses_float(self._library, packed)
 
-    @takes_rows
-    def apply(self, layer: Any, x: torch.Tensor | Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed = layer.packed_weight
         if packed is None:
-            return linear(computed(x), layer.weight, bias)
+            return linear(x, layer.weight, bias)
         return self._linear(x, packed, bias)
 
     def dequantize_weight(self, layer: Any) -> torch.Tensor:

@@ -1,6 +1,5 @@
 // Activations, plain and gated: one element at a time, computed alike in vectors and in their tails.
 #include "replay.h"
-#include "row_source.h"
 #include "rows.h"
 #include "vector_math.h"
 
@@ -51,8 +50,6 @@ template <int64_t FUNCTION> void activate_row(const float* gate, const float* up
     activate_row<FUNCTION, false>(gate, up, out, width);
 }
 
-}  // namespace
-
 void activation_row(int64_t function, const float* gate, const float* up, float* out, int64_t width) {
     if (function == SILU) return activate_row<SILU>(gate, up, out, width);
     if (function == GELU) return activate_row<GELU>(gate, up, out, width);
@@ -62,6 +59,7 @@ void activation_row(int64_t function, const float* gate, const float* up, float*
     activate_row<RELU_SQUARED>(gate, up, out, width);
 }
 
+}  // namespace
 }  // namespace llm
 
 using namespace llm;

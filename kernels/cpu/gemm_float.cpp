@@ -7,7 +7,6 @@
 #include "panels.h"
 #include "quantize.h"
 #include "replay.h"
-#include "row_source.h"
 
 namespace llm {
 namespace {
@@ -130,13 +129,14 @@ LLM_INLINE void round_to(F32 low, F32 high, char* line) {
 }
 
 template <Form FORM>
-void tile_linear_bf16(const RowSource& x, const BF16* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t threads) {
-    const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(x.k, DEPTH<BF16>)};
+void tile_linear_bf16(const float* x, const BF16* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t k,
+                      int64_t threads) {
+    const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(k, DEPTH<BF16>)};
     for_row_blocks(m, panels.steps(), parts_of(FORM), BLOCK_STEPS, MOST_TILES, [&](const TileOperands& a, int64_t from) {
-        parallel_for(a.rows, a.rows * x.k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t row, char* scratch) {
-            const float* at = x.row(from + row, scratch);
+        parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
+            const float* at = x + (from + row) * k;
             a.write_row(row, [&](int64_t step, char* line, int64_t part) {
-                const int64_t i = step * 2 * LANES, left = x.k - i;
+                const int64_t i = step * 2 * LANES, left = k - i;
                 const F32 low = load_part(at + i, left), high = left > LANES ? load_part(at + i + LANES, left - LANES) : zero();
                 if constexpr (FORM == BF16_ROUNDED) round_to(low, high, line);
                 else split(low, high, line, line + part, line + 2 * part);
@@ -207,10 +207,10 @@ using namespace llm;
 #if LLM_TILES
 
 // `kind`: BFLOAT16, or ROUNDED.
-static void linear_bf16(int64_t kind, const RowSource& x, const void* weight, const float* bias, float* y, int64_t m, int64_t n,
-                        int64_t threads) {
+static void linear_bf16(int64_t kind, const float* x, const void* weight, const float* bias, float* y, int64_t m, int64_t n,
+                        int64_t k, int64_t threads) {
     const auto run = kind == ROUNDED ? tile_linear_bf16<BF16_ROUNDED> : tile_linear_bf16<BF16_PARTS>;
-    run(x, static_cast<const BF16*>(weight), bias, y, m, n, threads);
+    run(x, static_cast<const BF16*>(weight), bias, y, m, n, k, threads);
 }
 
 #endif
@@ -218,23 +218,10 @@ static void linear_bf16(int64_t kind, const RowSource& x, const void* weight, co
 LLM_EXPORT void llm_linear_float(int64_t kind, const float* x, const void* weight, const float* bias, float* y, int64_t m,
                                  int64_t n, int64_t k, int64_t threads) {
 #if LLM_TILES
-    if (kind == BFLOAT16 || kind == ROUNDED) return linear_bf16(kind, {nullptr, x, nullptr, nullptr, k}, weight, bias, y, m, n, threads);
+    if (kind == BFLOAT16 || kind == ROUNDED) return linear_bf16(kind, x, weight, bias, y, m, n, k, threads);
 #endif
     with_type(kind, [&](auto type) { product<typename decltype(type)::Value>(x, weight, bias, y, m, n, k, threads); });
 }
-
-#if LLM_TILES
-
-// The same, of a bfloat16 weight, of rows that are computed as they are read: row_source.h. The other products have no stage
-// that reads each row once.
-LLM_EXPORT void llm_fused_bf16(const void* operation, const float* x, const float* residual, float* total, int64_t kind,
-                               const void* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
-    linear_bf16(kind, {static_cast<const RowOperation*>(operation), x, residual, total, k}, weight, bias, y, m, n, threads);
-}
-
-LLM_REPLAYABLE(llm_fused_bf16)
-
-#endif
 
 LLM_EXPORT void llm_pack_float(int64_t kind, const void* src, void* dst, int64_t n, int64_t k, int64_t threads) {
     with_type(kind, [&](auto type) {

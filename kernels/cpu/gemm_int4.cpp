@@ -9,7 +9,6 @@
 #include "panels.h"
 #include "quantize.h"
 #include "replay.h"
-#include "row_source.h"
 
 namespace llm {
 namespace {
@@ -447,11 +446,11 @@ class GroupTiles {
     }
 };
 
-void tile_linear_w4a8(const Product& p, const RowSource& x, float* row_scales, int64_t threads) {
+void tile_linear_w4a8(const Product& p, const float* x, int64_t k, float* row_scales, int64_t threads) {
     const int64_t block = p.groups > 1 ? GroupTiles::block_steps(p) : SHORT_STEPS;
     const int64_t most_tiles = p.groups > 1 ? LEAST_TILES : MOST_TILES;  // of one panel at a time, few rows have their line
-    for_row_blocks(p.m, ceil_div(x.k, TILE_K), 1, block, most_tiles, [&](const TileOperands& a, int64_t from) {
-        quantize_operands(a, x, from, 0.0f, 0, row_scales + from, threads);
+    for_row_blocks(p.m, ceil_div(k, TILE_K), 1, block, most_tiles, [&](const TileOperands& a, int64_t from) {
+        quantize_operands(a, x + from * k, k, 0.0f, 0, row_scales + from, threads);
         if (p.groups > 1) GroupTiles(p, a).multiply(from, threads);
         else multiply_channels(p, a, from, threads);
     });
@@ -459,15 +458,15 @@ void tile_linear_w4a8(const Product& p, const RowSource& x, float* row_scales, i
 
 #endif
 
-void linear_w4a8(const RowSource& x, const uint8_t* weight, const void* scale, int64_t scale_kind, int64_t scale_stride,
-                 int64_t group_size, int64_t groups, const float* bias, float* y, int64_t m, int64_t n, int64_t threads) {
-    const int64_t k = x.k, padded = ceil_div(k, STEP) * STEP, group_steps = groups == 1 ? padded / STEP : group_size / STEP;
+void linear_w4a8(const float* x, const uint8_t* weight, const void* scale, int64_t scale_kind, int64_t scale_stride,
+                 int64_t group_size, int64_t groups, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
+    const int64_t padded = ceil_div(k, STEP) * STEP, group_steps = groups == 1 ? padded / STEP : group_size / STEP;
     const Scratch scales(m * sizeof(float));
     float* row_scales = scales.as<float>();
 #if LLM_TILES
     if (groups > 0 && uses_tiles(m, groups, group_size)) {
         const Product p{nullptr, nullptr, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
-        return tile_linear_w4a8(p, x, row_scales, threads);
+        return tile_linear_w4a8(p, x, k, row_scales, threads);
     }
 #endif
     const Scratch operands(m * padded), starts(m * groups * sizeof(int32_t));
@@ -476,11 +475,10 @@ void linear_w4a8(const RowSource& x, const uint8_t* weight, const void* scale, i
     const Product p{a, start, row_scales, weight, scale, scale_kind, scale_stride, bias, y, m, n, padded, groups, group_steps};
     const Tasks tasks(m, n, MAX_ROWS, padded, BLOCK_BYTES, threads);
     const int64_t workers = m * k < SERIAL_ELEMENTS ? 1 : threads;
-    const SharedRows x_rows(x, m, tasks.tiles(), workers);
-    parallel_for(tasks.tiles(), workers, x_rows->scratch_bytes(), [&](int64_t tile, char* scratch) {
+    parallel_for(tasks.tiles(), workers, 0, [&](int64_t tile, char*) {
         const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
         for (int64_t r = 0; r < rows; ++r)
-            row_scales[first + r] = quantize_row(x_rows->row(first + r, scratch), k, p, rows, a + first * padded + r * STEP,
+            row_scales[first + r] = quantize_row(x + (first + r) * k, k, p, rows, a + first * padded + r * STEP,
                                                  start + first * groups + r);
     });
     run_tiles(p, tasks);
@@ -495,16 +493,7 @@ using namespace llm;
 LLM_EXPORT void llm_linear_w4a8(const float* x, const uint8_t* weight, const void* scale, int64_t scale_kind,
                                 int64_t scale_stride, int64_t group_size, int64_t groups, const float* bias, float* y, int64_t m,
                                 int64_t n, int64_t k, int64_t threads) {
-    linear_w4a8({nullptr, x, nullptr, nullptr, k}, weight, scale, scale_kind, scale_stride, group_size, groups, bias, y, m, n,
-                threads);
-}
-
-// The same of rows that are computed as they are read: row_source.h.
-LLM_EXPORT void llm_fused_w4a8(const void* operation, const float* x, const float* residual, float* total, const uint8_t* weight,
-                               const void* scale, int64_t scale_kind, int64_t scale_stride, int64_t group_size, int64_t groups,
-                               const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
-    linear_w4a8({static_cast<const RowOperation*>(operation), x, residual, total, k}, weight, scale, scale_kind, scale_stride,
-                group_size, groups, bias, y, m, n, threads);
+    linear_w4a8(x, weight, scale, scale_kind, scale_stride, group_size, groups, bias, y, m, n, k, threads);
 }
 
 // src int8 [n, k] with values in [-8, 7] -> panels [ceil(n / 16)][ceil(k / 8)][16][4]
@@ -535,6 +524,5 @@ LLM_EXPORT void llm_unpack_int4(const uint8_t* src, int8_t* dst, int64_t first, 
 }
 
 LLM_REPLAYABLE(llm_linear_w4a8)
-LLM_REPLAYABLE(llm_fused_w4a8)
 LLM_REPLAYABLE(llm_pack_int4)
 LLM_REPLAYABLE(llm_unpack_int4)

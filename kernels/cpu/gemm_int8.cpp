@@ -8,7 +8,6 @@
 #include "panels.h"
 #include "quantize.h"
 #include "replay.h"
-#include "row_source.h"
 
 namespace llm {
 namespace {
@@ -225,17 +224,17 @@ LLM_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, int64
 // From so many rows on, matrix tiles are faster; the sums are the same.
 constexpr int64_t TILES_FROM = 12;
 
-void tile_linear_w8a8(const RowSource& x, const int8_t* weight, const int32_t* column_sum, const float* scale, float input_scale,
-                      int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n, int64_t threads) {
-    const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(x.k, STEP)};
+void tile_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale, float input_scale,
+                      int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
+    const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(k, STEP)};
     const Scratch scales(m * sizeof(float));
     float* row_scales = scales.as<float>();
     const float factor = input_scale == 0.0f ? 1.0f : input_scale;
-    const Product p{nullptr, row_scales, weight, column_sum, scale, bias, y, m, n, x.k, static_cast<int32_t>(input_offset), factor};
+    const Product p{nullptr, row_scales, weight, column_sum, scale, bias, y, m, n, k, static_cast<int32_t>(input_offset), factor};
     // With more than two row tiles it pays to read panels from the first-level cache, and the sums so far once more.
     const int64_t block = m > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS;
     for_row_blocks(m, panels.steps(), 1, block, MOST_TILES, [&](const TileOperands& a, int64_t from) {
-        quantize_operands(a, x, from, input_scale, input_offset, row_scales + from, threads);
+        quantize_operands(a, x + from * k, k, input_scale, input_offset, row_scales + from, threads);
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
             scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS, reinterpret_cast<const int32_t*>(sums));
         };
@@ -245,22 +244,21 @@ void tile_linear_w8a8(const RowSource& x, const int8_t* weight, const int32_t* c
 
 #endif
 
-void linear_w8a8(const RowSource& x, const int8_t* weight, const int32_t* column_sum, const float* scale, float input_scale,
-                 int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n, int64_t threads) {
+void linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale, float input_scale,
+                      int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
 #if LLM_TILES
-    if (m >= TILES_FROM) return tile_linear_w8a8(x, weight, column_sum, scale, input_scale, input_offset, bias, y, m, n, threads);
+    if (m >= TILES_FROM) return tile_linear_w8a8(x, weight, column_sum, scale, input_scale, input_offset, bias, y, m, n, k, threads);
 #endif
-    const int64_t k = x.k, padded = ceil_div(k, STEP) * STEP;
+    const int64_t padded = ceil_div(k, STEP) * STEP;
     const Scratch operands(m * padded * sizeof(Operand)), scales(m * sizeof(float));
     Operand* a = operands.as<Operand>();
     float* row_scales = scales.as<float>();
     const Tasks tasks(m, n, MAX_ROWS, padded * sizeof(Operand), BLOCK_BYTES, threads);
     const int64_t workers = m * k < SERIAL_ELEMENTS ? 1 : threads;
-    const SharedRows x_rows(x, m, tasks.tiles(), workers);
-    parallel_for(tasks.tiles(), workers, x_rows->scratch_bytes(), [&](int64_t tile, char* scratch) {
+    parallel_for(tasks.tiles(), workers, 0, [&](int64_t tile, char*) {
         const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
         for (int64_t r = 0; r < rows; ++r)
-            row_scales[first + r] = quantize_row(x_rows->row(first + r, scratch), k, padded, rows, input_scale, input_offset,
+            row_scales[first + r] = quantize_row(x + (first + r) * k, k, padded, rows, input_scale, input_offset,
                                                  a + first * padded + r * STEP);
     });
     const int32_t offset = OPERAND_SHIFT + static_cast<int32_t>(input_offset);
@@ -281,15 +279,7 @@ using namespace llm;
 LLM_EXPORT void llm_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale,
                                 float input_scale, int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n,
                                 int64_t k, int64_t threads) {
-    linear_w8a8({nullptr, x, nullptr, nullptr, k}, weight, column_sum, scale, input_scale, input_offset, bias, y, m, n, threads);
-}
-
-// The same of rows that are computed as they are read: row_source.h.
-LLM_EXPORT void llm_fused_w8a8(const void* operation, const float* x, const float* residual, float* total, const int8_t* weight,
-                               const int32_t* column_sum, const float* scale, float input_scale, int64_t input_offset,
-                               const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
-    linear_w8a8({static_cast<const RowOperation*>(operation), x, residual, total, k}, weight, column_sum, scale, input_scale,
-                input_offset, bias, y, m, n, threads);
+    linear_w8a8(x, weight, column_sum, scale, input_scale, input_offset, bias, y, m, n, k, threads);
 }
 
 // src [n, k] -> panels [ceil(n / 16)][ceil(k / 4)][16][4] and the sums of the rows, [padded n]. `src` may be `dst` when n
@@ -363,7 +353,6 @@ LLM_EXPORT void llm_quantize_static(const float* x, int8_t* q, float scale, int6
 }
 
 LLM_REPLAYABLE(llm_linear_w8a8)
-LLM_REPLAYABLE(llm_fused_w8a8)
 LLM_REPLAYABLE(llm_embedding_int8)
 LLM_REPLAYABLE(llm_pack_int8)
 LLM_REPLAYABLE(llm_unpack_int8)

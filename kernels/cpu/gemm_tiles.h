@@ -15,7 +15,6 @@
 
 #include "panels.h"
 #include "quantize.h"
-#include "row_source.h"
 
 #if LLM_TILES
 
@@ -174,16 +173,16 @@ struct TileOperands {
     static int64_t bytes(int64_t rows, int64_t steps, int64_t parts) { return rows * steps * parts * LINE; }
 };
 
-// Rows `from` and on of `x` as int8 operands, and the factors of their sums: quantize.h.
-inline void quantize_operands(const TileOperands& a, const RowSource& x, int64_t from, float input_scale, int64_t offset,
-                              float* scales, int64_t threads) {
-    parallel_for(a.rows, a.rows * x.k < SERIAL_ELEMENTS ? 1 : threads, x.scratch_bytes(), [&](int64_t row, char* scratch) {
-        const float* at = x.row(from + row, scratch);
-        const RowQuantizer by(at, x.k, input_scale, offset);
+// Rows x [a.rows][k] as int8 operands, and the factors of their sums: quantize.h.
+inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, float input_scale, int64_t offset, float* scales,
+                              int64_t threads) {
+    parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
+        const float* at = x + row * k;
+        const RowQuantizer by(at, k, input_scale, offset);
         scales[row] = by.factor;
         a.write_row(row, [&](int64_t step, char* line, int64_t) {
             const float* from_here = at + step * LINE;
-            const int64_t left = x.k - step * LINE;
+            const int64_t left = k - step * LINE;
             int8_t* to = reinterpret_cast<int8_t*>(line);
             if (left >= LINE)
                 LLM_UNROLL for (int64_t i = 0; i < LINE; i += LANES) store_int8(to + i, by.quantize(load(from_here + i)));

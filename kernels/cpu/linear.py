@@ -9,29 +9,22 @@ import torch
 
 from llm.kernels.cpu.library import INT, POINTER, Kernel, Library
 from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
-from llm.kernels.cpu.rows import SOURCE, addresses
 from llm.kernels.cpu.tensors import pointer
 from llm.kernels.reference.linear import rounded
-from llm.kernels.reference.rows import Rows, computed
 
 _LINEAR = Kernel("llm_linear_float", INT, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
-_FUSED_BF16 = Kernel("llm_fused_bf16", *SOURCE, INT, POINTER, POINTER, POINTER, INT, INT, INT, INT)
 # Beside FLOAT_KINDS: a bfloat16 weight whose products read their activations rounded.
 _ROUNDED = 3
 _EMBEDDING = Kernel("llm_embedding_float", INT, POINTER, POINTER, POINTER, INT, INT, INT, INT)
 
 
-def linear_float(
-    lib: Library, x: torch.Tensor | Rows, packed: PanelWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear_float(lib: Library, x: torch.Tensor, packed: PanelWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """y = x W^T + bias; each output is a chain of fused multiply-adds over k = 0 ... K-1, then the bias.
 
     Shapes: x float32 [..., K], bias float [N] or None, y float32 [..., N]. With matrix tiles the chain is that of
     gemm_tiles.h; they also round x where the weight says so, which costs a pass over x without them.
     """
-    if isinstance(x, Rows) and fuses_float(lib, packed):
-        return _fused_bf16(lib, x, packed, bias)
-    x = checked_input(computed(x), packed.k)
+    x = checked_input(x, packed.k)
     if packed.rounds_input and not lib.has_tiles:
         x = rounded(x)
     out = lib.empty(*x.shape[:-1], packed.n)
@@ -52,31 +45,8 @@ def linear_float(
     return out
 
 
-def fuses_float(lib: Library, packed: PanelWeight) -> bool:
-    """Whether `linear_float` computes `Rows` as it reads them: with matrix tiles, which read each row once."""
-    return packed.data.dtype == torch.bfloat16 and lib.has_tiles
-
-
 def _kind(lib: Library, packed: PanelWeight) -> int:
     return _ROUNDED if packed.rounds_input and lib.has_tiles else FLOAT_KINDS[packed.data.dtype]
-
-
-def _fused_bf16(lib: Library, rows: Rows, packed: PanelWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    out = lib.empty(rows.shape[0], packed.n)
-    bias = checked_vector(bias, packed.n)
-    lib.call(
-        _FUSED_BF16,
-        *addresses(rows, packed.k),
-        _kind(lib, packed),
-        packed.data.data_ptr(),
-        pointer(bias),
-        out.data_ptr(),
-        rows.shape[0],
-        packed.n,
-        packed.k,
-        torch.get_num_threads(),
-    )
-    return out
 
 
 def embedding_float(lib: Library, token_ids: torch.Tensor, packed: PanelWeight) -> torch.Tensor:

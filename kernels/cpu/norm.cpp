@@ -5,11 +5,19 @@
 #include <cmath>
 
 #include "replay.h"
-#include "row_source.h"
 #include "rows.h"
 
 namespace llm {
 namespace {
+
+// A norm of a row, or of the sum of two: RMS over the first `variance_size` channels (0: all), or layer norm. The weight and the bias
+// (null: none) are of one type of rows.h; `weight_offset` is added to the weight (Gemma stores weight - 1).
+struct Norm {
+    int64_t layer, parameter_kind;
+    const void *weight, *bias;
+    int64_t variance_size;
+    float weight_offset, eps;
+};
 
 // The parameters of a norm; null: none.
 template <class T> struct Scale {
@@ -56,17 +64,7 @@ template <class T> void typed_row(const Norm& norm, const float* x, float* out, 
     else rms_norm(norm, scale, x, out, width);
 }
 
-// Rows x [rows][width] -> out; with a residual also total = x + residual.
-void norm_rows(const Norm& norm, const float* x, const float* residual, float* out, float* total, int64_t rows, int64_t width,
-               int64_t threads) {
-    for_rows(rows, width, threads, [&](int64_t row) {
-        const int64_t at = row * width;
-        norm_row(norm, x + at, residual ? residual + at : nullptr, residual ? total + at : nullptr, out + at, width);
-    });
-}
-
-}  // namespace
-
+// `residual`, when it is not null, is added to x first and the sum written to `total`.
 void norm_row(const Norm& norm, const float* x, const float* residual, float* total, float* out, int64_t width) {
     if (residual) {
         add(x, residual, total, width);
@@ -77,6 +75,16 @@ void norm_row(const Norm& norm, const float* x, const float* residual, float* to
     typed_row<F16>(norm, x, out, width);
 }
 
+// Rows x [rows][width] -> out; with a residual also total = x + residual.
+void norm_rows(const Norm& norm, const float* x, const float* residual, float* out, float* total, int64_t rows, int64_t width,
+               int64_t threads) {
+    for_rows(rows, width, threads, [&](int64_t row) {
+        const int64_t at = row * width;
+        norm_row(norm, x + at, residual ? residual + at : nullptr, residual ? total + at : nullptr, out + at, width);
+    });
+}
+
+}  // namespace
 }  // namespace llm
 
 using namespace llm;

@@ -11,16 +11,10 @@ import torch
 from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
 from llm.kernels.cpu.linear import checked_input, checked_vector
 from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
-from llm.kernels.cpu.rows import SOURCE, addresses
 from llm.kernels.cpu.tensors import pointer
-from llm.kernels.reference.rows import Rows
 
-_W8A8_REST = (POINTER, POINTER, POINTER, FLOAT, INT, POINTER, POINTER, INT, INT, INT, INT)
-_W8A8 = Kernel("llm_linear_w8a8", POINTER, *_W8A8_REST)
-_FUSED_W8A8 = Kernel("llm_fused_w8a8", *SOURCE, *_W8A8_REST)
-_W4A8_REST = (POINTER, POINTER, INT, INT, INT, INT, POINTER, POINTER, INT, INT, INT, INT)
-_W4A8 = Kernel("llm_linear_w4a8", POINTER, *_W4A8_REST)
-_FUSED_W4A8 = Kernel("llm_fused_w4a8", *SOURCE, *_W4A8_REST)
+_W8A8 = Kernel("llm_linear_w8a8", POINTER, POINTER, POINTER, POINTER, FLOAT, INT, POINTER, POINTER, INT, INT, INT, INT)
+_W4A8 = Kernel("llm_linear_w4a8", POINTER, POINTER, POINTER, INT, INT, INT, INT, POINTER, POINTER, INT, INT, INT, INT)
 _WEIGHT_ONLY = Kernel(
     "llm_linear_weight_only",
     *(INT, POINTER, POINTER),
@@ -50,7 +44,7 @@ def quantize_static(lib: Library, x: torch.Tensor, scale: float, offset: int) ->
 
 
 def linear_w8a8_dynamic(
-    lib: Library, x: torch.Tensor | Rows, packed: PanelWeight, scale: torch.Tensor, bias: torch.Tensor | None = None
+    lib: Library, x: torch.Tensor, packed: PanelWeight, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y = (float(sum_k q w) * xs) * scale + bias with (q, xs) = quantize_per_token(x); x float32 [M, K] -> [M, N]."""
     return _linear_w8a8(lib, x, packed, scale, 0.0, 0, bias)
@@ -58,7 +52,7 @@ def linear_w8a8_dynamic(
 
 def linear_w8a8_static(
     lib: Library,
-    x: torch.Tensor | Rows,
+    x: torch.Tensor,
     packed: PanelWeight,
     weight_scale: torch.Tensor,
     input_scale: float,
@@ -73,7 +67,7 @@ def linear_w8a8_static(
 
 def _linear_w8a8(
     lib: Library,
-    x: torch.Tensor | Rows,
+    x: torch.Tensor,
     packed: PanelWeight,
     scale: torch.Tensor,
     input_scale: float,
@@ -84,12 +78,12 @@ def _linear_w8a8(
     scales, bias = checked_vector(scale, packed.n), checked_vector(bias, packed.n)
     if scales is None or packed.sums is None:
         raise ValueError(f"a weight of pack_int8 and its scales are needed, got {packed.kind}")
-    x = x if isinstance(x, Rows) else checked_input(x, packed.k)
+    x = checked_input(x, packed.k)
     rows = x.shape[0]
     out = lib.empty(rows, packed.n)
     lib.call(
-        _FUSED_W8A8 if isinstance(x, Rows) else _W8A8,
-        *addresses(x, packed.k),
+        _W8A8,
+        x.data_ptr(),
         packed.data.data_ptr(),
         packed.sums.data_ptr(),
         scales.data_ptr(),
@@ -107,7 +101,7 @@ def _linear_w8a8(
 
 def linear_w4a8(
     lib: Library,
-    x: torch.Tensor | Rows,
+    x: torch.Tensor,
     packed: PanelWeight,
     scale: torch.Tensor,
     group_size: int,
@@ -124,12 +118,12 @@ def linear_w4a8(
     groups = scale.shape[1]
     if groups > 1 and group_size % 8:
         raise ValueError(f"groups are of a multiple of 8 columns, got {group_size}")
-    x = x if isinstance(x, Rows) else checked_input(x, packed.k)
+    x = checked_input(x, packed.k)
     rows = x.shape[0]
     out = lib.empty(rows, packed.n)
     lib.call(
-        _FUSED_W4A8 if isinstance(x, Rows) else _W4A8,
-        *addresses(x, packed.k),
+        _W4A8,
+        x.data_ptr(),
         packed.data.data_ptr(),
         scale.data_ptr(),
         FLOAT_KINDS[scale.dtype],

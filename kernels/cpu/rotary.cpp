@@ -1,4 +1,4 @@
-// Rotary position embeddings of queries and keys in one pass, and with it the write into the paged cache.
+// Rotary position embeddings of queries and keys in one pass.
 //
 // Products and sums are rounded one by one, like the PyTorch twin's: the bits are equal.
 #include "kv_cache.h"
@@ -76,34 +76,4 @@ LLM_EXPORT int64_t llm_rotary(const int64_t* positions, int64_t tokens, const fl
     return -1;
 }
 
-// llm_rotary, with the rotated key and the value stored at the token's slot as llm_write_kv_cache does. Returns -1, or
-// without having written anything the first token whose position is not in the table, or else the number of tokens plus
-// the first whose slot is outside of the cache.
-LLM_EXPORT int64_t llm_rotary_write_kv(const int64_t* positions, int64_t tokens, const float* table_rows, int64_t length,
-                                       int64_t pairs, int64_t halves, const float* query, int64_t query_stride,
-                                       float* query_out, int64_t heads, const float* key, int64_t key_stride,
-                                       const float* value, int64_t value_stride, int64_t kind, void* key_cache,
-                                       void* value_cache, const int64_t* slot_mapping, int64_t slots, int64_t kv_heads,
-                                       int64_t head_size, int64_t threads) {
-    const int64_t bad = first_outside(positions, tokens, length), bad_slot = first_outside(slot_mapping, tokens, slots);
-    if (bad >= 0) return bad;
-    if (bad_slot >= 0) return tokens + bad_slot;
-    const Table table{table_rows, length, pairs, halves != 0};
-    const Heads queries{query, query_stride, heads, head_size}, keys{key, key_stride, kv_heads, head_size};
-    const Heads values{value, value_stride, kv_heads, head_size};
-    with_cache(kind, key_cache, value_cache, kv_heads, head_size, [&](const auto& cache) {
-        const int64_t width = (heads + 2 * kv_heads) * head_size, rotated = head_size * int64_t(sizeof(float));
-        for_rows(tokens, width, threads, rotated, [&](int64_t token, float* key_head) {
-            rotate_token(table, positions[token], queries, token, query_out);
-            for (int64_t head = 0; head < kv_heads; ++head) {
-                rotate_head(table, positions[token], keys.at(token, head), key_head, head_size);
-                cache.store_key(slot_mapping[token], head, key_head);
-                cache.store_value(slot_mapping[token], head, values.at(token, head));
-            }
-        });
-    });
-    return -1;
-}
-
 LLM_REPLAYABLE(llm_rotary)
-LLM_REPLAYABLE(llm_rotary_write_kv)

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from llm.kernels.reference.quantized import PackedWeight
-from llm.kernels.reference.rows import Rows, computed
 
 # Rows of a bf16 or fp16 weight are widened this many elements at a time, so that the float32 copy stays in the cache.
 _WIDEN_ELEMENTS = 1 << 20
@@ -35,9 +34,8 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype)
     return F.embedding(token_ids, weight).to(dtype)
 
 
-def linear_float(x: torch.Tensor | Rows, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_float(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`linear` with a weight of `pack_float`, of x rounded to bfloat16 where the weight says so."""
-    x = computed(x)
     return linear(rounded(x) if packed.rounds_input else x, packed.unpack(), bias)
 
 

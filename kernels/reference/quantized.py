@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from llm.kernels.reference.rows import Rows, computed
-
 # Integer products run as float32 GEMMs over this many k at a time: 1024 * 128 * 128 = 2**24, so every partial sum is
 # exact in any order. (torch._int_mm saturates on processors whose int8 instructions do.)
 _EXACT_K = 1024
@@ -96,20 +94,20 @@ def quantize_static(x: torch.Tensor, scale: float, offset: int) -> torch.Tensor:
 
 
 def linear_w8a8_dynamic(
-    x: torch.Tensor | Rows, packed: PackedWeight, scale: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, packed: PackedWeight, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y[m, n] = (float(sum_k q[m, k] w[n, k]) * xs[m]) * scale[n] + bias[n], with (q, xs) = quantize_per_token(x).
 
     Each operation is rounded, in this order. Shapes: x float32 [M, K], packed int8 [N, K], scale float32 [N], bias
     float [N] or None, y float32 [M, N].
     """
-    q, xs = quantize_per_token(computed(x))
+    q, xs = quantize_per_token(x)
     out = int_matmul(q, packed).float()
     return _add_bias(out.mul_(xs[:, None]).mul_(scale), bias)
 
 
 def linear_w8a8_static(
-    x: torch.Tensor | Rows,
+    x: torch.Tensor,
     packed: PackedWeight,
     weight_scale: torch.Tensor,
     input_scale: float,
@@ -120,7 +118,7 @@ def linear_w8a8_static(
 
     The sum is exact in int32. Shapes: x float32 [M, K], packed int8 [N, K], weight_scale float32 [N], y float32 [M, N].
     """
-    acc = int_matmul(quantize_static(computed(x), input_scale, input_offset), packed)
+    acc = int_matmul(quantize_static(x, input_scale, input_offset), packed)
     if input_offset:
         acc -= input_offset * row_sums(packed)
     factor = torch.tensor(input_scale, dtype=torch.float32) * weight_scale
@@ -128,7 +126,7 @@ def linear_w8a8_static(
 
 
 def linear_w4a8(
-    x: torch.Tensor | Rows, packed: PackedWeight, scale: torch.Tensor, group_size: int, bias: torch.Tensor | None = None
+    x: torch.Tensor, packed: PackedWeight, scale: torch.Tensor, group_size: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y[m, n] = (sum_g float(sum_{k in g} q[m, k] w[n, k]) * scale[n, g]) * xs[m] + bias[n], (q, xs) = per token.
 
@@ -136,7 +134,7 @@ def linear_w4a8(
     float32 [N, G], y float32 [M, N].
     """
     _check_groups(packed, scale, group_size)
-    q, xs = quantize_per_token(computed(x))
+    q, xs = quantize_per_token(x)
     out = torch.zeros(x.shape[0], packed.n)
     for group in range(scale.shape[1]):
         start = group * group_size

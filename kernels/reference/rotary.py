@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.reference.attention import write_kv_cache
-
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool = True) -> torch.Tensor:
     """Rotate the first 2d channels of each head; the rest passes through.
@@ -45,25 +43,3 @@ def rotary_embedding(
     )
     query_out, key_out = (x.view(x.shape[0], x.shape[1] * x.shape[2]) for x in rotated)
     return query_out, key_out
-
-
-def rotary_write_kv(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    head_size: int,
-    is_neox_style: bool,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
-    """`rotary_embedding`, then `write_kv_cache` of the rotated key and of value [N, kv_heads * head_size].
-
-    Returns the rotated query [N, heads * head_size].
-    """
-    query, key = rotary_embedding(positions, query, key, cos_sin_cache, head_size, is_neox_style)
-    heads = (key.shape[0], key.shape[1] // head_size, head_size)
-    write_kv_cache(key.view(heads), value.view(heads), key_cache, value_cache, slot_mapping)
-    return query

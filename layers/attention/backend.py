@@ -13,7 +13,6 @@ import torch
 from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
 from llm.kernels.select import kernels_for
 from llm.layers.kernels import platform_kernels
-from llm.layers.rotary import RotaryEmbedding
 from llm.platforms.interface import Platform
 from llm.plugins import load_class
 
@@ -83,7 +82,6 @@ class PagedAttention(AttentionBackend):
         kernels = platform_kernels()
         self.reason = kernels.source("paged_attention")
         self._write_kv_cache = kernels.op("write_kv_cache")
-        self._rotary_write_kv = kernels.op("rotary_write_kv")
         self._paged_attention = kernels.op("paged_attention")
 
     @staticmethod
@@ -100,32 +98,6 @@ class PagedAttention(AttentionBackend):
         metadata: AttentionMetadata,
     ) -> None:
         self._write_kv_cache(key, value, *kv_cache, metadata.slot_mapping)
-
-    def rotate_and_write(
-        self,
-        rotary: RotaryEmbedding,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """`rotary` and `write` in one kernel: query [N, heads * head_size], key and value [N, kv_heads * head_size].
-
-        Returns the rotated query. For whom `llm.layers.attention.rotary.is_fused` holds.
-        """
-        return self._rotary_write_kv(
-            positions,
-            query,
-            key,
-            value,
-            rotary.cos_sin_cache,
-            rotary.head_size,
-            rotary.is_neox_style,
-            *kv_cache,
-            metadata.slot_mapping,
-        )
 
     def attend(
         self,

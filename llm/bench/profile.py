@@ -21,9 +21,7 @@ from torch import nn
 
 from llm.base.custom_op import CustomOp
 from llm.bench.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
-from llm.kernels.reference.rows import Rows, marked_as
 from llm.layers.attention import Attention
-from llm.layers.attention.backend import PagedAttention
 
 OPERATION, MODEL, ENGINE = "operation", "model", "engine"
 PREFILL, DECODE = "prefill", "decode"
@@ -113,7 +111,7 @@ class _Recorder:
                 if work is not None:
                     time.work += work(args)
 
-        return marked_as(function, timed)
+        return timed
 
     def note_step(self, scheduler: Any) -> Callable[[], Any]:
         """Wrap `Scheduler.schedule`, which opens a step and whose plan tells the phase."""
@@ -175,12 +173,8 @@ def _operations(engine: Any, recorder: _Recorder) -> Iterator[tuple[Any, str, st
             work = _attention_work(module, kv_cache_dtype, recorder)
             yield module.backend, "attend", "attention", work
             yield module.backend, "write", "KV cache", None
-            if isinstance(module.backend, PagedAttention):
-                yield module.backend, "rotate_and_write", "rotary_embedding + KV cache", None
         elif isinstance(module, CustomOp):
-            # What is bound, rather than `forward`: an operation whose `forward` is replaced is fused with no other.
-            is_bound = type(module).forward is CustomOp.forward
-            yield module, "_forward_method" if is_bound else "forward", module.name, None
+            yield module, "forward", module.name, None
         elif getattr(module, "quant_kind", "") == "embedding":
             yield module, "forward", "embedding", None
         elif not hasattr(module, "quant_kind") and not any(True for _ in module.children()):
@@ -198,17 +192,15 @@ def _matrices(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 def _by_layer(apply: Callable[..., Any], recorder: _Recorder) -> Callable[..., Any]:
-    """Layers may share a method, so rows go by its first argument, and by what is computed with the product."""
-    timed: dict[tuple[int, str], Callable[..., Any]] = {}
+    """Layers may share a method, so rows of the table go by its first argument."""
+    timed: dict[int, Callable[..., Any]] = {}
 
     def called(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        fused = f"{x.operation.name} + " if isinstance(x, Rows) else ""
-        key = (id(layer), fused)
-        if key not in timed:
-            timed[key] = recorder.wrap(apply, fused + _matrix_name(layer), OPERATION, _matrix_work(layer))
-        return timed[key](layer, x, *args, **kwargs)
+        if id(layer) not in timed:
+            timed[id(layer)] = recorder.wrap(apply, _matrix_name(layer), OPERATION, _matrix_work(layer))
+        return timed[id(layer)](layer, x, *args, **kwargs)
 
-    return marked_as(apply, called)
+    return called
 
 
 def _matrix_name(layer: Any) -> str:
@@ -225,7 +217,7 @@ def _matrix_work(layer: nn.Module) -> Work | None:
     per_row, stored = 2 * sizes[0] * sizes[1], sum(tensor.nbytes for tensor in stored_tensors(layer))
 
     def work(args: tuple[Any, ...]) -> Phase:
-        x: torch.Tensor | Rows = args[1]
+        x: torch.Tensor = args[1]
         return Phase(per_row * x.shape[:-1].numel(), stored)
 
     return work

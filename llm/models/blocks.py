@@ -6,7 +6,7 @@ these parameters; a difference of three lines is a parameter here, not a copy th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,12 +15,9 @@ from torch import nn
 
 from llm.base.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
-from llm.kernels.reference.rows import Rows, takes_rows
 from llm.layers.activation import GeluAndMul, NewGELU, ReLU, SiluAndMul
 from llm.layers.attention import Attention
-from llm.layers.attention.rotary import is_fused, rotate_and_attend
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from llm.layers.fusion import Fusion
 from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from llm.layers.logits import LogitsProcessor
 from llm.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
@@ -128,8 +125,6 @@ class DecoderConfig:
 
 
 class DecoderAttention(nn.Module):
-    input_product = "qkv_proj"
-
     def __init__(
         self, config: DecoderConfig, options: BuildOptions, index: int, rotary: RotaryEmbedding | None, prefix: str
     ) -> None:
@@ -160,19 +155,13 @@ class DecoderAttention(nn.Module):
             soft_cap=config.attention_soft_cap,
         )
 
-    @takes_rows
-    def forward(self, hidden: torch.Tensor | Rows, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         query, key, value = self.qkv_proj(hidden).split_with_sizes(self.sizes, dim=-1)
         if self.q_norm is not None:
             query, key = self._normalise(self.q_norm, query), self._normalise(self.k_norm, key)
-        if self.rotary_emb is None:
-            return self.o_proj(self.attn(query, key, value, batch))
-        return self.o_proj(rotate_and_attend(self.rotary_emb, self.attn, query, key, value, batch))
-
-    def fused_operations(self) -> Iterator[tuple[nn.Module, str]]:
-        """(operation, what computes it too), for `llm.explain()`; beside what a `Fusion` declares."""
-        if self.rotary_emb is not None and is_fused(self.rotary_emb, self.attn):
-            yield self.rotary_emb, "the KV cache's kernel"
+        if self.rotary_emb is not None:
+            query, key = self.rotary_emb(batch.positions, query, key)
+        return self.o_proj(self.attn(query, key, value, batch))
 
     def _normalise(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
         if not self.norm_per_head:
@@ -181,9 +170,6 @@ class DecoderAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    input_product = "gate_up_proj"
-    activated = Fusion("act_fn", "down_proj")
-
     def __init__(self, config: DecoderConfig, options: BuildOptions, prefix: str) -> None:
         super().__init__()
         common: dict[str, Any] = {
@@ -198,15 +184,11 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", **common)
         self.act_fn = GATED_ACTIVATIONS[config.activation]()
 
-    @takes_rows
-    def forward(self, hidden: torch.Tensor | Rows) -> torch.Tensor:
-        return self.down_proj(self.activated(self.gate_up_proj(hidden)))
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
 
 
 class PlainMLP(nn.Module):
-    input_product = "up_proj"
-    activated = Fusion("act_fn", "down_proj")
-
     def __init__(self, config: DecoderConfig, options: BuildOptions, prefix: str) -> None:
         super().__init__()
         common: dict[str, Any] = {
@@ -219,9 +201,8 @@ class PlainMLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", **common)
         self.act_fn = ACTIVATIONS[config.activation]()
 
-    @takes_rows
-    def forward(self, hidden: torch.Tensor | Rows) -> torch.Tensor:
-        return self.down_proj(self.activated(self.up_proj(hidden)))
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(hidden)))
 
 
 class DecoderLayer(nn.Module):
@@ -231,9 +212,6 @@ class DecoderLayer(nn.Module):
     `post_attention_layernorm` and `post_feedforward_layernorm` on the blocks' outputs; "both" has all four, the one
     before the feed-forward called `pre_feedforward_layernorm`. Hugging Face's names.
     """
-
-    attention_input = Fusion("input_layernorm", "self_attn")
-    mlp_input = Fusion("norm_before_mlp", "mlp")
 
     def __init__(
         self, config: DecoderConfig, options: BuildOptions, index: int, rotary: RotaryEmbedding | None, prefix: str
@@ -265,11 +243,11 @@ class DecoderLayer(nn.Module):
         """Takes and returns (what the last block added, the residual stream before it)."""
         if self.placement == "post":
             return self._forward_post(hidden + residual, batch)
-        hidden, residual = self.attention_input(hidden, residual)
+        hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, batch)
         if self.placement == "both":
             hidden = self.post_attention_layernorm(hidden)
-        hidden, residual = self.mlp_input(self._scale(hidden), residual)
+        hidden, residual = self.norm_before_mlp(self._scale(hidden), residual)
         hidden = self.mlp(hidden)
         if self.placement == "both":
             hidden = self.post_feedforward_layernorm(hidden)

@@ -13,7 +13,6 @@ from torch import nn
 
 from llm.base.errors import CheckpointError
 from llm.kernels.reference.quantized import dequantize
-from llm.kernels.reference.rows import Rows, marked, takes_rows
 from llm.quantization.base import EmbeddingMethodBase, WeightLoader
 from llm.quantization.kernels import computed_by, has_kernel, quantized_op
 from llm.quantization.quantizer import IntegerWeight
@@ -48,7 +47,6 @@ class IntegerMethod(EmbeddingMethodBase):
         self._linear = quantized_op(self.linear_op)
         self._embedding = quantized_op("embedding_int8")
         self.invariant = has_kernel(self.linear_op)
-        self.fuses = self.invariant and marked(self._multiply, takes_rows)
         self.kernel = computed_by(self.linear_op)
 
     def create_weights(
@@ -80,10 +78,7 @@ class IntegerMethod(EmbeddingMethodBase):
         except ValueError as error:
             raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
 
-    @takes_rows
-    def apply(self, layer: Any, x: torch.Tensor | Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if isinstance(x, Rows):
-            return self._multiply(layer, x, bias)
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         return self._multiply(layer, rows, bias).view(*x.shape[:-1], layer.packed_weight.n)
 
@@ -133,7 +128,7 @@ class IntegerMethod(EmbeddingMethodBase):
         return self._scales[1]
 
     def _multiply(self, layer: Any, rows: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """rows float32 [M, K] -> [M, N]; where it is marked with `takes_rows`, rows may be `Rows`."""
+        """rows float32 [M, K] -> [M, N]."""
         raise NotImplementedError
 
 

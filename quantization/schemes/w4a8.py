@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from llm.base.errors import CheckpointError
-from llm.kernels.reference.rows import Rows, takes_rows
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import register_scheme
 from llm.quantization.schemes.base import IntegerMethod
@@ -32,6 +31,5 @@ class W4A8Dynamic(IntegerMethod):
         if weight.zero is not None:
             raise CheckpointError("W4A8 computes symmetric weights; this layer has zero points.")
 
-    @takes_rows
-    def _multiply(self, layer: Any, rows: torch.Tensor | Rows, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._linear(rows, layer.packed_weight, layer.weight_scale, self.group_size, bias)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from llm.base.errors import CheckpointError
-from llm.kernels.reference.rows import Rows, takes_rows
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import register_scheme
 from llm.quantization.schemes.base import IntegerMethod, one_scale_per_row
@@ -27,8 +26,7 @@ class W8A8Dynamic(IntegerMethod):
         super().check(weight)
         one_scale_per_row(weight, self.scheme)
 
-    @takes_rows
-    def _multiply(self, layer: Any, rows: torch.Tensor | Rows, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._linear(rows, layer.packed_weight, self._row_scale(layer), bias)
 
 
@@ -65,7 +63,6 @@ class W8A8Static(IntegerMethod):
         weight.input_scale, weight.input_offset = self.input_scale, self.input_offset
         return weight
 
-    @takes_rows
-    def _multiply(self, layer: Any, rows: torch.Tensor | Rows, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         scale = self._row_scale(layer)
         return self._linear(rows, layer.packed_weight, scale, self.input_scale, self.input_offset, bias)

@@ -31,15 +31,8 @@ void llm_linear_weight_only(int64_t, const float*, const uint8_t*, const void*, 
                             int64_t, const float*, float*, int64_t, int64_t, int64_t, int64_t);
 }
 
-#include "row_source.h"
 
 extern "C" {
-void llm_fused_w8a8(const void*, const float*, const float*, float*, const int8_t*, const int32_t*, const float*, float, int64_t,
-                    const float*, float*, int64_t, int64_t, int64_t, int64_t);
-void llm_fused_w4a8(const void*, const float*, const float*, float*, const uint8_t*, const void*, int64_t, int64_t, int64_t,
-                    int64_t, const float*, float*, int64_t, int64_t, int64_t, int64_t);
-void llm_fused_bf16(const void*, const float*, const float*, float*, int64_t, const void*, const float*, float*, int64_t, int64_t, int64_t,
-                    int64_t);
 }
 
 int run_step_kernels();  // kernels_driver_step.cpp
@@ -116,28 +109,6 @@ void integers(int64_t m, int64_t n, int64_t k) {
     calls += 9;
 }
 
-// The same products of rows that they compute: norms with and without a residual, activations with and without a second half.
-void fused(int64_t m, int64_t n, int64_t k) {
-    Exactly<float> x(m * k), wide(m * 2 * k), residual(m * k), total(m * k), weight(k), y(m * n), scale(n);
-    Exactly<int8_t> panels(up(n, 16) * up(k, 4));
-    Exactly<uint8_t> nibbles(up(n, 16) * up(k, 8) / 2);
-    Exactly<uint16_t> halves(up(n, 16) * up(k, 2));
-    Exactly<int32_t> sums(up(n, 16));
-    for (int64_t kind = 0; kind < 4; ++kind) {
-        const bool gated = kind >= llm::RowOperation::GATE_FIRST, norm = kind == llm::RowOperation::NORM;
-        const llm::RowOperation operation{kind, 0, {kind, 0, weight.data, nullptr, 0, 0.0f, 1e-5f}};
-        const float* from = gated ? wide.data : x.data;
-        const float* added = norm && n % 2 ? residual.data : nullptr;
-        llm_fused_w8a8(&operation, from, added, total.data, panels.data, sums.data, scale.data, 0.0f, 0, nullptr, y.data, m, n, k, 1);
-        llm_fused_w8a8(&operation, from, added, total.data, panels.data, sums.data, scale.data, 0.5f, 3, nullptr, y.data, m, n, k, 1);
-        llm_fused_w4a8(&operation, from, added, total.data, nibbles.data, scale.data, 0, n, k, 1, nullptr, y.data, m, n, k, 1);
-#if defined(__AMX_TILE__)
-        llm_fused_bf16(&operation, from, added, total.data, 1 + n % 2 * 2, halves.data, nullptr, y.data, m, n, k, 1);
-#endif
-        calls += 3;
-    }
-}
-
 }  // namespace
 
 // With an argument: one read beyond a table, which the sanitizer must report.
@@ -159,7 +130,6 @@ int main(int argc, char**) {
                 floats<uint16_t>(1, m, n, k);
                 floats<uint16_t>(2, m, n, k);
                 integers(m, n, k);
-                if (n % 16 && m != 2 && m != 7) fused(m, n, k);
             }
     // More than one block of steps, of rows and of panels where there are matrix tiles.
     floats<uint16_t>(1, 130, 70, 40);

@@ -20,9 +20,6 @@ void llm_activation(int64_t, const float*, const float*, int64_t, float*, int64_
 void llm_soft_cap(float*, float, int64_t, int64_t);
 int64_t llm_rotary(const int64_t*, int64_t, const float*, int64_t, int64_t, int64_t, const float*, int64_t, float*, int64_t,
                    const float*, int64_t, float*, int64_t, int64_t, int64_t);
-int64_t llm_rotary_write_kv(const int64_t*, int64_t, const float*, int64_t, int64_t, int64_t, const float*, int64_t, float*,
-                            int64_t, const float*, int64_t, const float*, int64_t, int64_t, void*, void*, const int64_t*,
-                            int64_t, int64_t, int64_t, int64_t);
 void llm_log_softmax(const float*, float*, int64_t, int64_t, int64_t);
 void llm_argmax(const float*, float*, int64_t*, int64_t, int64_t, int64_t);
 void llm_top_k(const float*, int64_t, float*, int64_t*, int64_t, int64_t, int64_t);
@@ -83,28 +80,6 @@ void attention(int64_t kind, int64_t heads, int64_t kv_heads, int64_t size, int6
     need(llm_write_kv_cache(k.data, stride, v.data, stride, kind, keys.data, values.data, mapping.data, slots, length, kv_heads,
                             size, 1) == length - 1, "a slot outside of the cache was written");
     calls += 5;
-}
-
-// Query, key and value of each token side by side, as one product gives them; heads of `size` channels.
-template <class T> void rotary_and_cache(int64_t kind, int64_t tokens, int64_t size, int64_t pairs) {
-    const int64_t heads = 3, kv_heads = 2, slots = tokens + 5, panels = (slots + 15) / 16 + 1, length = 4;
-    const int64_t stride = (heads + 2 * kv_heads) * size;
-    Exactly<float> qkv(tokens * stride, 0.5f), out(tokens * heads * size), table(length * 2 * pairs);
-    Exactly<T> keys(panels * kv_heads * size * 16), values(panels * kv_heads * size * 16);
-    Exactly<int64_t> positions(tokens, length - 1), mapping(tokens);
-    for (int64_t i = 0; i < tokens; ++i) mapping.data[i] = slots - 1 - i;
-    const auto run = [&](int64_t halves) {
-        const float *key = qkv.data + heads * size, *value = key + kv_heads * size;
-        return llm_rotary_write_kv(positions.data, tokens, table.data, length, pairs, halves, qkv.data, stride, out.data, heads,
-                                   key, stride, value, stride, kind, keys.data, values.data, mapping.data, slots, kv_heads, size,
-                                   1);
-    };
-    need(run(0) == -1 && run(1) == -1, "a good token was refused");
-    mapping.data[tokens - 1] = slots;
-    need(run(1) == 2 * tokens - 1, "a slot outside of the cache was written");
-    positions.data[tokens - 1] = length;
-    need(run(1) == tokens - 1, "a position outside of the table was read");
-    calls += 4;
 }
 
 template <class T> void rows(int64_t kind, int64_t count, int64_t width) {
@@ -168,13 +143,6 @@ int run_step_kernels() {
                     attention<uint16_t>(1, 7, 1, size, block, window, 3, fresh);
                     attention<uint16_t>(2, 4, 4, size, block, window, 0, fresh);
                 }
-    for (int64_t tokens : {1, 40})
-        for (int64_t size : {2, 10, 64, 80})
-            for (int64_t pairs : {size / 2, size / 4}) {
-                rotary_and_cache<float>(0, tokens, size, pairs);
-                rotary_and_cache<uint16_t>(1, tokens, size, pairs);
-                rotary_and_cache<uint16_t>(2, tokens, size, pairs);
-            }
     for (int64_t count : {1, 3})
         for (int64_t width : {1, 2, 15, 16, 17, 63, 64, 65, 100}) {
             rows<float>(0, count, width);
