@@ -178,7 +178,7 @@ def test_w8a8_answers_are_vllms(recorded: dict[str, Any], vllm_model: LLM) -> No
 
 _PEAK = """
 import sys, threading, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + "/quantization"]
 from test_quant_engine import sampled_peak
 from llm import LLM
 import torch
