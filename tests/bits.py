@@ -27,8 +27,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "as stored": {},
     "dtype=bfloat16": {"dtype": "bfloat16"},
     **{name: {"quantization": name} for name in ("w8a8", "w8a16", "w4a8", "w4a16")},
-    "w4a8 in groups of 32": {"quantization": {"scheme": "w4a8", "group_size": 32}},
-    "w4a16 in groups of 32": {"quantization": {"scheme": "w4a16", "group_size": 32}},
+    "w4a8 in groups of 16": {"quantization": {"scheme": "w4a8", "group_size": 16}},
+    "w4a16 in groups of 16": {"quantization": {"scheme": "w4a16", "group_size": 16}},
 }
 LIMITS: dict[str, Any] = {
     "max_model_len": 64,
