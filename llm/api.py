@@ -22,7 +22,8 @@ from llm.base.errors import (
 )
 from llm.base.names import known_names
 from llm.config import compilation, env
-from llm.config.arguments import CALLS, METHODS, check_arguments
+from llm.config.arguments import CALLS, check_arguments
+from llm.config.elsewhere import METHODS
 from llm.config.engine import EngineArgs, EngineConfig
 from llm.engine.build import build_engine
 from llm.engine.engine import Engine, EngineStats

@@ -1,29 +1,29 @@
-"""SamplingParams: what a user may ask of one request, validated on construction.
+"""SamplingParams: the parameters of one request, validated on construction.
 
-Owns fields, defaults and ranges: vLLM's names and semantics, but for what this table lists. Does not own what needs a
-model to judge (token ids in range, room in the context): see `llm/engine/preprocess.py`.
+Owns fields, defaults and ranges, with vLLM's names and semantics except for the table below. Checks that need a model
+(token ids in range, room in the context) are in `llm/engine/preprocess.py`.
 
     Different from vLLM, on purpose
-    max_tokens                  default None, the room that the context leaves; vLLM: 16
+    max_tokens                  default None, until the context is full; vLLM: 16
     n > 1 and greedy            n equal completions; vLLM refuses it
-    seed                        one without is derived from the engine's and recorded in the output; n completions share
-                                a seed and differ in the sample index their draws are keyed by; vLLM: seed + i
+    seed                        None is derived from the engine's seed and recorded in the output; n completions share
+                                a seed and differ in the sample index that keys their draws; vLLM: seed + i
     max_logprobs                no limit unless `LLM(max_logprobs=)` sets one; vLLM: 20
     bad_words                   both spellings, with and without a leading space, are always barred; vLLM leaves the
                                 second out when it has another number of tokens
-    ignore_eos and min_tokens   EOS can be drawn before min_tokens too, for it ends nothing; vLLM bars it
-    logit_bias                  numbers as they are, -inf included; NaN and +inf are refused
-    top_k, top_p, min_p         kept as given when the temperature is 0 (they have no effect); vLLM resets them
+    ignore_eos and min_tokens   EOS can be drawn before min_tokens too, as it ends nothing; vLLM bars it
+    logit_bias                  values are not clipped, -inf is allowed; NaN and +inf are refused
+    top_k, top_p, min_p         unchanged (without effect) when the temperature is 0; vLLM resets them
     errors                      `ValidationError`, a ValueError with `.parameter` and `.value`
 
     Beyond vLLM
-    logits_processors           callables for this request alone, Hugging Face's `LogitsProcessor` objects among them
+    logits_processors           callables for this request alone, or Hugging Face's `LogitsProcessor` objects
     truncate_prompt_tokens      keep the last tokens of a prompt that is too long
     origins, print(params)      where each value came from (`RequestOutput.params`)
 
     Of vLLM's fields, not here: watermarking, thinking_token_budget (see `EndThinkingLogitsProcessor`), stream_interval,
-    skip_clone, prompt_logprob_token_ids, prompt_logprob_start. `_ELSEWHERE` says what to do without these, without
-    names that vLLM has dropped and those of transformers.
+    skip_clone, prompt_logprob_token_ids, prompt_logprob_start. `llm/config/elsewhere.py` says what to do instead of
+    these, of names that vLLM has dropped, and of transformers' names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llm.base.checks import (
     as_list,
@@ -48,8 +48,12 @@ from llm.base.checks import (
     refuse,
 )
 from llm.base.names import known_fields
+from llm.config.elsewhere import SAMPLING
 
-# Below this a temperature means greedy, and between it and MIN_TEMPERATURE it is raised to that: vLLM's two constants.
+if TYPE_CHECKING:
+    import torch
+
+# vLLM's constants: a temperature below the first means greedy, and any other below the second is raised to it.
 GREEDY_EPSILON = 1e-5
 MIN_TEMPERATURE = 1e-2
 MAX_N = 16384
@@ -58,23 +62,6 @@ MAX_LOGPROB_TOKEN_IDS = 128
 _FLAGS = (
     "flat_logprobs ignore_eos detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"
 ).split()
-_ELSEWHERE = {
-    "best_of": "draw n completions with logprobs=0 and keep those of the largest cumulative_logprob",
-    "do_sample": "temperature=0 is greedy, any other temperature samples",
-    "early_stopping": "it is one of BeamSearchParams, for LLM.beam_search",
-    "eos_token_id": "stop_token_ids ends at further ids, and ignore_eos goes on at the model's own",
-    "guided_decoding": "use structured_outputs=StructuredOutputsParams(...)",
-    "length_penalty": "it is one of BeamSearchParams, for LLM.beam_search",
-    "max_length": "max_tokens limits what is generated, and LLM(max_model_len=...) prompt and output together",
-    "num_beams": "use LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))",
-    "num_return_sequences": "its name is n",
-    "prompt_logprob_token_ids": "prompt_logprobs=-1 returns those of every token",
-    "skip_clone": "params are never changed here, so nothing has to be cloned",
-    "stream_interval": "LLM.stream yields text as it comes",
-    "thinking_token_budget": "load EndThinkingLogitsProcessor, of llm.sampling.logits_processors",
-    "use_beam_search": "use LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))",
-    "watermarking": "text is not watermarked; write a logits processor that does it",
-}
 
 
 class RequestOutputKind(Enum):
@@ -91,9 +78,9 @@ class RepetitionDetectionParams:
     """End a request whose output repeats itself, with `finish_reason="repetition"`.
 
     Args:
-        max_pattern_size: longest pattern looked for, in tokens; 0: none.
+        max_pattern_size: longest pattern searched for, in tokens; 0: none.
         min_pattern_size: shortest; 0 means 1.
-        min_count: how many times in a row the pattern must stand at the end of the output, at least 2.
+        min_count: how many times the pattern must repeat at the end of the output, at least 2.
     """
 
     max_pattern_size: int = 0
@@ -109,14 +96,14 @@ class RepetitionDetectionParams:
 @known_fields()
 @dataclass
 class StructuredOutputsParams:
-    """What the output must be: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar` or
-    `json_object`; the other fields are settings of these, under vLLM's names.
+    """A constraint on the output: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar` or
+    `json_object`. The other fields are settings of these, under vLLM's names.
 
-    JSON is written compactly, whatever `disable_any_whitespace` says, and `\\d`, `\\w`, `\\s` are ASCII's. Needs
-    llguidance. `CompletionOutput.structured` says what became of it.
+    JSON is generated without whitespace, whatever `disable_any_whitespace` says. `\\d`, `\\w` and `\\s` match ASCII
+    only. Needs llguidance. `CompletionOutput.structured` holds the outcome.
     """
 
-    json: str | dict[str, Any] | None = None
+    json: str | Mapping[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -132,48 +119,47 @@ class StructuredOutputsParams:
             refuse("structured_outputs", given, f"given exactly one of {', '.join(kinds)}")
 
 
-@known_fields(_ELSEWHERE)
+@known_fields(SAMPLING)
 @dataclass(repr=False)
 class SamplingParams:
     """How to sample one request.
 
     Args:
-        n: how many completions to draw for the prompt, 1 to 16384; the prompt is computed once.
-        presence_penalty: taken from the logit of every token that is in the output, -2 to 2.
-        frequency_penalty: taken as often as the token is in the output, -2 to 2.
-        repetition_penalty: divides positive and multiplies negative logits of the tokens in prompt and output, above 0.
+        n: number of completions of the prompt, 1 to 16384; the prompt is computed once.
+        presence_penalty: subtracted from the logit of every token in the output, -2 to 2.
+        frequency_penalty: subtracted once for each occurrence of the token in the output, -2 to 2.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output, above 0.
         temperature: 0 (below 1e-5) is greedy; up to 2.
-        top_p: draw among the fewest likeliest tokens whose probabilities sum to top_p, in (0, 1].
+        top_p: draw among the smallest set of likeliest tokens whose probabilities sum to top_p, in (0, 1].
         top_k: draw among the k likeliest tokens; 0 or -1: all.
         min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
-        seed: makes the draws reproducible, 0 to 2**64 - 1; None (or -1): one is derived and recorded in the output.
-        stop: string or strings that end the text (left out of it unless `include_stop_str_in_output`).
+        seed: makes the draws reproducible, 0 to 2**64 - 1; None (or -1): one is derived, and recorded in the output.
+        stop: string or strings that end the text; not part of it unless `include_stop_str_in_output`.
         stop_token_ids: token ids that end the request.
-        ignore_eos: do not end at the model's EOS.
-        max_tokens: most tokens to generate; None: until the context is full.
+        ignore_eos: do not stop at the model's EOS.
+        max_tokens: maximum number of generated tokens; None: until the context is full.
         min_tokens: EOS and stop tokens cannot be drawn before this many tokens, and stop strings do not end the text.
-        logprobs: how many top logprobs to return per generated token, next to the sampled one's; 0: only that one;
-            -1: the whole vocabulary.
+        logprobs: number of top logprobs per generated token, beside the sampled token's; 0: only that one; -1: all.
         prompt_logprobs: the same per prompt token.
-        logprob_token_ids: return, per generated token, the logprobs of these ids in place of the top ones.
-        flat_logprobs: return logprobs as `FlatLogprobs`, a few flat lists, in place of a list of dicts.
+        logprob_token_ids: return the logprobs of these ids per generated token, instead of the top ones.
+        flat_logprobs: return logprobs as `FlatLogprobs` (flat lists) instead of a list of dicts.
         detokenize: False leaves `text` empty.
         skip_special_tokens: leave special tokens out of `text`.
-        spaces_between_special_tokens: False changes nothing with a tokenizer that has a tokenizer.json, which never
-            writes such spaces, and is refused with any other.
+        spaces_between_special_tokens: False has no effect with a tokenizer.json, which never writes such spaces, and is
+            refused with any other tokenizer.
         include_stop_str_in_output: keep the stop string or stop token in `text`.
-        output_kind: accepted for vLLM's sake; `generate` returns final outputs.
-        structured_outputs: what the output must be, a `StructuredOutputsParams`.
+        output_kind: accepted for compatibility with vLLM; `generate` returns final outputs.
+        structured_outputs: a constraint on the output, a `StructuredOutputsParams`.
         logit_bias: token id -> number added to its logit.
         allowed_token_ids: the only token ids that may be drawn.
-        extra_args: for logits processors.
-        bad_words: words that may not appear; the token that would complete one is barred.
-        skip_reading_prefix_cache: compute the whole prompt; None: only where prompt_logprobs need it.
+        extra_args: arguments of logits processors.
+        bad_words: words that may not appear; the token that would complete one is masked.
+        skip_reading_prefix_cache: compute the whole prompt; None: only if prompt_logprobs need it.
         repetition_detection: end a request that repeats itself.
         logits_processors: callables (output ids, logits [vocab]) or (prompt ids, output ids, logits) -> logits, or
             Hugging Face's `LogitsProcessor`s, for this request, applied after all others and before the penalties;
             the `n` completions share them.
-        truncate_prompt_tokens: keep so many of the prompt's last tokens; -1: as many as leave room for max_tokens.
+        truncate_prompt_tokens: keep this many of the prompt's last tokens; -1: as many as leave room for max_tokens.
 
     Raises:
         ValidationError: a field is out of its range (`.parameter`, `.value`).
@@ -209,23 +195,23 @@ class SamplingParams:
     bad_words: list[str] | None = None
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: RepetitionDetectionParams | None = None
-    logits_processors: list[Callable[..., Any]] | None = None
+    logits_processors: list[Callable[..., torch.Tensor]] | None = None
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self._origins: dict[str, tuple[Any, str]] = {}
-        # What the engine adds to its own copy: every id that ends the request, and bad_words as token ids.
+        self._origins: dict[str, tuple[object, str]] = {}
+        # Set by the engine on its own copy: every id that ends the request, and bad_words as token ids.
         self.all_stop_token_ids: frozenset[int] = frozenset()
         self.bad_words_token_ids: list[list[int]] = []
-        self.structure: Any = None  # `structured_outputs` compiled, see llm.sampling.structured.compile.Structure
+        self.structure: Any = None  # compiled `structured_outputs`, a llm.sampling.structured.compile.Structure
         self._normalise()
         self.validate()
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
-        """As the constructor, with None for whatever was not said, and OpenAI's rules for `logit_bias`: keys may be
-        strings, and values are kept within -100 and 100."""
+        """The constructor with None for defaults, and OpenAI's rules for `logit_bias`: keys may be strings, and values
+        are clipped to -100 and 100."""
         bias = fields.get("logit_bias")
         if bias is not None:
             fields["logit_bias"] = {int(key): min(100.0, max(-100.0, value)) for key, value in bias.items()}
@@ -326,20 +312,16 @@ class SamplingParams:
             refuse("logit_bias", self.logit_bias, "a dict from token id to number")
         for token, bias in self.logit_bias.items():
             check_integer("logit_bias", token, 0)
-            if not is_real(bias) or not bias < math.inf:  # NaN is on no side
+            if not is_real(bias) or not bias < math.inf:  # false for NaN
                 refuse("logit_bias", bias, "a dict from token id to a number below infinity")
 
     def _validate_objects(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):
             refuse("output_kind", self.output_kind, "a RequestOutputKind")
-        if self.extra_args is not None and not isinstance(self.extra_args, dict):
-            refuse("extra_args", self.extra_args, "a dict or None")
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
-            refuse("structured_outputs", self.structured_outputs, "a StructuredOutputsParams or None")
-        if self.repetition_detection is not None and not isinstance(
-            self.repetition_detection, RepetitionDetectionParams
-        ):
-            refuse("repetition_detection", self.repetition_detection, "a RepetitionDetectionParams or None")
+        kinds = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
+        for name, kind in {"extra_args": dict, **kinds}.items():
+            if not isinstance(value := getattr(self, name), kind | None):
+                refuse(name, value, f"a {kind.__name__} or None")
         for processor in self.logits_processors or []:
             if not callable(processor) or isinstance(processor, type):
                 refuse("logits_processors", processor, "a list of callables (classes go to LLM(logits_processors=))")
@@ -350,7 +332,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as the list it was normalised to."""
+        """`stop` as a list."""
         return self.stop if isinstance(self.stop, list) else []
 
     @property
@@ -358,13 +340,13 @@ class SamplingParams:
         return not (self.prompt_logprobs is not None or self.skip_reading_prefix_cache)
 
     def clone(self) -> SamplingParams:
-        """A validated copy that shares no list or dict with this one; other objects in `extra_args` are shared."""
+        """A validated copy that shares no list or dict with this one. Other objects in `extra_args` are shared."""
         cloned = dataclasses.replace(self, extra_args=copy_containers(self.extra_args))
         cloned._origins = dict(self._origins)
         return cloned
 
     def copy_validated(self) -> SamplingParams:
-        """As `clone`, of params that were just validated: one clone serves many rows, each of which gets a copy."""
+        """`clone` without validating again, for one request each of params that were just validated."""
         copied = copy.copy(self)
         copied.extra_args = copy_containers(self.extra_args)
         copied._origins = dict(self._origins)
@@ -372,11 +354,11 @@ class SamplingParams:
 
     @property
     def origins(self) -> dict[str, str]:
-        """Field -> where its value came from: "default", "given", or what was recorded when it was filled in."""
+        """Field -> origin of its value: "default", "given", or the origin recorded by `set_from`."""
         return {name: self._origin(name) for name in _FIELDS}
 
-    def set_from(self, origin: str, **fields: Any) -> None:
-        """Fill in fields and record where their values came from; no checks."""
+    def set_from(self, origin: str, **fields: object) -> None:
+        """Set fields and record the origin of their values, without checks."""
         for name, value in fields.items():
             setattr(self, name, value)
             self._origins[name] = (value, origin)
@@ -392,23 +374,23 @@ class SamplingParams:
         return value == default or (default is None and value == [])
 
     def __repr__(self) -> str:
-        """A constructor call of what is not at its default."""
+        """A constructor call with the fields that differ from their defaults."""
         shown = [f"{name}={getattr(self, name)!r}" for name in _FIELDS if not self._is_default(name)]
         return f"SamplingParams({', '.join(shown)})"
 
     def __str__(self) -> str:
-        """With recorded origins a table of value and origin, of what is not at its default; otherwise the repr."""
+        """With recorded origins, a table of the fields that differ from their defaults; else the repr."""
         if not self._origins:
             return repr(self)
         shown = [name for name in _FIELDS if self._origin(name) != "default"]
         return "\n".join(f"{name:<24} {getattr(self, name)!r}  ({self._origin(name)})" for name in shown)
 
 
-_FIELDS: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(SamplingParams)}
+_FIELDS: dict[str, object] = {item.name: item.default for item in dataclasses.fields(SamplingParams)}
 
 
-def __getattr__(name: str) -> Any:
-    """`BeamSearchParams` stands here in vLLM, and once did `GuidedDecodingParams`."""
+def __getattr__(name: str) -> object:
+    """vLLM has `BeamSearchParams` here, and used to have `GuidedDecodingParams`."""
     if name == "BeamSearchParams":
         from llm.beam_search import BeamSearchParams
 

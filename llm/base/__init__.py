@@ -1,1 +1,1 @@
-"""What everything else stands on: errors, checks of single values, names of arguments, the progress bar."""
+"""What every other module may import: errors, checks of single values, argument names, the progress bar."""

@@ -1,4 +1,4 @@
-"""`Bar`, the progress bar of this project: tqdm's own, in a terminal or a notebook, leaving nothing behind."""
+"""`Bar`, the progress bar of this project: tqdm's, without a thread or process of its own."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ import contextlib
 import sys
 import threading
 import warnings
-from typing import Any
 
 from tqdm import TqdmWarning
 
 with warnings.catch_warnings():
-    # In a notebook without ipywidgets tqdm draws text, and would advise to install them.
+    # In a notebook without ipywidgets tqdm draws text, and would advise installing them.
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
 
 class Bar(tqdm):
-    """A bar without tqdm's monitor thread, and without its lock of multiprocessing, which can start a process.
+    """tqdm's bar without its monitor thread and without its multiprocessing lock, which can start a process.
 
-    Where it cannot be drawn, there is none: a terminal that went away, or a full disk behind `2> file`, does not end
-    the call whose progress it shows.
+    A bar that cannot be drawn disables itself: a closed terminal or a full disk behind `2> file` does not end the call.
     """
 
     monitor_interval = 0
     _lock = threading.RLock()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         if sys.stderr is None:
             kwargs["disable"] = True
         super().__init__(*args, **kwargs)
 
-    def display(self, *args: Any, **kwargs: Any) -> Any:
+    def display(self, *args: object, **kwargs: object) -> bool:
         try:
             return super().display(*args, **kwargs)
         except OSError:

@@ -1,7 +1,7 @@
 """Every exception this project raises on purpose.
 
-Owns the exception types and the one-sentence style: what was wrong, the value, what would be right. Does not own the
-checks; each stands next to the thing it checks. Messages never contain prompt text.
+Owns the exception types. A message is one sentence: what was wrong, the value, what would be right. Each check stands
+beside the thing it checks, not here. Messages never contain prompt text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ValidationError(LLMError, ValueError):
         value: what was passed.
     """
 
-    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None):
+    def __init__(self, message: str, *, parameter: str | None = None, value: object = None):
         super().__init__(message)
         self.parameter = parameter
         self.value = value
@@ -38,11 +38,11 @@ class CheckpointError(LLMError, ValueError):
 
 
 class UnsupportedModelError(LLMError, ValueError):
-    """The checkpoint asks for an architecture or an option that no registered model computes."""
+    """The checkpoint asks for an architecture or an option that no registered model supports."""
 
 
 class OutOfMemoryError(LLMError, MemoryError):
-    """A limit was checked before allocation and does not fit (the KV budget, for example)."""
+    """Something would not fit in memory, checked before allocation (the KV cache, for example)."""
 
 
 class PluginError(LLMError, RuntimeError):
@@ -58,18 +58,18 @@ class EngineBusyError(LLMError, RuntimeError):
 
 
 class SamplingError(LLMError):
-    """No token can be drawn for a row: every logit is -inf, or one is NaN. Ends the row, not the call."""
+    """No token can be drawn for a request: every logit is -inf, or one is NaN. Ends the request, not the call."""
 
 
 class LogitsProcessorError(LLMError, RuntimeError):
-    """A batch-level logits processor raised, or returned what are no logits; `__cause__` is its own exception."""
+    """A batch-level logits processor raised, or did not return logits; `__cause__` is its own exception."""
 
 
 class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a call: the step in progress was finished, the call's rows were dropped, the engine is usable.
+    """Ctrl-C during a call: the current step was finished, the call's requests were dropped, the engine is usable.
 
     Attributes:
-        outputs: one entry per prompt in order; a `RequestOutput` for rows that had finished, else None.
+        outputs: one entry per prompt in order: a `RequestOutput` where the request had finished, else None.
     """
 
     def __init__(self, outputs: list[Any]):

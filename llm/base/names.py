@@ -1,6 +1,6 @@
-"""Arguments that a function or a dataclass does not have: one sentence that names the nearest it has.
+"""Unknown keyword arguments of a function or dataclass: one sentence that names the nearest known one.
 
-Owns the decorators. Python's own TypeError says less, and programs could not ask it which argument it was.
+Owns the decorators. Python's own TypeError names no alternative and has no attribute for the argument's name.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from llm.base.errors import ArgumentError, nearest
 
@@ -19,11 +19,11 @@ _NOWHERE: Mapping[str, str] = {}
 
 
 def known_names(what: str, elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function whose keyword arguments are checked before it is called.
+    """A decorator that checks the names of keyword arguments before the function is called.
 
     Args:
-        what: what messages call it.
-        elsewhere: names that it does not have -> what to do instead.
+        what: the function's name in messages.
+        elsewhere: a name that the function does not have -> what to do instead.
 
     Raises, when the function is called: ArgumentError.
     """
@@ -44,17 +44,16 @@ def known_names(what: str, elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[
 
 
 def known_fields(elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[[C], C]:
-    """As `known_names`, for the constructor of a dataclass."""
+    """`known_names` for the constructor of a dataclass."""
 
     def decorate(cls: C) -> C:
-        constructor: Any = cls.__init__  # type: ignore[misc]
-        cls.__init__ = known_names(cls.__name__, elsewhere)(constructor)  # type: ignore[misc]
+        cls.__init__ = known_names(cls.__name__, elsewhere)(cls.__init__)  # type: ignore[misc]
         return cls
 
     return decorate
 
 
-def _unknown(what: str, name: str, value: Any, known: list[str], elsewhere: Mapping[str, str]) -> ArgumentError:
+def _unknown(what: str, name: str, value: object, known: list[str], elsewhere: Mapping[str, str]) -> ArgumentError:
     if name in elsewhere:
         message = f"{what} has no argument {name!r}; {elsewhere[name]}."
     else:

@@ -1,12 +1,12 @@
-"""What was asked, what was decided and why: `llm.config.VllmConfig` and its parts, under vLLM's names.
+"""The engine's configuration, `llm.config.VllmConfig` and its parts, under vLLM's names.
 
-Owns the public names. They load on first use: `llm.config.env` is read before anything imports torch.
+Owns the public names. They load on first use, so that `llm.config.env` can be read before torch is imported.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llm.config.compilation import CompilationConfig as CompilationConfig
@@ -33,7 +33,7 @@ _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = list(_MODULES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'llm.config' has no attribute {name!r}")
     return getattr(importlib.import_module(f"llm.config.{_MODULES[name]}"), name)

@@ -1,12 +1,12 @@
-"""What becomes of every constructor argument of vLLM's `LLM`: honoured, accepted, or refused.
+"""What happens to every constructor argument of vLLM's `LLM`: it is honoured, accepted, or refused.
 
-Owns the one table, `ARGUMENTS`, of the names that `vllm.LLM(...)` takes (its parameters and every `EngineArgs` field of
-0.32 and 0.33, and a few that older scripts still carry), and the judgement of those that our `LLM` has no parameter
-for. Does not own the checks of honoured arguments: each stands with the code that honours it.
+Owns the table `ARGUMENTS` of the names that `vllm.LLM(...)` takes: its parameters, every `EngineArgs` field of 0.32 and
+0.33, and a few that older scripts still use. Owns the check of those that our `LLM` has no parameter for. Honoured
+arguments are checked by the code that honours them.
 
 The rule: an argument that cannot change the answers of one process on one device is ACCEPTED, with a note under
-`verbose`; one that would change them, or that the caller relies on, is REFUSED, except at the values (vLLM's default
-among them) that ask for nothing. Nothing is ignored in silence.
+`verbose`. One that would change them, or that the caller relies on, is REFUSED, except at the values that ask for
+nothing, vLLM's default among them. Nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from llm.base.errors import ArgumentError, ValidationError, nearest
+from llm.config import elsewhere
 from llm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class Argument:
-    """The verdict on one constructor argument.
+    """What happens to one constructor argument.
 
     Attributes:
         status: "honoured" (a parameter of our `LLM`), "accepted" (changes no answer) or "refused".
         note: one sentence; for "accepted" why it is harmless, for "refused" why and, after a semicolon, what to do
             instead; "" for "honoured".
-        harmless: for "refused", the values that ask for nothing and so pass.
+        harmless: for "refused", the values that ask for nothing and are accepted.
     """
 
     status: Literal["honoured", "accepted", "refused"]
     note: str
-    harmless: tuple[Any, ...] = ()
+    harmless: tuple[object, ...] = ()
 
 
 def _honoured(*names: str) -> dict[str, Argument]:
@@ -44,15 +45,15 @@ def _accepted(note: str, *names: str) -> dict[str, Argument]:
     return {name: Argument("accepted", note) for name in names}
 
 
-def _refused(note: str, **harmless: Any) -> dict[str, Argument]:
-    """Each keyword is a name with the value that passes; a tuple holds several such values."""
+def _refused(note: str, **harmless: object) -> dict[str, Argument]:
+    """Each keyword is an argument's name with its harmless value, or a tuple of several."""
     return {
         name: Argument("refused", note, values if isinstance(values, tuple) else (values,))
         for name, values in harmless.items()
     }
 
 
-_UNSET: tuple[Any, ...] = (None, {})
+_UNSET: tuple[object, ...] = (None, {})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
     # --- Parameters of our LLM; device, calibration and verbose are not vLLM's. ------------------------------------
@@ -315,82 +316,39 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
 
 ARGUMENTS: dict[str, Argument] = {name: argument for group in _GROUPS for name, argument in group.items()}
 
-# Arguments that methods do not have, those of vLLM's among them -> what to do instead; see `llm.base.names`.
+# Keyword arguments that methods do not have -> what to do instead; see `llm.base.names`.
 CALLS: dict[str, str] = {
     **{
         item.name: f"it is a field of SamplingParams: pass sampling_params=SamplingParams({item.name}=...)"
         for item in fields(SamplingParams)
     },
-    "chat_template_content_format": "text and parts of text are both taken, as the template needs them; leave it out",
-    "max_new_tokens": "pass sampling_params=SamplingParams(max_tokens=...)",
-    "mm_processor_kwargs": "prompts are text; leave it out",
-    "prompt": "its name is prompts",
-    "prompt_token_ids": "pass [{'prompt_token_ids': ids}, ...], or the lists of ids themselves, as prompts",
-    "stream": "use LLM.stream(prompt, sampling_params), which yields text as it comes",
-    "tokenization_kwargs": "tokenize with LLM.get_tokenizer() and pass token ids, or use truncate_prompt_tokens",
-}
-
-_NO_POOLING = "only text generation is offered; use a library such as sentence-transformers"
-_ONE_CALL = "pass all prompts to one call of LLM.generate or LLM.chat"
-# Attributes of vLLM's LLM that ours does not have -> what to do instead.
-METHODS: dict[str, str] = {
-    **dict.fromkeys(("embed", "encode", "classify", "reward"), _NO_POOLING),
-    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), _ONE_CALL),
-    "score": f"{_NO_POOLING}, or LLM.loglikelihood for how likely a text is",
-    "sleep": "close it with LLM.close() and build a new one later",
-    "wake_up": "it never sleeps",
-    "get_metrics": "LLM.stats counts steps, tokens and seconds",
-    "start_profile": "wrap the call in torch.profiler",
-    "stop_profile": "wrap the call in torch.profiler",
-    "llm_engine": "the engine is driven by LLM's methods alone",
-    "model_config": "it is LLM.config.model_config",
-    "collective_rpc": "there are no workers; the model is in this process",
-    "apply_model": "there are no workers; the model is in this process",
-    "get_world_size": "an LLM runs on one device",
-    "shutdown": "its name is close",
-}
-# Names from other libraries' constructors -> ours.
-_ELSEWHERE: dict[str, str] = {
-    "torch_dtype": "its name is dtype",
-    "model_name": "its name is model",
-    "model_path": "its name is model",
-    "model_id": "its name is model",
-    "pretrained_model_name_or_path": "its name is model",
-    "device_map": "its name is device",
-    "n_ctx": "its name is max_model_len",
-    "max_seq_len": "its name is max_model_len",
-    "max_length": "its name is max_model_len",
-    "load_in_8bit": "pass quantization='w8a8'",
-    "load_in_4bit": "pass quantization='w4a16'",
-    "n_threads": "threads are PyTorch's; call torch.set_num_threads(n)",
-    "num_threads": "threads are PyTorch's; call torch.set_num_threads(n)",
-    "temperature": "it is a field of SamplingParams",
-    "max_tokens": "it is a field of SamplingParams",
+    **elsewhere.CALLS,
 }
 
 _HONOURED = [name for name, argument in ARGUMENTS.items() if argument.status == "honoured"]
 _SECRETS = frozenset({"hf_token"})  # never shown in a message
 
 
-def check_arguments(extra: Mapping[str, Any]) -> list[str]:
-    """Judge constructor arguments that `LLM` does not take itself.
+def check_arguments(extra: Mapping[str, object]) -> list[str]:
+    """Check constructor arguments that are no parameter of `LLM`.
 
     Returns:
-        One note per accepted argument, "name: why it changes nothing", to be shown under `verbose`.
+        One note per accepted argument, "name: why it changes nothing", shown under `verbose`.
 
     Raises:
-        ValidationError: a refused value, or, as an ArgumentError, a name that nobody knows (`.parameter`, `.value`).
-        TypeError: a name of the table that `LLM` should have taken as its own parameter: our mistake, not the user's.
+        ValidationError: a refused value.
+        ArgumentError: a name that neither vLLM nor this library has.
+        TypeError: an honoured name, which `LLM` should have as a parameter: a bug here, not the user's mistake.
     """
     return [note for name, value in extra.items() if (note := _judge(name, value))]
 
 
-def _judge(name: str, value: Any) -> str:
-    """The note to show for one argument, "" when there is nothing to say."""
+def _judge(name: str, value: object) -> str:
+    """The note for one argument, "" when there is none."""
     argument = ARGUMENTS.get(name)
     if argument is None:
-        if name in _ELSEWHERE:
-            raise ArgumentError(f"LLM has no argument {name!r}; {_ELSEWHERE[name]}.", parameter=name, value=value)
+        if instead := elsewhere.CONSTRUCTOR.get(name):
+            raise ArgumentError(f"LLM has no argument {name!r}; {instead}.", parameter=name, value=value)
         hint = nearest(name, _HONOURED) or nearest(name, ARGUMENTS) or f" It takes {', '.join(_HONOURED)}."
         raise ArgumentError(f"LLM has no argument {name!r}, and neither has vLLM's.{hint}", parameter=name, value=value)
     if argument.status == "honoured":
@@ -403,8 +361,8 @@ def _judge(name: str, value: Any) -> str:
     return ""
 
 
-def _equal(value: Any, harmless: Any) -> bool:
-    """`value == harmless` as one bool; False for what has no such answer (an array of several elements)."""
+def _equal(value: object, harmless: object) -> bool:
+    """`value == harmless` as one bool; False if the comparison has no single result (an array of several elements)."""
     try:
         return bool(value == harmless)
     except (TypeError, ValueError, RuntimeError):

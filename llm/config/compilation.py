@@ -1,8 +1,8 @@
-"""Which operations run their own kernels and which plain PyTorch: `LLM(compilation_config=...)`, by vLLM's rules.
+"""Which operations run their kernels and which run plain PyTorch: `LLM(compilation_config=...)`, by vLLM's rules.
 
-Owns `CompilationConfig`: parsing, contradictions, and for each operation the verdict with its reason. Does not own the
-binding, which is `CustomOp`'s. Nothing is captured or compiled as a whole: a mode other than NONE compiles the native
-forward of each operation that is turned off.
+Owns `CompilationConfig`: parsing, contradictions, and whether each operation is on, with the reason. `CustomOp` binds
+the forward. There is no graph capture, and the model is not compiled as a whole: a mode other than NONE compiles the
+`forward_native` of each operation that is off.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from llm.base.errors import ValidationError, nearest
 
 BASE_MODES = ("all", "none")
-# vLLM's keys that only steer graph capture and its caches; there is no capture here, so they change no answer.
+# vLLM's keys that only configure graph capture and its caches. There is no capture here, so they change no answer.
 HARMLESS_KEYS = frozenset(
     "cudagraph_mode cudagraph_capture_sizes cudagraph_num_of_warmups cudagraph_copy_inputs max_cudagraph_capture_size "
     "cudagraph_specialize_lora cache_dir compile_cache_save_format compile_sizes compile_ranges_split_points "
@@ -38,8 +38,8 @@ class CompilationConfig:
     """Which `CustomOp`s are on.
 
     Attributes:
-        mode: NONE computes as written; any other compiles the `forward_native` of the operations that are off.
-        backend: what compiles: "inductor", "eager" (nothing does), or "" for the platform's own choice.
+        mode: NONE compiles nothing; any other compiles the `forward_native` of the operations that are off.
+        backend: the compiler: "inductor", "eager" (none), or "" for the platform's choice.
         custom_ops: "all" or "none", then "+op" and "-op"; one string may hold several, separated by commas. Without
             "all" or "none" it is "none" where `mode` is not NONE and `backend` is "inductor", and "all" otherwise.
 
@@ -59,10 +59,11 @@ class CompilationConfig:
         _check_contradictions(self.custom_ops)
 
     @classmethod
-    def of(cls, value: Any, *, default_backend: str = "inductor") -> CompilationConfig:
-        """From what a user passes: None, a mode (3, "NONE"), a dict of the attributes, JSON, or a `CompilationConfig`.
+    def of(cls, value: object, *, default_backend: str = "inductor") -> CompilationConfig:
+        """Parse a user's value: None, a mode (3, "NONE"), a dict of the attributes, JSON, or a `CompilationConfig`.
 
-        Raises `ValidationError` naming the key that is wrong.
+        Raises:
+            ValidationError: names the key that is wrong.
         """
         given = _as_dict(value)
         if not given.get("backend"):
@@ -75,13 +76,13 @@ class CompilationConfig:
 
     @property
     def base_mode(self) -> str:
-        """ "all" or "none": what holds for an operation that `custom_ops` does not name."""
+        """ "all" or "none": the state of operations that `custom_ops` does not name."""
         said = [item for item in self.custom_ops if item in BASE_MODES]
         return said[0] if said else "none" if self.compiles and self.backend == "inductor" else "all"
 
     @property
     def compiles(self) -> bool:
-        """Whether the operations that are off have their `forward_native` compiled, one by one."""
+        """True if the `forward_native` of each operation that is off is compiled."""
         return self.mode is not CompilationMode.NONE and self.backend != "eager"
 
     @property
@@ -90,7 +91,7 @@ class CompilationConfig:
         return tuple(item[1:] for item in self.custom_ops if item not in BASE_MODES)
 
     def judge(self, op: str) -> tuple[bool, str]:
-        """(whether the operation named `op` is on, which item decided)."""
+        """(True if the operation named `op` is on, the item that decided)."""
         for item in (f"+{op}", f"-{op}"):
             if item in self.custom_ops:
                 return item.startswith("+"), item
@@ -102,13 +103,13 @@ class CompilationConfig:
         return f"custom_ops={ops} mode={self.mode.name} backend={self.backend}"
 
 
-def notes(value: Any) -> list[str]:
-    """What became of the keys of `value` (as `CompilationConfig.of` takes it) that have no effect here."""
+def notes(value: object) -> list[str]:
+    """One note for each key of `value` (as `CompilationConfig.of` takes it) that has no effect here."""
     keys = [key for key in _as_dict(value) if key in HARMLESS_KEYS]
     return [f"compilation_config: {key} changes nothing: there is no graph capture." for key in keys]
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
+def _as_dict(value: object) -> dict[str, Any]:
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
             value = json.loads(value)
@@ -134,7 +135,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
     raise _invalid("compilation_config", value, "a dict such as {'custom_ops': ['none']}, a mode of 0 to 3, or None")
 
 
-def _parse_mode(value: Any) -> CompilationMode:
+def _parse_mode(value: object) -> CompilationMode:
     names = {mode.name: mode for mode in CompilationMode} | {str(int(mode)): mode for mode in CompilationMode}
     if not isinstance(value, bool) and str(value).upper() in names:
         return names[str(value).upper()]
@@ -143,7 +144,7 @@ def _parse_mode(value: Any) -> CompilationMode:
     raise _invalid("mode", value, "0 to 3 or one of " + ", ".join(mode.name for mode in CompilationMode))
 
 
-def _parse_ops(value: Any) -> tuple[str, ...]:
+def _parse_ops(value: object) -> tuple[str, ...]:
     """Items in order; a string, alone or in a list, may hold several."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, Iterable) or isinstance(items, Mapping):
@@ -167,6 +168,6 @@ def _check_contradictions(items: tuple[str, ...]) -> None:
         raise _invalid("custom_ops", list(items), f"either '+' or '-' for {', '.join(both)}")
 
 
-def _invalid(name: str, value: Any, right: str) -> ValidationError:
+def _invalid(name: str, value: object, right: str) -> ValidationError:
     where = "" if name == "compilation_config" else "compilation_config: "
     return ValidationError(f"{where}{name} must be {right}, got {value!r}.", parameter=name, value=value)

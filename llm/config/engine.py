@@ -1,6 +1,6 @@
-"""The engine's configuration: what was asked (`EngineArgs`), what was decided (`EngineConfig`), and why.
+"""The engine's configuration: the arguments (`EngineArgs`), and the decisions with their reasons (`EngineConfig`).
 
-Owns defaults. Everything is resolved once, frozen, and carries its reason; nothing is changed afterwards.
+Owns the defaults. Every value is resolved once and then frozen.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,9 +22,12 @@ from llm.config.parts import ObservabilityConfig as ObservabilityConfig
 from llm.config.parts import ParallelConfig as ParallelConfig
 from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 DEFAULT_MAX_NUM_SEQS = 256
-# Enough rows for a GEMM to run at full speed. The temporaries of larger steps are too large for the heap: the C library
-# maps them anew for every operation, and fetching their pages costs more than the larger step saves.
+# Enough tokens for a GEMM to run at full speed. The temporaries of larger steps are too large for malloc's heap: they
+# are mapped anew for every operation, and the page faults cost more than the larger step saves.
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,24 +36,24 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """What the user asked, under vLLM's names; None: not said. `LLM.__init__` documents each."""
+    """The user's arguments, under vLLM's names; None: not given. `LLM.__init__` documents each."""
 
     model: str | Path
     tokenizer: str | Path | None = None
-    dtype: Any = "auto"
-    quantization: Any = None
+    dtype: str | torch.dtype = "auto"
+    quantization: str | Mapping[str, object] | None = None
     calibration: Sequence[str] | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
-    kv_cache_dtype: Any = "auto"
+    kv_cache_dtype: str | torch.dtype = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     seed: int | None = 0
     revision: str | None = None
-    hf_overrides: Mapping[str, Any] | None = None
+    hf_overrides: Mapping[str, object] | None = None
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     chat_template: str | None = None
@@ -58,9 +61,9 @@ class EngineArgs:
     max_logprobs: int = -1
     device: str = "auto"
     generation_config: str = "auto"
-    compilation_config: Any = None
+    compilation_config: object = None  # parsed by `CompilationConfig.of`
     logprobs_mode: str = "raw_logprobs"
-    logits_processors: Any = None
+    logits_processors: object = None  # loaded by `llm.sampling.logits_processors.loading`
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
@@ -81,14 +84,14 @@ class EngineArgs:
             refuse("max_logprobs", self.max_logprobs, "an integer of at least -1 (-1: no limit)")
 
     def why(self, name: str) -> str:
-        """The reason of an argument that is taken as it is."""
+        """The reason of an argument that is used as given: "default" or "asked for"."""
         default = {item.name: item.default for item in fields(self)}[name]
         return "default" if getattr(self, name) == default else "asked for"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`dtype` is the type of activations; `weight_dtype` that of stored weights."""
+    """The model. `dtype`: of activations; `weight_dtype`: of stored weights."""
 
     model: str
     tokenizer: str
@@ -105,7 +108,7 @@ class ModelConfig:
     revision: str | None = None
     logprobs_mode: str = "raw_logprobs"
 
-    # What logits processors written for vLLM ask of it.
+    # Read by logits processors that were written for vLLM.
     trust_remote_code = False
     tokenizer_mode = "auto"
     tokenizer_revision = None
@@ -117,8 +120,8 @@ class ModelConfig:
         return self.vocab_size
 
     @property
-    def hf_config(self) -> Any:
-        """transformers' object of the model's config.json as it stands there; imports transformers."""
+    def hf_config(self) -> PretrainedConfig:
+        """The model's config.json as transformers reads it, unchanged by `hf_overrides`; imports transformers."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(
@@ -126,14 +129,14 @@ class ModelConfig:
         )
 
     @property
-    def hf_text_config(self) -> Any:
-        """Of `hf_config` the part that describes the language model: all of it, where there is nothing else."""
+    def hf_text_config(self) -> PretrainedConfig:
+        """The part of `hf_config` that describes the language model; all of it for a text-only model."""
         return self.hf_config.get_text_config()
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """`num_blocks` counts the blocks of one KV group that can be handed out."""
+    """The KV cache. `num_blocks`: allocatable blocks of one KV cache group."""
 
     block_size: int
     num_blocks: int
@@ -151,10 +154,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig(ConfigForPlugins):
-    """Everything that was decided. `print(llm.config)` shows each value with its reason.
+    """Every decision. `print(llm.config)` shows each value with its reason.
 
     Attributes:
-        invariant: whether answers are bit-identical however requests were batched.
+        invariant: True if answers are bit-identical however requests are batched.
         reasons: field name -> why it has its value.
         quant_config: the `llm.quantization.base.QuantizationConfig` of the weights, None when they are floats.
     """
@@ -174,22 +177,22 @@ class EngineConfig(ConfigForPlugins):
             lines += [self._line(item.name, getattr(part, item.name)) for item in fields(part)]
         return "\n".join(lines)
 
-    def _line(self, name: str, value: Any) -> str:
-        shown = f"{value / GIB:.3f} GiB" if name.endswith("_bytes") else _shown(value)
+    def _line(self, name: str, value: object) -> str:
+        shown = f"{value / GIB:.3f} GiB" if isinstance(value, int) and name.endswith("_bytes") else _shown(value)
         reason = self.reasons.get(name)
         return f"{name:<24} {shown}" + (f"  ({reason})" if reason else "")
 
 
-# Under this name a logits processor written for vLLM imports it.
+# vLLM's name, which logits processors import.
 VllmConfig = EngineConfig
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(value) or "[]"
     return value.name if isinstance(value, CompilationMode) else str(value).removeprefix("torch.")
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         refuse(name, value, "an integer of at least 1, or None")

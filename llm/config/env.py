@@ -1,7 +1,7 @@
 """The environment variables this project reads, in one table.
 
-Owns names, meanings and parsing. A malformed value raises; it is never swallowed. Values are read when asked for, so a
-notebook can set one before `LLM(...)`.
+Owns names, meanings and parsing. A malformed value raises. Values are read at each call, so a notebook can set one
+before `LLM(...)`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLES: dict[str, str] = {
     "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
 }
 
-# How alike a name must be to one of the table (difflib's ratio) to be taken for it.
+# difflib ratio from which on a name is taken for a misspelt one of the table.
 _MISSPELT = 0.75
 
 
@@ -35,7 +35,7 @@ def warn_of_unknown() -> None:
 
 @functools.cache
 def _warn_of(name: str) -> None:
-    """Other programs have variables that begin so too: only what is close to one of ours is taken for it."""
+    """Warn only of close matches: other programs have LLM_* variables too."""
     if close := difflib.get_close_matches(name, VARIABLES, n=1, cutoff=_MISSPELT):
         logging.getLogger("llm").warning("the environment variable %s is not known; did you mean %s?", name, close[0])
 

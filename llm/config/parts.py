@@ -1,6 +1,6 @@
-"""Sub-configs that code written for vLLM reads, logits processors and plugins, and that have one value here.
+"""Sub-configs that logits processors and plugins written for vLLM read, and that have one value here.
 
-Owns nothing that is decided: one device in one process, no adapters, no speculation. `llm.config` holds what is.
+Owns no decision: one device in one process, no adapters, no speculation. Decisions are in `llm.config.engine`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """JSON is written compactly, so no whitespace can loop."""
+    """JSON is generated without whitespace, so whitespace cannot repeat without end."""
 
     backend: str = "guidance"
     disable_any_whitespace: bool = True
@@ -62,7 +62,7 @@ class ObservabilityConfig:
 
 
 class ConfigForPlugins:
-    """Base of `EngineConfig`: what vLLM's has beside what is decided here."""
+    """Base of `EngineConfig`: attributes of vLLM's config that are fixed here."""
 
     parallel_config = ParallelConfig()
     structured_outputs_config = StructuredOutputsConfig()
@@ -80,7 +80,7 @@ class ConfigForPlugins:
 
     @property
     def additional_config(self) -> dict[str, object]:
-        """A plugin is handed no options; a new, empty dict."""
+        """Options for a plugin: there are none, so a new, empty dict."""
         return {}
 
     @property

@@ -1,9 +1,8 @@
-"""The decisions that need only numbers: memory, lengths, batch sizes, types. Each comes with its reason."""
+"""Decisions from numbers alone: KV cache size, lengths, batch sizes, dtypes. Each comes with its reason."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ _BYTES_PER_ID = 4
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What the KV budget allows. `num_blocks` as in `CacheConfig`; `reasons` by field name."""
+    """The KV cache that fits. `num_blocks` as in `CacheConfig`; `reasons` by field name."""
 
     max_model_len: int
     num_blocks: int
@@ -42,20 +41,20 @@ def plan_memory(
     requested_bytes: int | None,
     free_bytes: int,
 ) -> MemoryPlan:
-    """Choose the KV budget and, when `max_model_len` is None, the longest sequence that fits it.
+    """Choose the size of the KV cache and, when `max_model_len` is None, the longest sequence that fits it.
 
     Args:
-        bytes_per_token: of all layers together.
-        longest: the most positions the model was made for.
+        bytes_per_token: KV cache bytes of one token in all layers together.
+        longest: the model's maximum number of positions.
         requested_bytes: `kv_cache_memory_bytes`, or None.
-        free_bytes: what is free once the weights are loaded.
+        free_bytes: memory that is free once the weights are loaded.
 
     Raises:
-        ValidationError: `max_model_len` is beyond what the model was made for.
-        OutOfMemoryError: not even one sequence fits; says what would.
+        ValidationError: `max_model_len` exceeds `longest`.
+        OutOfMemoryError: not even one sequence fits; the message says what would.
     """
     if max_model_len is not None and max_model_len > longest:
-        refuse("max_model_len", max_model_len, f"at most {longest}, what the model was made for")
+        refuse("max_model_len", max_model_len, f"at most {longest}, the model's maximum")
     block_bytes = bytes_per_token * block_size
     per_sequence = -(-(max_model_len or longest) // block_size)
     useful = max_num_seqs * per_sequence * block_bytes
@@ -64,27 +63,29 @@ def plan_memory(
     least = 1 if max_model_len is None else per_sequence
     if num_blocks < least:
         what = f"one block ({block_size} tokens)" if max_model_len is None else f"max_model_len={max_model_len}"
-        holds = least * block_bytes
-        within_reach = requested_bytes is not None or holds <= free_bytes
+        needed = least * block_bytes
+        within_reach = requested_bytes is not None or needed <= free_bytes
         smaller = ", or lower block_size" if block_size > DEFAULT_BLOCK_SIZE and max_model_len is None else ""
         raise OutOfMemoryError(
-            f"a sequence of {what} needs {holds} bytes of KV cache and the budget is {budget} ({reason}); "
-            f"{_what_would_fit(num_blocks * block_size, holds if within_reach else None)}{smaller}."
+            f"a sequence of {what} needs {needed} bytes of KV cache and the budget is {budget} ({reason}); "
+            f"{_what_would_fit(num_blocks * block_size, needed if within_reach else None)}{smaller}."
         )
+    fitted, why = _sequence_length(max_model_len, longest, num_blocks * block_size)
     reasons = {
         "kv_cache_memory_bytes": f"{reason}; memory is touched when used",
         "num_blocks": f"{block_bytes:,} bytes each",
+        "max_model_len": why,
     }
-    if max_model_len is not None:
-        reasons["max_model_len"] = "asked for"
-        return MemoryPlan(max_model_len, num_blocks, num_blocks * block_bytes, reasons)
-    fitted = min(longest, num_blocks * block_size)
-    reasons["max_model_len"] = (
-        "what the model was made for"
-        if fitted == longest
-        else f"the KV budget holds no longer sequence; the model was made for {longest}"
-    )
     return MemoryPlan(fitted, num_blocks, num_blocks * block_bytes, reasons)
+
+
+def _sequence_length(max_model_len: int | None, longest: int, tokens: int) -> tuple[int, str]:
+    """(max_model_len, reason) when the KV cache holds `tokens`."""
+    if max_model_len is not None:
+        return max_model_len, "asked for"
+    if tokens >= longest:
+        return longest, "the model's maximum"
+    return tokens, f"the KV cache holds no longer sequence; the model's maximum is {longest}"
 
 
 def _kv_budget(requested: int | None, useful: int, free: int) -> tuple[int, str]:
@@ -95,10 +96,10 @@ def _kv_budget(requested: int | None, useful: int, free: int) -> tuple[int, str]
     return free // 2, f"half of the {free / GIB:.2f} GiB that are free beside the weights"
 
 
-def _what_would_fit(tokens: int, holds: int | None) -> str:
-    """`tokens`: the longest sequence that fits; `holds`: the budget that would be enough, None: more than is free."""
+def _what_would_fit(tokens: int, needed: int | None) -> str:
+    """`tokens`: the longest sequence that fits. `needed`: the bytes of the shortest, None: more than is free."""
     ways = [f"max_model_len={tokens} would fit"] if tokens else []
-    ways.append("free memory" if holds is None else f"kv_cache_memory_bytes={holds} would be enough")
+    ways.append("free memory" if needed is None else f"kv_cache_memory_bytes={needed} would be enough")
     return ", or ".join(ways)
 
 
@@ -106,8 +107,8 @@ def plan_scheduler(args: EngineArgs, max_model_len: int, free_bytes: int) -> tup
     """Batch sizes and their reasons.
 
     Raises:
-        ValidationError: whole prompts would not fit a step.
-        OutOfMemoryError: the token ids of so many rows, which are kept, would not fit `free_bytes`.
+        ValidationError: a whole prompt does not fit a step, with chunked prefill off.
+        OutOfMemoryError: the token ids of `max_num_seqs` batch rows, which are kept, do not fit `free_bytes`.
     """
     row_bytes = _BYTES_PER_ID * max_model_len
     if args.max_num_seqs is not None and args.max_num_seqs * row_bytes > free_bytes:
@@ -128,14 +129,14 @@ def plan_scheduler(args: EngineArgs, max_model_len: int, free_bytes: int) -> tup
 
 
 def resolve_dtype(
-    name: str, value: Any, auto: torch.dtype, allowed: tuple[torch.dtype, ...]
+    name: str, value: object, auto: torch.dtype, allowed: tuple[torch.dtype, ...]
 ) -> tuple[torch.dtype, str]:
-    """A dtype given as "auto", a name or a torch.dtype -> (dtype, reason); raises `ValidationError`."""
+    """(dtype, reason) of a dtype given as "auto", a name or a torch.dtype; raises `ValidationError`."""
     if value == "auto":
         return auto, "auto"
     known = {**DTYPES, "float": torch.float32, "half": torch.float16}
-    dtype = value if isinstance(value, torch.dtype) else known.get(value)
-    if dtype not in allowed:
+    dtype = known.get(value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
         names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in allowed))
         refuse(name, value, f"'auto' or one of {names}")
     return dtype, "asked for"

@@ -25,9 +25,9 @@ from llm import (
 )
 from llm.base.errors import CheckpointError, OutOfMemoryError, UnsupportedModelError
 from llm.config import EngineConfig
-from llm.config.arguments import _ELSEWHERE as _OTHERS
-from llm.config.arguments import ARGUMENTS, CALLS, METHODS
-from llm.sampling_params import _ELSEWHERE, RepetitionDetectionParams
+from llm.config.arguments import ARGUMENTS, CALLS
+from llm.config.elsewhere import CONSTRUCTOR, METHODS, SAMPLING
+from llm.sampling_params import RepetitionDetectionParams
 
 SECRET = "the launch code is 7731"
 
@@ -248,10 +248,10 @@ def test_the_older_name_of_structured_outputs_is_told() -> None:
 
 
 def test_what_is_done_instead_is_about_names_that_do_not_exist() -> None:
-    assert not set(_ELSEWHERE) & set(inspect.signature(SamplingParams).parameters)
+    assert not set(SAMPLING) & set(inspect.signature(SamplingParams).parameters)
     assert not set(CALLS) & set(inspect.signature(LLM.generate).parameters)
     assert not set(METHODS) & set(dir(LLM))
-    assert not set(_OTHERS) & set(ARGUMENTS)
+    assert not set(CONSTRUCTOR) & set(ARGUMENTS)
 
 
 def test_text_needs_a_tokenizer() -> None:

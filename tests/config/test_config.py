@@ -42,7 +42,7 @@ def test_print_shows_each_value_with_its_reason(llm: LLM) -> None:
     assert set(lines) == set(parts(llm.config))
     assert lines["max_num_seqs"] == "256  (default)"
     assert lines["dtype"].startswith("float32  (auto; ")
-    assert lines["max_model_len"] == "2048  (what the model was made for)"
+    assert lines["max_model_len"] == "2048  (the model's maximum)"
     assert lines["kv_cache_memory_bytes"].startswith("1.000 GiB  (all that ")
     assert max(len(line) for line in repr(llm.config).splitlines()) < 200
 
@@ -116,7 +116,7 @@ def test_max_model_len_fits_itself_to_a_small_budget() -> None:
     assert decided.max_model_len == 300 // 16 * 16
     assert "1024" in decided.reasons["max_model_len"]
     assert plan().max_model_len == 1024
-    assert plan(longest=1000, requested_bytes=MIB).max_model_len == 1000  # never beyond what the model was made for
+    assert plan(longest=1000, requested_bytes=MIB).max_model_len == 1000  # never beyond the model's maximum
 
 
 def test_a_length_that_was_asked_for_is_never_shortened() -> None:
