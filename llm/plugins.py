@@ -22,6 +22,8 @@ The contract of an out-of-tree accelerator, version 1. The host promises, until 
        of the cache and the two operations on it.
     5. Operations and layers: `@CustomOp.register_oot` and `@PluggableLayer.register_oot` (`llm.layers.custom_op`),
        keyed by the in-tree class name. `forward_oot` is bound first; inherited code never hides the replacement's.
+       What a platform plugin's hook or a module of its package registers applies on that platform alone; what anybody
+       else registers, a general plugin for one, on every platform.
     6. Quantization: `llm.quantization.registry.register_quantization_config` comes before the built-in methods;
        `Platform.verify_quantization` and `supported_quantization` refuse what the device cannot compute.
     7. State: a layer declares an `llm.forward.KVCacheSpec`; `Platform.update_kv_cache_specs` may replace the specs by
@@ -36,14 +38,17 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, cast
 
-from llm.base.errors import PluginError, ValidationError, nearest
+from llm.base.errors import LLMError, PluginError, ValidationError, nearest
 from llm.config import env
 
 CONTRACT_VERSION = 1
@@ -52,6 +57,8 @@ PLATFORM_PLUGINS = "llm.platform_plugins"
 GENERAL_PLUGINS = "llm.general_plugins"
 LOGITS_PROCESSORS = "llm.logits_processors"
 GROUPS = (PLATFORM_PLUGINS, GENERAL_PLUGINS, LOGITS_PROCESSORS)
+
+_ADVICE = "repair or uninstall it, leave it out of LLM_PLUGINS, or set LLM_PLUGIN_ERRORS=warn"
 
 logger = logging.getLogger("llm")
 C = TypeVar("C", bound=type)
@@ -77,7 +84,10 @@ class Plugin:
 # What was loaded, in order; a plugin that failed under LLM_PLUGIN_ERRORS=warn is there with None.
 _loaded: dict[Plugin, Any] = {}
 _called: set[Plugin] = set()
+# Platform plugin -> the environment it was last asked in, which may switch its device on or off, and its answer.
+_answers: dict[Plugin, tuple[dict[str, str], str | None]] = {}
 _lock = threading.RLock()
+_acting: ContextVar[Plugin | None] = ContextVar("llm_acting_plugin", default=None)
 
 
 def installed(group: str) -> tuple[Plugin, ...]:
@@ -125,11 +135,17 @@ def load_general_plugins() -> None:
 def ask_platform_plugins(plugins: Iterable[Plugin] | None = None) -> dict[Plugin, str | None]:
     """The class path that each platform plugin answers with, None where its device is absent. Raises as `load`.
 
+    A plugin is asked once per process, and again when the environment has changed.
+
     `plugins`: those to ask; None: every one that may be loaded.
     """
+    environment = dict(os.environ)
     with _lock:
         found = load(installed(PLATFORM_PLUGINS) if plugins is None else plugins)
-        return {plugin: guarded(plugin, "failed", function) for plugin, function in found.items()}
+        for plugin, function in found.items():
+            if plugin not in _answers or _answers[plugin][0] != environment:
+                _answers[plugin] = environment, guarded(plugin, "failed", function)
+        return {plugin: _answers[plugin][1] for plugin in found}
 
 
 def plugin_of(cls: type) -> str | None:
@@ -138,6 +154,23 @@ def plugin_of(cls: type) -> str | None:
     return next(
         (plugin.name for plugin, value in _loaded.items() if value is not None and plugin.module == module), None
     )
+
+
+def platforms_owning(cls: type) -> tuple[str, ...]:
+    """The platforms that a replacement registered now is meant for, by name; none: for every platform.
+
+    The plugin whose hook is running says it; when none is, the package that defines the class.
+    """
+    acting = _acting.get()
+    if acting is not None and acting.group == GENERAL_PLUGINS:
+        return ()
+    module = cls.__module__.partition(".")[0]
+    of_package = tuple(
+        plugin.name for plugin in _scan(tuple(sys.path)) if plugin.group == PLATFORM_PLUGINS and plugin.module == module
+    )
+    if of_package or acting is None or acting.group != PLATFORM_PLUGINS:
+        return of_package
+    return (acting.name,)
 
 
 def check_contract(version: Any, who: str) -> None:
@@ -150,20 +183,23 @@ def check_contract(version: Any, who: str) -> None:
         )
 
 
-def load_class(path: str, base: C, who: str) -> C:
+def load_class(path: str, base: C, who: str, plugin: Plugin | None = None) -> C:
     """The class at "package.module.Class" or "package.module:Class"; `who` names it, as messages say.
 
-    Raises `PluginError` when it cannot be imported or does not derive from `base`.
+    Raises `PluginError`, of `plugin`, when it cannot be imported or does not derive from `base`.
     """
     module, _, name = path.rpartition(":" if ":" in path else ".") if isinstance(path, str) else ("", "", "")
     if not module or not name:
-        raise PluginError(f"{who} must answer with a class path such as 'acme.runner.AcmeRunner', got {path!r}.")
+        message = f"{who} must answer with a class path such as 'acme.runner.AcmeRunner', got {path!r}."
+        raise PluginError(message, plugin=plugin)
     try:
         found: Any = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{who} names {path!r}, which cannot be imported: {_summary(error)}.") from error
+        message = f"{who} names {path!r}, which cannot be imported: {_summary(error)}."
+        raise PluginError(message, plugin=plugin) from error
     if not isinstance(found, type) or not issubclass(found, base):
-        raise PluginError(f"{who} names {path!r}, which does not derive from {base.__module__}.{base.__name__}.")
+        message = f"{who} names {path!r}, which does not derive from {base.__module__}.{base.__name__}."
+        raise PluginError(message, plugin=plugin)
     return cast(C, found)
 
 
@@ -186,15 +222,57 @@ def _import_entry(plugin: Plugin) -> Any:
 def guarded(plugin: Plugin, what: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call into a plugin: what goes wrong there is told with its name and package, see LLM_PLUGIN_ERRORS."""
     try:
-        return function(*args)
+        with _on_behalf_of(plugin):
+            return function(*args)
     except (Exception, SystemExit) as error:
         message = str(error).rstrip(".") if isinstance(error, PluginError) else f"{plugin} {what}: {_summary(error)}"
-        if env.get_choice("LLM_PLUGIN_ERRORS", ("RAISE", "WARN"), "RAISE") == "WARN":
+        if _only_warns():
             logger.warning("%s; it is left out.", message)
             return None
-        raise PluginError(
-            f"{message}; repair or uninstall it, leave it out of LLM_PLUGINS, or set LLM_PLUGIN_ERRORS=warn."
-        ) from error
+        raise PluginError(f"{message}; {_ADVICE}.") from error
+
+
+def hook(plugin: Plugin, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a plugin's platform, as the engine calls it: an exception becomes a `PluginError` of the plugin.
+
+    Errors of `llm.base.errors` pass: by them a platform says that it does not compute what was asked for.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with _on_behalf_of(plugin):
+                return function(*args, **kwargs)
+        except LLMError:
+            raise
+        except (Exception, SystemExit) as error:
+            message = f"{plugin}: {function.__name__} failed: {_summary(error)}; {_ADVICE}."
+            raise PluginError(message, plugin=plugin) from error
+
+    return called
+
+
+def leave_out(error: PluginError) -> bool:
+    """Whether to go on without the platform plugin that failed, as LLM_PLUGIN_ERRORS=warn says; warns then."""
+    if error.plugin is None or not _only_warns():
+        return False
+    logger.warning("%s; it is left out.", str(error).removesuffix(".").removesuffix(f"; {_ADVICE}"))
+    with _lock:
+        _loaded[error.plugin] = None
+    return True
+
+
+def _only_warns() -> bool:
+    return env.get_choice("LLM_PLUGIN_ERRORS", ("RAISE", "WARN"), "RAISE") == "WARN"
+
+
+@contextmanager
+def _on_behalf_of(plugin: Plugin) -> Iterator[None]:
+    token = _acting.set(plugin)
+    try:
+        yield
+    finally:
+        _acting.reset(token)
 
 
 def _summary(error: BaseException) -> str:

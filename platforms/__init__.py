@@ -41,12 +41,17 @@ def select_platform(device: str = "auto") -> tuple[Platform, str]:
         ValidationError: the name is not known, or its device is not there or cannot compute.
         PluginError: two plugins found their device, or one is broken.
     """
-    override = env.get("LLM_PLATFORM")
     if device != "auto":
         return _by_name(device, "device"), "asked for"
+    override = env.get("LLM_PLATFORM")
     if override is not None:
         return _by_name(override.strip().lower(), "LLM_PLATFORM"), f"LLM_PLATFORM={override}"
     return _plugged_in() or _built_in()
+
+
+def is_by_name(device: str) -> bool:
+    """Whether `device` or LLM_PLATFORM names the platform: then there is no going on without it."""
+    return device != "auto" or env.get("LLM_PLATFORM") is not None
 
 
 def _by_name(name: Any, parameter: str) -> Platform:
@@ -69,14 +74,15 @@ def _by_name(name: Any, parameter: str) -> Platform:
             parameter=parameter,
             value=name,
         )
-    path = plugins.ask_platform_plugins((found[name],)).get(found[name])
-    if path is None:
+    answers = plugins.ask_platform_plugins((found[name],))
+    path = answers.get(found[name])
+    if path is None and found[name] in answers:
         raise ValidationError(
             f"{parameter}={name!r} cannot be used: {found[name]} says that its device is not there.",
             parameter=parameter,
             value=name,
         )
-    plugged_in = _from_plugin(found[name], path)
+    plugged_in = None if path is None else _from_plugin(found[name], path)
     if plugged_in is None:
         raise PluginError(f"{parameter}={name!r} cannot be used: {found[name]} is broken and was left out.")
     return plugged_in
@@ -120,16 +126,26 @@ def _from_plugin(plugin: plugins.Plugin, path: str) -> Platform | None:
     def make() -> Platform:
         cls: Any = plugins.load_class(path, Platform, str(plugin))
         plugins.check_contract(getattr(cls, "contract_version", None), str(plugin))
-        return _instance(cls, plugin.name)
+        return _instance(cls, plugin.name, plugin)
 
     found: Platform | None = plugins.guarded(plugin, "failed while it was made", make)
     return found
 
 
 @functools.cache
-def _instance(cls: Any, name: str) -> Platform:
+def _instance(cls: Any, name: str, plugin: plugins.Plugin | None = None) -> Platform:
     """One object per class and process; a plugin registers what it brings as its own is made."""
     platform: Platform = cls()
     platform.name = name
     platform.pre_register_and_update()
+    if plugin is not None:
+        platform.plugin = plugin
+        _attribute_hooks(platform, plugin)
     return platform
+
+
+def _attribute_hooks(platform: Platform, plugin: plugins.Plugin) -> None:
+    """From now on what goes wrong in a method of the platform is told with its plugin's name."""
+    for name, method in vars(Platform).items():
+        if callable(method) and not name.startswith("_"):
+            setattr(platform, name, plugins.hook(plugin, getattr(platform, name)))

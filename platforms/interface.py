@@ -18,6 +18,7 @@ from llm.forward import KVCacheSpec
 
 if TYPE_CHECKING:
     from llm.config.engine import EngineArgs
+    from llm.plugins import Plugin
 
 
 class PlatformEnum(Enum):
@@ -46,6 +47,7 @@ class Platform:
         simple_compile_backend: what compiles the operations that are off, where the user does not say.
         supported_quantization: the methods it computes; None: every registered one.
         contract_version: of a plugin's, see `llm.plugins`; not of this package's own.
+        plugin: the one that brought it, None for this package's own.
     """
 
     name: str = ""
@@ -55,6 +57,7 @@ class Platform:
     simple_compile_backend: str = "inductor"
     supported_quantization: tuple[str, ...] | None = None
     contract_version: int
+    plugin: Plugin | None = None
 
     # --- Whether it is there. ---
 

@@ -119,4 +119,5 @@ class PagedAttention(AttentionBackend):
 def attention_backend(platform: Platform | None, head_size: int) -> type[AttentionBackend]:
     """The class that `platform` names for heads of this size; None: the paged one."""
     path = PAGED_ATTENTION if platform is None else platform.get_attn_backend_cls(head_size)
-    return load_class(path, AttentionBackend, f"{type(platform).__name__}.get_attn_backend_cls")
+    plugin = None if platform is None else platform.plugin
+    return load_class(path, AttentionBackend, f"{type(platform).__name__}.get_attn_backend_cls", plugin)

@@ -46,7 +46,15 @@ class OutOfMemoryError(LLMError, MemoryError):
 
 
 class PluginError(LLMError, RuntimeError):
-    """A plugin cannot be loaded, or breaks the contract of `llm.plugins`; the message names it and its package."""
+    """A plugin cannot be loaded, or breaks the contract of `llm.plugins`; the message names it and its package.
+
+    Attributes:
+        plugin: the `llm.plugins.Plugin` whose platform failed, so that start-up may go on without it; else None.
+    """
+
+    def __init__(self, message: str, *, plugin: Any = None):
+        super().__init__(message)
+        self.plugin = plugin
 
 
 class EngineClosedError(LLMError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Classes that may be constructed in another's place: the two registries, and who replaces what.
+"""Classes that may be constructed in another's place: the registries, and who replaces what on which platform.
 
 Owns `Replaceable`, the base of `CustomOp` and `PluggableLayer`. Does not own dispatch: `llm.base.custom_op`.
 """
@@ -10,14 +10,18 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from llm.base.construction import construction
 from llm.base.errors import ValidationError
-from llm.plugins import plugin_of
+from llm.plugins import platforms_owning, plugin_of
 
 T = TypeVar("T", bound=type)
 
-# Registered name -> in-tree class, and in-tree class name -> the class that is constructed in its place.
+# Registered name -> in-tree class.
 op_registry: dict[str, type[Replaceable]] = {}
+# In-tree class name -> the class that is constructed in its place, on every platform.
 op_registry_oot: dict[str, type[Replaceable]] = {}
+# Name of a plugin's platform -> the same, on that platform alone.
+platform_replacements: dict[str, dict[str, type[Replaceable]]] = {}
 
 
 class Replaceable(nn.Module):
@@ -32,7 +36,7 @@ class Replaceable(nn.Module):
     _is_base: ClassVar[bool] = True  # of a class itself, not of those that derive from it: no operation, replaces none
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        replacement = op_registry_oot.get(cls.__name__, cls)
+        replacement = _replacement(cls.__name__) or cls
         if issubclass(cls, replacement):
             return super().__new__(cls)
         if not issubclass(replacement, cls):
@@ -69,20 +73,24 @@ class Replaceable(nn.Module):
 
         def decorate(op_cls: T) -> T:
             _check_class(op_cls, Replaceable)
-            target = _target(op_cls, cls, name)
-            if _is_taken(op_registry_oot, target.__name__, op_cls):
-                raise _duplicate(target.__name__, op_registry_oot[target.__name__], "op_registry_oot")
-            op_registry_oot[target.__name__] = op_cls
+            target = _target(op_cls, cls, name).__name__
+            registries = {f"platform_replacements[{name!r}]": name for name in platforms_owning(op_cls)}
+            for label, platform in registries.items() or [("op_registry_oot", None)]:
+                registry = op_registry_oot if platform is None else platform_replacements.setdefault(platform, {})
+                if _is_taken(registry, target, op_cls):
+                    raise _duplicate(target, registry[target], label)
+                registry[target] = op_cls
             return op_cls
 
         return decorate if _decorated_op_cls is None else decorate(_decorated_op_cls)
 
 
 def replaced_class(cls: type) -> type | None:
-    """The in-tree class that `cls` is registered to replace, None when it replaces nothing."""
-    for key, replacement in op_registry_oot.items():
-        if replacement is cls:
-            return _base_named(cls, key)
+    """The in-tree class that `cls` is registered to replace on any platform, None when it replaces nothing."""
+    for registry in (op_registry_oot, *platform_replacements.values()):
+        for key, replacement in registry.items():
+            if replacement is cls:
+                return _base_named(cls, key)
     return None
 
 
@@ -91,6 +99,21 @@ def replacement_reason(cls: type) -> str:
     plugin = plugin_of(cls)
     who = f"replaced by plugin {plugin}" if plugin else f"replaced from {cls.__module__}"
     return f"{who}: {cls.__name__}"
+
+
+def _replacement(name: str) -> type[Replaceable] | None:
+    """What replaces the in-tree class `name` on the platform of the model under construction; two are an error."""
+    platform = construction().platform
+    anywhere = op_registry_oot.get(name)
+    here = platform_replacements.get(platform.name, {}).get(name) if platform is not None else None
+    if platform is None or here is None or anywhere is None:
+        return here or anywhere
+    raise ValidationError(
+        f"{name} is replaced twice on {platform.name}: by {here.__module__}.{here.__qualname__} of the platform and by "
+        f"{anywhere.__module__}.{anywhere.__qualname__}; op_registry_oot.pop({name!r}) removes the second.",
+        parameter="register_oot",
+        value=anywhere,
+    )
 
 
 def _target(op_cls: type, called_on: type, name: str | None) -> type:

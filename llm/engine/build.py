@@ -35,7 +35,14 @@ from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resolve_dty
 from llm.engine.block_manager import BlockManager
 from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
-from llm.engine.extensions import check_operations, kv_cache_specs, let_platform_update, reasons_of_update, what_varies
+from llm.engine.extensions import (
+    check_operations,
+    kv_cache_specs,
+    let_platform_update,
+    reasons_of_update,
+    what_varies,
+    without_broken_platforms,
+)
 from llm.engine.kv_cache import group_layers
 from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
@@ -118,6 +125,7 @@ class _Source:
     quantization: Resolved
 
 
+@without_broken_platforms
 @library_defaults()
 def build_engine(args: EngineArgs) -> BuiltEngine:
     """Build and load; raises the errors of `llm.base.errors`, before memory is allocated wherever that is possible."""
@@ -228,7 +236,10 @@ def _make_runner(
     processors: list[type[LogitsProcessor]],
 ) -> ModelRunner:
     runner_class = load_class(
-        platform.get_model_runner_cls(), ModelRunner, f"{type(platform).__name__}.get_model_runner_cls"
+        platform.get_model_runner_cls(),
+        ModelRunner,
+        f"{type(platform).__name__}.get_model_runner_cls",
+        platform.plugin,
     )
     try:
         return runner_class(model, specs, config, platform, processors)

@@ -5,11 +5,12 @@ Owns no registry. Everything here runs before memory is allocated.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -22,7 +23,29 @@ from llm.config.engine import EngineArgs
 from llm.forward import KVCacheSpec
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention
+from llm.platforms import is_by_name
 from llm.platforms.interface import Platform
+from llm.plugins import leave_out
+
+T = TypeVar("T")
+
+
+def without_broken_platforms(build: Callable[[EngineArgs], T]) -> Callable[[EngineArgs], T]:
+    """Decorates start-up: under LLM_PLUGIN_ERRORS=warn it begins again without a plugin's platform that has failed.
+
+    Not where the platform was asked for by name.
+    """
+
+    @functools.wraps(build)
+    def started(args: EngineArgs) -> T:
+        while True:
+            try:
+                return build(args)
+            except PluginError as error:
+                if is_by_name(args.device) or not leave_out(error):
+                    raise
+
+    return started
 
 
 def check_operations(compilation: CompilationConfig) -> None:
@@ -60,7 +83,8 @@ def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:
     if not isinstance(updated, EngineArgs):
         raise PluginError(
             f"{type(platform).__name__}.check_and_update_config must return the EngineArgs to go on with "
-            f"(dataclasses.replace makes them), got {updated!r}."
+            f"(dataclasses.replace makes them), got {updated!r}.",
+            plugin=platform.plugin,
         )
     return updated
 
@@ -79,6 +103,7 @@ def kv_cache_specs(platform: Platform, declared: Sequence[KVCacheSpec]) -> list[
     if len(updated) != len(declared) or not all(isinstance(spec, KVCacheSpec) for spec in updated):
         raise PluginError(
             f"{type(platform).__name__}.update_kv_cache_specs must return one KVCacheSpec for each of "
-            f"{len(declared)} attention layers, got {updated!r}."
+            f"{len(declared)} attention layers, got {updated!r}.",
+            plugin=platform.plugin,
         )
     return updated

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from embedded import GREEDY, PROMPTS, ROOT, open_llm, python, run, tokens
+from embedded import GREEDY, PROMPTS, open_llm, run, tokens
+from plugin_packages import in_plugin_process, install, install_platform, pip_install
 
 from llm import plugins
 from llm.base.errors import LLMError, PluginError, ValidationError
@@ -23,43 +21,6 @@ from llm.engine.extensions import kv_cache_specs, let_platform_update
 from llm.engine.model_runner import ModelRunner
 from llm.platforms import CpuPlatform, Platform, select_platform
 from llm.plugins import CONTRACT_VERSION, GENERAL_PLUGINS, PLATFORM_PLUGINS, load_class
-
-
-@pytest.fixture(autouse=True)
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test loads is forgotten afterwards."""
-    for name in ("LLM_PLUGINS", "LLM_PLUGIN_ERRORS", "LLM_PLATFORM"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(plugins, "_loaded", {})
-    monkeypatch.setattr(plugins, "_called", set())
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if name.startswith("made_up"):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
-def install(site: Path, package: str, code: str, **entries: str) -> None:
-    """What pip leaves: a module, and metadata with entry points ("platform" or "general", then name = object)."""
-    module = package.replace("-", "_")
-    (site / f"{module}.py").write_text(code)
-    folder = site / f"{module}-0.5.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.5\n")
-    groups: dict[str, list[str]] = {}
-    for key, value in entries.items():
-        kind, _, name = key.partition("__")
-        groups.setdefault(kind, []).append(f"{name} = {module}:{value}")
-    text = [f"[llm.{kind}]\n" + "\n".join(lines) for kind, lines in groups.items()]
-    (folder / "entry_points.txt").write_text("\n".join(text))
-    plugins._scan.cache_clear()
-
 
 COUNTING = "calls = []\ndef register(): calls.append(1)\n"
 
@@ -133,23 +94,6 @@ def test_a_malformed_setting_for_errors(site: Path, monkeypatch: pytest.MonkeyPa
 def test_a_broken_plugin_does_not_block_what_is_asked_for_by_name(site: Path) -> None:
     install(site, "made-up", BROKEN["failed"], platform_plugins__broken="register")
     assert select_platform("cpu")[0].name == "cpu"
-
-
-PLATFORM = """
-from llm.platforms.cpu import CpuPlatform
-calls = []
-class Gadget(CpuPlatform):
-    {version}
-    def pre_register_and_update(self): calls.append(1)
-class NoPlatform: ...
-def there(): return {path!r}
-"""
-
-
-def install_platform(site: Path, package: str, path: Any = None, version: str = "contract_version = 1") -> None:
-    module = package.replace("-", "_")
-    code = PLATFORM.format(version=version, path=path or f"{module}.Gadget")
-    install(site, package, code, **{f"platform_plugins__{module}": "there"})
 
 
 @pytest.mark.parametrize("path", ["made_up.Gadget", "made_up:Gadget"])
@@ -264,20 +208,9 @@ def test_hooks_that_answer_nonsense_are_refused() -> None:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that pip has installed acme and rival into."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    for name in ("acme", "rival"):
-        shutil.copytree(ROOT / "tests" / "plugins" / name, source / name)
-    offline = ["--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check", "--quiet"]
-    packages = [str(source / "acme"), str(source / "rival")]
-    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(target), *packages]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-3000:]
+    target = tmp_path_factory.mktemp("site")
+    pip_install(tmp_path_factory.mktemp("source"), target, "acme", "rival")
     return target
-
-
-def in_plugin_process(installed: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = f"import sys; sys.path.append({str(installed)!r})\n"
-    return python("-c", path + code, env={"LLM_PLUGINS": "acme", **environment})
 
 
 END_TO_END = """
