@@ -25,19 +25,19 @@ from llm.config import compilation, env
 from llm.config.arguments import CALLS, check_arguments
 from llm.config.elsewhere import METHODS
 from llm.config.engine import EngineArgs, EngineConfig
-from llm.engine.build import build_engine
 from llm.engine.engine import Engine, EngineStats
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, warn_of_errors
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.progress import Progress, check_use_tqdm
-from llm.explain import Explanation, explain_engine
+from llm.explain import Explanation
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutput
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import load_logits_processor, qualified_name
 from llm.sampling_params import SamplingParams
 from llm.scoring import Scoring
+from llm.startup.build import build_engine
 
 if TYPE_CHECKING:
     from llm.quantize.report import QuantizationReport
@@ -169,6 +169,7 @@ class LLM(Scoring):
         built = build_engine(args)
         self._engine = built.engine
         self._default_params = built.default_params
+        self._is_quantized = built.is_quantized
         self._preprocessor = Preprocessor(
             built.engine.config.model_config, built.engine.tokenizer, built.engine.eos_token_ids
         )
@@ -323,8 +324,7 @@ class LLM(Scoring):
     def explain(self) -> Explanation:
         """What every operation, pluggable layer and quant method of the model is, and why; print it, or see it as HTML
         in a notebook."""
-        engine = self._open_engine()
-        return explain_engine(engine.runner, self.config)
+        return self._open_engine().runner.describe()
 
     def add_logits_processor(self, processor: type[LogitsProcessor] | str) -> None:
         """Load another logits processor, a class or `"module:Class"`, for the calls that follow.
@@ -390,7 +390,7 @@ class LLM(Scoring):
         plain = replace(self._args, quantization=None, calibration=None)
         if against is not None:
             plain = replace(plain, model=against)
-        has_plain = against is not None or not engine.runner.model.origin.is_quantized
+        has_plain = against is not None or not self._is_quantized
         return make_report(self, engine, (lambda: LLM._of(plain)) if has_plain else None, texts, prompts, speed)
 
     @classmethod
@@ -412,10 +412,8 @@ class LLM(Scoring):
             ValidationError: the model is not quantized, `path` exists, or the format is unknown.
             LLMError: a layer has no form in the format, or the disk is full.
         """
-        from llm.quantize.save import save_quantized
-
         with self._exclusive():
-            return save_quantized(self._begin().runner.model, path, format)
+            return self._begin().runner.save(path, format)
 
     @property
     def stats(self) -> EngineStats:

@@ -16,8 +16,8 @@ from torch import nn
 from llm.base.custom_op import CustomOp, PluggableLayer
 from llm.base.replacement import replaced_class, replacement_reason
 from llm.config.engine import EngineConfig
-from llm.engine.model_runner import ModelRunner
 from llm.layers.attention import AttentionBackend
+from llm.platforms.interface import Platform
 from llm.plugins import plugin_of
 
 _UNQUANTIZED = "unquantized"
@@ -77,14 +77,13 @@ class Explanation:
         return [f"custom_ops names {', '.join(self.unused)}: this model has no such operation."] if self.unused else []
 
 
-def explain_engine(runner: ModelRunner, config: EngineConfig) -> Explanation:
-    """What the engine is made of, and the parts of its model."""
-    platform, model = runner.platform, runner.model
+def explain_runner(runner: type, platform: Platform, model: nn.Module, config: EngineConfig) -> Explanation:
+    """What the engine is made of, and the parts of its model; `runner` is the model runner's class."""
     reasons = config.reasons
     around = (
         Part("platform", platform.name, 1, type(platform).__name__, platform.device_type, reasons["device"]),
         Part("model", config.model_config.model_type, 1, type(model).__name__, "forward", _origin(type(model))),
-        Part("model runner", "model_runner", 1, type(runner).__name__, "execute", _origin(type(runner))),
+        Part("model runner", "model_runner", 1, runner.__name__, "execute", _origin(runner)),
     )
     explained = explain_model(model, config)
     return replace(explained, parts=around + explained.parts)

@@ -28,7 +28,7 @@ from llm.bench.profile import Profile, profile
 from llm.bench.shapes import write_config
 from llm.bench.workloads import find_recipe, make_workload
 from llm.config.engine import DTYPES, EngineConfig
-from llm.loading.resolve import resolve_model
+from llm.loading.resolve import resolve_folder
 
 Say = Callable[[str], None]
 
@@ -136,7 +136,7 @@ def _open(options: BenchOptions, say: Say) -> tuple[LLM, Transformers | None]:
     say(f"loading {options.model or 'the embedded model'}")
     rival = None
     if options.against is not None:
-        rival = Transformers.load(resolve_model(options.model or EMBEDDED_MODEL, options.engine.get("revision")))
+        rival = Transformers.load(resolve_folder(options.model or EMBEDDED_MODEL, options.engine.get("revision")))
     return LLM(**{"model": options.model or EMBEDDED_MODEL, **arguments, **options.engine}), rival
 
 

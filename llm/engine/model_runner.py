@@ -1,4 +1,4 @@
-"""Computes one step.
+"""Builds its model and computes steps with it.
 
 Owns the weights, the KV tensors, the persistent batch and the sampler. It is told what to do by a `SchedulerOutput` and
 answers with a `RunnerOutput`; both are plain data, so a worker in another process could stand here.
@@ -14,13 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from llm.base.errors import OutOfMemoryError
+from llm.base.phases import PhaseTimes
 from llm.config.defaults import library_defaults
 from llm.config.engine import EngineConfig
 from llm.engine.batch import InputBatch, StepInput
+from llm.engine.boundary import Loaded, RunnerPlan
+from llm.engine.build_model import build_model, fill_model
+from llm.engine.extensions import what_varies
+from llm.engine.inspection import ModelInspection
 from llm.engine.kv_cache import allocate_kv_caches, group_layers
 from llm.engine.replay import DecodeReplay
 from llm.engine.scheduler import SchedulerOutput
 from llm.forward import ForwardBatch, KVCacheSpec
+from llm.kernels.cpu.library import Library
 from llm.kernels.select import kernels_for
 from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform
@@ -53,35 +60,61 @@ class RunnerOutput:
     model_seconds: float = 0.0
 
 
-class ModelRunner:
-    """Runs `model` (see `llm.models.interface.CausalLM`) on this process's device.
+class ModelRunner(ModelInspection):
+    """Runs a model (see `llm.models.interface.CausalLM`) on this process's device; made empty, `load` gives it one.
 
     A platform may name a subclass in `Platform.get_model_runner_cls`. Made to be overridden, each on its own:
     `place_model`, `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and `compute_logits`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        specs: Sequence[KVCacheSpec],
-        config: EngineConfig,
-        platform: Platform,
-        logits_processors: Sequence[type[LogitsProcessor]] = (),
-    ) -> None:
+    def __init__(self, platform: Platform) -> None:
         self.platform = platform
-        self.model = self.place_model(model)
-        cache = config.cache_config
+        self.model: Any = None
+        self.kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # None: every step runs operation by operation.
+        self.replay: DecodeReplay | None = None
+        self._library: Library | None = None
+
+    @library_defaults()
+    def load(self, plan: RunnerPlan) -> Loaded:
+        """Build the model, load its weights and allocate its caches; called once, before anything else.
+
+        Raises:
+            ValidationError, CheckpointError: the weights do not fit the model, or the model what was asked for.
+            OutOfMemoryError: the weights or the caches cannot be allocated.
+        """
+        times = PhaseTimes()
+        self.plan = plan
+        with times.phase("build model"):
+            self.platform.import_kernels()
+            model = build_model(plan, self.platform)
+            loaded = Loaded(what_varies(model) if plan.config.invariant else None, times)
+        with times.phase("load weights"):
+            self.targets = fill_model(plan, self.platform, model)
+        with times.phase("allocate KV cache"):
+            self.model = self.place_model(model)
+            self._allocate(loaded.applied_to(plan.config))
+        return loaded
+
+    def _allocate(self, config: EngineConfig) -> None:
+        """Everything a step needs beside the model."""
+        specs, cache = self.plan.kv_cache_specs, config.cache_config
         groups, self._group_of_layer = group_layers(specs)
-        self.kv_caches = self.allocate_kv_caches(specs, cache.num_blocks + 1, cache.block_size)
+        try:
+            self.kv_caches = self.allocate_kv_caches(specs, cache.num_blocks + 1, cache.block_size)
+        except MemoryError as error:  # only when the budget was asked for: the one we choose is within what is free
+            raise OutOfMemoryError(
+                f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} cannot be allocated; lower it, max_num_seqs or "
+                "max_model_len."
+            ) from error
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
         )
-        self._library = (kernels := kernels_for(platform)).library
-        # None: every step runs operation by operation.
-        self.replay: DecodeReplay | None = None
+        self._library = (kernels := kernels_for(self.platform)).library
         if config.invariant and self._library is not None:
             self.replay = DecodeReplay(self.model, self._library, self.batch.block_tables[0].shape[1])
-        self.processors = LogitsProcessors(config, torch.device(config.device), logits_processors, kernels)
+        device, custom = torch.device(config.device), self.plan.logits_processors
+        self.processors = LogitsProcessors(config, device, custom, kernels)
         self.sampler = Sampler(config.model_config.logprobs_mode, kernels)
         self._rows_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * config.model_config.vocab_size))
 

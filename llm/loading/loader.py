@@ -15,7 +15,7 @@ from torch import nn
 
 from llm.base.bar import Bar
 from llm.base.errors import CheckpointError
-from llm.loading.checkpoint import Checkpoint
+from llm.loading.source import Tensors
 from llm.loading.weight_map import Target, WeightMap
 
 _NAMES_SHOWN = 5
@@ -27,7 +27,7 @@ _DUMMY_OPTIONAL = ("weight_scale", "bias")
 
 def load_weights(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: Tensors,
     *,
     show_progress: bool,
     ignores: Callable[[str], bool] = lambda name: False,
@@ -119,7 +119,7 @@ def process_weights(model: nn.Module) -> None:
             method.process_weights_after_loading(module)
 
 
-def _with_progress(checkpoint: Checkpoint, show: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _with_progress(checkpoint: Tensors, show: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint's tensors, with a bar in bytes once loading has taken two seconds."""
     bar = Bar(
         total=checkpoint.total_bytes,

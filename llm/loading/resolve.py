@@ -25,7 +25,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
-def resolve_model(
+def resolve_folder(
     model: str | Path, revision: str | None = None, *, weights: bool = True, argument: str = "model"
 ) -> Path:
     """Return the local folder of a model.

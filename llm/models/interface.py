@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from llm.forward import ForwardBatch, KVCacheSpec
+from llm.layers.parallel import TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.quantization.base import QuantizationConfig
 
@@ -33,11 +34,19 @@ class BuildOptions:
         max_model_len: positions it must serve; rotary tables are computed for these.
         params_dtype: storage type of unquantized weights.
         quant_config: picks quant methods per layer; None: unquantized.
+        rank, tp_size: which of how many ranks of a tensor-parallel group builds it.
     """
 
     max_model_len: int
     params_dtype: torch.dtype
     quant_config: QuantizationConfig | None = None
+    rank: int = 0
+    tp_size: int = 1
+
+    @property
+    def tp(self) -> TensorParallel:
+        """What layers take as `tp`."""
+        return TensorParallel(self.rank, self.tp_size)
 
 
 class CausalLM(Protocol):

@@ -51,7 +51,7 @@ def register_model(name: str, model: Any) -> None:
         )
 
 
-def resolve_model(architectures: list[str], model_type: str) -> Any:
+def resolve_model_cls(architectures: list[str], model_type: str) -> Any:
     """The class for a checkpoint: by architecture first, then by model_type; unknown raises `UnsupportedModelError`."""
     for name in (*architectures, model_type):
         if name in _models:

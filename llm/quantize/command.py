@@ -43,7 +43,7 @@ def table(model: Any, texts: list[str], schemes: list[str], calibration: list[st
     """The lines of a Markdown table: the unquantized model first, then each scheme against it."""
     from llm.api import EMBEDDED_MODEL, LLM
     from llm.quantization.configs.online import RECIPES
-    from llm.quantize.measure import agreement, common_prefix, greedy_tokens, layer_reports, prompts_from, score_texts
+    from llm.quantize.measure import agreement, common_prefix, greedy_tokens, prompts_from, score_texts
 
     for scheme in schemes:
         if scheme not in RECIPES:
@@ -54,14 +54,14 @@ def table(model: Any, texts: list[str], schemes: list[str], calibration: list[st
     with LLM(model) as llm:
         prompts = prompts_from(llm, texts)
         before, tokens = score_texts(llm, texts), greedy_tokens(llm, prompts)
-        layers = layer_reports(llm._engine.runner.model, {})  # type: ignore[union-attr]
+        layers = llm._open_engine().runner.layer_reports()
         bytes_before = sum(layer.bytes_after for layer in layers)
         yield _row(["none", f"{bytes_before:,} B", f"{before.perplexity:.4f}", "", "", "", ""])
     for scheme in schemes:
         with LLM(model, quantization=scheme, calibration=calibration) as llm:
             after = score_texts(llm, texts)
             shares = [common_prefix(*pair) for pair in zip(tokens, greedy_tokens(llm, prompts), strict=True)]
-            layers = layer_reports(llm._engine.runner.model, {})  # type: ignore[union-attr]
+            layers = llm._open_engine().runner.layer_reports()
             size = sum(layer.bytes_after for layer in layers)
             least = min(layer.weight_snr for layer in layers if layer.weight_snr is not None)
             yield _row(

@@ -14,6 +14,7 @@ import torch
 
 from llm.base.errors import LLMError
 from llm.kernels.reference.quantized import dequantize
+from llm.loading.weight_map import Target
 from llm.quantization.packing import pack_row_pairs, pack_to_int32
 from llm.quantization.quantizer import IntegerWeight
 
@@ -45,14 +46,17 @@ class StoredLayer:
         return self.weight is not None
 
 
-def stored_layers(model: Any) -> list[StoredLayer]:
-    """The modules of the checkpoint that `model` was loaded from, with what they hold now, in their order."""
-    if not model.origin.targets:
+def stored_layers(model: Any, targets: Mapping[str, Target]) -> list[StoredLayer]:
+    """The modules of the checkpoint that `model` was loaded from, with what they hold now, in their order.
+
+    `targets` says where each tensor of the checkpoint went.
+    """
+    if not targets:
         raise LLMError("the model has random weights (load_format='dummy'); there is no checkpoint to save it as.")
     modules = dict(model.named_modules())
     transposed = tuple(getattr(model, "transposed_weights", ()))
     found: dict[str, StoredLayer] = {}
-    for name, target in model.origin.targets.items():
+    for name, target in targets.items():
         module_name, _, last = name.rpartition(".")
         path, _, parameter = target.parameter.rpartition(".")
         module = modules[path]
@@ -62,7 +66,7 @@ def stored_layers(model: Any) -> list[StoredLayer]:
                 "cannot be saved quantized."
             )
         if module_name not in found:
-            has_bias = f"{module_name}.bias" in model.origin.targets
+            has_bias = f"{module_name}.bias" in targets
             found[module_name] = _stored_layer(module_name, module, target.shard_id, has_bias)
         layer = found[module_name]
         if parameter in dict(module.named_parameters(recurse=False)) and not (layer.is_quantized and last != "bias"):

@@ -133,8 +133,8 @@ def _seconds(llm: Any, ids: list[int], max_tokens: int) -> float:
     return perf_counter() - started
 
 
-def layer_reports(model: Any, output_snr: dict[str, float]) -> list[LayerReport]:
-    """Every layer with a weight, in the model's order; `output_snr` by dotted path."""
+def layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
+    """Every layer with a weight, in the model's order; `weight_dtype` is the unquantized weights'."""
     reports = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -142,9 +142,9 @@ def layer_reports(model: Any, output_snr: dict[str, float]) -> list[LayerReport]
             continue
         after = stored_bytes(module)
         packed = getattr(module, "packed_weight", None) if method.scheme else None
-        before = packed.n * packed.k * model.origin.weight_dtype.itemsize if packed is not None else after
+        before = packed.n * packed.k * weight_dtype.itemsize if packed is not None else after
         snr = getattr(getattr(method, "storage", None), "signal_to_noise", None)
-        reports.append(LayerReport(name, method.scheme, before, after, snr, output_snr.get(name)))
+        reports.append(LayerReport(name, method.scheme, before, after, snr))
     return reports
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from llm.base.errors import LLMError, ValidationError
@@ -18,7 +18,6 @@ from llm.quantize.measure import (
     agreement,
     common_prefix,
     greedy_tokens,
-    layer_reports,
     measure_speed,
     output_noise,
     prompts_from,
@@ -184,7 +183,7 @@ def make_report(
         result["speed_after"] = measure_speed(llm)
     if open_plain is None:
         note = "the unquantized model is not at hand: pass against='its folder' to compare with it"
-        return QuantizationReport(layers=tuple(layer_reports(engine.runner.model, {})), notes=(note,), **result)
+        return QuantizationReport(layers=tuple(engine.runner.layer_reports()), notes=(note,), **result)
     noise: dict[str, float] = {}
     with open_plain() as plain:
         if after is not None:
@@ -198,7 +197,8 @@ def make_report(
             result |= {"identical_prompts": sum(share == 1 for share in shares), "prompts": len(shares)}
         if speed:
             result["speed_before"] = measure_speed(plain)
-    return QuantizationReport(layers=tuple(layer_reports(engine.runner.model, noise)), **result)
+    layers = [replace(layer, output_snr=noise.get(layer.name)) for layer in engine.runner.layer_reports()]
+    return QuantizationReport(layers=tuple(layers), **result)
 
 
 def _bar(top: int, share: float, colour: str, value: float) -> str:

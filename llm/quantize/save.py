@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from llm.base.errors import LLMError, ValidationError
 from llm.config.defaults import library_defaults
+from llm.loading.weight_map import Target
 from llm.quantize.formats import FORMATS, StoredLayer, Writer, stored_layers
 
 _SHARD_BYTES = 2 << 30
@@ -29,8 +30,15 @@ _NOT_COPIED = ("config.json", "*.index.json", "quant_model_description*.json", "
 
 
 @library_defaults()
-def save_quantized(model: Any, path: str | Path, format: str) -> Path:
+def save_quantized(
+    model: Any, targets: Mapping[str, Target], source: Path, hf_config: Mapping[str, Any], path: str | Path, format: str
+) -> Path:
     """Write `model` (as the runner holds it) into the new folder `path`.
+
+    Args:
+        targets: where each tensor of its checkpoint went.
+        source: the checkpoint's folder, whose other files are copied.
+        hf_config: its config.json.
 
     The folder is written beside `path` under another name and renamed when it is complete: a save that is killed leaves
     no folder at `path`.
@@ -48,19 +56,19 @@ def save_quantized(model: Any, path: str | Path, format: str) -> Path:
         )
     if path.exists():
         raise ValidationError(f"{path} exists already; pass a new folder.", parameter="path", value=str(path))
-    layers = stored_layers(model)
+    layers = stored_layers(model, targets)
     if not any(layer.is_quantized for layer in layers):
         raise ValidationError(
             "the model is not quantized, there is nothing to save; open it with quantization='w8a8' or another.",
             parameter="format",
             value=format,
         )
-    writer = FORMATS[format](model.origin.hf_config, layers)
+    writer = FORMATS[format](hf_config, layers)
     partial = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
-        _copy_others(model.origin.folder, partial)
+        _copy_others(source, partial)
         for name, content in writer.json_files().items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n")
         _write_tensors(partial, writer.file_stem, _tensors(writer, layers))

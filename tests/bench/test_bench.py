@@ -34,7 +34,7 @@ from llm.cli import main
 from llm.engine.engine import EngineStats
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
-from llm.models.registry import resolve_model
+from llm.models.registry import resolve_model_cls
 
 MILLION, TERA, MB = 1e6, 1e12, 1 << 20
 DELAY = 0.1  # seconds, planted
@@ -72,7 +72,7 @@ def report() -> dict[str, Any]:
 def count_shape(name: str, dtype: torch.dtype = torch.float32) -> ModelCost:
     """Of the whole model, built without memory."""
     reader = ConfigReader(dict(SHAPES[name]))
-    family = resolve_model(SHAPES[name]["architectures"], reader.family)
+    family = resolve_model_cls(SHAPES[name]["architectures"], reader.family)
     with torch.device("meta"):
         return count_model(family(family.read_config(reader), BuildOptions(512, dtype)), dtype)
 

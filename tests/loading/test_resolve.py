@@ -16,7 +16,7 @@ import pytest
 
 from llm import LLM
 from llm.base.errors import CheckpointError, LLMError, ValidationError
-from llm.loading.resolve import ALLOW_PATTERNS, resolve_model
+from llm.loading.resolve import ALLOW_PATTERNS, resolve_folder
 
 NAME = "some-org/some-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -70,7 +70,7 @@ def offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refuse(model: str | Path, *words: str, revision: str | None = None) -> None:
     with pytest.raises(CheckpointError) as caught:
-        resolve_model(model, revision)
+        resolve_folder(model, revision)
     message = str(caught.value)
     assert message.isprintable()
     for word in words:
@@ -81,13 +81,13 @@ def refuse(model: str | Path, *words: str, revision: str | None = None) -> None:
 
 
 def test_a_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_model(tmp_path, None) == tmp_path
-    assert resolve_model(str(tmp_path), None) == tmp_path
+    assert resolve_folder(tmp_path, None) == tmp_path
+    assert resolve_folder(str(tmp_path), None) == tmp_path
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_model("org/name", None) == Path("org/name")
-    assert resolve_model("~/org", None) == tmp_path / "org"
+    assert resolve_folder("org/name", None) == Path("org/name")
+    assert resolve_folder("~/org", None) == tmp_path / "org"
 
 
 @pytest.mark.parametrize(
@@ -110,17 +110,17 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["", None, 7, b"org/name"])
 def test_what_is_no_path_at_all_is_refused(model: Any) -> None:
     with pytest.raises(ValidationError, match="must be a folder or a hub name"):
-        resolve_model(model, None)
+        resolve_folder(model, None)
 
 
 def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="leave revision out"):
-        resolve_model(tmp_path, "v1")
+        resolve_folder(tmp_path, "v1")
 
 
 def test_a_local_folder_costs_no_import_of_the_hub(tmp_path: Path) -> None:
     script = (
-        "import sys; from llm.loading.resolve import resolve_model; resolve_model(sys.argv[1]);"
+        "import sys; from llm.loading.resolve import resolve_folder; resolve_folder(sys.argv[1]);"
         "print([name for name in ('huggingface_hub', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
@@ -132,13 +132,13 @@ def test_a_local_folder_costs_no_import_of_the_hub(tmp_path: Path) -> None:
 
 def test_a_complete_cache_serves_a_hub_name_without_the_network(cache: Path) -> None:
     snapshot = write_cache(cache, COMPLETE)
-    assert resolve_model(NAME, None) == snapshot
+    assert resolve_folder(NAME, None) == snapshot
 
 
 def test_the_cache_serves_the_revision_that_is_asked_for(offline: Path) -> None:
     main, other = write_cache(offline, COMPLETE), write_cache(offline, COMPLETE, ref="v2", commit="f" * 40)
-    assert resolve_model(NAME, "main") == main
-    assert resolve_model(NAME, "v2") == resolve_model(NAME, "f" * 40) == other
+    assert resolve_folder(NAME, "main") == main
+    assert resolve_folder(NAME, "v2") == resolve_folder(NAME, "f" * 40) == other
     refuse(NAME, "not (completely) in the cache", revision="v3")
 
 
@@ -162,7 +162,7 @@ def test_a_cache_that_lacks_a_shard_is_refused_offline(offline: Path) -> None:
 def test_random_weights_and_a_tokenizer_alone_need_no_weights_of_the_hub(offline: Path) -> None:
     files = {name: text for name, text in COMPLETE.items() if name != "model.safetensors"}
     snapshot = write_cache(offline, files)
-    assert resolve_model(NAME, weights=False) == snapshot
+    assert resolve_folder(NAME, weights=False) == snapshot
     refuse(NAME, "weights")
 
 
@@ -173,16 +173,16 @@ def test_a_cache_without_a_tokenizer_is_completed_online_and_used_offline(
 
     snapshot = write_cache(cache, {"config.json": "{}", "model.safetensors": ""})
     with pytest.raises((AssertionError, CheckpointError)):
-        resolve_model(NAME, None)  # the hub was asked
+        resolve_folder(NAME, None)  # the hub was asked
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert resolve_model(NAME, None) == snapshot
+    assert resolve_folder(NAME, None) == snapshot
 
 
 def test_a_copy_that_is_known_to_be_partial_is_used_offline_with_a_warning(offline: Path) -> None:
     snapshot = write_cache(offline, COMPLETE)
     write_tree(offline, [*COMPLETE, "added_tokens.json", "README.md", "pytorch_model.bin"])
     with pytest.warns(UserWarning, match=r"not complete.*added_tokens\.json"):
-        assert resolve_model(NAME, None) == snapshot
+        assert resolve_folder(NAME, None) == snapshot
 
 
 def test_files_that_are_never_fetched_do_not_make_a_copy_partial(cache: Path) -> None:
@@ -190,7 +190,7 @@ def test_files_that_are_never_fetched_do_not_make_a_copy_partial(cache: Path) ->
     write_tree(
         cache, [*COMPLETE, "README.md", "pytorch_model.bin", "run.py", "original/x.json", "consolidated.safetensors"]
     )
-    assert resolve_model(NAME, None) == snapshot
+    assert resolve_folder(NAME, None) == snapshot
 
 
 # The network, played by a stand-in for snapshot_download
@@ -251,7 +251,7 @@ def test_a_download_asks_for_data_files_only(tmp_path: Path, monkeypatch: pytest
     for name, text in COMPLETE.items():
         (tmp_path / name).write_text(text)
     calls = play_hub(monkeypatch, lambda: str(tmp_path))
-    assert resolve_model(NAME, "v1") == tmp_path
+    assert resolve_folder(NAME, "v1") == tmp_path
     (call,) = calls
     assert (call["name"], call["revision"], call["allow_patterns"]) == (NAME, "v1", list(ALLOW_PATTERNS))
     assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in ALLOW_PATTERNS)

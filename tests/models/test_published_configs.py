@@ -15,7 +15,7 @@ import pytest
 from llm import LLM
 from llm.base.errors import UnsupportedModelError
 from llm.models.config_reader import ConfigReader
-from llm.models.registry import resolve_model
+from llm.models.registry import resolve_model_cls
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "published_configs.json").read_text()
@@ -39,7 +39,7 @@ _FACTS = {
 
 
 def _read(config: dict[str, Any]) -> Any:
-    return resolve_model(config["architectures"], config["model_type"]).read_config(ConfigReader(config))
+    return resolve_model_cls(config["architectures"], config["model_type"]).read_config(ConfigReader(config))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -208,7 +208,7 @@ def test_calibration_that_would_change_nothing_is_not_run(monkeypatch: pytest.Mo
     def refuse(*_: Any) -> None:
         raise AssertionError("calibration was run")
 
-    monkeypatch.setattr("llm.engine.build.calibrate", refuse)
+    monkeypatch.setattr("llm.startup.build.calibrate", refuse)
     with open_llm(quantization="w8a8", calibration=TEXTS) as llm:
         assert "the calibration texts were not run" in llm.config.reasons["quantization"]
     for asked in ("w4a8", {"scheme": "w8a8", "layers": {"*.down_proj": "w8a8_static"}}):

@@ -155,7 +155,8 @@ def as_kernels_do(x: torch.Tensor) -> torch.Tensor:
 
 def test_every_layer_is_written_once(biased: Path) -> None:
     with open_llm(biased, quantization="w8a8", skip_tokenizer_init=True) as llm:
-        layers = stored_layers(engine_of(llm).runner.model)
+        runner = engine_of(llm).runner
+        layers = stored_layers(runner.model, runner.targets)
     names = [layer.name for layer in layers]
     assert len(names) == len(set(names)) == 2 * 9 + 3
     assert sum(layer.is_quantized for layer in layers) == 2 * 7 + 1

@@ -1,0 +1,27 @@
+"""Seconds by phase, in order: what `llm.startup` shows.
+
+Owns the one class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+
+
+class PhaseTimes(dict[str, float]):
+    """Phase name -> seconds; a phase that comes again is added to."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self[name] = self.get(name, 0.0) + perf_counter() - started
+
+    def add(self, others: Mapping[str, float]) -> None:
+        """The phases that somebody else timed."""
+        for name, seconds in others.items():
+            self[name] = self.get(name, 0.0) + seconds

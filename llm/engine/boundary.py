@@ -1,0 +1,76 @@
+"""What the engine and a runner say to each other: plain data that can be pickled, so that a pipe could lie between.
+
+Owns `RunnerPlan`, from which a runner builds its model, and `Loaded`, its answer. What a step asks and answers is
+`SchedulerOutput` and `RunnerOutput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from llm.config.engine import EngineConfig
+from llm.forward import KVCacheSpec
+from llm.loading.source import ModelSource
+from llm.models.interface import BuildOptions
+from llm.sampling.logits_processors.interface import LogitsProcessor
+
+
+@dataclass(frozen=True)
+class RunnerPlan:
+    """Everything a runner needs to build and load its model; decided by `llm.startup.plan`.
+
+    Attributes:
+        platform: name of the platform to compute on, as `select_platform` takes it.
+        model_class: see `llm.models.interface.CausalLM`.
+        architecture: what `model_class.read_config` returned.
+        hf_config: config.json, without what it says of quantization.
+        kv_cache_specs: of each attention layer, what this rank holds.
+        has_weights: False: `source` has none that are wanted, random ones are made.
+        store_as: the type that float matrices are converted to; None: they stay as they are stored.
+        is_quantized: the checkpoint itself is.
+        logits_processors: custom ones, in order.
+        rank, tp_size: this runner's place in a tensor-parallel group.
+    """
+
+    config: EngineConfig
+    platform: str
+    source: ModelSource
+    model_class: Any
+    architecture: Any
+    hf_config: Mapping[str, Any]
+    kv_cache_specs: tuple[KVCacheSpec, ...]
+    has_weights: bool = True
+    store_as: torch.dtype | None = None
+    is_quantized: bool = False
+    show_progress: bool = False
+    logits_processors: tuple[type[LogitsProcessor], ...] = ()
+    rank: int = 0
+    tp_size: int = 1
+
+    @property
+    def build_options(self) -> BuildOptions:
+        model = self.config.model_config
+        return BuildOptions(model.max_model_len, model.weight_dtype, self.config.quant_config, self.rank, self.tp_size)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a runner says when its model is loaded.
+
+    Attributes:
+        varies: why answers may depend on the batch although the plan's kernels are invariant; None: they do not.
+        seconds: per phase, in order.
+    """
+
+    varies: str | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def applied_to(self, config: EngineConfig) -> EngineConfig:
+        """The config, with what only the built model could tell."""
+        if self.varies is None:
+            return config
+        return replace(config, invariant=False, reasons=config.reasons | {"invariant": self.varies})

@@ -1,0 +1,73 @@
+"""From a `RunnerPlan` to a model with its weights, in this process's memory.
+
+Owns the calls of the model class, of the quantization config and of the loader, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from llm.base.construction import constructing_for
+from llm.base.errors import OutOfMemoryError
+from llm.engine.boundary import RunnerPlan
+from llm.loading.loader import load_dummy_weights, load_weights
+from llm.loading.weight_map import Target, rename
+from llm.platforms.interface import Platform
+
+
+def build_model(plan: RunnerPlan, platform: Platform) -> Any:
+    """The model with empty weights; raises `ValidationError` for what the user asked and no layer took."""
+    quant_config = plan.config.quant_config
+    if quant_config is not None:
+        back = tuple((ours, theirs) for theirs, ours in getattr(plan.model_class, "renames", ()))
+        quant_config.packed_modules_mapping = getattr(plan.model_class, "packed_modules_mapping", {})
+        quant_config.apply_mapper(lambda name: rename(name, back))
+    may_round = plan.store_as is torch.bfloat16
+    with constructing_for(platform, plan.config.compilation_config, may_round=may_round), _told_of_memory():
+        model = plan.model_class(plan.architecture, plan.build_options)
+        if quant_config is not None:
+            quant_config.check_used()
+            quant_config.prepare_model(model)
+        return model
+
+
+def fill_model(plan: RunnerPlan, platform: Platform, model: Any) -> Mapping[str, Target]:
+    """Load the weights, or make random ones; where each tensor of the checkpoint went, nothing for random ones."""
+    if not plan.has_weights:
+        _check_dummy_weights_fit(model, platform.memory_free())
+        with _told_of_memory():
+            load_dummy_weights(model, plan.config.model_config.seed)
+        return {}
+    quant_config = plan.config.quant_config
+    try:
+        return load_weights(
+            model,
+            plan.source.tensors(),
+            show_progress=plan.show_progress,
+            ignores=(lambda name: False) if quant_config is None else quant_config.ignores,
+            store_as=plan.store_as,
+        )
+    finally:
+        plan.source.close()
+
+
+@contextmanager
+def _told_of_memory() -> Iterator[None]:
+    """PyTorch's refusal to allocate, a RuntimeError without a type of its own, as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise OutOfMemoryError("the model's weights cannot be allocated: there is not enough memory.") from error
+
+
+def _check_dummy_weights_fit(model: Any, free: int) -> None:
+    """Nothing is touched yet; weights that are quantized while they are made are on no device and count nothing."""
+    needed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    if needed > free:
+        raise OutOfMemoryError(f"the model's weights take {needed} bytes and {free} are free.")

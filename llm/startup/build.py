@@ -1,0 +1,109 @@
+"""The order of start-up: read the model folder, decide, let the runner build and load, make the engine.
+
+Owns the order, and the time that each phase takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from llm.base.phases import PhaseTimes
+from llm.config.compilation import CompilationConfig
+from llm.config.defaults import library_defaults
+from llm.config.engine import EngineArgs
+from llm.engine.block_manager import BlockManager
+from llm.engine.boundary import RunnerPlan
+from llm.engine.calibrate import calibrate
+from llm.engine.engine import Engine
+from llm.engine.extensions import (
+    check_operations,
+    let_platform_update,
+    reasons_of_update,
+    without_broken_platforms,
+)
+from llm.engine.kv_cache import group_layers
+from llm.engine.model_runner import ModelRunner
+from llm.engine.scheduler import Scheduler
+from llm.kernels.select import kernels_for
+from llm.platforms import Platform, select_platform
+from llm.plugins import load_class, load_general_plugins
+from llm.quantization.configs.online import OnlineConfig
+from llm.sampling.logits_processors.loading import load_logits_processors
+from llm.sampling_params import SamplingParams
+from llm.startup.plan import make_plan, with_reasons
+from llm.startup.source import ReadModel, default_params, eos_token_ids, read_model, read_tokenizer
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """Attributes:
+    is_quantized: the checkpoint itself is, so that there is no unquantized model to compare with.
+    """
+
+    engine: Engine
+    default_params: SamplingParams
+    startup: PhaseTimes
+    is_quantized: bool
+
+
+@without_broken_platforms
+@library_defaults()
+def build_engine(args: EngineArgs) -> BuiltEngine:
+    """Build and load; raises the errors of `llm.base.errors`, before memory is allocated wherever that is possible."""
+    times = PhaseTimes()
+    with times.phase("read config"):
+        platform, platform_reason, asked = *select_platform(args.device), args
+        load_general_plugins()
+        args = let_platform_update(platform, args)
+        compilation = CompilationConfig.of(args.compilation_config, default_backend=platform.simple_compile_backend)
+        processors = load_logits_processors(args.logits_processors)
+        model = read_model(args)
+        check_operations(compilation)
+    try:
+        _prepare_quantization(args, model, platform, times)
+        with times.phase("tokenizer"):
+            tokenizer = read_tokenizer(args, model.source)
+            generation = model.source.generation_defaults()
+            eos = eos_token_ids(model.reader, generation)
+        with times.phase("load kernels"):
+            kernels = kernels_for(platform)
+        with times.phase("plan"):
+            plan = make_plan(args, model, platform, compilation, kernels, processors)
+            plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
+        runner = make_runner(platform)
+        loaded = runner.load(plan)
+        times.add(loaded.seconds)
+    finally:
+        model.source.close()
+    engine = Engine(loaded.applied_to(plan.config), _scheduler_maker(plan), runner, tokenizer, eos)
+    return BuiltEngine(engine, default_params(args, generation), times, plan.is_quantized)
+
+
+def make_runner(platform: Platform) -> ModelRunner:
+    """The platform's runner, with nothing loaded; raises `PluginError` when what it names is none."""
+    who = f"{type(platform).__name__}.get_model_runner_cls"
+    return load_class(platform.get_model_runner_cls(), ModelRunner, who, platform.plugin)(platform)
+
+
+def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform, times: PhaseTimes) -> None:
+    """Refuse what the platform does not compute, and run calibration texts through the unquantized model."""
+    config = model.quantization.config
+    if config is not None:
+        platform.verify_quantization(config.get_name())
+    if isinstance(config, OnlineConfig) and config.uses_calibration:
+        with times.phase("calibrate"):
+            plain = replace(args, quantization=None, calibration=None, logits_processors=None)
+            config.statistics = calibrate(lambda: build_engine(plain), config.calibration)
+
+
+def _scheduler_maker(plan: RunnerPlan) -> Callable[[], Scheduler]:
+    """What makes a scheduler with every block free."""
+    config = plan.config
+    windows = [spec.sliding_window for spec in group_layers(plan.kv_cache_specs)[0]]
+
+    def make_scheduler() -> Scheduler:
+        blocks = BlockManager(config.cache_config.num_blocks + 1, windows, config.cache_config.block_size)
+        return Scheduler(config.scheduler_config, blocks)
+
+    return make_scheduler

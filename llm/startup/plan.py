@@ -1,0 +1,214 @@
+"""Every decision of start-up, with its reason.
+
+Owns the way from what was asked (`EngineArgs`) and read (`ReadModel`) to a `RunnerPlan`: plain data, nothing is built.
+The arithmetic is `llm.config.plan`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from llm.base.errors import OutOfMemoryError
+from llm.config.compilation import CompilationConfig
+from llm.config.engine import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_SEQS,
+    DTYPES,
+    CacheConfig,
+    EngineArgs,
+    EngineConfig,
+    ModelConfig,
+)
+from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resolve_dtype
+from llm.engine.boundary import RunnerPlan
+from llm.engine.extensions import kv_cache_specs
+from llm.forward import KVCacheSpec
+from llm.kernels.select import KernelSet
+from llm.loading.loader import stored_as
+from llm.platforms import Platform
+from llm.quantization.configs.online import OnlineConfig
+from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.startup.source import ReadModel
+
+_TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs logprobs_mode seed revision".split()
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """`compute`: of activations; `weights`: of stored matrices; `store_as`: the same where it was asked for."""
+
+    compute: torch.dtype
+    weights: torch.dtype
+    store_as: torch.dtype | None
+
+
+def make_plan(
+    args: EngineArgs,
+    model: ReadModel,
+    platform: Platform,
+    compilation: CompilationConfig,
+    kernels: KernelSet,
+    logits_processors: Sequence[type[LogitsProcessor]],
+) -> RunnerPlan:
+    """Decide; raises `ValidationError` and `OutOfMemoryError` before any memory is allocated."""
+    dtypes = choose_dtypes(args, model, platform)
+    kv_types = tuple(DTYPES.values())
+    kv_dtype, kv_reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, dtypes.weights, kv_types)
+    specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype))
+    free = platform.memory_free()
+    memory = _plan_memory(args, model, dtypes, specs, free)
+    scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
+    reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, kernels)
+    reasons["kv_cache_dtype"] = "the weights' type" if kv_reason == "auto" else kv_reason
+    reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
+    seed = args.seed
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), "little")
+        reasons["seed"] = "drawn at start, for seed=None"
+    config = EngineConfig(
+        _model_config(args, model, dtypes, memory.max_model_len, seed),
+        CacheConfig(
+            block_size=args.block_size or DEFAULT_BLOCK_SIZE,
+            num_blocks=memory.num_blocks,
+            kv_cache_memory_bytes=memory.kv_cache_memory_bytes,
+            kv_cache_dtype=kv_dtype,
+            enable_prefix_caching=args.enable_prefix_caching,
+        ),
+        scheduler,
+        platform.device_type,
+        kernels.invariant[0],
+        compilation,
+        reasons,
+        model.quantization.config,
+    )
+    return RunnerPlan(
+        config,
+        platform.name,
+        model.source,
+        model.model_class,
+        model.architecture,
+        model.reader.raw,
+        tuple(specs),
+        has_weights=model.has_weights,
+        store_as=dtypes.store_as,
+        is_quantized=model.quantization.found,
+        show_progress=args.use_tqdm_on_load,
+        logits_processors=tuple(logits_processors),
+    )
+
+
+def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dtypes:
+    """A type that this platform does not compute in is that of the weights: half the bytes, and no less exact."""
+    computes_in = platform.supported_dtypes()
+    dtype, _ = resolve_dtype("dtype", args.dtype, computes_in[0], tuple({*computes_in, *DTYPES.values()}))
+    if dtype in computes_in:
+        return Dtypes(dtype, model.stored_dtype, None)
+    return Dtypes(computes_in[0], dtype, dtype)
+
+
+def with_reasons(plan: RunnerPlan, reasons: dict[str, str]) -> RunnerPlan:
+    """The plan, with further reasons of its config."""
+    return replace(plan, config=replace(plan.config, reasons=plan.config.reasons | reasons))
+
+
+def _model_config(args: EngineArgs, model: ReadModel, dtypes: Dtypes, max_model_len: int, seed: int) -> ModelConfig:
+    return ModelConfig(
+        model=str(args.model),
+        tokenizer=str(args.tokenizer or args.model),
+        model_type=model.reader.family,
+        architecture=model.model_class.__name__,
+        dtype=dtypes.compute,
+        weight_dtype=dtypes.weights,
+        max_model_len=max_model_len,
+        vocab_size=model.architecture.vocab_size,
+        quantization=model.quantization.name,
+        load_format=args.load_format,
+        max_logprobs=args.max_logprobs,
+        logprobs_mode=args.logprobs_mode,
+        seed=seed,
+        revision=args.revision,
+    )
+
+
+def _reasons(
+    args: EngineArgs, model: ReadModel, dtypes: Dtypes, compilation: CompilationConfig, kernels: KernelSet
+) -> dict[str, str]:
+    """Field name -> why it has its value, of everything that needs no arithmetic."""
+    return {
+        "dtype": _dtype_reason(args, dtypes, kernels),
+        "weight_dtype": _weight_dtype_reason(args, model, dtypes),
+        "invariant": kernels.invariant[1],
+        "model_type": "config.json",
+        "architecture": "registered for config.json's architectures or model_type",
+        "mode": "operations that are off are compiled one by one" if compilation.compiles else "nothing is compiled",
+        "backend": "of what is compiled",
+        "custom_ops": f"operations that it does not name: {compilation.base_mode}",
+        "vocab_size": "config.json",
+        "tokenizer": "the model's own" if args.tokenizer is None else "asked for",
+        **{name: args.why(name) for name in _TAKEN_AS_THEY_ARE},
+        "quantization": model.quantization.reason,
+    }
+
+
+def _dtype_reason(args: EngineArgs, dtypes: Dtypes, kernels: KernelSet) -> str:
+    if dtypes.store_as is torch.bfloat16 and kernels.library is not None and kernels.library.has_tiles:
+        return f"{args.dtype}; matrix products read activations rounded to bfloat16, everything else is float32"
+    return f"{args.dtype}; activations and accumulation are float32 on a CPU"
+
+
+def _weight_dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes) -> str:
+    if dtypes.store_as:
+        return f"asked for by dtype={args.dtype}: a CPU stores matrices in it and adds in float32"
+    return "as the checkpoint stores them" if model.has_weights else "config.json"
+
+
+def _rope_note(model: ReadModel, max_model_len: int) -> str:
+    """What `max_model_len` decided about ropes whose frequencies depend on it, for short prompts too."""
+    layers = getattr(model.architecture, "layers", ())
+    ropes = {layer.rope for layer in layers if getattr(layer, "rope", None) is not None}
+    for rope in ropes:
+        original = rope.original_max_position_embeddings
+        if rope.rope_type == "longrope":
+            side = ("long", "beyond") if max_model_len > original else ("short", "within")
+            return f"; LongRoPE's {side[0]} factors, for it is {side[1]} the original {original}"
+        if rope.rope_type == "dynamic":
+            return "; the dynamic rope is scaled for this length once"
+    return ""
+
+
+def _plan_memory(
+    args: EngineArgs, model: ReadModel, dtypes: Dtypes, specs: Sequence[KVCacheSpec], free: int
+) -> MemoryPlan:
+    weights = _weight_bytes(model, dtypes)
+    if weights > free:
+        raise OutOfMemoryError(
+            f"the weights take {weights} bytes and {free} are free; free memory, pass quantization= to make them "
+            "smaller while they are read, or choose a smaller model."
+        )
+    return plan_memory(
+        bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
+        block_size=args.block_size or DEFAULT_BLOCK_SIZE,
+        max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        max_model_len=args.max_model_len,
+        longest=model.architecture.max_position_embeddings,
+        requested_bytes=args.kv_cache_memory_bytes,
+        free_bytes=free - weights,
+    )
+
+
+def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:
+    """What the weights will take once they are loaded; at least, when they are quantized while they are read."""
+    if not model.has_weights:
+        return 0
+    config = model.quantization.config
+    tensors = model.source.tensors().tensors.values()
+    if not isinstance(config, OnlineConfig):
+        return sum(
+            math.prod(info.shape) * stored_as(info.dtype, len(info.shape), dtypes.store_as).itemsize for info in tensors
+        )
+    return config.expected_bytes([(info.shape, info.nbytes) for info in tensors])
