@@ -1,9 +1,9 @@
-"""Draws by the inverse of the cumulative distribution.
+"""Random draws by inverting the cumulative distribution.
 
-Owns the arithmetic of one token per row. What a row gets depends on that row alone, bit for bit: every sum runs in one
-order, over blocks of fixed width or over the row's own candidates, whatever the other rows are.
+Owns the arithmetic of one token per line of logits. The token of a line depends on that line alone, bit for bit: every
+sum runs in one order, over blocks of fixed width or over the line's own candidates.
 
-One uniform number a row decides, so a draw is a pure function of (logits, parameters, number).
+A draw is a pure function of (logits, parameters, one uniform number).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from llm.kernels.select import REFERENCE, KernelSet
 from llm.sampling.logprobs import select_lines
 
-# Rows are summed in blocks of so many tokens.
+# Tokens of the vocabulary that are summed as one block.
 _BLOCK = 512
-# A top_k up to here is selected; beyond, the row is sorted.
+# Up to this top_k the top tokens are selected; above it the line is sorted.
 _TOPK_LIMIT = 1024
 
 
 @dataclass
 class Draws:
-    """`tokens` int64 [n]; `kept`: line -> ids that could be drawn, for the lines that asked."""
+    """`tokens` int64 [n]; `kept`: line -> the ids it drew among, for the `wanted` lines."""
 
     tokens: np.ndarray
     kept: dict[int, np.ndarray]
@@ -40,17 +40,17 @@ def draw_rows(
     wanted: set[int],
     kernels: KernelSet = REFERENCE,
 ) -> Draws:
-    """Draw from softmax(logits) cut to the top_k likeliest, then to the fewest of those whose mass is top_p.
+    """Draw from softmax(logits) cut to the top_k likeliest tokens, then to the fewest of those whose mass is top_p.
 
-    Of equal logits those with the lower ids come first. Each kind of cut is its own pass, so that no row sees how its
-    companions are cut.
+    Ties are broken by the lower token id. Each kind of cut is a pass of its own, so the arithmetic of a line does not
+    depend on how other lines are cut.
 
     Args:
-        logits: float32 [n, vocab], temperature applied; every row has a token above -inf and no NaN.
-        largest: float32 [n], the largest logit of each row.
+        logits: float32 [n, vocab], temperature applied; every line has a token above -inf and no NaN.
+        largest: float32 [n], the largest logit of each line.
         top_k: int64 [n], 0 for all.  top_p: float64 [n].  uniform: float64 [n] in [0, 1).
         wanted: the lines whose `Draws.kept` is needed.
-        kernels: what computes over the vocabulary.
+        kernels: the kernels of the platform.
     """
     logits, largest = _without_infinity(logits, largest)
     vocab = logits.shape[1]
@@ -76,7 +76,7 @@ def draw_rows(
 
 @dataclass
 class _Rows:
-    """Arguments of `draw_rows`, of some of its rows."""
+    """The arguments of `draw_rows` for some of its lines."""
 
     logits: torch.Tensor
     largest: torch.Tensor
@@ -89,7 +89,7 @@ Drawn = tuple[np.ndarray, dict[int, np.ndarray]]
 
 
 def _draw_few(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
-    """Rows with a small top_k: the likeliest of all rows at once."""
+    """Lines with a small top_k: one selection for all of them."""
     likeliest, all_ids = kernels.op("top_k")(rows.logits, int(rows.top_k.max()))
     values, ids = likeliest.cpu().numpy(), all_ids.cpu().numpy()
     weights = np.exp((values - values[:, :1]).astype(np.float64))
@@ -98,14 +98,14 @@ def _draw_few(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
     weights[cumulative - weights >= rows.top_p[:, None] * cumulative[:, -1:]] = 0.0
     cumulative = np.cumsum(weights, axis=1)
     picked = (cumulative <= rows.uniform[:, None] * cumulative[:, -1:]).sum(axis=1)
-    # Rounding can put the target at the very end: take the last token that has any weight.
+    # Rounding can put the target past the end: take the last token with any weight.
     picked = np.minimum(picked, (weights > 0).sum(axis=1) - 1)
     tokens = np.take_along_axis(ids, picked[:, None], axis=1)[:, 0]
     return tokens, {index: ids[index][weights[index] > 0] for index in keep}
 
 
 def _draw_many(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
-    """Rows with a large top_k, one by one; the draw is in order of id."""
+    """Lines with a large top_k, one by one; candidates are in order of id."""
     weights = (rows.logits - rows.largest.unsqueeze(1)).exp_()
     tokens = np.empty(len(weights), dtype=np.int64)
     kept = {}
@@ -130,7 +130,7 @@ def _largest(values: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
 
 
 def _draw_nucleus(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
-    """Rows with a top_p alone: all at once."""
+    """Lines with top_p and no top_k: all at once."""
     device = rows.logits.device
     numbers = (torch.from_numpy(array).to(device) for array in (rows.top_p, rows.uniform))
     tokens, edges = (found.cpu().numpy() for found in kernels.op("draw_nucleus")(rows.logits, rows.largest, *numbers))
@@ -143,7 +143,7 @@ def _draw_nucleus(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
 
 
 def _draw_any(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
-    """Rows without a cut: first the block, then the token within it."""
+    """Lines without a cut: draw the block, then the token within it."""
     vocab = rows.logits.shape[1]
     by_block = _cumulative_blocks(rows, kernels)
     target = rows.uniform * by_block[:, -1]
@@ -168,7 +168,7 @@ def _cumulative_blocks(rows: _Rows, kernels: KernelSet) -> np.ndarray:
 
 
 def _without_infinity(logits: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that have +inf drawn among those tokens alone: a processor's way of forcing one."""
+    """Lines with +inf draw among those tokens alone: a logits processor forces a token that way."""
     infinite = largest == math.inf
     if not infinite.any():
         return logits, largest

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens, of the likeliest ones, and of any others that were asked for."""
+"""Logprobs of the sampled token, of the top tokens, and of requested token ids."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 @dataclass
 class TokenLogprobs:
-    """Logprobs of one token: ids, logprobs and ranks, the chosen token first, then the top ones in order.
+    """Logprobs at one position: ids, logprobs and ranks, of the sampled token first, then of the top tokens in order.
 
-    A rank counts the tokens at least as likely (vLLM's count), so equals share the last place among them.
+    A rank is the number of tokens at least as likely (vLLM's definition), so tied tokens share the highest rank number.
     """
 
     token_ids: list[int]
@@ -38,11 +38,11 @@ def gather_logprobs(
 
     Args:
         logits: float [n, vocab].
-        tokens: int64 [n], the chosen tokens.
-        counts: int64 [n], how many top ones; -1: all. Of equal ones those with the lower ids come first.
-        asked: line -> ids to report in place of the top ones.
+        tokens: int64 [n], the sampled tokens.
+        counts: int64 [n], number of top tokens; -1: all. Ties are ordered by token id.
+        asked: line -> ids to report instead of the top tokens.
         normalise: False: report the logits themselves.
-        kernels: what computes it.
+        kernels: the kernels of the platform.
     """
     top_k, gather = kernels.op("top_k"), kernels.op("gather_logprobs")
     logits, tokens = logits.float(), tokens.unsqueeze(1)
@@ -67,5 +67,5 @@ def gather_logprobs(
 
 
 def select_lines(tensor: torch.Tensor, lines: np.ndarray) -> torch.Tensor:
-    """These lines of a tensor; itself where that is all of them."""
+    """These lines of a tensor; the tensor itself if they are all of it."""
     return tensor if len(lines) == len(tensor) else tensor.index_select(0, torch.from_numpy(lines).to(tensor.device))

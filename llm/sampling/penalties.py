@@ -1,11 +1,11 @@
 """Repetition, frequency and presence penalties.
 
-Owns the count of the tokens each row has seen. Only the logits of those tokens are touched, so a step costs as much as
-the rows are long, not as the vocabulary is large. With v the logit, in this order (vLLM's; the first is CTRL's,
+Owns the token counts of each request. Only the logits of counted tokens are changed, so the cost of a step grows with
+the length of the requests, not with the vocabulary. With v the logit, in vLLM's order (the first is CTRL's,
 arXiv:1909.05858, the others OpenAI's):
 
     v = v / repetition if v > 0 else v * repetition     for tokens of the prompt or the output
-    v = v - frequency * (how often in the output)
+    v = v - frequency * (count in the output)
     v = v - presence                                    for tokens of the output
 """
 
@@ -19,16 +19,16 @@ from llm.sampling_params import SamplingParams
 
 
 class _Seen:
-    """The distinct tokens of one row and how often each is in its output.
+    """The distinct tokens of one request and their counts in its output.
 
     Attributes:
-        ids, counts: arrays with room to grow; the first `size` entries count.
+        ids, counts: over-allocated arrays; the first `size` entries are in use.
         penalties: repetition, frequency, presence.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]) -> None:
         self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        # The prompt's tokens matter to the repetition penalty alone.
+        # Only the repetition penalty reads the prompt.
         prompt = np.unique(np.array(prompt_ids if params.repetition_penalty != 1.0 else [], dtype=np.int64))
         self.size = len(prompt)
         self.ids = np.zeros(self.size + 64, dtype=np.int64)
@@ -39,7 +39,7 @@ class _Seen:
         self._read = 0
 
     def catch_up(self) -> None:
-        """Count what was drawn since the last call."""
+        """Count the tokens generated since the last call."""
         for token in self._output[self._read :]:
             place = self._place.setdefault(token, self.size)
             if place == self.size:
@@ -56,7 +56,7 @@ class _Seen:
 
 
 class PenaltiesLogitsProcessor(SparseLogitsProcessor[_Seen]):
-    """The three penalties, for the rows that have any."""
+    """The three penalties, for the batch rows that have any."""
 
     def new_state(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> _Seen | None:
         if params.repetition_penalty == 1.0 and params.frequency_penalty == 0.0 and params.presence_penalty == 0.0:
@@ -75,7 +75,7 @@ class PenaltiesLogitsProcessor(SparseLogitsProcessor[_Seen]):
         repetition, frequency, presence = (self._tensor(column) for column in np.repeat(penalties, sizes, axis=0).T)
         values = logits[rows, ids]
         values = torch.where(values > 0, values / repetition, values * repetition)
-        # A token that is barred stays so: -inf - 0 * x is -inf, and a count is never infinite.
+        # A masked token stays masked: -inf - 0 * x is -inf, and a count is never infinite.
         values -= frequency * counts
         values -= presence * (counts > 0)
         logits[rows, ids] = values

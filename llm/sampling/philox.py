@@ -1,7 +1,7 @@
 """Philox4x32-10, a counter-based random generator (Salmon et al., SC 2011).
 
-A draw is a pure function of (key, counter): no state, so it cannot depend on what else was in the batch, and the user's
-global generators are never touched.
+A number is a pure function of (key, counter). There is no state, so it cannot depend on the rest of the batch, and the
+user's global generators are not touched.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""The sampler: from raw logits to one token per row, and the logprobs that were asked for.
+"""The sampler: from raw logits to one token per line, and the requested logprobs.
 
-The steps, in order (vLLM V1's):
+A line is one row of the logits; it belongs to one batch row. The steps, in vLLM V1's order:
  1. logits in float32;
  2. the grammar's mask (structured outputs);
- 3. raw logprobs, or raw logits, for the rows that asked for them;
+ 3. raw logprobs, or raw logits, for the lines that requested logprobs;
  4. `allowed_token_ids`;  5. `bad_words`;
- 6. processors that may change the likeliest token: min_tokens, logit_bias, custom ones, then the request's own;
+ 6. processors that may change the argmax: min_tokens, logit_bias, custom ones, then the request's own;
  7. penalties: repetition, frequency, presence;
- 8. greedy rows take the argmax and are done;
+ 8. greedy lines take the argmax and are done;
  9. temperature;
-10. processors that never change the likeliest token: min_p, then custom ones;
-11. top_k, of equal ones those with the lowest ids;  12. top_p on what is left;
-13. draw, by the inverse of the cumulative distribution at one uniform number keyed by (seed, sample index, position);
-14. gather the logprobs and rank of the drawn token and the top ones.
+10. argmax-invariant processors: min_p, then custom ones;
+11. top_k, ties broken by the lower id;  12. top_p on what is left;
+13. draw, inverting the cumulative distribution at one uniform number keyed by (seed, sample index, position);
+14. gather the logprobs and ranks of the sampled token and the top tokens.
 
-"Processed" logprobs are those after step 7 for a greedy row and after step 12 for one that draws, row by row: what the
-companions of a row are never changes what it reports. A row that steps 2 to 7, or 10, leave no token (every logit -inf,
-or one NaN) ends with an error, and so does one whose own processor raised.
+"Processed" logprobs are those after step 7 for a greedy line and after step 12 for a random one. A line's logprobs do
+not depend on other lines. A request ends with an error if steps 2 to 7, or 10, leave it no token (every logit is -inf,
+or one is NaN), or if its own processor raised.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _INT64_MAX = 2**63 - 1
 
 
 class SamplingRows:
-    """Sampling parameters by batch row, as arrays that move with the rows."""
+    """Sampling parameters by batch row, in arrays that are updated as rows move."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
@@ -49,7 +49,7 @@ class SamplingRows:
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.sample_index = np.zeros(max_num_seqs, dtype=np.int64)
         self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
-        # row -> the ids whose logprobs it asked for; only rows that did.
+        # batch row -> `logprob_token_ids`, for rows that set them.
         self.logprob_token_ids: dict[int, list[int]] = {}
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
@@ -77,8 +77,7 @@ class SamplingRows:
 
 @dataclass
 class SamplerOutput:
-    """`tokens` int64 [L]; `logprobs`: index into them -> what that row asked for; `errors`: index -> why its token is
-    none."""
+    """`tokens` int64 [L]; `logprobs`: line -> the logprobs it requested; `errors`: line -> why it has no token."""
 
     tokens: torch.Tensor
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -88,7 +87,7 @@ class SamplerOutput:
 class Sampler:
     """Args:
     logprobs_mode: raw or processed x logprobs or logits, see `llm.sampling.logprobs.MODES`.
-    kernels: the platform's.
+    kernels: the kernels of the platform.
     """
 
     def __init__(self, logprobs_mode: str = "raw_logprobs", kernels: KernelSet = REFERENCE) -> None:
@@ -110,10 +109,10 @@ class Sampler:
         Args:
             logits: float [L, vocab]; may be overwritten.
             params: of all batch rows.
-            rows: int64 [L], the batch row of each line of `logits`, increasing where processors are given.
-            outputs: int64 [L], how many tokens each row has generated so far.
-            processors: None when all of them are idle.
-            batch_size: rows in the batch, for the processors.
+            rows: int64 [L], the batch row of each line; increasing if processors are given.
+            outputs: int64 [L], number of tokens that the row has generated so far.
+            processors: None if all are idle.
+            batch_size: number of batch rows, for the processors.
         """
         step = _Step(self, params, rows, outputs, processors, batch_size)
         return step.run(logits.float())
@@ -124,7 +123,7 @@ class _Step:
     """One call of the sampler.
 
     Attributes:
-        reported: (lines, their logits [lines, vocab] to be reported of), of the lines that asked for logprobs.
+        reported: (lines, logits [lines, vocab] to take logprobs of), for the lines that requested logprobs.
     """
 
     sampler: Sampler
@@ -156,7 +155,7 @@ class _Step:
     def _draw(
         self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray, tokens: torch.Tensor, wanted: set[int]
     ) -> None:
-        """Steps 9 to 13 for the lines of `random`; their tokens are put in place."""
+        """Steps 9 to 13 for the lines of `random`; writes their tokens into `tokens`."""
         logits, largest, random = self._warm(logits, largest, random)
         if not len(random):
             return
@@ -175,7 +174,7 @@ class _Step:
     def _warm(
         self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Steps 9 and 10: (logits of the lines of `random` that have a token left, their largest, those lines)."""
+        """Steps 9 and 10: (logits, largest logits, lines) of the lines of `random` that have a token left."""
         late = self.processors is not None and any(not item.is_idle() for item in self.processors.argmax_invariant)
         if not late:
             random = self._without_errors(random)
@@ -184,7 +183,7 @@ class _Step:
         divisor = torch.from_numpy(np.where(temperature > 0, temperature, np.float32(1.0))).to(logits.device)
         logits = logits.div_(divisor.unsqueeze(1))
         if not late:
-            # Division keeps the order, so the largest quotient is that of the largest.
+            # Division is monotonic, so the largest quotient is the quotient of the largest.
             return logits, largest / divisor, random
         logits = self._apply("argmax_invariant", logits)
         largest, _ = self._argmax(logits)
@@ -201,14 +200,14 @@ class _Step:
         return processors.apply(getattr(processors, stage), logits, self.rows, self.batch_size, self.errors)
 
     def _argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the largest logit of each line, its token); the lines that have none are noted."""
+        """(largest logit, its token) of each line; lines without a token are recorded in `errors`."""
         largest, tokens = self.sampler.kernels.op("argmax")(logits)
         for line in (~(largest > -math.inf)).nonzero().flatten().tolist():
             self.errors.setdefault(line, SamplingError(_NAN if math.isnan(float(largest[line])) else _ALL_BARRED))
         return largest, tokens
 
     def _report(self, lines: np.ndarray, logits: torch.Tensor, overwritten: bool) -> None:
-        """`overwritten`: whether `logits` may still be."""
+        """Record logits to take logprobs of. `overwritten`: True if later steps may overwrite `logits`."""
         if not len(lines):
             return
         own = select_lines(logits, lines)

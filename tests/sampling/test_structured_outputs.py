@@ -277,7 +277,7 @@ def test_the_schema_as_text_as_a_model_and_closed(llm: LLM) -> None:
     ("kind", "message"),
     [
         ({"json": {"type": "strin"}}, "strin"),
-        ({"json": "{"}, "no JSON"),
+        ({"json": "{"}, "is not JSON"),
         ({"json": [1]}, "a schema is a JSON object"),
         ({"json": {"not": {"type": "string"}}}, "not"),
         ({"regex": "a("}, "unclosed group"),

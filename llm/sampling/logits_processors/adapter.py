@@ -1,7 +1,7 @@
-"""Request-level logits processors, callables that see one row at a time, on the batch-level interface.
+"""Request-level logits processors, callables on the logits of one request, adapted to the batch-level interface.
 
-Owns `AdapterLogitsProcessor`, the base class that wraps a factory of such callables. An exception that a callable or
-the factory raises ends the row it was raised for and no other.
+Owns `AdapterLogitsProcessor`, the base class that wraps a factory of such callables. An exception of a callable or of
+the factory ends its request and no other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 RequestLogitsProcessor = (
     Callable[[list[int], torch.Tensor], torch.Tensor] | Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
 )
-# logits [vocab] of one row -> the same, changed in place or not
+# logits [vocab] of one request -> the same shape, in place or not
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
     """Wraps request-level processors: implement `is_argmax_invariant` and `new_req_logits_processor`.
 
-    An `__init__` of a subclass takes the same three arguments and calls `super().__init__` with them. Rows whose
+    A subclass's `__init__` takes the same three arguments and calls `super().__init__` with them. Requests whose
     factory returns None cost nothing.
 
     Attributes:
-        req_info: row -> its function of the row's logits.
-        row_errors: row -> what its callable raised; the engine takes these after `apply`.
-        drawing: the rows that draw a token in this step; only their callables are called. None: all.
+        req_info: batch row -> its function of the row's logits.
+        row_errors: batch row -> the exception of its callable; the engine takes these after `apply`.
+        drawing: the batch rows that sample a token in this step; only their callables are called. None: all.
     """
 
     drawing: Collection[int] | None = None
@@ -80,11 +80,11 @@ class AdapterLogitsProcessor(LogitsProcessor):
             return _raising(error)
 
 
-def bind(processor: Any, prompt_ids: list[int] | None, output_ids: list[int]) -> RowFunction:
-    """A request-level callable with its token ids filled in; the output's list is live.
+def bind(processor: Callable[..., torch.Tensor], prompt_ids: list[int] | None, output_ids: list[int]) -> RowFunction:
+    """A request-level callable with its token ids bound; the list of output ids is live.
 
     Raises:
-        ValueError: it takes the prompt's ids and there are none.
+        ValueError: it takes the prompt's ids, and the prompt has none.
     """
     if count_arguments(processor) == 3:
         if prompt_ids is None:
@@ -93,16 +93,16 @@ def bind(processor: Any, prompt_ids: list[int] | None, output_ids: list[int]) ->
     return lambda logits: processor(output_ids, logits)
 
 
-def count_arguments(processor: Any) -> int:
-    """How many positional arguments a call must give it; those with a default are left at it, if two are enough."""
+def count_arguments(processor: Callable[..., object]) -> int:
+    """Number of positional arguments to pass: all required ones, or two if the rest have defaults."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [item for item in inspect.signature(processor).parameters.values() if item.kind in kinds]
     required = sum(item.default is inspect.Parameter.empty for item in parameters)
     return required if required > 2 else min(len(parameters), 2)
 
 
-def checked_row(after: Any, before: torch.Tensor) -> torch.Tensor:
-    """What a callable returned, if it is logits [vocab]; TypeError or ValueError otherwise."""
+def checked_row(after: object, before: torch.Tensor) -> torch.Tensor:
+    """The result of a callable if it is logits [vocab]; TypeError or ValueError otherwise."""
     if not isinstance(after, torch.Tensor):
         raise TypeError(f"a logits processor must return the row's logits, got {type(after).__name__}")
     if after.shape != before.shape:
@@ -111,7 +111,7 @@ def checked_row(after: Any, before: torch.Tensor) -> torch.Tensor:
 
 
 def _raising(error: Exception) -> RowFunction:
-    """The function of a row whose factory failed: it fails the same way where the row can be ended."""
+    """The function of a request whose factory raised: raises again in `apply`, where the request can be ended."""
 
     def function(logits: torch.Tensor) -> torch.Tensor:
         raise error

@@ -1,7 +1,7 @@
-"""The built-in processors, on the interface that custom ones use.
+"""The built-in processors, on the interface that custom processors use.
 
-Each keeps state for the rows that ask for it and nothing for the others, and changes all its rows by a handful of
-tensor operations. What is to be changed is looked up again only when the rows changed.
+Each keeps state for the batch rows that use it, and changes all of them with a few tensor operations. Index tensors are
+rebuilt only when the rows change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llm.config.engine import VllmConfig
 
 T = TypeVar("T")
-# (rows, token ids): which logits, both int64 and equally long
+# (batch rows, token ids) of logits to change, both int64 [n]
 Places = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -30,8 +30,8 @@ class SparseLogitsProcessor(LogitsProcessor, Generic[T]):
     """Base of processors with state for some rows: implement `new_state`, `apply` and `is_argmax_invariant`.
 
     Attributes:
-        rows: row -> its state.
-        changed: whether `rows` changed since `apply` last set this to False.
+        rows: batch row -> its state.
+        changed: True if `rows` changed since `apply` last set it to False.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -41,7 +41,7 @@ class SparseLogitsProcessor(LogitsProcessor, Generic[T]):
 
     @abstractmethod
     def new_state(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> T | None:
-        """The state of a new row, None when it does not use this processor."""
+        """The state of a new row, None if it does not use this processor."""
         raise NotImplementedError
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -55,7 +55,7 @@ class SparseLogitsProcessor(LogitsProcessor, Generic[T]):
         return False
 
     def places(self, ids_of: dict[int, Sequence[int]], vocab: int | None = None) -> Places:
-        """Row -> token ids, flat; ids from `vocab` on are left out (a configuration can name an EOS beyond it)."""
+        """Flatten row -> token ids. Ids of `vocab` and above are dropped (a config can name such an EOS)."""
         pairs = [(row, token) for row, ids in ids_of.items() for token in ids if vocab is None or token < vocab]
         flat = torch.tensor(pairs, dtype=torch.long, device=self.device).reshape(-1, 2)
         return flat[:, 0], flat[:, 1]
@@ -98,7 +98,7 @@ class BadWordsLogitsProcessor(SparseLogitsProcessor[tuple[list[list[int]], list[
 
 
 class MinTokensLogitsProcessor(SparseLogitsProcessor[tuple[int, list[int], list[int]]]):
-    """`min_tokens`: what would end the request gets -inf until enough tokens are out."""
+    """`min_tokens`: tokens that would end the request get -inf until enough tokens are generated."""
 
     def new_state(
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
@@ -122,7 +122,7 @@ class MinTokensLogitsProcessor(SparseLogitsProcessor[tuple[int, list[int], list[
 
 
 class LogitBiasLogitsProcessor(SparseLogitsProcessor[dict[int, float]]):
-    """`logit_bias`: a number added to single logits."""
+    """`logit_bias`: a value added to single logits."""
 
     def new_state(
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]

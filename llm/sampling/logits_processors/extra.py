@@ -1,5 +1,5 @@
-"""Processors that read `extra_args`: loaded where they are named, `LLM(logits_processors=[...])`, and then used by the
-requests that ask for them.
+"""Processors that read `extra_args`: loaded by `LLM(logits_processors=[...])`, then used by requests that set their
+arguments.
 
     llm = LLM(logits_processors=[NoRepeatNGramLogitsProcessor, EndThinkingLogitsProcessor])
     SamplingParams(extra_args={"no_repeat_ngram_size": 3})
@@ -20,7 +20,7 @@ _SIZE, _BUDGET, _END = "no_repeat_ngram_size", "max_thinking_tokens", "end_think
 
 
 class _NGrams:
-    """What followed every n - 1 tokens of a row, the prompt included."""
+    """The tokens that followed each sequence of n - 1 tokens of a request, the prompt included."""
 
     def __init__(self, size: int, prompt_ids: list[int], output_ids: list[int]) -> None:
         self._size = size
@@ -66,8 +66,8 @@ class NoRepeatNGramLogitsProcessor(SparseLogitsProcessor[_NGrams]):
 
 
 class EndThinkingLogitsProcessor(SparseLogitsProcessor[tuple[int, list[int], list[int]]]):
-    """`extra_args["max_thinking_tokens"] = n`, `["end_thinking_token_ids"] = [...]`: when the output has n tokens and
-    the ids that end the thinking have not come by themselves, they are forced, and the request goes on freely."""
+    """`extra_args["max_thinking_tokens"] = n`, `["end_thinking_token_ids"] = [...]`: once the output has n tokens
+    without the ids that end the thinking, those ids are forced; then generation continues."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -91,7 +91,7 @@ class EndThinkingLogitsProcessor(SparseLogitsProcessor[tuple[int, list[int], lis
         for row, (budget, end, output) in self.rows.items():
             if len(output) < budget or _contains(output, end):
                 continue
-            # As much of the end as already stands there, of its own accord or forced.
+            # How many of the end's ids the output already ends with, generated or forced.
             done = next(size for size in range(len(end) - 1, -1, -1) if output[len(output) - size :] == end[:size])
             kept = logits[row, end[done]].clone()
             logits[row] = -math.inf

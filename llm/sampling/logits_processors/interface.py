@@ -1,12 +1,13 @@
-"""The interface of a batch-level logits processor: vLLM's V1 names and meanings, so that a class moves over unchanged.
+"""The interface of a batch-level logits processor: vLLM's V1 names and semantics, so that a class moves over unchanged.
 
-Owns `LogitsProcessor` and the plain data that tells it how the rows of the persistent batch came, went and moved.
+Owns `LogitsProcessor` and `BatchUpdate`, which tells it which rows of the persistent batch were removed, added or
+moved.
 
 A step, as a processor sees it:
- 1. `update_state(batch_update)`, before the forward; None when no row came, went or moved. Rows that stay have grown:
-    the `output_token_ids` a processor was handed when a row was added is the live list.
- 2. `apply(logits)`, after it: float32 [batch_size, vocab], line i is batch row i. Lines of rows that draw no token in
-    this step (still in their prompt, or not scheduled) hold zeros, and what becomes of them is thrown away.
+ 1. `update_state(batch_update)` before the forward; None if no row was removed, added or moved. Rows that stay have new
+    output tokens: the `output_token_ids` passed when a row was added is a live list.
+ 2. `apply(logits)` after the forward: float32 [batch_size, vocab], line i is batch row i. Lines of rows that sample no
+    token in this step (in prefill, or not scheduled) are zero, and their result is discarded.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class MoveDirectionality(Enum):
-    """UNIDIRECTIONAL: row a becomes row b, and a is empty; SWAP: a and b change places."""
+    """UNIDIRECTIONAL: row a moves to index b, and a is empty; SWAP: a and b swap."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
 
 
 RemovedRequest = int
-# (row, its params, its prompt's token ids, the live list of its output token ids)
+# (row, params, prompt token ids, live list of output token ids)
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
 # (row a, row b, directionality)
 MovedRequest = tuple[int, int, MoveDirectionality]
@@ -43,16 +44,16 @@ MovedRequest = tuple[int, int, MoveDirectionality]
 class BatchUpdate:
     """How the persistent batch changed since the last step.
 
-    The engine changes it in this order, and processors must follow in the order removed, added, moved:
-     1. new rows take the places of rows that left, the lowest place first (an added row may so replace another one);
-     2. new rows beyond those extend the batch; or else, places that stayed empty are `removed`, and
-     3. the batch is condensed: the highest row moves to the lowest empty place, until there is none.
+    Processors must apply removed, added, moved in this order, as the engine does:
+     1. new rows take the indices of rows that finished, the lowest index first (so an added row may replace another);
+     2. further new rows extend the batch; or, if there are none, indices that stay empty are `removed`;
+     3. the batch is condensed: the highest row moves to the lowest empty index, until none is empty.
 
     Attributes:
-        batch_size: rows in the batch once all of it is done.
-        removed: rows that left and were not replaced.
-        added: rows at the place where they came in, before any move.
-        moved: in order.
+        batch_size: number of rows after the update.
+        removed: rows that finished and were not replaced.
+        added: rows at the index where they were added, before any move.
+        moved: moves in order.
     """
 
     batch_size: int
@@ -62,19 +63,20 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """Changes the logits of the rows that ask for it, and of no others.
+    """Changes the logits of the batch rows that use it, and of no others.
 
-    A subclass need not call `super().__init__`. Beyond vLLM's interface: `is_idle` lets the engine pass over a
-    processor, and a processor that has a `row_errors: dict[int, Exception]` can end single rows: what `apply` leaves
-    there is taken out, and each row ends with `finish_reason="error"` and its exception in the output. An exception
-    that leaves `apply` or `update_state` cannot be told to belong to a row and fails the call.
+    A subclass need not call `super().__init__`. Two additions to vLLM's interface:
+    - `is_idle` lets the engine skip a processor.
+    - `row_errors: dict[int, Exception]`, if a processor has it, ends single requests. After `apply` the engine takes
+      its entries and ends each request with `finish_reason="error"` and the exception in the output. An exception
+      raised by `apply` or `update_state` belongs to no single request, so it fails the call.
     """
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ValueError if a request's params (its `extra_args`, above all) are not usable.
+        """Raise ValueError if a request's params (above all its `extra_args`) are not usable.
 
-        Called for every row of a call before any work starts; the error reaches the caller as a `ValidationError`.
+        Called for every request of a call before any work starts; the caller gets a `ValidationError`.
         """
         return None
 
@@ -84,23 +86,22 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 [batch_size, vocab] -> the same shape, changed in place or not."""
+        """float32 [batch_size, vocab] -> the same shape, in place or not."""
         raise NotImplementedError
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token of a row stays the likeliest; read once, when the processor is made.
+        """True if the argmax of a row never changes. Read once, after construction.
 
-        One that says True is applied after the temperature, to rows that draw, and is passed over in a step where
-        every row is greedy.
+        Such a processor is applied after the temperature, and is skipped in steps where every row is greedy.
         """
         raise NotImplementedError
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch; called once a step, before the forward."""
+        """Apply a batch update; called once per step, before the forward."""
         raise NotImplementedError
 
     def is_idle(self) -> bool:
-        """Whether `apply` would change nothing in this step, so that it need not be called."""
+        """True if `apply` would change nothing in this step; it is then not called."""
         return False

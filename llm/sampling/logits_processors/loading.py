@@ -1,10 +1,9 @@
-"""Finding logits processor classes: given as such, by `"module:Class"`, or installed as entry points."""
+"""Loading logits processor classes: given as classes, as `"module:Class"`, or installed as entry points."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Any
 
 from llm import plugins
 from llm.base.errors import ValidationError
@@ -12,10 +11,10 @@ from llm.sampling.logits_processors.interface import LogitsProcessor
 
 
 class LogitsProcessorLoadError(ValidationError, RuntimeError):
-    """Code that should hold a logits processor cannot be imported; `__cause__` is the error it raised."""
+    """The module of a logits processor cannot be imported; `__cause__` is the error it raised."""
 
 
-def load_logits_processors(given: Any) -> list[type[LogitsProcessor]]:
+def load_logits_processors(given: object) -> list[type[LogitsProcessor]]:
     """The installed classes, then those of `LLM(logits_processors=...)`.
 
     Args:
@@ -24,7 +23,7 @@ def load_logits_processors(given: Any) -> list[type[LogitsProcessor]]:
     Raises:
         ValidationError: an item is neither, or is no subclass of `LogitsProcessor`.
         LogitsProcessorLoadError: a module cannot be imported. Also a RuntimeError.
-        PluginError: an entry point cannot be imported, or is no such class. Also a RuntimeError.
+        PluginError: an entry point cannot be imported, or is no subclass of it. Also a RuntimeError.
     """
     if given is None:
         given = []
@@ -33,8 +32,8 @@ def load_logits_processors(given: Any) -> list[type[LogitsProcessor]]:
     return [*_installed(), *(load_logits_processor(item) for item in given)]
 
 
-def load_logits_processor(item: Any) -> type[LogitsProcessor]:
-    """One class, given as itself or as `"module:Class"`; raises as `load_logits_processors`."""
+def load_logits_processor(item: object) -> type[LogitsProcessor]:
+    """One class, given as a class or as `"module:Class"`; raises the same errors as `load_logits_processors`."""
     if isinstance(item, str):
         return _by_name(item)
     if not isinstance(item, type):
@@ -64,7 +63,7 @@ def _by_name(name: str) -> type[LogitsProcessor]:
     if not (module_name and separator and path) or ":" in path:
         raise _bad(name, "'module:Class' strings")
     try:
-        found: Any = importlib.import_module(module_name)
+        found: object = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise _unloadable(f"the logits processor {name!r}", error) from error
     for attribute in path.split("."):
@@ -81,7 +80,7 @@ def _unloadable(what: str, error: BaseException) -> LogitsProcessorLoadError:
     return LogitsProcessorLoadError(message, parameter="logits_processors", value=what)
 
 
-def _bad(value: Any, right: str) -> ValidationError:
+def _bad(value: object, right: str) -> ValidationError:
     return ValidationError(
         f"logits_processors must be {right}, got {value!r}.", parameter="logits_processors", value=value
     )

@@ -1,7 +1,7 @@
 """All processors of an engine, in the order of their stages.
 
 Owns the instances: the built-in ones, and those of the loaded classes, which can be added and removed between calls.
-Their `is_argmax_invariant()` is read here, once.
+`is_argmax_invariant()` is read once, here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LogitsProcessors:
-    """Instances by stage; see `llm.sampling.sampler` for what happens between the stages.
+    """Instances by stage; `llm.sampling.sampler` lists the steps between the stages.
 
     Attributes:
         grammar: applied before the raw logprobs are taken.
@@ -57,11 +57,11 @@ class LogitsProcessors:
         self.rebuild()
 
     def forget_rows(self) -> None:
-        """Start with an empty batch: all instances are made anew before the next step."""
+        """The batch is empty: construct all instances again before the next step."""
         self._is_stale = True
 
     def rebuild(self) -> None:
-        """Make every instance anew, for an empty batch."""
+        """Construct every instance again, for an empty batch."""
         self._is_stale = False
         self.end_call()
         grammar: list[type[LogitsProcessor]] = [StructuredOutputsLogitsProcessor]
@@ -91,9 +91,9 @@ class LogitsProcessors:
         return list(self._custom)
 
     def set_custom(self, custom: Sequence[type[LogitsProcessor]], rows: Sequence[AddedRequest]) -> None:
-        """Replace the loaded classes; the new instances are told of the `rows` that are in the batch.
+        """Replace the loaded classes; the new instances get the batch's `rows` as added.
 
-        When one cannot be made or does not take a row, everything stays as it was.
+        If a constructor or `update_state` raises, the old instances stay.
         """
         before = dict(self.__dict__)
         try:
@@ -110,17 +110,17 @@ class LogitsProcessors:
         return chain(self.grammar, self.non_argmax_invariant, self.argmax_invariant)
 
     def end_call(self) -> None:
-        """Let go of what is held for the length of a call: threads."""
+        """Release what is held during a call: threads."""
         for processor in self.grammar:
             if isinstance(processor, StructuredOutputsLogitsProcessor):
                 processor.end_call()
 
     def is_idle(self) -> bool:
-        """Whether none of them would change anything in this step."""
+        """True if no processor would change anything in this step."""
         return all(processor.is_idle() for processor in self.all)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Tell every processor of the step's changes; raises `LogitsProcessorError` when one of them raises."""
+        """Call every processor's `update_state`; raises `LogitsProcessorError` if one raises."""
         if self._is_stale:
             self.rebuild()
         for processor in self.all:
@@ -137,16 +137,16 @@ class LogitsProcessors:
         batch_size: int,
         errors: dict[int, Exception],
     ) -> torch.Tensor:
-        """Apply the processors of a stage that are not idle.
+        """Apply the processors of a stage, except idle ones.
 
         Args:
-            logits: float32 [L, vocab], the lines of the rows that draw; changed in place or not.
+            logits: float32 [L, vocab], one line per batch row that samples; changed in place or not.
             rows: int64 [L], increasing, the batch row of each line.
-            batch_size: rows in the batch, drawing or not.
-            errors: line -> what went wrong with it; added to.
+            batch_size: number of batch rows, sampling or not.
+            errors: line -> its exception; entries are added.
 
         Raises:
-            LogitsProcessorError: a processor raised, or returned what are no logits.
+            LogitsProcessorError: a processor raised, or did not return logits of the same shape.
         """
         active = [processor for processor in stage if not processor.is_idle()]
         if not active:
@@ -191,6 +191,6 @@ def _take_row_errors(processor: LogitsProcessor, lines: dict[int, int], errors: 
 def _failed(processor: LogitsProcessor, method: str, error: Exception) -> LogitsProcessorError:
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return LogitsProcessorError(
-        f"the logits processor {type(processor).__qualname__} raised in {method}() ({reason}); it cannot be told which "
-        "row that concerns, so the whole call fails."
+        f"the logits processor {type(processor).__qualname__} raised in {method}() ({reason}); it processes the "
+        "whole batch at once, so the whole call fails."
     )

@@ -1,12 +1,11 @@
-"""The callables a request brings itself, in `SamplingParams.logits_processors`.
+"""A request's own callables, `SamplingParams.logits_processors`.
 
-Owns how Hugging Face's processors, which see a batch of whole sequences, are called for one row.
+Owns calling Hugging Face's processors, which take a batch of whole sequences, for one request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -23,13 +22,13 @@ from llm.sampling_params import SamplingParams
 
 
 class RequestLogitsProcessors(AdapterLogitsProcessor):
-    """Applies each row's own callables in order."""
+    """Applies each request's own callables in order."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """The callables as one that takes the prompt too."""
+        """All callables of the request as one that also takes the prompt."""
         processors = [with_prompt(processor) for processor in params.logits_processors or []]
         if not processors:
             return None
@@ -42,8 +41,8 @@ class RequestLogitsProcessors(AdapterLogitsProcessor):
         return apply_all
 
 
-def with_prompt(processor: Any) -> Callable[[list[int], list[int], torch.Tensor], torch.Tensor]:
-    """A request's processor of any kind as a callable of (prompt ids, output ids, logits [vocab])."""
+def with_prompt(processor: Callable[..., torch.Tensor]) -> Callable[[list[int], list[int], torch.Tensor], torch.Tensor]:
+    """Any kind of request processor as a callable of (prompt ids, output ids, logits [vocab])."""
     if is_hugging_face(processor):
 
         def whole_sequence(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -59,8 +58,8 @@ def with_prompt(processor: Any) -> Callable[[list[int], list[int], torch.Tensor]
     return of_ids
 
 
-def is_hugging_face(processor: Any) -> bool:
-    """Whether it is one of transformers' processors (or a list of them), told without importing transformers."""
+def is_hugging_face(processor: object) -> bool:
+    """True for one of transformers' processors or a list of them, decided without importing transformers."""
     names = {"LogitsProcessor", "LogitsProcessorList"}
     return any(kind.__module__.startswith("transformers.") and kind.__name__ in names for kind in type(processor).mro())
 

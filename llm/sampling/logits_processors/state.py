@@ -1,4 +1,4 @@
-"""Keeping track of the batch: the builder of `BatchUpdate`s, and state that follows the rows it belongs to."""
+"""The builder of `BatchUpdate`s, and per-row state that follows the updates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class BatchUpdateBuilder:
-    """Collects what happens to the batch in one step.
+    """Collects the changes of the batch in one step.
 
-    All removals of a step are registered first; from the first look at them on, further ones are refused, for rows
-    may already have taken their places.
+    All removals of a step are registered first. Once they have been read, further removals are refused, because new
+    rows may have taken the empty indices.
 
     Attributes:
-        added, moved: to be appended to.
-        batch_changed: whether a row was removed, added or moved in this step.
+        added, moved: lists to append to.
+        batch_changed: True if a row was removed, added or moved in this step.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BatchUpdateBuilder:
 
     @property
     def removed(self) -> list[RemovedRequest]:
-        """Rows that left, the highest first."""
+        """Removed rows, the highest first."""
         if not self._is_sorted:
             self._removed.sort(reverse=True)
             self._is_sorted = True
@@ -59,21 +59,21 @@ class BatchUpdateBuilder:
         return bool(self._removed)
 
     def peek_removed(self) -> int | None:
-        """The lowest empty place, None when there is none."""
+        """The lowest empty index, None if there is none."""
         return self.removed[-1] if self._removed else None
 
     def pop_removed(self) -> int | None:
-        """The lowest empty place, which is no longer one; None when there is none."""
+        """Take the lowest empty index; None if there is none."""
         return self.removed.pop() if self._removed else None
 
     def reset(self) -> bool:
-        """Forget the step; whether anything had changed."""
+        """Clear the step; return True if anything had changed."""
         changed = self.batch_changed or bool(self._removed or self.added or self.moved)
         self._clear()
         return changed
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
-        """The step's update, None when nothing changed; the builder is then empty."""
+        """Return the step's update, None if nothing changed, and clear the builder."""
         if not (self._removed or self.added or self.moved):
             self._clear()
             return None
@@ -82,7 +82,7 @@ class BatchUpdateBuilder:
         return update
 
     def _clear(self) -> None:
-        # New lists: a `BatchUpdate` that was handed out keeps its own.
+        # New lists: a `BatchUpdate` returned earlier keeps the old ones.
         self._removed, self.added, self.moved = [], [], []
         self._is_sorted = False
         self.batch_changed = False
@@ -93,14 +93,14 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], T | None],
 ) -> bool:
-    """Make a dict from row to state follow the batch.
+    """Apply a batch update to a dict from batch row to state.
 
     Args:
         req_entries: changed in place; rows without state are absent.
-        new_state: (params, prompt token ids, live output token ids) -> the state of a new row, None for none.
+        new_state: (params, prompt token ids, live output token ids) -> the state of a new row, or None.
 
     Returns:
-        Whether `req_entries` changed.
+        True if `req_entries` changed.
     """
     if not batch_update:
         return False

@@ -1,5 +1,5 @@
-"""Structured output: what a completion must be, as a mask of the tokens that can come next.
+"""Structured output: a constraint on the completion, applied as a mask of the tokens that can come next.
 
-`processor.py` is the logits processor, `compile.py` turns params into a grammar (llguidance's, and where it can a
-language of ours), `language.py`, `regex.py` and `json_schema.py` know how many bytes an answer still needs.
+`processor.py` is the logits processor. `compile.py` compiles params into llguidance's grammar and, where possible, a
+`Language`. `language.py`, `regex.py` and `json_schema.py` compute how many bytes an answer still needs.
 """

@@ -1,14 +1,14 @@
-"""JSON schemas as `Language`s of compact JSON: no white space, properties in the schema's order.
+"""JSON schemas as `Language`s of compact JSON: no whitespace, properties in the schema's order.
 
-Owns what the keywords mean, the way llguidance reads them. A keyword whose effect on the length is not known raises
-`UnknownLength`: llguidance still constrains the answer, only its length is then not bounded.
+Owns the meaning of the keywords, as llguidance reads them. A keyword whose effect on the length is not known raises
+`UnknownLength`: llguidance still constrains the answer, but its length is not bounded.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llm.sampling.structured.language import DONE, EMPTY, Language
@@ -30,17 +30,22 @@ _CONTROLS = (*range(0x20), 0x7F)
 _PLAIN: Ranges = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)]
 
 
-def compile_schema(language: Language, schema: Any) -> int:
-    """The node of all compact JSON texts that the schema admits; `language.close` is then to be called.
+# A JSON object. Values are of any JSON type; a shape that a keyword does not expect raises TypeError or ValueError,
+# which `compile.py` takes for an unknown length.
+Schema = Mapping[str, Any]
+
+
+def compile_schema(language: Language, schema: object) -> int:
+    """The node of all compact JSON texts that the schema admits. The caller then calls `language.close`.
 
     Raises:
-        UnknownLength: a keyword that is not read here.
+        UnknownLength: a keyword that is not supported here.
     """
     return _Compiler(language, schema).value(schema)
 
 
 class _Compiler:
-    def __init__(self, language: Language, root: Any) -> None:
+    def __init__(self, language: Language, root: object) -> None:
         self._language = language
         self._root = root
         self._defined: set[str] = set()
@@ -49,17 +54,17 @@ class _Compiler:
         plain = utf8(language, _PLAIN)
         self._character = language.alt(plain, *letters, *(self._by_number(code) for code in _CONTROLS))
         self._string_end = language.cat(language.star(self._character), text(b'"'))
-        # llguidance lets every escape by number stand in a name that is not to be one of the schema's.
+        # llguidance allows every \u escape in the name of an additional property.
         hexadecimal = language.byte_set(byte_bits(0x30, 0x39) | byte_bits(0x41, 0x46) | byte_bits(0x61, 0x66))
         self._escaped = language.alt(*letters, language.cat(text(b"\\u"), language.repeat(hexadecimal, 4, 4)))
         self._name_end = language.cat(language.star(language.alt(plain, self._escaped)), text(b'"'))
 
     def _by_number(self, code: int) -> int:
-        """The escape of a control character by its number, in either case."""
+        """The \\u escape of a control character, in either case."""
         digits = (self._language.byte_set(1 << ord(digit.lower()) | 1 << ord(digit.upper())) for digit in f"{code:04x}")
         return self._language.cat(self._language.literal(b"\\u"), *digits)
 
-    def value(self, schema: Any) -> int:
+    def value(self, schema: object) -> int:
         if schema is True or schema == {}:
             return self._any()
         if not isinstance(schema, Mapping):
@@ -84,14 +89,14 @@ class _Compiler:
 
     # --- Combinations -----------------------------------------------------------------------------------------------
 
-    def _ref(self, schema: Mapping[str, Any]) -> int:
+    def _ref(self, schema: Schema) -> int:
         name = schema["$ref"]
         if name not in self._defined:
             self._defined.add(name)
             self._language.define(name, self.value(self._resolve(name)))
         return self._language.ref(name)
 
-    def _resolve(self, name: Any) -> Any:
+    def _resolve(self, name: object) -> object:
         if not isinstance(name, str) or not name.startswith("#"):
             raise UnknownLength(f"the reference {name!r}")
         found = self._root
@@ -102,28 +107,28 @@ class _Compiler:
             found = found[key]
         return found
 
-    def _anyof(self, schema: Mapping[str, Any]) -> int:
+    def _anyof(self, schema: Schema) -> int:
         return self._language.alt(*(self.value(choice) for choice in schema["anyOf"]))
 
-    def _oneof(self, schema: Mapping[str, Any]) -> int:
+    def _oneof(self, schema: Schema) -> int:
         return self._language.alt(*(self.value(choice) for choice in schema["oneOf"]))
 
-    def _allof(self, schema: Mapping[str, Any]) -> int:
+    def _allof(self, schema: Schema) -> int:
         if len(schema["allOf"]) != 1:
             raise UnknownLength("'allOf' of several schemas")
         return self.value(schema["allOf"][0])
 
-    def _const(self, schema: Mapping[str, Any]) -> int:
+    def _const(self, schema: Schema) -> int:
         return self._literals([schema["const"]], schema)
 
-    def _enum(self, schema: Mapping[str, Any]) -> int:
+    def _enum(self, schema: Schema) -> int:
         return self._literals(schema["enum"], schema)
 
-    def _literals(self, values: Sequence[Any], schema: Mapping[str, Any]) -> int:
+    def _literals(self, values: Sequence[object], schema: Schema) -> int:
         types = schema.get("type", list(_TYPES))
         kept = [value for value in values if _is_of(value, types if isinstance(types, list) else [types])]
         texts = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in kept]
-        # Such a character can also be written by its number, and `language` would hold one of its spellings only.
+        # Such a character can also be written as a \u escape, and the literal would be one spelling only.
         if any(re.search(r'\\[^"\\]|\x7f', text) for text in texts):
             raise UnknownLength("a control character in a constant")
         return self._language.alt(*(self._language.literal(text.encode()) for text in texts))
@@ -136,23 +141,23 @@ class _Compiler:
 
     # --- Types ------------------------------------------------------------------------------------------------------
 
-    def _null(self, schema: Mapping[str, Any]) -> int:
+    def _null(self, schema: Schema) -> int:
         return self._language.literal(b"null")
 
-    def _boolean(self, schema: Mapping[str, Any]) -> int:
+    def _boolean(self, schema: Schema) -> int:
         return self._language.alt(self._language.literal(b"true"), self._language.literal(b"false"))
 
-    def _number(self, schema: Mapping[str, Any]) -> int:
+    def _number(self, schema: Schema) -> int:
         return parse_regex(self._language, r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
 
-    def _integer(self, schema: Mapping[str, Any]) -> int:
+    def _integer(self, schema: Schema) -> int:
         if not _KEYWORDS["integer"] & set(schema):
             return parse_regex(self._language, "-?(0|[1-9][0-9]*)")
         lows = [schema.get("minimum"), _plus(schema.get("exclusiveMinimum"), 1)]
         highs = [schema.get("maximum"), _plus(schema.get("exclusiveMaximum"), -1)]
         return parse_regex(self._language, integer_range(_whole(lows, max), _whole(highs, min)))
 
-    def _string(self, schema: Mapping[str, Any]) -> int:
+    def _string(self, schema: Schema) -> int:
         quote = self._language.literal(b'"')
         if "pattern" in schema:
             if {"minLength", "maxLength"} & set(schema):
@@ -164,7 +169,7 @@ class _Compiler:
         return self._language.cat(quote, self._language.repeat(self._character, low, high), quote)
 
     def _pattern(self, pattern: str) -> int:
-        """A pattern is searched for: without an anchor anything may stand before and after it."""
+        """A pattern is searched: without anchors, any text may precede and follow it."""
         if "|" in pattern and ("^" in pattern or "$" in pattern):
             raise UnknownLength("a pattern with anchors and alternatives")
         inner = pattern.removeprefix("^")
@@ -193,7 +198,7 @@ class _Compiler:
         numbers = [self._by_number(code) for code in _CONTROLS if any(low <= code <= high for low, high in ranges)]
         return language.alt(utf8(language, plain), *escaped, *numbers)
 
-    def _array(self, schema: Mapping[str, Any]) -> int:
+    def _array(self, schema: Schema) -> int:
         language = self._language
         first = [self.value(item) for item in schema.get("prefixItems", [])]
         low, high = schema.get("minItems", 0), schema.get("maxItems", -1)
@@ -217,7 +222,7 @@ class _Compiler:
             node = language.alt(node, DONE) if index >= low else node
         return language.cat(language.literal(b"["), node, language.literal(b"]"))
 
-    def _object(self, schema: Mapping[str, Any]) -> int:
+    def _object(self, schema: Schema) -> int:
         language = self._language
         properties = dict(schema.get("properties", {}))
         required = list(schema.get("required", []))
@@ -228,7 +233,7 @@ class _Compiler:
         member = EMPTY if additional is False else self._member(sorted(properties), additional)
         comma, end = language.literal(b","), language.literal(b"}")
         more = language.cat(language.star(language.cat(comma, member)), end)
-        # Two languages, built from the end: what may follow when nothing was written yet, and when something was.
+        # Built from the last property on: the rest of the object before any member was written, and after one was.
         at_start, later = language.alt(end, language.cat(member, more)), more
         for name, inner in reversed(properties.items()):
             key = json.dumps(name, ensure_ascii=False) + ":"
@@ -239,7 +244,7 @@ class _Compiler:
             later = language.alt(language.cat(comma, pair, later), skip)
         return language.cat(language.literal(b"{"), at_start)
 
-    def _member(self, names: Sequence[str], schema: Any) -> int:
+    def _member(self, names: Sequence[str], schema: object) -> int:
         language = self._language
         for name in names:
             if not name.isascii() or not name.isprintable() or '"' in name or "\\" in name:
@@ -248,7 +253,7 @@ class _Compiler:
         return language.cat(language.literal(b'"'), key, language.literal(b":"), self.value(schema))
 
     def _other_string(self, names: set[str], prefix: str) -> int:
-        """The rest of a string that begins with `prefix` and is none of the names, its closing quote included."""
+        """The rest of a string that starts with `prefix` and is none of the names, closing quote included."""
         language = self._language
         nexts = sorted({name[len(prefix)] for name in names if name.startswith(prefix) and len(name) > len(prefix)})
         taken = {ord(character) for character in nexts}
@@ -265,7 +270,7 @@ class _Compiler:
 
 
 def integer_range(low: int | None, high: int | None) -> str:
-    """A regular expression of the integers from `low` to `high`, without leading zeros; None: no limit."""
+    """A regular expression for the integers from `low` to `high`, without leading zeros; None: no limit."""
     if low is not None and high is not None and low > high:
         raise UnknownLength("a range without numbers")
     parts = []
@@ -306,18 +311,18 @@ def _grouped(pattern: str) -> str:
     return f"({pattern})" if "|" in pattern else pattern
 
 
-def _plus(value: Any, more: int) -> Any:
+def _plus(value: float | None, more: int) -> float | None:
     return None if value is None else value + more
 
 
-def _whole(bounds: Sequence[Any], choose: Any) -> int | None:
+def _whole(bounds: Sequence[float | None], choose: Callable[[Iterable[float]], float]) -> int | None:
     given = [bound for bound in bounds if bound is not None]
     if any(isinstance(bound, bool) or bound != int(bound) for bound in given):
         raise UnknownLength("a bound that is no integer")
     return int(choose(given)) if given else None
 
 
-def _is_of(value: Any, types: Sequence[str]) -> bool:
+def _is_of(value: object, types: Sequence[str]) -> bool:
     if isinstance(value, bool) or value is None:
         return ("null" if value is None else "boolean") in types
     if isinstance(value, int | float):

@@ -1,8 +1,8 @@
-"""Languages of bytes that can be read one byte at a time, and the fewest bytes that still complete a string.
+"""Languages of bytes, read one byte at a time, and the fewest bytes that complete a string.
 
-Owns expressions, their derivatives (Brzozowski 1964) and their lengths. An expression's derivative by a byte is what
-may follow it; a state of reading is simply the expression that is left. Equal expressions are one node, so states can
-be compared, and what is known of one is computed once. References by name make languages of nested values.
+Owns expressions, their derivatives (Brzozowski 1964) and their lengths. The derivative of an expression by a byte is
+the expression of what may follow; a reading state is that expression. Equal expressions are one node, so states can be
+compared and their lengths are computed once. References by name allow recursive languages, such as nested JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-# More bytes than any answer has; no string is left.
+# More bytes than any answer has: there is no string.
 IMPOSSIBLE = 1 << 30
 EMPTY = 0  # the node of no string at all
 DONE = 1  # the node of the empty string
@@ -25,10 +25,10 @@ class Language:
     Attributes:
         kinds: per node ("set", bits), ("cat", head, tail), ("alt", nodes), ("star", node), ("repeat", node, low, high)
             (high -1: no limit) or ("ref", name).
-        nullable: per node, whether the empty string is in it.
-        needs: per node, the fewest bytes of a string in it; of references known after `close`.
-        reach: per node, a number that `needs` of what is left cannot exceed, whatever is read; `IMPOSSIBLE` where
-            values nest without limit. Known after `close`.
+        nullable: per node, True if it contains the empty string.
+        needs: per node, the length in bytes of its shortest string; valid for references after `close`.
+        reach: per node, an upper bound of `needs` over all states reachable from it; `IMPOSSIBLE` if values nest
+            without limit. Valid after `close`.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Language:
     # --- Building ---------------------------------------------------------------------------------------------------
 
     def byte_set(self, bits: int) -> int:
-        """Any one of the bytes whose bits are set."""
+        """One byte, out of those whose bits are set."""
         return self._node(("set", bits), False) if bits else EMPTY
 
     def literal(self, data: bytes) -> int:
@@ -81,7 +81,7 @@ class Language:
         return self.alt(DONE, node)
 
     def repeat(self, node: int, low: int, high: int = -1) -> int:
-        """From `low` to `high` times, without limit where that is -1."""
+        """`node` repeated `low` to `high` times; -1: no upper limit."""
         if high == 0 or node == DONE:
             return DONE
         if node == EMPTY:
@@ -93,16 +93,16 @@ class Language:
         return self._node(("repeat", node, low, high), low == 0 or self.nullable[node])
 
     def ref(self, name: str) -> int:
-        """What `define` says of this name, before or after; it must not hold the empty string."""
+        """A reference to a name that `define` sets, before or later; it must not contain the empty string."""
         return self._node(("ref", name), False)
 
     def define(self, name: str, node: int) -> None:
         if self.nullable[node]:
-            raise ValueError(f"{name} holds the empty string")
+            raise ValueError(f"{name} contains the empty string")
         self._definitions[name] = node
 
     def close(self) -> None:
-        """Every name is defined: find the lengths, by rounds until none changes."""
+        """Compute the lengths by fixed-point iteration, once every name is defined."""
         changed = True
         while changed:
             before = list(self.needs)
@@ -116,7 +116,7 @@ class Language:
                 before = list(self.reach)
                 for node in range(len(self.kinds)):
                     self.reach[node] = self._reach(node)
-            if not last:  # still growing: a value that holds itself
+            if not last:  # still growing: a recursive value
                 for node, (old, new) in enumerate(zip(before, self.reach, strict=True)):
                     self.reach[node] = new if old == new else IMPOSSIBLE
         self._closed = True
@@ -124,7 +124,7 @@ class Language:
     # --- Reading ----------------------------------------------------------------------------------------------------
 
     def step(self, node: int, byte: int) -> int:
-        """What is left of `node` after `byte`: `EMPTY` when no string of it begins so."""
+        """The derivative of `node` by `byte`; `EMPTY` if none of its strings starts with it."""
         found = self._moves.get((node, byte))
         if found is None:
             found = self._moves[node, byte] = self._derive(node, byte)
@@ -213,12 +213,12 @@ class TokenReader:
     """Reads whole tokens, all of a vocabulary at once.
 
     Args:
-        token_bytes: token id -> its bytes; ids that are absent, or have none, complete nothing.
+        token_bytes: token id -> its bytes. Ids that are absent or without bytes have no next state.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], vocab_size: int) -> None:
         present = [token for token, data in token_bytes.items() if data and token < vocab_size]
-        # The longest first: at each position the tokens that have a byte there are the first ones.
+        # Longest first: at each position, the tokens that have a byte there come first.
         self.ids = np.array(sorted(present, key=lambda token: -len(token_bytes[token])), dtype=np.int64)
         self.vocab_size = vocab_size
         lengths = np.array([len(token_bytes[token]) for token in self.ids.tolist()], dtype=np.int64)
@@ -230,9 +230,9 @@ class TokenReader:
 
 
 class Needs:
-    """The bytes an answer in `language` still needs after each token of the vocabulary, by state.
+    """The bytes that an answer in `language` still needs after each token of the vocabulary, by state.
 
-    Bounded by memory: what was found for a state is kept for `_KEPT` states.
+    Results are cached for the last `_KEPT` states.
     """
 
     _KEPT = 32
@@ -240,13 +240,13 @@ class Needs:
     def __init__(self, language: Language, reader: TokenReader) -> None:
         self._language = language
         self._reader = reader
-        self._rows: dict[int, int] = {}  # state -> row of the table
+        self._rows: dict[int, int] = {}  # state -> its index in the table
         self._states: list[int] = []
         self._table = np.empty((0, 256), dtype=np.int32)
         self._found: dict[int, np.ndarray] = {}
 
     def after(self, state: int) -> np.ndarray:
-        """int64 [vocab]: bytes needed after each token, `IMPOSSIBLE` where no string of the language goes on so."""
+        """int64 [vocab]: bytes needed after each token; `IMPOSSIBLE` if no string continues with it."""
         if state not in self._found:
             if len(self._found) == self._KEPT:
                 del self._found[next(iter(self._found))]

@@ -1,11 +1,11 @@
-"""Structured output as a logits processor: rows with a `Structure` may only draw what continues an answer.
+"""Structured output as a logits processor: rows with a `Structure` sample only tokens that continue an answer.
 
-Owns the state of the rows and the pool that computes masks. A mask depends on the row's own tokens alone. It is begun
-in `update_state`, before the forward, and is waited for in `apply`, after it.
+Owns the state of the rows and the thread pool that computes masks. A mask depends on the row's own tokens alone. Its
+computation starts in `update_state`, before the forward; `apply`, after the forward, waits for it.
 
-Where the bytes an answer still needs are known, tokens after which they would outnumber the tokens that are left are
-barred too. One token a byte at worst: as long as the first answer fits, there is always a token that keeps this so, and
-the answer is complete when the budget is spent.
+Where the number of bytes that an answer still needs is known, a token is also masked if more bytes would be needed
+after it than tokens are left. A byte needs one token at most. So if an answer fits the budget at the start, some token
+always keeps it so, and the answer is complete within the budget.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,30 +25,32 @@ from llm.sampling.structured.compile import Structure
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from llm.config.engine import VllmConfig
 
 
 @dataclass
 class _Row:
-    """A row that is constrained.
+    """A constrained batch row.
 
     Attributes:
-        output_ids: live.
-        budget: tokens that may be generated in all.
-        state: node of the structure's language, after `read` tokens.
+        output_ids: live list of the output's token ids.
+        budget: maximum number of generated tokens.
+        state: node of the structure's language after `read` tokens.
     """
 
     structure: Structure
     output_ids: list[int]
     budget: int
-    matcher: Any
+    matcher: LLMatcher
     state: int
     read: int = 0
     allowed: Future[np.ndarray] | None = None
     words: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     def compute(self) -> np.ndarray:
-        """bool [vocab], what may be drawn next."""
+        """bool [vocab], True for tokens that may come next."""
         vocabulary = self.structure.vocabulary
         for token in self.output_ids[self.read :]:
             self.matcher.consume_token(token)
@@ -64,7 +66,7 @@ class _Row:
 
 class StructuredOutputsLogitsProcessor(LogitsProcessor):
     """Attributes:
-    row_errors: row -> why its mask could not be computed; the engine takes these after `apply`.
+    row_errors: batch row -> why its mask could not be computed; the engine takes these after `apply`.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -89,14 +91,14 @@ class StructuredOutputsLogitsProcessor(LogitsProcessor):
         for index, row in self._rows.items():
             try:
                 allowed = row.allowed.result() if row.allowed is not None else row.compute()
-            except Exception as error:  # of this row alone
+            except Exception as error:  # ends this request alone
                 self.row_errors[index] = error
                 continue
             logits[index, torch.from_numpy(~allowed).to(logits.device)] = -math.inf
         return logits
 
     def end_call(self) -> None:
-        """No row is left that needs the pool."""
+        """Shut the thread pool down: no row needs it."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

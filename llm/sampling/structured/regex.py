@@ -1,9 +1,9 @@
 """Regular expressions as `Language`s of UTF-8 bytes.
 
-Owns the syntax: literals, escapes, classes, `.`, groups, alternation, repetition (a lazy `?` makes no difference to
-what is matched), and `^`, `$` at the ends. What is beyond it (look-around, word boundaries, flags, Unicode classes)
-raises `UnknownLength`: an answer is then not bounded, though llguidance may still constrain it. `\\d`, `\\w` and `\\s`
-are ASCII's.
+Owns the supported syntax: literals, escapes, classes, `.`, groups, alternation, repetition (a lazy `?` does not change
+what matches), and `^`, `$` at the ends. Other syntax (look-around, word boundaries, flags, Unicode classes) raises
+`UnknownLength`: llguidance may still constrain the answer, but its length is not bounded. `\\d`, `\\w` and `\\s` match
+ASCII only.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Ranges = list[tuple[int, int]]
 
 
 class UnknownLength(ValueError):
-    """No bound is known for what this says."""
+    """No bound on the length is known for this schema or pattern."""
 
 
 def ascii_classes(pattern: str) -> str:
-    """The pattern with `\\d`, `\\w`, `\\s` written out, so that others read them as ASCII's too."""
+    """The pattern with `\\d`, `\\w`, `\\s` replaced by ASCII classes, which llguidance reads the same way."""
     inside = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
     result, in_class, index = [], False, 0
     while index < len(pattern):
@@ -51,10 +51,10 @@ def parse_regex(language: Language, pattern: str, characters: Callable[[Ranges],
     """The node of all strings that the whole `pattern` matches.
 
     Args:
-        characters: makes a node of one character out of ranges of code points; None: its UTF-8 bytes.
+        characters: ranges of code points -> node of one character; None: its UTF-8 bytes.
 
     Raises:
-        UnknownLength: the pattern says something that is not read here.
+        UnknownLength: the pattern uses syntax that is not supported here.
     """
     return _Parser(language, pattern, characters or (lambda ranges: utf8(language, ranges))).parse()
 
@@ -83,7 +83,7 @@ def byte_bits(low: int, high: int) -> int:
 
 
 def _same_length(low: int, high: int) -> list[tuple[bytes, bytes]]:
-    """The range cut where encodings get longer, as pairs of encodings."""
+    """The range split where encodings get longer, as pairs of encodings."""
     pieces = []
     for limit in (0x7F, 0x7FF, 0xFFFF, _LAST):
         if low <= min(high, limit):
@@ -186,7 +186,7 @@ class _Parser:
         return self._characters([(ord(character), ord(character))])
 
     def _anchor(self, character: str) -> int:
-        """At the ends of the whole pattern an anchor says nothing, for all of it must match."""
+        """An anchor at an end of the pattern has no effect, because the whole string must match."""
         if self._at == (1 if character == "^" else len(self._pattern)) and "|" not in self._pattern:
             return DONE
         raise UnknownLength(f"a {character!r} inside")
