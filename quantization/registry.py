@@ -21,6 +21,8 @@ _BUILTIN_CONFIGS: dict[str, str] = {
 }
 # Other names of the same formats.
 ALIASES = {"modelslim": "ascend"}
+# What a layer's `quant_kind` may be.
+KINDS = ("linear", "embedding", "moe", "attention")
 # FP8, GPTQ, AWQ, MX formats and GGUF take their place here when they come.
 
 _plugin_configs: dict[str, type[QuantizationConfig]] = {}
@@ -80,8 +82,15 @@ def register_scheme(quant_type: str, kind: str) -> Callable[[C], C]:
     Args:
         quant_type: as the description file of a ModelSlim checkpoint spells it, e.g. "W8A8_DYNAMIC".
 
-    It replaces a built-in scheme. Raises `LLMError` when another plugin has taken the pair.
+    It replaces a built-in scheme. Raises `ValidationError` for another kind, and `LLMError` when another plugin has
+    taken the pair.
     """
+    if kind not in KINDS:
+        raise ValidationError(
+            f"register_scheme: kind={kind!r} is not known.{nearest(str(kind), KINDS)} Known: {', '.join(KINDS)}.",
+            parameter="kind",
+            value=kind,
+        )
 
     def decorate(scheme_class: C) -> C:
         built_in = scheme_class.__module__.startswith(_BUILTIN_SCHEMES)

@@ -70,6 +70,20 @@ class SignConfig(QuantizationConfig):
         return cls.claims if hf_quant_cfg.get("quant_method") == "theirs" else None
 
 
+@pytest.mark.parametrize("kind", ["nonsense", "Linear", "", None, ["linear"]])
+def test_a_scheme_for_an_unknown_kind_of_layer_is_refused(kind: Any) -> None:
+    with pytest.raises(ValidationError, match=r"kind=.* is not known.*Known: linear, embedding, moe, attention") as error:
+        registry.register_scheme("MINE", kind)(SignMethod)
+    assert (error.value.parameter, error.value.value) == ("kind", kind)
+    assert registry._plugin_schemes == {}
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding", "moe", "attention"])
+def test_a_scheme_for_a_known_kind_is_taken(kind: str) -> None:
+    registry.register_scheme("MINE", kind)(SignMethod)
+    assert registry.get_scheme_class("MINE", kind) is SignMethod
+
+
 def test_a_plugin_quantizes_an_ordinary_checkpoint() -> None:
     registry.register_quantization_config("sign")(SignConfig)
     with open_llm(quantization="sign") as llm:
