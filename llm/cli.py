@@ -98,9 +98,9 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--seed", metavar="N", type=int, help="makes the answer reproducible")
     command.add_argument(
         *("--logits-processors", "--logits_processors"),
-        metavar="CLASS",
-        nargs="+",
-        help="logits processors to load, as module:Class",
+        metavar="MODULE:CLASS",
+        action="append",
+        help="a logits processor to load; may be given several times",
     )
     command.add_argument("--extra-args", metavar="JSON", help='for logits processors: {"target_token": 67}')
     _add_quantize_on_load(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -212,9 +213,10 @@ def test_a_full_disk_is_one_sentence() -> None:
 
 
 def test_a_logits_processor_and_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    """vLLM's `--logits_processors <1> <2>`, and what a request of its server carries in `vllm_xargs`."""
+    """What a request of vLLM's server carries in `vllm_xargs`; the option may come before the prompt, and again."""
     loaded = ["--logits_processors", "documented_processors:DummyLogitsProcessor"]
-    assert main(["generate", PROMPT, *SHORT, *loaded, "--extra-args", '{"target_token": 67}']) == 0
+    more = ["--logits-processors", "documented_processors:WrappedPerReqLogitsProcessor"]
+    assert main(["generate", *SHORT, *more, *loaded, PROMPT, "--extra-args", '{"target_token": 67}']) == 0
     with open_llm() as llm:
         forced = (
             run(llm, PROMPT, SamplingParams(temperature=0, max_tokens=6, allowed_token_ids=[67]))[0].outputs[0].text
@@ -224,3 +226,33 @@ def test_a_logits_processor_and_its_arguments(capsys: pytest.CaptureFixture[str]
     assert "target_token" in capsys.readouterr().err
     assert main(["generate", PROMPT, "--extra-args", "{"]) == 1
     assert "--extra-args must be JSON" in capsys.readouterr().err
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Those of the commands, and of their commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers(command)
+
+
+def greedy_options(parser: argparse.ArgumentParser) -> list[str]:
+    """Options that take as many values as follow, and so a positional argument that comes after them."""
+    positional = [action for action in parser._actions if not action.option_strings]
+    options = [action for action in parser._actions if action.option_strings and action.nargs in ("+", "*")]
+    return [option.option_strings[0] for option in options] if positional else []
+
+
+def test_no_option_swallows_a_positional_argument() -> None:
+    found = list(parsers(cli._parser()))
+    assert len(found) > 6
+    assert [option for parser in found for option in greedy_options(parser)] == []
+
+
+def test_a_greedy_option_is_seen() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--many", nargs="+")
+    assert greedy_options(parser) == []
+    parser.add_argument("prompt")
+    assert greedy_options(parser) == ["--many"]
