@@ -82,5 +82,5 @@ LLM_EXPORT void llm_soft_cap(float* x, float cap, int64_t count, int64_t threads
     });
 }
 
-LLM_REPLAYABLE(llm_activation)
-LLM_REPLAYABLE(llm_soft_cap)
+LLM_KERNEL(llm_activation)
+LLM_KERNEL(llm_soft_cap)

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
+from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import as_float32, in_type
 
 # As in activation.cpp.
 _SILU, _GELU, _GELU_TANH, _QUICK_GELU, _RELU, _RELU_SQUARED = range(6)
 _GELUS = {"none": _GELU, "tanh": _GELU_TANH}
-_NUMBERS = {
-    "silu_and_mul": _SILU,
-    "mul_and_silu": _SILU,
-    "gelu_new": _GELU_TANH,
-    "quick_gelu": _QUICK_GELU,
-    "relu": _RELU,
-    "relu2": _RELU_SQUARED,
-}
-_ACTIVATION = Kernel("llm_activation", INT, POINTER, POINTER, INT, POINTER, INT, INT, INT)
-_SOFT_CAP = Kernel("llm_soft_cap", POINTER, FLOAT, INT, INT)
+_ACTIVATION = KERNELS["llm_activation"]
+_SOFT_CAP = KERNELS["llm_soft_cap"]
 _FLOAT_BYTES = 4
 
 
@@ -61,13 +54,6 @@ def relu(library: Library, x: torch.Tensor) -> torch.Tensor:
 def relu2(library: Library, x: torch.Tensor) -> torch.Tensor:
     """float [...] -> [...]: max(x, 0)^2."""
     return _plain(library, _RELU_SQUARED, x)
-
-
-def number(name: str, approximate: str = "none") -> int:
-    """The number in activation.cpp of what the function `name` of this file applies; of gelus by `approximate`."""
-    if name in ("gelu", "gelu_and_mul"):
-        return _GELUS[approximate]
-    return _NUMBERS[name]
 
 
 def soft_cap(library: Library, x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -526,5 +526,5 @@ LLM_EXPORT int64_t llm_write_kv_cache(const float* key, int64_t key_stride, cons
     return -1;
 }
 
-LLM_REPLAYABLE(llm_paged_attention)
-LLM_REPLAYABLE(llm_write_kv_cache)
+LLM_KERNEL(llm_paged_attention)
+LLM_KERNEL(llm_write_kv_cache)

@@ -11,21 +11,14 @@ from typing import Any
 import torch
 
 from llm.forward import AttentionMetadata, KVCacheSpec
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
+from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import KINDS, pointer
 
 # Slots of a panel; attention.cpp has the same number as LANES.
 PANEL = 16
-_ATTENTION = Kernel(
-    "llm_paged_attention",
-    *(POINTER,) * 3,  # block table, starts, lengths
-    *(INT,) * 4,  # rows, width of the table, block size, slots
-    *(POINTER, INT, INT),  # query, its stride, tokens
-    *(INT, POINTER, POINTER, POINTER),  # kind, caches, out
-    *(INT,) * 4,  # heads, kv heads, head size, window
-    *(FLOAT, FLOAT, POINTER, INT),  # scale, soft cap, sinks, threads
-)
-_WRITE = Kernel("llm_write_kv_cache", *(POINTER, INT) * 2, INT, *(POINTER,) * 3, *(INT,) * 5)
+_ATTENTION = KERNELS["llm_paged_attention"]
+_WRITE = KERNELS["llm_write_kv_cache"]
 
 
 def kv_cache_shapes(

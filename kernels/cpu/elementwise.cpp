@@ -22,7 +22,7 @@ LLM_EXPORT void llm_copy_rows(const float* x, int64_t stride, float* out, int64_
     for (int64_t row = 0; row < rows; ++row) std::memcpy(out + row * width, x + row * stride, width * sizeof(float));
 }
 
-LLM_REPLAYABLE(llm_add)
-LLM_REPLAYABLE(llm_scale)
-LLM_REPLAYABLE(llm_shift)
-LLM_REPLAYABLE(llm_copy_rows)
+LLM_KERNEL(llm_add)
+LLM_KERNEL(llm_scale)
+LLM_KERNEL(llm_shift)
+LLM_KERNEL(llm_copy_rows)

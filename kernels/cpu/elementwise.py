@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
+from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.signatures import KERNELS
 
 _aten = torch.ops.aten
-_ADD = Kernel("llm_add", POINTER, POINTER, POINTER, INT)
-_SHIFT = Kernel("llm_shift", POINTER, INT, POINTER, INT)
-_SCALE = Kernel("llm_scale", POINTER, FLOAT, POINTER, INT)
-_COPY_ROWS = Kernel("llm_copy_rows", POINTER, INT, POINTER, INT, INT)
+_ADD = KERNELS["llm_add"]
+_SHIFT = KERNELS["llm_shift"]
+_SCALE = KERNELS["llm_scale"]
+_COPY_ROWS = KERNELS["llm_copy_rows"]
 Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
 
 

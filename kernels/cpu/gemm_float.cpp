@@ -250,7 +250,7 @@ LLM_EXPORT int64_t llm_embedding_float(int64_t kind, const int64_t* ids, const v
     return 0;
 }
 
-LLM_REPLAYABLE(llm_linear_float)
-LLM_REPLAYABLE(llm_embedding_float)
-LLM_REPLAYABLE(llm_pack_float)
-LLM_REPLAYABLE(llm_unpack_float)
+LLM_KERNEL(llm_linear_float)
+LLM_KERNEL(llm_embedding_float)
+LLM_KERNEL(llm_pack_float)
+LLM_KERNEL(llm_unpack_float)

@@ -523,6 +523,6 @@ LLM_EXPORT void llm_unpack_int4(const uint8_t* src, int8_t* dst, int64_t first, 
     });
 }
 
-LLM_REPLAYABLE(llm_linear_w4a8)
-LLM_REPLAYABLE(llm_pack_int4)
-LLM_REPLAYABLE(llm_unpack_int4)
+LLM_KERNEL(llm_linear_w4a8)
+LLM_KERNEL(llm_pack_int4)
+LLM_KERNEL(llm_unpack_int4)

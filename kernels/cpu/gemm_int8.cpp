@@ -352,9 +352,9 @@ LLM_EXPORT void llm_quantize_static(const float* x, int8_t* q, float scale, int6
     });
 }
 
-LLM_REPLAYABLE(llm_linear_w8a8)
-LLM_REPLAYABLE(llm_embedding_int8)
-LLM_REPLAYABLE(llm_pack_int8)
-LLM_REPLAYABLE(llm_unpack_int8)
-LLM_REPLAYABLE(llm_quantize_per_token)
-LLM_REPLAYABLE(llm_quantize_static)
+LLM_KERNEL(llm_linear_w8a8)
+LLM_KERNEL(llm_embedding_int8)
+LLM_KERNEL(llm_pack_int8)
+LLM_KERNEL(llm_unpack_int8)
+LLM_KERNEL(llm_quantize_per_token)
+LLM_KERNEL(llm_quantize_static)

@@ -286,4 +286,4 @@ LLM_EXPORT void llm_linear_weight_only(int64_t bits, const float* x, const uint8
     zero ? product<4, true>(p, threads) : product<4, false>(p, threads);
 }
 
-LLM_REPLAYABLE(llm_linear_weight_only)
+LLM_KERNEL(llm_linear_weight_only)

@@ -10,17 +10,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llm.base.errors import ValidationError
+from llm.base.errors import LLMError, ValidationError
 from llm.config import env
 from llm.kernels.cpu import build
 from llm.kernels.cpu.memory import Pool, eighths
+from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
 
 ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "amx", "none")
 _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
@@ -30,26 +30,16 @@ _OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 _POOLED = 1 << 18
 _MOST_FREE = 32 << 20
 
-POINTER = ctypes.c_void_p  # None or 0: null
-INT = ctypes.c_int64
-FLOAT = ctypes.c_float
-_SLOTS = {POINTER: "q", INT: "q", FLOAT: "d"}
 
-
-class Kernel:
-    """A kernel's name and the types of its arguments: pointers (0: null), integers, floats.
-
-    Python hands them over as one block, an array of `Slot` (replay.h): ctypes takes three times as long to convert them
-    one by one.
-    """
-
-    def __init__(self, name: str, *argument_types: Any) -> None:
-        self.name = name
-        self.pack = struct.Struct("=" + "".join(_SLOTS[kind] for kind in argument_types)).pack
+class SignatureError(LLMError):
+    """The compiled kernels are not those that `signatures` declares."""
 
 
 class Library:
     """One loaded kernel library.
+
+    Raises:
+        SignatureError: a function has other arguments than `signatures` declares.
 
     Attributes:
         target: what it was compiled for, of `build.TARGETS`.
@@ -65,7 +55,10 @@ class Library:
         self.target = target
         self.path = path
         self._handle = ctypes.CDLL(str(path))
-        self._entries: dict[Kernel, Callable[[bytes], int]] = {}
+        wrong = mismatches(self._handle)
+        if wrong:
+            raise SignatureError(f"{path.name} is not loaded: {' '.join(wrong)}")
+        self._entries = {kernel: kernel.bind_block(self._handle) for kernel in KERNELS.values()}
         self._float32 = torch.empty(0, dtype=torch.float32)
         self.openmp = self._bind_openmp()
         self.pool = Pool(_MOST_FREE, eighths, self.ask_large_pages)
@@ -81,30 +74,22 @@ class Library:
         """`empty` in the shape of `x`, contiguous float32."""
         return torch.empty_like(x) if x.numel() < _POOLED else self.empty(*x.shape)
 
-    def call(self, kernel: Kernel, *arguments: Any) -> int:
+    def call(self, kernel: Signature, *arguments: Any) -> int:
         """What the kernel returns, 0 where it returns nothing.
 
-        Nothing but the number of arguments is checked: the caller answers for shapes, types and the lifetime of what
-        they point to.
+        Python checks the number of arguments and which are floats: the caller answers for their order and for shapes,
+        types and the lifetime of what they point to.
         """
-        entry = self._entries.get(kernel) or self._bind(kernel)
+        entry = self._entries[kernel]
         slots = kernel.pack(*arguments)
         result = entry(slots)
         if self.recorder is not None:
             self.recorder.note(entry, slots, result)
         return result
 
-    def _bind(self, kernel: Kernel) -> Callable[[bytes], int]:
-        entry = getattr(self._handle, f"{kernel.name}_replay")
-        entry.argtypes, entry.restype = (ctypes.c_char_p,), ctypes.c_int64
-        self._entries[kernel] = entry
-        return entry
-
-    def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
-        """The C function `name`, which is no kernel: ctypes converts its arguments, and no program notes its calls."""
-        found = getattr(self._handle, name)
-        found.argtypes, found.restype = argument_types, result
-        return found
+    def function(self, name: str) -> Callable[..., Any]:
+        """The function `name`, which is no kernel: no program notes its calls."""
+        return FUNCTIONS[name].bind(self._handle)
 
     @property
     def has_tiles(self) -> bool:
@@ -113,15 +98,15 @@ class Library:
 
     def ask_large_pages(self, address: int, nbytes: int, written: bool = False) -> None:
         """For memory that is read or written from end to end; `written`: it holds something already (memory.cpp)."""
-        self.function("llm_large_pages", POINTER, INT, INT)(address, nbytes, written)
+        self.function("llm_large_pages")(address, nbytes, written)
 
     def _bind_openmp(self) -> str | None:
         path = loaded_openmp()
         if path is None:
             return None
         runtime = ctypes.CDLL(path)
-        entries = [ctypes.cast(getattr(runtime, name), POINTER) for name in _OPENMP_SYMBOLS]
-        self.function("llm_bind_openmp", POINTER, POINTER)(*entries)
+        entries = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in _OPENMP_SYMBOLS]
+        self.function("llm_bind_openmp")(*entries)
         return path
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import INT, POINTER, Kernel, Library
+from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
+from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import pointer
 from llm.kernels.reference.linear import rounded
 
-_LINEAR = Kernel("llm_linear_float", INT, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
+_LINEAR = KERNELS["llm_linear_float"]
 # Beside FLOAT_KINDS: a bfloat16 weight whose products read their activations rounded.
 _ROUNDED = 3
-_EMBEDDING = Kernel("llm_embedding_float", INT, POINTER, POINTER, POINTER, INT, INT, INT, INT)
+_EMBEDDING = KERNELS["llm_embedding_float"]
 
 
 def linear_float(lib: Library, x: torch.Tensor, packed: PanelWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

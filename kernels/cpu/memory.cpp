@@ -1,5 +1,5 @@
 // Large pages for weights: what is read from end to end for every token has 512 times fewer addresses to translate.
-#include "parallel.h"
+#include "replay.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -18,3 +18,5 @@ LLM_EXPORT void llm_large_pages(void* data, int64_t bytes, int64_t written) {
     (void)data, (void)bytes, (void)written;
 #endif
 }
+
+LLM_FUNCTION(llm_large_pages)

@@ -101,5 +101,5 @@ LLM_EXPORT void llm_layer_norm(const float* x, const float* residual, int64_t ki
     norm_rows({1, kind, weight, bias, width, 0.0f, eps}, x, residual, out, total, rows, width, threads);
 }
 
-LLM_REPLAYABLE(llm_rms_norm)
-LLM_REPLAYABLE(llm_layer_norm)
+LLM_KERNEL(llm_rms_norm)
+LLM_KERNEL(llm_layer_norm)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
+from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import KINDS, as_float32, in_type, pointer
 
-_RMS = Kernel("llm_rms_norm", POINTER, POINTER, INT, POINTER, FLOAT, FLOAT, INT, POINTER, POINTER, INT, INT, INT)
-_LAYER = Kernel("llm_layer_norm", POINTER, POINTER, INT, POINTER, POINTER, FLOAT, POINTER, POINTER, INT, INT, INT)
+_RMS = KERNELS["llm_rms_norm"]
+_LAYER = KERNELS["llm_layer_norm"]
 
 
 def rms_norm(

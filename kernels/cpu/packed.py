@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.kernels.cpu.library import INT, POINTER, Kernel, Library
+from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference.quantized import PackedWeight
 
 LANES = 16
@@ -22,12 +23,12 @@ MAX_INTEGER_K = 1 << 17
 # Bytes of the pages that large weights lie in where the system has them: fewer addresses to translate.
 _LARGE_PAGE = 2 << 20
 
-_PACK_FLOAT = Kernel("llm_pack_float", INT, POINTER, POINTER, INT, INT, INT)
-_UNPACK_FLOAT = Kernel("llm_unpack_float", INT, POINTER, POINTER, INT, INT, INT, INT)
-_PACK_INT8 = Kernel("llm_pack_int8", POINTER, POINTER, POINTER, INT, INT, INT)
-_PACK_INT4 = Kernel("llm_pack_int4", POINTER, POINTER, INT, INT, INT)
-_UNPACK_INT4 = Kernel("llm_unpack_int4", POINTER, POINTER, INT, INT, INT, INT)
-_UNPACK_INT8 = Kernel("llm_unpack_int8", POINTER, POINTER, INT, INT, INT, INT)
+_PACK_FLOAT = KERNELS["llm_pack_float"]
+_UNPACK_FLOAT = KERNELS["llm_unpack_float"]
+_PACK_INT8 = KERNELS["llm_pack_int8"]
+_PACK_INT4 = KERNELS["llm_pack_int4"]
+_UNPACK_INT4 = KERNELS["llm_unpack_int4"]
+_UNPACK_INT8 = KERNELS["llm_unpack_int8"]
 
 
 @dataclass(frozen=True)

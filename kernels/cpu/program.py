@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llm.kernels.cpu.elementwise import substitute
-from llm.kernels.cpu.library import INT, POINTER, Library
+from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.memory import Pool
 
 _ALLOCATIONS = {
@@ -47,7 +47,7 @@ class Program:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._replay = library.function("llm_replay", POINTER, INT, result=INT)
+        self._replay = library.function("llm_replay")
         self._slots: list[Any] = []
         self._calls: list[_Call] = []
         self._compiled: Any = None

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import FLOAT, INT, POINTER, Kernel, Library
+from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.linear import checked_input, checked_vector
 from llm.kernels.cpu.packed import FLOAT_KINDS, PanelWeight
+from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import pointer
 
-_W8A8 = Kernel("llm_linear_w8a8", POINTER, POINTER, POINTER, POINTER, FLOAT, INT, POINTER, POINTER, INT, INT, INT, INT)
-_W4A8 = Kernel("llm_linear_w4a8", POINTER, POINTER, POINTER, INT, INT, INT, INT, POINTER, POINTER, INT, INT, INT, INT)
-_WEIGHT_ONLY = Kernel(
-    "llm_linear_weight_only",
-    *(INT, POINTER, POINTER),
-    *(POINTER, INT, INT, POINTER, INT, INT),
-    *(INT, POINTER, POINTER, INT, INT, INT, INT),
-)
-_EMBEDDING = Kernel("llm_embedding_int8", POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT)
-_PER_TOKEN = Kernel("llm_quantize_per_token", POINTER, POINTER, POINTER, INT, INT, INT)
-_STATIC = Kernel("llm_quantize_static", POINTER, POINTER, FLOAT, INT, INT, INT)
+_W8A8 = KERNELS["llm_linear_w8a8"]
+_W4A8 = KERNELS["llm_linear_w4a8"]
+_WEIGHT_ONLY = KERNELS["llm_linear_weight_only"]
+_EMBEDDING = KERNELS["llm_embedding_int8"]
+_PER_TOKEN = KERNELS["llm_quantize_per_token"]
+_STATIC = KERNELS["llm_quantize_static"]
 
 
 def quantize_per_token(lib: Library, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,3 +22,5 @@ LLM_EXPORT int64_t llm_replay(const void* program, int64_t count) {
         if (calls[i].replay(calls[i].slots) != calls[i].expected) return i;
     return -1;
 }
+
+LLM_FUNCTION(llm_replay)

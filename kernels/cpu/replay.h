@@ -1,5 +1,5 @@
-// Calling an exported kernel with its arguments in one block: from Python (library.py), and again when they were recorded
-// (replay.cpp).
+// What the library exports of a function besides itself: a way to call it with its arguments in one block, from Python
+// (library.py) and again when they were recorded (replay.cpp), and its types.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,35 @@ template <class R, class... A> int64_t call_with(R (*function)(A...), const Slot
     return call_with(function, slots, std::index_sequence_for<A...>());
 }
 
+// The name of a type, as it is written.
+template <class T> struct TypeName;
+template <> struct TypeName<void> { static constexpr const char* value = "void"; };
+#define LLM_NAMED(TYPE) \
+    template <> struct TypeName<TYPE> { static constexpr const char* value = #TYPE; };
+#define LLM_NAMED_POINTERS(TYPE) LLM_NAMED(TYPE*) LLM_NAMED(const TYPE*)
+LLM_NAMED(int64_t)
+LLM_NAMED(float)
+LLM_NAMED_POINTERS(void)
+LLM_NAMED_POINTERS(float)
+LLM_NAMED_POINTERS(double)
+LLM_NAMED_POINTERS(int8_t)
+LLM_NAMED_POINTERS(uint8_t)
+LLM_NAMED_POINTERS(int32_t)
+LLM_NAMED_POINTERS(int64_t)
+
+// The names of the result and the arguments, then null.
+template <class R, class... A> const char* const* types_of(R (*)(A...)) {
+    static constexpr const char* names[] = {TypeName<R>::value, TypeName<A>::value..., nullptr};
+    return names;
+}
+
 }  // namespace llm
 
-// Exports NAME_replay(slots), one slot per argument of NAME.
-#define LLM_REPLAYABLE(NAME) \
+// Exports NAME_types(), the types of NAME: signatures.py compares them with its own.
+#define LLM_FUNCTION(NAME) \
+    LLM_EXPORT const char* const* NAME##_types() { return llm::types_of(NAME); }
+
+// And NAME_replay(slots), one slot per argument of NAME.
+#define LLM_KERNEL(NAME) \
+    LLM_FUNCTION(NAME)   \
     LLM_EXPORT int64_t NAME##_replay(const llm::Slot* slots) { return llm::call_with(NAME, slots); }

@@ -76,4 +76,4 @@ LLM_EXPORT int64_t llm_rotary(const int64_t* positions, int64_t tokens, const fl
     return -1;
 }
 
-LLM_REPLAYABLE(llm_rotary)
+LLM_KERNEL(llm_rotary)

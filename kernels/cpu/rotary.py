@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import INT, POINTER, Kernel, Library
+from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import in_type
 
-_TABLE = (POINTER, INT, POINTER, INT, INT, INT)  # positions, tokens, table, its length, pairs, whether of halves
-_ROTARY = Kernel("llm_rotary", *_TABLE, *(POINTER, INT, POINTER, INT) * 2, INT, INT)
+_ROTARY = KERNELS["llm_rotary"]
 
 
 def rotary_embedding(

@@ -1,4 +1,5 @@
 // The elementary functions by themselves, for the tests that measure their errors.
+#include "replay.h"
 #include "rows.h"
 #include "vector_math.h"
 
@@ -14,3 +15,5 @@ LLM_EXPORT void llm_probe_math(int64_t function, const float* x, float* out, int
         store_part(out + i, result, count - i);
     }
 }
+
+LLM_FUNCTION(llm_probe_math)

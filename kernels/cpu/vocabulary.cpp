@@ -352,10 +352,10 @@ LLM_EXPORT void llm_cut_below_largest(float* x, const float* offset, int64_t row
     });
 }
 
-LLM_REPLAYABLE(llm_log_softmax)
-LLM_REPLAYABLE(llm_argmax)
-LLM_REPLAYABLE(llm_top_k)
-LLM_REPLAYABLE(llm_gather_logprobs)
-LLM_REPLAYABLE(llm_block_sums)
-LLM_REPLAYABLE(llm_draw_nucleus)
-LLM_REPLAYABLE(llm_cut_below_largest)
+LLM_KERNEL(llm_log_softmax)
+LLM_KERNEL(llm_argmax)
+LLM_KERNEL(llm_top_k)
+LLM_KERNEL(llm_gather_logprobs)
+LLM_KERNEL(llm_block_sums)
+LLM_KERNEL(llm_draw_nucleus)
+LLM_KERNEL(llm_cut_below_largest)

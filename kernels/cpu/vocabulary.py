@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import INT, POINTER, Kernel, Library
+from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import as_float32
 from llm.kernels.reference import vocabulary as reference
 
-_LOG_SOFTMAX = Kernel("llm_log_softmax", POINTER, POINTER, INT, INT, INT)
-_ARGMAX = Kernel("llm_argmax", POINTER, POINTER, POINTER, INT, INT, INT)
-_TOP_K = Kernel("llm_top_k", POINTER, INT, POINTER, POINTER, INT, INT, INT)
-_GATHER = Kernel("llm_gather_logprobs", POINTER, POINTER, INT, INT, INT, POINTER, POINTER, INT, INT, INT)
-_BLOCK_SUMS = Kernel("llm_block_sums", POINTER, POINTER, INT, POINTER, INT, INT, INT)
-_DRAW_NUCLEUS = Kernel("llm_draw_nucleus", POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT)
-_CUT = Kernel("llm_cut_below_largest", POINTER, POINTER, INT, INT, INT)
+_LOG_SOFTMAX = KERNELS["llm_log_softmax"]
+_ARGMAX = KERNELS["llm_argmax"]
+_TOP_K = KERNELS["llm_top_k"]
+_GATHER = KERNELS["llm_gather_logprobs"]
+_BLOCK_SUMS = KERNELS["llm_block_sums"]
+_DRAW_NUCLEUS = KERNELS["llm_draw_nucleus"]
+_CUT = KERNELS["llm_cut_below_largest"]
 # Beyond, one sort of the row is faster.
 _MOST = 1024
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import stat
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from llm.base.errors import ValidationError
 from llm.kernels import bench, select
-from llm.kernels.cpu import build, library
+from llm.kernels.cpu import build, library, signatures
 from llm.platforms import select_platform
 
 AVX2 = {"avx2", "fma", "f16c"}
@@ -125,9 +124,12 @@ def quick_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source folder with only the threads in it: what is tested here is the build."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    for name in ("threads.cpp", "parallel.h"):
+    for name in ("threads.cpp", "parallel.h", "replay.h"):
         (folder / name).write_bytes((build.SOURCE_FOLDER / name).read_bytes())
     monkeypatch.setattr(build, "SOURCE_FOLDER", folder)
+    for table in (signatures.KERNELS, signatures.FUNCTIONS):
+        for name in set(table) - {"llm_bind_openmp", "llm_probe_threads"}:
+            monkeypatch.delitem(table, name)
     return folder
 
 
@@ -226,7 +228,7 @@ def test_the_kernels_run_on_the_runtime_pytorch_loaded() -> None:
     kernels = select.kernels_for(select_platform("cpu")[0])
     assert kernels.library is not None
     teams = torch.full((64,), -1, dtype=torch.int32)
-    probe = kernels.library.function("llm_probe_threads", library.POINTER, library.INT, library.INT)
+    probe = kernels.library.function("llm_probe_threads")
     probe(teams.data_ptr(), 64, 3)
     assert teams.tolist() == [3] * 64
     probe(teams.data_ptr(), 64, 1)
@@ -238,20 +240,16 @@ def test_the_kernels_run_on_the_runtime_pytorch_loaded() -> None:
 
 @needs_compiler
 def test_kernels_get_the_arguments_they_declare() -> None:
-    """Pointers, integers of 64 bits of either sign, and floats rounded once; anything else is refused."""
+    """Pointers, integers of 64 bits of either sign, and floats rounded once."""
     found = select.kernels_for(select_platform("cpu")[0]).library
     assert found is not None
-    scale = library.Kernel("llm_scale", library.POINTER, library.FLOAT, library.POINTER, library.INT)
-    shift = library.Kernel("llm_shift", library.POINTER, library.INT, library.POINTER, library.INT)
+    scale, shift = signatures.KERNELS["llm_scale"], signatures.KERNELS["llm_shift"]
     x, out = torch.tensor([1.0, 3.0, -7.0]), torch.empty(3)
     found.call(scale, x.data_ptr(), -0.1, out.data_ptr(), 3)
     assert torch.equal(out, x * torch.tensor(-0.1))
     ids, shifted = torch.tensor([5, -(2**62)]), torch.empty(2, dtype=torch.int64)
     assert found.call(shift, ids.data_ptr(), -(2**40) - 3, shifted.data_ptr(), 2) == 0
     assert torch.equal(shifted, ids - 2**40 - 3)
-    for wrong in ((x.data_ptr(), 1.0, out.data_ptr()), (None, 1.0, out.data_ptr(), 3), (x.data_ptr(), 1.0, 2.5, 3)):
-        with pytest.raises(struct.error):
-            found.call(scale, *wrong)
 
 
 def test_every_operation_has_its_implementations() -> None:

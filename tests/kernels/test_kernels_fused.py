@@ -19,7 +19,6 @@ from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
 from tiny_models import one_thread
 
-from llm.kernels.cpu.library import INT, POINTER
 from llm.kernels.select import REFERENCE, KernelSet
 
 pytestmark = needs_compiler
@@ -292,7 +291,7 @@ def evaluate(name: str, x: torch.Tensor, isa: str = BEST) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     library: Any = kernel_set(isa).library
-    probe = library.function("llm_probe_math", INT, POINTER, POINTER, INT)
+    probe = library.function("llm_probe_math")
     probe(FUNCTIONS[name][0], x.data_ptr(), out.data_ptr(), x.numel())
     return out
 
