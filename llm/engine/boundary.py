@@ -14,6 +14,7 @@ import torch
 
 from llm.config.engine import EngineConfig
 from llm.forward import KVCacheSpec
+from llm.layers.parallel import TensorParallel
 from llm.loading.source import ModelSource
 from llm.models.interface import BuildOptions
 from llm.sampling.logits_processors.interface import LogitsProcessor
@@ -54,7 +55,8 @@ class RunnerPlan:
     @property
     def build_options(self) -> BuildOptions:
         model = self.config.model_config
-        return BuildOptions(model.max_model_len, model.weight_dtype, self.config.quant_config, self.rank, self.tp_size)
+        tp = TensorParallel(self.rank, self.tp_size)
+        return BuildOptions(model.max_model_len, model.weight_dtype, self.config.quant_config, tp)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,11 @@ class ConfigReader:
             return default
         return self.integer(key) if key in self.raw else None
 
-    def optional_number(self, key: str) -> float | None:
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """As `optional_integer`."""
+        if key not in self.given:
+            self._read.add(key)
+            return default
         return self.number(key) if key in self.raw else None
 
     def names(self, key: str) -> list[str] | None:

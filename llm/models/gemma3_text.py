@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from llm.layers.norm import GemmaRMSNorm
 from llm.layers.rotary import RopeParameters
-from llm.models.blocks import DecoderConfig, DecoderForCausalLM, LayerConfig, layer_windows
 from llm.models.config_reader import ConfigReader
-from llm.models.gemma2 import gemma_parameters
+from llm.models.decoder import DecoderConfig, DecoderForCausalLM, layer_windows, read_rms_norm
+from llm.models.gemma2 import gemma_attention, gemma_decoder
 
 
 class Gemma3ForCausalLM(DecoderForCausalLM):
@@ -16,12 +19,13 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 6))
         window = reader.optional_integer("sliding_window", 4096)
         windows = layer_windows(reader, count, window, [(index + 1) % pattern != 0 for index in range(count)])
-        config = DecoderConfig(
-            **gemma_parameters(reader),
-            max_position_embeddings=reader.positive("max_position_embeddings", 131072),
-            layers=tuple(LayerConfig(size, full if size is None else sliding) for size in windows),
-            qk_norm="head",
-            attention_soft_cap=reader.optional_number("attn_logit_softcapping"),
+        soft_cap = reader.optional_number("attn_logit_softcapping")
+        qk_norm = read_rms_norm(reader, kind=GemmaRMSNorm)
+        attention = replace(gemma_attention(reader), qk_norm=qk_norm, soft_cap=soft_cap)
+        config = gemma_decoder(
+            reader,
+            [replace(attention, sliding_window=size, rope=full if size is None else sliding) for size in windows],
+            positions=reader.positive("max_position_embeddings", 131072),
             logits_soft_cap=reader.optional_number("final_logit_softcapping"),
         )
         reader.finish()

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from llm.models.blocks import DecoderConfig, DecoderForCausalLM, LayerConfig
+from llm.layers.norm import LayerNorm
 from llm.models.config_reader import ConfigReader
+from llm.models.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Heads,
+    LayerConfig,
+    LearnedPositions,
+    NormConfig,
+    PlainMLPConfig,
+    PreNorms,
+)
 
 _LAYER = (
     ("ln_1", "input_layernorm"),
@@ -28,12 +39,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     )
     # Causal masks that old checkpoints carry as tensors.
     ignored_weights: ClassVar[tuple[str, ...]] = ("attn.bias", "attn.masked_bias")
-    transposed_weights: ClassVar[tuple[str, ...]] = (
-        "qkv_proj.weight",
-        "o_proj.weight",
-        "up_proj.weight",
-        "down_proj.weight",
-    )
+    transposed_weights: ClassVar[tuple[str, ...]] = tuple(f"{name}_proj.weight" for name in ("qkv", "o", "up", "down"))
 
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
@@ -42,25 +48,22 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         reader.expect("n_ctx", positions)
         reader.expect("scale_attn_weights", True)
         reader.expect("scale_attn_by_inverse_layer_idx", False)
-        # Only the precision of the scores, which is float32 here anyway.
-        reader.boolean("reorder_and_upcast_attn", False)
+        reader.boolean("reorder_and_upcast_attn", False)  # the scores' precision, which is float32 here anyway
+        norm = NormConfig(reader.number("layer_norm_epsilon", 1e-5), LayerNorm)
+        layer = LayerConfig(
+            attention=AttentionConfig(Heads(heads, heads, hidden // heads), qkv_bias=True, out_bias=True),
+            mlp=PlainMLPConfig(
+                reader.positive("n_inner", 4 * hidden), reader.string("activation_function", "gelu_new"), bias=True
+            ),
+            norms=PreNorms(norm),
+        )
         config = DecoderConfig(
             vocab_size=reader.positive("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=reader.positive("n_inner", 4 * hidden),
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_size=hidden // heads,
             max_position_embeddings=positions,
-            norm_eps=reader.number("layer_norm_epsilon", 1e-5),
-            layers=(LayerConfig(),) * reader.positive("n_layer"),
-            norm="layer_norm",
-            activation=reader.string("activation_function", "gelu_new"),
-            gated_mlp=False,
-            qkv_bias=True,
-            out_bias=True,
-            mlp_bias=True,
-            learned_positions=positions,
+            layers=(layer,) * reader.positive("n_layer"),
+            final_norm=norm,
+            learned_positions=LearnedPositions(positions),
             tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
         )
         reader.finish()

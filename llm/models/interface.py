@@ -1,6 +1,6 @@
 """What the engine asks of a model class.
 
-A user's own model implements this and is passed to `register_model`; it need not be built from `blocks.py`.
+A user's own model implements this and is passed to `register_model`; it need not be built from `decoder/`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from llm.forward import ForwardBatch, KVCacheSpec
-from llm.layers.parallel import TensorParallel
+from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.quantization.base import QuantizationConfig
 
@@ -34,19 +34,13 @@ class BuildOptions:
         max_model_len: positions it must serve; rotary tables are computed for these.
         params_dtype: storage type of unquantized weights.
         quant_config: picks quant methods per layer; None: unquantized.
-        rank, tp_size: which of how many ranks of a tensor-parallel group builds it.
+        tp: which of the ranks that share the model this one is.
     """
 
     max_model_len: int
     params_dtype: torch.dtype
     quant_config: QuantizationConfig | None = None
-    rank: int = 0
-    tp_size: int = 1
-
-    @property
-    def tp(self) -> TensorParallel:
-        """What layers take as `tp`."""
-        return TensorParallel(self.rank, self.tp_size)
+    tp: TensorParallel = SINGLE
 
 
 class CausalLM(Protocol):
@@ -69,8 +63,8 @@ class CausalLM(Protocol):
         """Read config.json; must end with `reader.finish()`."""
 
     @classmethod
-    def kv_cache_specs(cls, config: Any, dtype: torch.dtype) -> Sequence[KVCacheSpec]:
-        """One spec per attention layer, in order of `layer_index`."""
+    def kv_cache_specs(cls, config: Any, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> Sequence[KVCacheSpec]:
+        """What one rank's attention layers keep, one spec each, in order of `layer_index`."""
 
     def __init__(self, config: Any, options: BuildOptions) -> None: ...
 

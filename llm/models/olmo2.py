@@ -1,26 +1,39 @@
-"""OLMo 2: norms on the blocks' outputs, queries and keys normalised over all heads together."""
+"""OLMo 2: norms on the parts' outputs, queries and keys normalised over all heads together."""
 
 from __future__ import annotations
 
-from llm.models.blocks import DecoderConfig, DecoderForCausalLM, LayerConfig, decoder_sizes, longest_sequence
 from llm.models.config_reader import ConfigReader
+from llm.models.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    DecoderForCausalLM,
+    GatedMLPConfig,
+    LayerConfig,
+    PostNorms,
+    longest_sequence,
+    read_heads,
+    read_rms_norm,
+)
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope = reader.rope()
+        rope, norm = reader.rope(), read_rms_norm(reader, 1e-5)
         bias = reader.boolean("attention_bias", False)
-        sizes = decoder_sizes(reader)
+        layer = LayerConfig(
+            attention=AttentionConfig(
+                read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_over="all heads"
+            ),
+            mlp=GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
+            norms=PostNorms(norm),
+        )
         config = DecoderConfig(
-            **(sizes | {"norm_eps": reader.number("rms_norm_eps", 1e-5)}),
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=reader.positive("hidden_size"),
             max_position_embeddings=longest_sequence(reader, rope),
-            layers=(LayerConfig(rope=rope),) * reader.positive("num_hidden_layers"),
-            norm_placement="post",
-            activation=reader.string("hidden_act", "silu"),
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm="all",
+            layers=(layer,) * reader.positive("num_hidden_layers"),
+            final_norm=norm,
             tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
         )
         reader.finish()

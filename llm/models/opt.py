@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from llm.models.blocks import DecoderConfig, DecoderForCausalLM, LayerConfig
+from llm.layers.norm import LayerNorm
 from llm.models.config_reader import ConfigReader
+from llm.models.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Heads,
+    LayerConfig,
+    LearnedPositions,
+    NormConfig,
+    PlainMLPConfig,
+    PreNorms,
+)
 
 # The table of positions starts two rows late: a relic of its training code's padding ids.
 _POSITION_OFFSET = 2
@@ -36,24 +47,19 @@ class OPTForCausalLM(DecoderForCausalLM):
         for key in ("dropout", "layerdrop", "init_std", "activation_dropout"):
             reader.expect(key, reader.raw.get(key))
         bias = reader.boolean("enable_bias", True)
+        norm = NormConfig(1e-5, LayerNorm)
+        layer = LayerConfig(
+            attention=AttentionConfig(Heads(heads, heads, hidden // heads), qkv_bias=bias, out_bias=bias),
+            mlp=PlainMLPConfig(reader.positive("ffn_dim"), reader.string("activation_function", "relu"), bias=bias),
+            norms=PreNorms(norm),
+        )
         config = DecoderConfig(
             vocab_size=reader.positive("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=reader.positive("ffn_dim"),
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_size=hidden // heads,
             max_position_embeddings=positions,
-            norm_eps=1e-5,
-            layers=(LayerConfig(),) * reader.positive("num_hidden_layers"),
-            norm="layer_norm",
-            activation=reader.string("activation_function", "relu"),
-            gated_mlp=False,
-            qkv_bias=bias,
-            out_bias=bias,
-            mlp_bias=bias,
-            learned_positions=positions + _POSITION_OFFSET,
-            position_offset=_POSITION_OFFSET,
+            layers=(layer,) * reader.positive("num_hidden_layers"),
+            final_norm=norm,
+            learned_positions=LearnedPositions(positions + _POSITION_OFFSET, offset=_POSITION_OFFSET),
             tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
         )
         reader.finish()

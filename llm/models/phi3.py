@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from llm.models.blocks import DecoderConfig, DecoderForCausalLM, LayerConfig, decoder_sizes, longest_sequence
 from llm.models.config_reader import ConfigReader
+from llm.models.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    DecoderForCausalLM,
+    GatedMLPConfig,
+    LayerConfig,
+    PreNorms,
+    longest_sequence,
+    read_heads,
+    read_rms_norm,
+)
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope = reader.rope()
         # transformers reads it and never adds one.
         reader.expect("attention_bias", False)
         # Of Phi-4-mini, at the values that change nothing.
         reader.expect("mlp_bias", False)
         reader.expect("full_attn_mod", 1)
         reader.expect("interpolate_factor", 1)
-        sizes = decoder_sizes(reader)
+        rope, norm = reader.rope(), read_rms_norm(reader, 1e-5)
+        layer = LayerConfig(
+            attention=AttentionConfig(read_heads(reader), rope, reader.optional_integer("sliding_window")),
+            mlp=GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
+            norms=PreNorms(norm),
+        )
         config = DecoderConfig(
-            **(sizes | {"norm_eps": reader.number("rms_norm_eps", 1e-5)}),
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=reader.positive("hidden_size"),
             max_position_embeddings=longest_sequence(reader, rope, 4096),
-            layers=(LayerConfig(reader.optional_integer("sliding_window"), rope),)
-            * reader.positive("num_hidden_layers"),
-            activation=reader.string("hidden_act", "silu"),
+            layers=(layer,) * reader.positive("num_hidden_layers"),
+            final_norm=norm,
             tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
         )
         reader.finish()

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-from llm.layers.rotary import RopeParameters
-from llm.models.blocks import (
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import (
+    AttentionConfig,
     DecoderConfig,
     DecoderForCausalLM,
+    GatedMLPConfig,
     LayerConfig,
-    decoder_sizes,
+    PreNorms,
     layer_windows,
     longest_sequence,
+    read_heads,
+    read_rms_norm,
 )
-from llm.models.config_reader import ConfigReader
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope = reader.rope()
+        rope, norm, heads = reader.rope(), read_rms_norm(reader), read_heads(reader, default_kv_heads=32)
+        mlp = GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
         config = DecoderConfig(
-            **decoder_sizes(reader, default_kv_heads=32),
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=reader.positive("hidden_size"),
             max_position_embeddings=longest_sequence(reader, rope, 32768),
-            layers=qwen_layers(reader, rope),
-            activation=reader.string("hidden_act", "silu"),
-            qkv_bias=True,
+            layers=tuple(
+                LayerConfig(AttentionConfig(heads, rope, window, qkv_bias=True), mlp, PreNorms(norm))
+                for window in qwen_windows(reader)
+            ),
+            final_norm=norm,
             tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
         )
         reader.finish()
         return config
 
 
-def qwen_layers(reader: ConfigReader, rope: RopeParameters) -> tuple[LayerConfig, ...]:
-    """With `use_sliding_window` the layers from `max_window_layers` on have a window."""
+def qwen_windows(reader: ConfigReader) -> list[int | None]:
+    """Of each layer: with `use_sliding_window` those from `max_window_layers` on have one."""
     count = reader.positive("num_hidden_layers")
     window = reader.optional_integer("sliding_window", 4096)
     first = reader.integer("max_window_layers", 28)
     use = reader.boolean("use_sliding_window", False)
     sliding = [use and window is not None and index >= first for index in range(count)]
-    return tuple(LayerConfig(size, rope) for size in layer_windows(reader, count, window if use else None, sliding))
+    return layer_windows(reader, count, window if use else None, sliding)

@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-from llm.models.blocks import (
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import (
+    AttentionConfig,
     DecoderConfig,
     DecoderForCausalLM,
+    GatedMLPConfig,
     LayerConfig,
-    decoder_sizes,
+    PreNorms,
     layer_windows,
     longest_sequence,
+    read_heads,
+    read_rms_norm,
 )
-from llm.models.config_reader import ConfigReader
 
 
 class SmolLM3ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope = reader.rope(2_000_000.0)
+        rope, norm, heads = reader.rope(2_000_000.0), read_rms_norm(reader), read_heads(reader, default_kv_heads=4)
         count = reader.positive("num_hidden_layers")
         interval = reader.positive("no_rope_layer_interval", 4)
         has_rope = reader.integers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
-        window = reader.optional_integer("sliding_window")
-        use = reader.boolean("use_sliding_window", False)
-        reader.integer("max_window_layers", count)  # transformers does not read it either
-        sliding = [use and window is not None and not rotates for rotates in has_rope]
-        windows = layer_windows(reader, count, window if use else None, sliding)
         bias = reader.boolean("attention_bias", False)
+        mlp = GatedMLPConfig(
+            reader.positive("intermediate_size"),
+            reader.string("hidden_act", "silu"),
+            bias=reader.boolean("mlp_bias", False),
+        )
+
+        def layer(window: int | None, rotates: int) -> LayerConfig:
+            attention = AttentionConfig(heads, rope if rotates else None, window, qkv_bias=bias, out_bias=bias)
+            return LayerConfig(attention, mlp, PreNorms(norm))
+
         config = DecoderConfig(
-            **decoder_sizes(reader, default_kv_heads=4),
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=reader.positive("hidden_size"),
             max_position_embeddings=longest_sequence(reader, rope, 32768),
-            layers=tuple(
-                LayerConfig(size, rope if rotates else None) for size, rotates in zip(windows, has_rope, strict=False)
-            ),
-            activation=reader.string("hidden_act", "silu"),
-            qkv_bias=bias,
-            out_bias=bias,
-            mlp_bias=reader.boolean("mlp_bias", False),
+            layers=tuple(map(layer, _windows(reader, count, has_rope), has_rope)),
+            final_norm=norm,
             tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
         )
         reader.finish()
         return config
+
+
+def _windows(reader: ConfigReader, count: int, has_rope: list[int]) -> list[int | None]:
+    """Of each layer: with `use_sliding_window` those without rope have one."""
+    window = reader.optional_integer("sliding_window")
+    use = reader.boolean("use_sliding_window", False)
+    reader.integer("max_window_layers", count)  # transformers does not read it either
+    sliding = [use and window is not None and not rotates for rotates in has_rope]
+    return layer_windows(reader, count, window if use else None, sliding)

@@ -169,9 +169,7 @@ def _weight_dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes) -> 
 
 def _rope_note(model: ReadModel, max_model_len: int) -> str:
     """What `max_model_len` decided about ropes whose frequencies depend on it, for short prompts too."""
-    layers = getattr(model.architecture, "layers", ())
-    ropes = {layer.rope for layer in layers if getattr(layer, "rope", None) is not None}
-    for rope in ropes:
+    for rope in getattr(model.architecture, "ropes", ()):
         original = rope.original_max_position_embeddings
         if rope.rope_type == "longrope":
             side = ("long", "beyond") if max_model_len > original else ("short", "within")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import llm.models.blocks  # noqa: F401  (registers the in-tree operations before `registries` looks)
+import llm.models.decoder  # noqa: F401  (registers the in-tree operations before `registries` looks)
 from llm.base.construction import constructing_for
 from llm.base.custom_op import CustomOp, PluggableLayer, check_registered
 from llm.base.errors import LLMError, ValidationError

@@ -7,14 +7,13 @@ split, and within rounding of float32 where partial sums meet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meeting import Meeting
 from tiny_models import one_thread
 from torch import nn
 
@@ -61,38 +60,6 @@ def load(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None, shard_id: 
 def rows(layer: Any, index: int, y: torch.Tensor) -> torch.Tensor:
     """The columns of y that logical matrix `index` of this rank made."""
     return y.split(layer.output_partition_sizes, dim=-1)[index]
-
-
-class Meeting:
-    """A communicator whose ranks are threads of this process."""
-
-    def __init__(self, size: int) -> None:
-        self.parts: dict[int, torch.Tensor] = {}
-        self.size = size
-        self.barrier = Barrier(size, timeout=60)
-
-    def of(self, rank: int) -> TensorParallel:
-        meeting = self
-
-        class Place:
-            def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-                return torch.stack(meeting.exchange(rank, x)).sum(0)
-
-            def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-                return torch.cat(meeting.exchange(rank, x), dim=-1)
-
-        return TensorParallel(rank, self.size, Place())
-
-    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
-        self.parts[rank] = x
-        self.barrier.wait()
-        parts = [self.parts[other] for other in range(self.size)]
-        self.barrier.wait()
-        return parts
-
-    def run(self, work: Callable[[TensorParallel], Any]) -> list[Any]:
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(work, map(self.of, range(self.size))))
 
 
 # Linear layers

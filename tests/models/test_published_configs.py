@@ -38,6 +38,11 @@ _FACTS = {
 }
 
 
+def _head_size(read: Any) -> int:
+    (size,) = {layer.attention.heads.size for layer in read.layers}
+    return size
+
+
 def _read(config: dict[str, Any]) -> Any:
     return resolve_model_cls(config["architectures"], config["model_type"]).read_config(ConfigReader(config))
 
@@ -49,8 +54,8 @@ def test_a_published_config_is_accepted_and_every_key_accounted_for(name: str) -
     assert read.vocab_size == config["vocab_size"]
     assert len(read.layers) == config.get("num_hidden_layers", config.get("n_layer"))
     if name in _FACTS:
-        windows = {layer.sliding_window for layer in read.layers}
-        assert (read.head_size, read.max_position_embeddings, windows) == _FACTS[name]
+        windows = {layer.attention.sliding_window for layer in read.layers}
+        assert (_head_size(read), read.max_position_embeddings, windows) == _FACTS[name]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_a_published_model_runs_at_a_small_size_with_its_own_defaults(name: str,
 
 def _small(config: dict[str, Any]) -> dict[str, Any]:
     """`hf_overrides` that shrink what costs memory and keep the size of a head, which the rope's factors depend on."""
-    head = _read(config).head_size
+    head = _head_size(_read(config))
     heads = {"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 2}
     widths = dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 2 * head)
     small: dict[str, Any] = {**heads, **widths, "intermediate_size": 32, "ffn_dim": 32, "vocab_size": 64}

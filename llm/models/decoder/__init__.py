@@ -1,0 +1,44 @@
+"""A decoder made of parts: what a family's config.json is mapped onto.
+
+`config.py` says what the whole model needs, `layer.py` how parts and norms are joined to a layer, `attention.py` and
+`mlp.py` are the parts, `part.py` what every part promises, `model.py` runs the layers, `reading.py` reads the keys that
+families share.
+"""
+
+from llm.models.decoder.attention import AttentionConfig, Heads
+from llm.models.decoder.config import DecoderConfig, LearnedPositions
+from llm.models.decoder.layer import (
+    LayerConfig,
+    Norms,
+    PostNorms,
+    PreAndPostNorms,
+    PreNorms,
+    ScaledPreNorms,
+)
+from llm.models.decoder.mlp import GatedMLPConfig, PlainMLPConfig
+from llm.models.decoder.model import DecoderForCausalLM
+from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
+from llm.models.decoder.reading import layer_windows, longest_sequence, read_heads, read_rms_norm
+
+__all__ = [
+    "AttentionConfig",
+    "BuildContext",
+    "DecoderConfig",
+    "DecoderForCausalLM",
+    "GatedMLPConfig",
+    "Heads",
+    "LayerConfig",
+    "LearnedPositions",
+    "NormConfig",
+    "Norms",
+    "PartConfig",
+    "PlainMLPConfig",
+    "PostNorms",
+    "PreAndPostNorms",
+    "PreNorms",
+    "ScaledPreNorms",
+    "layer_windows",
+    "longest_sequence",
+    "read_heads",
+    "read_rms_norm",
+]

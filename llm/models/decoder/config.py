@@ -1,0 +1,56 @@
+"""What a whole decoder needs beside its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llm.forward import KVCacheSpec
+from llm.layers.parallel import TensorParallel
+from llm.layers.rotary import RopeParameters
+from llm.models.decoder.layer import LayerConfig
+from llm.models.decoder.part import NormConfig
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """A table of position embeddings; `offset` is the row of position 0."""
+
+    rows: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder-only language model.
+
+    Attributes:
+        max_position_embeddings: the longest sequence the model can serve, rope scaling included.
+        layers: one entry per layer.
+        final_norm: between the last layer and the LM head.
+        learned_positions: None: no such table.
+        embedding_multiplier, logits_divisor: constants on the embedding and under the logits.
+        logits_soft_cap: logits become cap * tanh(logits / cap).
+        tie_word_embeddings: the embedding is the LM head too.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    layers: tuple[LayerConfig, ...]
+    final_norm: NormConfig
+    learned_positions: LearnedPositions | None = None
+    embedding_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    tie_word_embeddings: bool = False
+
+    def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[KVCacheSpec]:
+        """Every state of every layer on one rank, in the order in which the parts number them."""
+        return [spec for layer in self.layers for spec in layer.states(dtype, tp)]
+
+    @property
+    def ropes(self) -> set[RopeParameters]:
+        """Of all parts that rotate."""
+        return {part.rope for layer in self.layers for part in layer.parts.values() if part.rope is not None}

@@ -1,0 +1,163 @@
+"""How the parts of a layer and its norms are joined to a residual stream.
+
+Owns `LayerConfig` and the ways of joining that families here have. Another way (attention beside the feed-forward,
+three parts in a row) is another `Norms` with a `DecoderLayer` of its own, not a branch in one of these.
+
+A layer takes and returns a pair: what the last part added, and the residual stream before that. The next norm adds the
+two and normalises the sum in one pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llm.forward import ForwardBatch, KVCacheSpec
+from llm.layers.parallel import TensorParallel
+from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
+
+Stream = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer: what mixes tokens, what transforms each of them, and how both are joined.
+
+    A kind of layer with other parts derives from it, names them in `parts` and brings the `Norms` that join them.
+    """
+
+    attention: PartConfig
+    mlp: PartConfig
+    norms: Norms
+
+    @property
+    def parts(self) -> Mapping[str, PartConfig]:
+        """By the names that they have as modules of the layer, in the order in which they are built."""
+        return {"self_attn": self.attention, "mlp": self.mlp}
+
+    def states(self, dtype: torch.dtype, tp: TensorParallel) -> Sequence[KVCacheSpec]:
+        return [spec for part in self.parts.values() for spec in part.states(dtype, tp)]
+
+    def build(self, context: BuildContext, prefix: str) -> DecoderLayer:
+        return self.norms.build(self, context, prefix)
+
+
+class Norms:
+    """The norms of a layer and how they join its parts; frozen dataclasses derive from it."""
+
+    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
+        raise NotImplementedError
+
+
+class DecoderLayer(nn.Module):
+    """Builds the parts under their names; a subclass adds norms and the forward pass.
+
+    Shapes: hidden and residual float [N, hidden_size].
+    """
+
+    self_attn: nn.Module
+    mlp: nn.Module
+
+    def __init__(self, layer: LayerConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__()
+        for name, part in layer.parts.items():
+            self.add_module(name, part.build(context, f"{prefix}.{name}"))
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PreNorms(Norms):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    norm: NormConfig
+
+    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
+        return PreNormLayer(layer, self.norm, context, prefix)
+
+
+class PreNormLayer(DecoderLayer):
+    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__(layer, context, prefix)
+        self.input_layernorm = norm.build(context.hidden_size, context)
+        self.post_attention_layernorm = norm.build(context.hidden_size, context)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, batch)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden, batch), residual
+
+
+@dataclass(frozen=True)
+class ScaledPreNorms(Norms):
+    """`PreNorms` where the output of each part is multiplied by a constant."""
+
+    norm: NormConfig
+    multiplier: float
+
+    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
+        return ScaledPreNormLayer(layer, self, context, prefix)
+
+
+class ScaledPreNormLayer(PreNormLayer):
+    def __init__(self, layer: LayerConfig, norms: ScaledPreNorms, context: BuildContext, prefix: str) -> None:
+        super().__init__(layer, norms.norm, context, prefix)
+        self.multiplier = norms.multiplier
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, batch) * self.multiplier
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden, batch) * self.multiplier, residual
+
+
+@dataclass(frozen=True)
+class PostNorms(Norms):
+    """x + norm(attention(x)), then x + norm(mlp(x))."""
+
+    norm: NormConfig
+
+    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
+        return PostNormLayer(layer, self.norm, context, prefix)
+
+
+class PostNormLayer(DecoderLayer):
+    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__(layer, context, prefix)
+        self.post_attention_layernorm = norm.build(context.hidden_size, context)
+        self.post_feedforward_layernorm = norm.build(context.hidden_size, context)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
+        residual = hidden + residual
+        residual = residual + self.post_attention_layernorm(self.self_attn(residual, batch))
+        return self.post_feedforward_layernorm(self.mlp(residual, batch)), residual
+
+
+@dataclass(frozen=True)
+class PreAndPostNorms(Norms):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    norm: NormConfig
+
+    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
+        return PreAndPostNormLayer(layer, self.norm, context, prefix)
+
+
+class PreAndPostNormLayer(DecoderLayer):
+    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__(layer, context, prefix)
+        self.input_layernorm = norm.build(context.hidden_size, context)
+        self.post_attention_layernorm = norm.build(context.hidden_size, context)
+        self.pre_feedforward_layernorm = norm.build(context.hidden_size, context)
+        self.post_feedforward_layernorm = norm.build(context.hidden_size, context)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.post_attention_layernorm(self.self_attn(hidden, batch))
+        hidden, residual = self.pre_feedforward_layernorm(hidden, residual)
+        return self.post_feedforward_layernorm(self.mlp(hidden, batch)), residual

@@ -1,0 +1,92 @@
+"""Feed-forwards: with a gate, and plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llm.base.errors import UnsupportedModelError
+from llm.forward import ForwardBatch
+from llm.layers.activation import GeluAndMul, NewGELU, ReLU, SiluAndMul
+from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from llm.models.decoder.part import BuildContext, PartConfig
+
+# Hugging Face's names of activations -> ours.
+GATED_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "silu": SiluAndMul,
+    "gelu": GeluAndMul,
+    "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
+}
+PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": ReLU, "gelu_new": NewGELU}
+
+
+@dataclass(frozen=True)
+class GatedMLPConfig(PartConfig):
+    """down(act(gate(x)) * up(x)); `activation` is a key of `GATED_ACTIVATIONS`, `bias` that of all three."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _check_activation(self.activation, GATED_ACTIVATIONS)
+
+    def build(self, context: BuildContext, prefix: str) -> nn.Module:
+        return GatedMLP(self, context, prefix)
+
+
+@dataclass(frozen=True)
+class PlainMLPConfig(PartConfig):
+    """down(act(up(x))); `activation` is a key of `PLAIN_ACTIVATIONS`, `bias` that of both."""
+
+    intermediate_size: int
+    activation: str
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _check_activation(self.activation, PLAIN_ACTIVATIONS)
+
+    def build(self, context: BuildContext, prefix: str) -> nn.Module:
+        return PlainMLP(self, context, prefix)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: GatedMLPConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__()
+        hidden, inner = context.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden, [inner, inner], bias=config.bias, prefix=f"{prefix}.gate_up_proj", **context.common
+        )
+        self.down_proj = RowParallelLinear(
+            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", **context.common
+        )
+        self.act_fn = GATED_ACTIVATIONS[config.activation]()
+
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, config: PlainMLPConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__()
+        hidden, inner = context.hidden_size, config.intermediate_size
+        self.up_proj = ColumnParallelLinear(
+            hidden, inner, bias=config.bias, prefix=f"{prefix}.up_proj", **context.common
+        )
+        self.down_proj = RowParallelLinear(
+            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", **context.common
+        )
+        self.act_fn = PLAIN_ACTIVATIONS[config.activation]()
+
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(hidden)))
+
+
+def _check_activation(name: str, known: Mapping[str, object]) -> None:
+    if name not in known:
+        raise UnsupportedModelError(
+            f"config.json: hidden_act (or activation_function) {name!r} is not supported; known: {', '.join(known)}."
+        )

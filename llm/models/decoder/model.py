@@ -1,0 +1,96 @@
+"""The decoder: embedding, layers, final norm, LM head. What every family's class derives from."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from llm.forward import ForwardBatch, KVCacheSpec
+from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from llm.layers.logits import LogitsProcessor
+from llm.layers.parallel import SINGLE, TensorParallel
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder.config import DecoderConfig
+from llm.models.decoder.part import BuildContext
+from llm.models.interface import BuildOptions
+
+
+class DecoderStack(nn.Module):
+    """The modules under "model."; `DecoderForCausalLM.forward` runs them, so a hook belongs on that or on a layer."""
+
+    def __init__(self, config: DecoderConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            prefix=f"{prefix}.embed_tokens",
+            tied=config.tie_word_embeddings,
+            **context.common,
+        )
+        self.embed_positions: VocabParallelEmbedding | None = None
+        if config.learned_positions is not None:
+            self.embed_positions = VocabParallelEmbedding(
+                config.learned_positions.rows, config.hidden_size, prefix=f"{prefix}.embed_positions", **context.common
+            )
+        self.layers = nn.ModuleList(
+            layer.build(context, f"{prefix}.layers.{index}") for index, layer in enumerate(config.layers)
+        )
+        self.norm = config.final_norm.build(config.hidden_size, context)
+
+
+class DecoderForCausalLM(nn.Module):
+    """Implements `llm.models.interface.CausalLM`; a family overrides `read_config` and, when needed, the data below."""
+
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+    # Older checkpoints store the rotary frequencies; they are recomputed from config.json.
+    ignored_weights: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        raise NotImplementedError
+
+    @classmethod
+    def kv_cache_specs(
+        cls, config: DecoderConfig, dtype: torch.dtype, tp: TensorParallel = SINGLE
+    ) -> list[KVCacheSpec]:
+        return config.states(dtype, tp)
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions) -> None:
+        super().__init__()
+        self.config = config
+        context = BuildContext(options, config.hidden_size)
+        self.model = DecoderStack(config, context, "model")
+        declared = len(config.states(options.params_dtype, options.tp))
+        if context.num_states != declared:
+            raise RuntimeError(f"the layers' configs declare {declared} states and built {context.num_states}")
+        self.lm_head = self.model.embed_tokens
+        if not config.tie_word_embeddings:
+            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix="lm_head", **context.common)
+        self.logits_processor = LogitsProcessor(
+            config.vocab_size, scale=1.0 / config.logits_divisor, soft_cap=config.logits_soft_cap
+        )
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """ids int64 [N] -> float32 [N, H], scaled as the first layer wants it."""
+        hidden = self.model.embed_tokens(input_ids)
+        multiplier = self.config.embedding_multiplier
+        return hidden if multiplier == 1.0 else hidden * multiplier
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        model, positions = self.model, self.config.learned_positions
+        hidden = self.embed(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
+        if model.embed_positions is not None and positions is not None:
+            hidden = hidden + model.embed_positions(batch.positions + positions.offset)
+        residual = torch.zeros_like(hidden)
+        for layer in model.layers:
+            hidden, residual = layer(hidden, residual, batch)
+        return model.norm(hidden, residual)[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits_processor(self.lm_head, hidden)
