@@ -148,12 +148,12 @@ class QuantizationConfig(ABC):
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Types of activations it computes with."""
+        """Types of activations it computes with; start-up refuses others."""
         return [torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Least CUDA capability, 10 * major + minor; 0: none needed."""
+        """Least capability, 10 * major + minor, of devices that have one; 0: none needed."""
         return 0
 
     @staticmethod

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 import llm.layers
 from llm.base.custom_op import CustomOp, check_registered
-from llm.base.errors import PluginError
+from llm.base.errors import PluginError, ValidationError
 from llm.base.replacement import op_registry, replaced_class, replacement_reason
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
@@ -26,6 +27,7 @@ from llm.layers.attention.backend import PagedAttention
 from llm.platforms import is_by_name
 from llm.platforms.interface import Platform
 from llm.plugins import leave_out
+from llm.quantization.base import QuantizationConfig
 
 T = TypeVar("T")
 
@@ -87,6 +89,31 @@ def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:
             plugin=platform.plugin,
         )
     return updated
+
+
+def check_quantization(config: QuantizationConfig, platform: Platform, dtype: torch.dtype) -> None:
+    """Raise `ValidationError` when the platform cannot compute weights stored so with activations of `dtype`."""
+    name, takes = config.get_name(), config.get_supported_act_dtypes()
+    platform.verify_quantization(name)
+    capability = platform.get_device_capability()
+    least = config.get_min_capability()
+    if dtype not in takes:
+        possible = [item for item in takes if item in platform.supported_dtypes()]
+        problem = (
+            f"takes activations of {' or '.join(map(_name, takes))}, and those on {platform.name} are {_name(dtype)}"
+        )
+        advice = f"pass dtype={_name(possible[0])!r}" if possible else "use another quantization"
+    elif capability is not None and 10 * capability[0] + capability[1] < least:
+        has = ".".join(map(str, capability))
+        problem = f"needs a device of capability {least / 10}, and {platform.get_device_name()} has {has}"
+        advice = "use another quantization"
+    else:
+        return
+    raise ValidationError(f"quantization={name!r} {problem}; {advice}.", parameter="quantization", value=name)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def reasons_of_update(platform: Platform, asked: EngineArgs, updated: EngineArgs) -> dict[str, str]:

@@ -18,6 +18,7 @@ from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
 from llm.engine.extensions import (
     check_operations,
+    check_quantization,
     let_platform_update,
     reasons_of_update,
     without_broken_platforms,
@@ -31,7 +32,7 @@ from llm.plugins import load_class, load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
 from llm.sampling.logits_processors.loading import load_logits_processors
 from llm.sampling_params import SamplingParams
-from llm.startup.plan import make_plan, with_reasons
+from llm.startup.plan import choose_dtypes, make_plan, with_reasons
 from llm.startup.source import ReadModel, default_params, eos_token_ids, read_model, read_tokenizer
 
 
@@ -90,7 +91,7 @@ def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform
     """Refuse what the platform does not compute, and run calibration texts through the unquantized model."""
     config = model.quantization.config
     if config is not None:
-        platform.verify_quantization(config.get_name())
+        check_quantization(config, platform, choose_dtypes(args, model, platform).compute)
     if isinstance(config, OnlineConfig) and config.uses_calibration:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)

@@ -14,12 +14,14 @@ from torch import nn
 
 from llm import LLM
 from llm.base.errors import LLMError, ValidationError
+from llm.platforms.cpu import CpuPlatform
 from llm.quantization import registry
 from llm.quantization.base import FusedMoEMethodBase, KVCacheMethod, LinearMethodBase, QuantizationConfig, WeightLoader
 from llm.quantization.configs.online import RECIPES
 from llm.quantization.schemes.w8a8 import W8A8Dynamic
 from llm.quantization.storage.on_load import QuantizeOnLoad
 from llm.quantization.unquantized import new_parameter
+from llm.startup import build as startup
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +72,67 @@ class SignConfig(QuantizationConfig):
         return cls.claims if hf_quant_cfg.get("quant_method") == "theirs" else None
 
 
+class Device(CpuPlatform):
+    """A CPU that says it computes in two types and has a capability, as a GPU does."""
+
+    capability: tuple[int, int] | None = None
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        return torch.float32, torch.bfloat16
+
+    def get_device_capability(self) -> tuple[int, int] | None:
+        return self.capability
+
+    def get_device_name(self) -> str:
+        return "Gadget 9"
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    made.name = "gadget"
+    monkeypatch.setattr(startup, "select_platform", lambda device: (made, "a test"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "said"),
+    [
+        (
+            [torch.bfloat16, torch.float16],
+            "takes activations of bfloat16 or float16.*gadget.*float32; pass dtype='bfloat16'",
+        ),
+        ([torch.float16], "takes activations of float16, and those on gadget are float32; use another quantization"),
+    ],
+)
+def test_activations_that_a_method_does_not_take_are_refused(
+    device: Device, monkeypatch: pytest.MonkeyPatch, dtypes: list[torch.dtype], said: str
+) -> None:
+    registry.register_quantization_config("sign")(SignConfig)
+    monkeypatch.setattr(SignConfig, "get_supported_act_dtypes", classmethod(lambda cls: dtypes))
+    with pytest.raises(ValidationError, match=f"quantization='sign' {said}") as error, open_llm(quantization="sign"):
+        pass
+    assert error.value.parameter == "quantization"
+
+
+def test_the_least_capability_of_a_method(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.register_quantization_config("sign")(SignConfig)
+    monkeypatch.setattr(SignConfig, "get_min_capability", classmethod(lambda cls: 80))
+    device.capability = (7, 5)
+    said = r"quantization='sign' needs a device of capability 8\.0, and Gadget 9 has 7\.5; use another quantization"
+    with pytest.raises(ValidationError, match=said), open_llm(quantization="sign"):
+        pass
+    for enough in ((8, 0), (9, 0), None):  # None: a device without such a number
+        device.capability = enough
+        with open_llm(quantization="sign") as llm:
+            assert llm.config.model_config.quantization == "sign"
+
+
 @pytest.mark.parametrize("kind", ["nonsense", "Linear", "", None, ["linear"]])
 def test_a_scheme_for_an_unknown_kind_of_layer_is_refused(kind: Any) -> None:
-    with pytest.raises(ValidationError, match=r"kind=.* is not known.*Known: linear, embedding, moe, attention") as error:
+    with pytest.raises(
+        ValidationError, match=r"kind=.* is not known.*Known: linear, embedding, moe, attention"
+    ) as error:
         registry.register_scheme("MINE", kind)(SignMethod)
     assert (error.value.parameter, error.value.value) == ("kind", kind)
     assert registry._plugin_schemes == {}
