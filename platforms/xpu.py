@@ -1,8 +1,8 @@
-"""Intel GPUs: detected and described; models do not run on them in this release."""
+"""Intel GPUs as a platform: found and described; models do not run on them in this release."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ class XpuPlatform(TorchAccelerator):
     build_name = "XPU"
 
     @classmethod
-    def torch_module(cls) -> ModuleType:
+    def torch_module(cls) -> Any:
         return torch.xpu
 
     @classmethod

@@ -120,9 +120,11 @@ class _Recorder:
         def noted() -> Any:
             plan = schedule()
             counts = plan.num_scheduled_tokens
-            ends = {request_id: scheduler.requests[request_id].num_computed_tokens for request_id in counts}
-            self.spans = [(ends[request_id] - count, ends[request_id]) for request_id, count in counts.items()]
-            self.phase = PREFILL if any(count > 1 for count in counts.values()) else DECODE
+            starts = {request_id: scheduler.requests[request_id].num_computed_tokens for request_id in counts}
+            self.spans = [(starts[request_id], starts[request_id] + count) for request_id, count in counts.items()]
+            drafts = plan.draft_token_ids
+            known = (count - len(drafts.get(request_id, ())) for request_id, count in counts.items())
+            self.phase = PREFILL if any(count > 1 for count in known) else DECODE
             self._attention.clear()
             return plan
 
@@ -156,7 +158,8 @@ def _instruments(engine: Any, recorder: _Recorder) -> Iterator[None]:
             (scheduler, "schedule", "scheduler", ENGINE),
             (runner.batch, "update", "batch: rows in and out", ENGINE),
             (runner.batch, "build", "batch: input of a step", ENGINE),
-            (runner.batch, "advance", "batch: sampled tokens", ENGINE),
+            (runner.batch, "append", "batch: sampled tokens", ENGINE),
+            (runner.batch, "settle", "batch: counts of a step", ENGINE),
             (runner, "execute", "runner", ENGINE),
             (engine, "step", "rest of a step", ENGINE),
         ):

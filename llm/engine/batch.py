@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llm.engine.scheduler import NewRow, SchedulerOutput
+from llm.engine.step import NewRow, SchedulerOutput
 from llm.forward import AttentionMetadata, ForwardBatch
 from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality
 from llm.sampling.logits_processors.state import BatchUpdateBuilder
@@ -23,22 +23,62 @@ from llm.sampling_params import SamplingParams
 _EMPTY = ""  # the request id of a place whose row has left, within `update`
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What a step verifies.
+
+    Attributes:
+        firsts: int64 [rows that draw], where the lines of each begin.
+        tokens: int64 [sampled lines], the token that must be drawn at a line for the next line to count; -1 at a row's
+            last one.
+    """
+
+    firsts: np.ndarray
+    tokens: np.ndarray
+
+
+@dataclass
+class Lines:
+    """The tokens of a step whose logits are needed, in the order of `ForwardBatch.logits_indices`.
+
+    A line is (batch row, position). The first `num_sampled` are drawn from: of each row that computes its last known
+    token that token's line, then the lines of its drafts, which count only if the drafts are drawn. The others are
+    scored: what is wanted is the logprob of the token that follows, which is known.
+
+    Attributes:
+        rows, positions: int64 [L].
+        drafts: None where every row that draws has one line.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
+    num_sampled: int
+    drafts: Drafts | None = None
+
+    @property
+    def sampled_rows(self) -> np.ndarray:
+        """The rows that draw, each once."""
+        return self.rows[: self.num_sampled] if self.drafts is None else self.rows[self.drafts.firsts]
+
+    def num_drafts(self) -> np.ndarray:
+        """int64, how many drafts each of `sampled_rows` has."""
+        if self.drafts is None:
+            return np.zeros(self.num_sampled, dtype=np.int64)
+        return np.diff(self.drafts.firsts, append=self.num_sampled) - 1
+
+
 @dataclass
 class StepInput:
     """What `InputBatch.build` gives the runner.
 
     Attributes:
-        rows: int64 [R], the batch row of each scheduled request.
-        counts: int64 [R], its tokens this step.
-        sampled_rows: int64 [L], the batch rows that sample, in the order of the first L `logits_indices`.
-        prompt_rows: (batch row, first position, number of positions) of the rows whose prompt logprobs are computed;
-            their logits follow, row by row.
+        rows: int64 [R], the batch row of each scheduled request, increasing.
+        counts: int64 [R], its tokens this step, drafts included.
     """
 
     rows: np.ndarray
     counts: np.ndarray
-    sampled_rows: np.ndarray
-    prompt_rows: list[tuple[int, int, int]]
+    lines: Lines
     forward_batch: ForwardBatch
 
 
@@ -66,6 +106,8 @@ class InputBatch:
         self.params: list[SamplingParams] = []
         self.prompt_token_ids: list[list[int]] = []
         self.output_token_ids: list[list[int]] = []  # live: logits processors hold on to these lists
+        # Requests that came wanting prompt logprobs.
+        self._scored: set[str] = set()
         self._changes = BatchUpdateBuilder()
 
     def update(self, plan: SchedulerOutput) -> BatchUpdate | None:
@@ -73,6 +115,7 @@ class InputBatch:
         for request_id in plan.removed:
             row = self.index.pop(request_id)
             self.request_ids[row] = _EMPTY
+            self._scored.discard(request_id)
             self._changes.removed_append(row)
         for new in plan.new_rows:
             self._add(new)
@@ -96,10 +139,10 @@ class InputBatch:
         ends = np.cumsum(counts)
         row_of_token = np.repeat(rows, counts)
         positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + self.num_computed[row_of_token]
-        known = self.num_computed[rows] + counts
-        samples = known == self.num_tokens[rows]
+        lengths = self.num_computed[rows] + counts
+        lines, indices = self._lines(rows, ends, lengths, plan.draft_token_ids)
         attention = [
-            self._attention(group, rows, row_of_token, positions, ends, counts, known)
+            self._attention(group, rows, row_of_token, positions, ends, counts, lengths)
             for group in range(len(self.block_tables))
         ]
         batch = ForwardBatch(
@@ -107,41 +150,81 @@ class InputBatch:
             positions=torch.from_numpy(positions),
             attention=attention,
             kv_caches=[],
-            logits_indices=torch.from_numpy(ends[samples] - 1),
+            logits_indices=torch.from_numpy(indices),
         )
-        step = StepInput(rows, counts, rows[samples], [], batch)
-        self._add_prompt_rows(step, ends, known)
-        return step
+        return StepInput(rows, counts, lines, batch)
 
-    def advance(self, step: StepInput, rows: np.ndarray, sampled: list[int]) -> None:
-        """Record what the step computed and the one token each of `rows` drew."""
-        self.num_computed[step.rows] += step.counts
-        self.token_ids[rows, self.num_tokens[rows]] = sampled
+    def append(self, rows: np.ndarray, tokens: list[int]) -> None:
+        """Add a drawn token to each of `rows`."""
+        self.token_ids[rows, self.num_tokens[rows]] = tokens
         self.num_tokens[rows] += 1
-        for row, token in zip(rows.tolist(), sampled, strict=True):
+        for row, token in zip(rows.tolist(), tokens, strict=True):
             self.output_token_ids[row].append(token)
+
+    def settle(self, step: StepInput) -> None:
+        """Move the counts on once everything is drawn: what is computed beyond a row's last token but one is void."""
+        self.num_computed[step.rows] += step.counts
+        if step.lines.drafts is not None:
+            drafted = step.lines.sampled_rows[step.lines.num_drafts() > 0]
+            self.num_computed[drafted] = self.num_tokens[drafted] - 1
+            # As `BlockManager.trim`.
+            self.num_blocks[:, drafted] = -(-self.num_computed[drafted] // self.block_size)
 
     def clear(self) -> None:
         """Forget every row, even when an update was cut short half way."""
         for column in self._columns():
             column.clear()
         self.index.clear()
+        self._scored.clear()
         self.sampling.logprob_token_ids.clear()
         self._changes = BatchUpdateBuilder()
 
-    def _add_prompt_rows(self, step: StepInput, ends: np.ndarray, known: np.ndarray) -> None:
-        """Ask for the logits of prompt tokens whose successor's logprob is wanted: all but the prompt's last."""
-        firsts = np.maximum(self.num_computed[step.rows], self.prompt_logprobs_from[step.rows])
-        lasts = np.minimum(known, self.num_prompt_tokens[step.rows] - 1)
+    def _lines(
+        self, rows: np.ndarray, ends: np.ndarray, lengths: np.ndarray, drafts: dict[str, list[int]]
+    ) -> tuple[Lines, np.ndarray]:
+        """The lines of a step, and where they are among its tokens; `lengths` and `ends`: of `rows`, with this step."""
+        samples = lengths >= self.num_tokens[rows]
+        lines = Lines(rows[samples], lengths[samples] - 1, 0)
+        indices = ends[samples] - 1
+        if drafts:
+            indices = self._add_drafts(lines, indices, drafts)
+        lines.num_sampled = len(indices)
+        if self._scored:
+            indices = self._add_scored(lines, indices, rows, ends, lengths)
+        return lines, indices
+
+    def _add_drafts(self, lines: Lines, indices: np.ndarray, drafts: dict[str, list[int]]) -> np.ndarray:
+        """From the last line of each row that draws to all of them; where they are among the step's tokens."""
+        for request_id, own in drafts.items():
+            row = self.index[request_id]
+            start = self.num_tokens[row]
+            # Behind the known tokens, where `append` overwrites them.
+            self.token_ids[row, start : start + len(own)] = own
+        counts = lines.positions - self.num_tokens[lines.rows] + 2
+        firsts = np.cumsum(counts) - counts
+        until_last = np.repeat(firsts + counts - 1, counts) - np.arange(counts.sum())
+        lines.rows = np.repeat(lines.rows, counts)
+        lines.positions = np.repeat(lines.positions, counts) - until_last
+        following = np.minimum(lines.positions + 1, self.token_ids.shape[1] - 1)
+        tokens = np.where(until_last > 0, self.token_ids[lines.rows, following], -1)
+        lines.drafts = Drafts(firsts, tokens)
+        return np.repeat(indices, counts) - until_last
+
+    def _add_scored(
+        self, lines: Lines, indices: np.ndarray, rows: np.ndarray, ends: np.ndarray, lengths: np.ndarray
+    ) -> np.ndarray:
+        """Add the prompt tokens whose successor's logprob is wanted: all but the prompt's last."""
+        firsts = np.maximum(self.num_computed[rows], self.prompt_logprobs_from[rows])
+        lasts = np.minimum(lengths, self.num_prompt_tokens[rows] - 1)
         wanted = np.flatnonzero(firsts < lasts).tolist()
         if not wanted:
-            return
-        indices = [step.forward_batch.logits_indices]
-        for index in wanted:
-            first, last, offset = int(firsts[index]), int(lasts[index]), int(ends[index] - known[index])
-            indices.append(torch.arange(offset + first, offset + last))
-            step.prompt_rows.append((int(step.rows[index]), first, last - first))
-        step.forward_batch.logits_indices = torch.cat(indices)
+            return indices
+        spans = [np.arange(firsts[index], lasts[index]) for index in wanted]
+        lines.rows = np.concatenate((lines.rows, np.repeat(rows[wanted], list(map(len, spans)))))
+        lines.positions = np.concatenate((lines.positions, *spans))
+        # A position of a row, and where it is among the step's tokens, differ by as much as the row's ends do.
+        shifted = [span + (ends[index] - lengths[index]) for span, index in zip(spans, wanted, strict=True)]
+        return np.concatenate((indices, *shifted))
 
     def _attention(
         self,
@@ -151,10 +234,10 @@ class InputBatch:
         positions: np.ndarray,
         ends: np.ndarray,
         counts: np.ndarray,
-        known: np.ndarray,
+        lengths: np.ndarray,
     ) -> AttentionMetadata:
         table = self.block_tables[group]
-        widest = -(-int(known.max()) // self.block_size)
+        widest = -(-int(lengths.max()) // self.block_size)
         slots = table[row_of_token, positions // self.block_size].astype(np.int64) * self.block_size
         starts = np.zeros(len(rows) + 1, dtype=np.int32)
         starts[1:] = ends
@@ -162,10 +245,10 @@ class InputBatch:
             block_table=torch.from_numpy(table[rows, :widest]),
             slot_mapping=torch.from_numpy(slots + positions % self.block_size),
             query_start_loc=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(known.astype(np.int32)),
+            seq_lens=torch.from_numpy(lengths.astype(np.int32)),
             block_size=self.block_size,
             query_lens_list=counts.tolist(),
-            seq_lens_list=known.tolist(),
+            seq_lens_list=lengths.tolist(),
         )
 
     def _add(self, new: NewRow) -> None:
@@ -181,6 +264,8 @@ class InputBatch:
         self.prompt_token_ids[row] = new.token_ids[: new.num_prompt_tokens]
         self.output_token_ids[row] = new.token_ids[new.num_prompt_tokens :]
         self.prompt_logprobs_from[row] = new.prompt_logprobs_from
+        if new.prompt_logprobs_from < new.num_prompt_tokens:
+            self._scored.add(new.request_id)
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens

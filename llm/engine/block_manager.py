@@ -142,7 +142,7 @@ class BlockManager:
         if not request.blocks:
             request.blocks = [[] for _ in self.pools]
         wanted = -(-num_tokens // self.block_size)
-        if not self._any_window and all(len(blocks) >= wanted for blocks in request.blocks):
+        if len(request.blocks[0]) >= wanted and not self._any_window:  # the groups' tables are equally long
             return []  # most steps of most rows
         self._release_out_of_window(request)
         missing = [wanted - len(blocks) for blocks in request.blocks]
@@ -167,26 +167,38 @@ class BlockManager:
                     pool.share(block)
         request.blocks = [list(blocks) for blocks in hits]
         request.num_computed_tokens = cached_tokens
+        request.num_findable_blocks = cached_tokens // self.block_size
         return self.allocate(request, num_tokens) is not None
 
     def remember(self, request: Request, num_tokens: int) -> None:
-        """Make the full blocks among the first `num_tokens` findable.
+        """Make the full blocks among the first `num_tokens`, which are known, findable.
 
         Called when a step that computes them is scheduled: rows later in the same step may already share them, for
         attention writes every row's keys before any row reads. If the step fails, its promises are void: the engine
         then starts with a new manager.
         """
-        if request.cache_key is None:
-            return
         full = num_tokens // self.block_size
-        first = request.num_computed_tokens // self.block_size
-        if full == first:
+        first = request.num_findable_blocks
+        if full <= first or request.cache_key is None:
             return
         self._extend_hashes(request)
         for pool, blocks in zip(self.pools, request.blocks, strict=True):
             for index in range(first, full):
                 if blocks[index] != NULL_BLOCK:
                     pool.remember(blocks[index], request.block_hashes[index], self._tokens(request, index))
+        request.num_findable_blocks = full
+
+    def room(self, request: Request, reserve: int) -> int:
+        """How many tokens the request's blocks can hold when all free blocks but `reserve` are its own."""
+        held = len(request.blocks[0]) if request.blocks else 0
+        return (held + max(0, self.num_free_blocks() - reserve)) * self.block_size
+
+    def trim(self, request: Request) -> None:
+        """Take back the blocks beyond the computed tokens, which held rejected drafts."""
+        kept = -(-request.num_computed_tokens // self.block_size)
+        for pool, blocks in zip(self.pools, request.blocks, strict=True):
+            while len(blocks) > kept:
+                pool.release(blocks.pop())
 
     def free(self, request: Request) -> None:
         """Release everything the request holds, last block first, so that the tails of prefixes are evicted first."""
@@ -194,6 +206,7 @@ class BlockManager:
             for block in reversed(blocks):
                 pool.release(block)
         request.blocks = []
+        request.num_findable_blocks = 0
 
     def reset_prefix_cache(self) -> None:
         for pool in self.pools:

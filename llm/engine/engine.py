@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from llm.base.errors import LogitsProcessorError
 from llm.config.engine import EngineConfig
-from llm.engine.model_runner import ModelRunner, RunnerOutput
+from llm.engine.model_runner import ModelRunner
 from llm.engine.output import Completion, PromptState
 from llm.engine.preprocess import Row
 from llm.engine.request import Request
-from llm.engine.scheduler import Scheduler, SchedulerOutput
+from llm.engine.scheduler import Scheduler
+from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.tokenizer import Tokenizer
 
 
@@ -24,12 +26,15 @@ class EngineStats:
     """Counts since the engine was built.
 
     Attributes:
+        drafted_tokens, accepted_tokens: drafts that were verified, and those of them that were drawn.
         seconds: in `step`, of which `model_seconds` in forward, LM head and sampler; the rest is the engine's own.
     """
 
     steps: int = 0
     tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     seconds: float = 0.0
     model_seconds: float = 0.0
 
@@ -78,11 +83,12 @@ class Engine:
         try:
             plan = self.scheduler.schedule()
             result = self.runner.execute(plan)
+            accepted = self.scheduler.settle(plan, result)
             self._update(result)
         except BaseException:
             self.reset()
             raise
-        self._count(plan, result, perf_counter() - started)
+        self._count(plan, result, accepted, perf_counter() - started)
 
     def run(self, prompts: Sequence[PromptState], between_steps: Callable[[], None]) -> None:
         """Step until these prompts are done; rows of suspended streams advance along with them."""
@@ -164,18 +170,26 @@ class Engine:
         for request_id, tokens in result.sampled_token_ids.items():
             completion = self._completions[request_id]
             request = completion.request
+            first = len(request.token_ids)
             for token in tokens:
                 request.append(token)
                 if completion.incremental:
                     completion.push(token)
                 if request.finish_reason is not None:
+                    # In a step with drafts more may have been drawn: it is not of this request.
+                    count = len(request.token_ids) - first
+                    del tokens[count:], result.logprobs.get(request_id, [])[count:]
+                    any_finished = True
                     break
             if request_id in result.logprobs:
                 completion.add_logprobs(result.logprobs[request_id])
             if request.finish_reason is not None:
-                any_finished = True
                 self._finish(completion)
         for request_id, error in result.errors.items():
+            if request_id not in self._completions:
+                continue  # it has ended before the token that could not be drawn
+            if isinstance(error, LogitsProcessorError):
+                raise error
             any_finished = True
             self._completions[request_id].request.fail(error)
             self._finish(self._completions[request_id])
@@ -187,10 +201,12 @@ class Engine:
         completion.finish()
         del self._completions[completion.request.request_id]
 
-    def _count(self, plan: SchedulerOutput, result: RunnerOutput, seconds: float) -> None:
+    def _count(self, plan: SchedulerOutput, result: RunnerOutput, accepted: int, seconds: float) -> None:
         stats = self.stats
         stats.steps += 1
         stats.tokens += sum(plan.num_scheduled_tokens.values())
         stats.generated_tokens += sum(map(len, result.sampled_token_ids.values()))
+        stats.drafted_tokens += sum(map(len, plan.draft_token_ids.values()))
+        stats.accepted_tokens += accepted
         stats.seconds += seconds
         stats.model_seconds += result.model_seconds

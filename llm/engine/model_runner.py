@@ -7,11 +7,9 @@ answers with a `RunnerOutput`; both are plain data, so a worker in another proce
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from llm.base.errors import OutOfMemoryError
@@ -24,8 +22,10 @@ from llm.engine.build_model import build_model, fill_model
 from llm.engine.extensions import what_varies
 from llm.engine.inspection import ModelInspection
 from llm.engine.kv_cache import allocate_kv_caches, group_layers
+from llm.engine.lines import LineReader
+from llm.engine.proposer import Proposer, propose
 from llm.engine.replay import DecodeReplay
-from llm.engine.scheduler import SchedulerOutput
+from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.kernels.cpu.library import Library
 from llm.kernels.select import kernels_for
@@ -33,31 +33,10 @@ from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.logprobs import TokenLogprobs
-from llm.sampling.sampler import Sampler, SamplerOutput
+from llm.sampling.sampler import Sampler
 
-# Logits are computed for so many bytes of rows at a time.
+# Logits are computed for so many bytes of lines at a time.
 _LOGITS_BYTES = 64 << 20
-_MANY = 2**31  # more logprobs than any vocabulary has tokens
-
-
-@dataclass
-class RunnerOutput:
-    """What a step produced.
-
-    Attributes:
-        sampled_token_ids: request id -> the tokens it sampled this step; rows still in their prompt are absent.
-        logprobs: request id -> one `TokenLogprobs` per sampled token, for requests that asked.
-        prompt_logprobs: request id -> one `TokenLogprobs` per prompt token that follows one computed in this step.
-        errors: request id -> why it can have no token: of its own processor, or none was left. It then sampled none.
-        model_seconds: time in forward, LM head and sampler; the rest of the step is the engine's own.
-    """
-
-    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    errors: dict[str, Exception] = field(default_factory=dict)
-    model_seconds: float = 0.0
 
 
 class ModelRunner(ModelInspection):
@@ -116,28 +95,28 @@ class ModelRunner(ModelInspection):
         device, custom = torch.device(config.device), self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, kernels)
         self.sampler = Sampler(config.model_config.logprobs_mode, kernels)
-        self._rows_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * config.model_config.vocab_size))
+        # None: a row draws one token a step.
+        self.proposer: Proposer | None = None
+        self._vocab_size = config.model_config.vocab_size
+        self._lines_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
 
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
         """Compute the scheduled tokens and draw from the rows that reached their last known token."""
         with library_defaults(), self.platform.inference_mode():
-            return self._execute(plan)
-
-    def _execute(self, plan: SchedulerOutput) -> RunnerOutput:
-        self.processors.update_state(self.batch.update(plan))
-        if not plan.num_scheduled_tokens:
-            return RunnerOutput()
-        step = self.batch.build(plan)
-        started = perf_counter()
-        batch = self.prepare_batch(step)
-        self.extend_context(batch, plan)
-        hidden = self.forward(batch)
-        sampling = len(step.sampled_rows)
-        outputs = self._sample(hidden[:sampling], step)
-        prompt_logprobs = self._prompt_logprobs(hidden[sampling:], step) if step.prompt_rows else {}
-        result = RunnerOutput(prompt_logprobs=prompt_logprobs, model_seconds=perf_counter() - started)
-        self._collect(step, outputs, result)
-        return result
+            self.processors.update_state(self.batch.update(plan))
+            if self.proposer is not None:
+                self.proposer.update(plan)
+            if not plan.num_scheduled_tokens:
+                return RunnerOutput()
+            step = self.batch.build(plan)
+            started = perf_counter()
+            batch = self.prepare_batch(step)
+            self.extend_context(batch, plan)
+            hidden = self.forward(batch)
+            result = RunnerOutput()
+            self._read(hidden, step, result)
+            result.model_seconds = perf_counter() - started
+            return result
 
     @library_defaults()
     def set_logits_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
@@ -152,14 +131,18 @@ class ModelRunner(ModelInspection):
         """Forget every row, after a step that failed half way; processors may have followed it half way too."""
         self.batch.clear()
         self.processors.forget_rows()
+        if self.proposer is not None:
+            self.proposer.reset()
 
     @library_defaults()
     def close(self) -> None:
         """Free weights and caches whoever still refers to them: the traceback of an error can, until the next one."""
+        if self.proposer is not None:
+            self.proposer.close()
         caches = [tensor for layer in self.kv_caches for tensor in layer]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *caches):
             tensor.data = torch.empty(0)
-        self.model = self.replay = None
+        self.model = self.replay = self.proposer = None
         self.kv_caches = []
         if self._library is not None:
             self._library.pool.clear()
@@ -191,66 +174,20 @@ class ModelRunner(ModelInspection):
         """Put what this platform's layers and attention backend need for the step into `batch.extensions`."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [L, H] of the tokens whose logits are needed."""
-        compute = self.model.forward if self.replay is None else self.replay.forward
-        hidden = compute(batch)
-        return hidden.index_select(0, batch.logits_indices)
+        """Hidden states [N, H] of the step's tokens; the memory may be used again by the next step."""
+        hidden = None if self.replay is None else self.replay.run(batch)
+        return self.model.forward(batch) if hidden is None else hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, H] -> float32 [rows, vocab]."""
         return self.model.compute_logits(hidden)
 
-    def _sample(self, hidden: torch.Tensor, step: StepInput) -> list[SamplerOutput]:
-        """LM head and sampler: over chunks of rows, or all at once where a processor must see the whole batch."""
-        rows = step.sampled_rows
-        outputs = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
-        processors = None if self.processors.is_idle() else self.processors
-        size = self._rows_per_logits_chunk if processors is None else max(1, len(rows))
-        return [
-            self.sampler(
-                self.compute_logits(hidden[start : start + size]),
-                self.batch.sampling,
-                rows[start : start + size],
-                outputs[start : start + size],
-                processors,
-                len(self.batch.request_ids),
-            )
-            for start in range(0, len(rows), size)
-        ]
-
-    def _prompt_logprobs(self, hidden: torch.Tensor, step: StepInput) -> dict[str, list[TokenLogprobs]]:
-        """LM head and logprobs of prompt tokens [L, H], over chunks of positions."""
-        batch, size = self.batch, self._rows_per_logits_chunk
-        spans = [np.arange(first, first + count) for _, first, count in step.prompt_rows]
-        rows = np.repeat([row for row, _, _ in step.prompt_rows], [count for _, _, count in step.prompt_rows])
-        tokens = batch.token_ids[rows, np.concatenate(spans) + 1].astype(np.int64)
-        counts = np.array([min(batch.params[row].prompt_logprobs or 0, _MANY) for row in rows.tolist()])
-        found: list[TokenLogprobs] = []
-        for start in range(0, len(rows), size):
-            logits = self.model.compute_logits(hidden[start : start + size])
-            chosen = torch.from_numpy(tokens[start : start + size]).to(logits.device)
-            found += self.sampler.gather_logprobs(logits, chosen, counts[start : start + size], {})
-        ends = np.cumsum([count for _, _, count in step.prompt_rows]).tolist()
-        return {
-            batch.request_ids[row]: found[end - count : end]
-            for (row, _, count), end in zip(step.prompt_rows, ends, strict=True)
-        }
-
-    def _collect(self, step: StepInput, outputs: list[SamplerOutput], result: RunnerOutput) -> None:
-        """From lines of the sampler to requests."""
-        rows = step.sampled_rows.tolist()
-        request_ids = [self.batch.request_ids[row] for row in rows]
-        tokens: list[int] = []
-        for output in outputs:
-            for line, logprobs in output.logprobs.items():
-                result.logprobs[request_ids[len(tokens) + line]] = [logprobs]
-            for line, error in output.errors.items():
-                result.errors[request_ids[len(tokens) + line]] = error
-            tokens.extend(output.tokens.tolist())
-        drawn = step.sampled_rows
-        if result.errors:
-            good = [line for line, request_id in enumerate(request_ids) if request_id not in result.errors]
-            drawn, tokens = drawn[good], [tokens[line] for line in good]
-            request_ids = [request_ids[line] for line in good]
-        self.batch.advance(step, drawn, tokens)
-        result.sampled_token_ids = {request_id: [token] for request_id, token in zip(request_ids, tokens, strict=True)}
+    def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
+        """From the hidden states [N, H] to what the step's lines come to, and the drafts of the next step."""
+        reader = LineReader(
+            self.batch, self.sampler, self.processors, self.compute_logits, self._lines_per_logits_chunk
+        )
+        reader.read(hidden.index_select(0, step.forward_batch.logits_indices), step.lines, result)
+        self.batch.settle(step)
+        if self.proposer is not None and result.sampled_token_ids:
+            result.draft_token_ids = propose(self.proposer, self.batch, step, hidden, result, self._vocab_size)

@@ -1,8 +1,9 @@
 """Decoding steps without Python between the operations: the kernel calls of a step, recorded once and repeated.
 
-A decoding step of R rows makes the same calls in the same order every time; only ids, positions, slots and block tables
-differ. Owns the recorded step of each number of rows and the tensors it reads. Weights streaming through the cache push
-Python out of it, so that between two kernels it costs several times what it does elsewhere.
+A decoding step of R rows with k lines each (one, and one more per draft) makes the same calls in the same order every
+time; only ids, positions, slots and block tables differ. Owns the recorded step of each (R, k) and the tensors it
+reads. Weights streaming through the cache push Python out of it, so that between two kernels it costs several times
+what it does elsewhere.
 
 Used only where kernels compute everything (`EngineConfig.invariant`); a model that lets PyTorch compute between its
 kernels is found out while recording, and runs as before.
@@ -20,10 +21,13 @@ from llm.forward import AttentionMetadata, ForwardBatch
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.program import NotRecordable, Program, record
 
-# Beyond, the time between kernels is small beside theirs.
-MAX_ROWS = 64
+# Beyond so many tokens the time between kernels is small beside theirs.
+MAX_TOKENS = 64
 # Recorded steps that are kept; the one used longest ago goes first.
 _MAX_STEPS = 4
+
+
+_Key = tuple[int, int, int]  # rows, lines per row, threads
 
 
 @dataclass
@@ -57,42 +61,49 @@ class DecodeReplay:
         self._modules = list(model.modules())
         self._library = library
         self._max_blocks = max_blocks
-        self._steps: dict[tuple[int, int], _Step] = {}
-        self._last: tuple[int, int] | None = None
+        self._steps: dict[_Key, _Step] = {}
+        self._last: _Key | None = None
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """`model.forward(batch)`, float32 [N, H]; the memory is used again by the next call."""
-        rows = len(batch.input_ids)
-        key = (rows, torch.get_num_threads())
-        before, self._last = self._last, key
-        if not self._fits(batch, rows):
-            self._last = None
-            return self._model.forward(batch)
+    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """`model.forward(batch)`, float32 [N, H]; the memory is used again by the next call. None: not this step."""
+        before, self._last = self._last, None
+        lines = self._lines_per_row(batch)
+        if not lines:
+            return None
+        key = self._last = (len(batch.input_ids) // lines, lines, torch.get_num_threads())
         step = self._steps.pop(key, None)
         if step is None:
             # Once more of the same: more are likely to follow.
-            return self._record(key, batch) if key == before else self._model.forward(batch)
+            return self._record(key, batch) if key == before else None
         self._steps[key] = step
         _fill(step.batch, batch, step.first_layers)
-        if step.program.run():
-            return step.hidden
-        # A kernel refused its arguments; this time it says so.
-        return self._model.forward(batch)
+        # Where a kernel refuses its arguments the model is asked: it then says so.
+        return step.hidden if step.program.run() else None
 
-    def _fits(self, batch: ForwardBatch, rows: int) -> bool:
+    def _lines_per_row(self, batch: ForwardBatch) -> int:
+        """0: this is no decoding step, or one that cannot be repeated."""
+        tokens = len(batch.input_ids)
+        if tokens > MAX_TOKENS or not batch.attention or not self._is_plain(batch):
+            return 0
+        counts = batch.attention[0].query_lens_list
+        if len(counts) == tokens:
+            return 1
+        # With drafts the logits of every token are needed; a chunk of a prompt has tokens that nobody asks for.
+        same = len(batch.logits_indices) == tokens and len(set(counts)) == 1
+        return counts[0] if same else 0
+
+    def _is_plain(self, batch: ForwardBatch) -> bool:
         return (
             self.refusal is None
-            and rows <= MAX_ROWS
             and batch.positions.dim() == 1
             and batch.inputs_embeds is None
             and batch.adapter_ids is None
             and not batch.extensions
-            and all(len(metadata.query_lens_list) == rows for metadata in batch.attention)
             # Hooks are Python, and repeating skips it.
             and not is_watched(self._modules)
         )
 
-    def _record(self, key: tuple[int, int], batch: ForwardBatch) -> torch.Tensor:
+    def _record(self, key: _Key, batch: ForwardBatch) -> torch.Tensor | None:
         first_layers = list(
             {id(metadata): layer for layer, metadata in reversed(list(enumerate(batch.attention)))}.values()
         )
@@ -103,7 +114,7 @@ class DecodeReplay:
                 hidden = self._model.forward(own)
         except NotRecordable as reason:
             self.refusal = str(reason)
-            return self._model.forward(batch)
+            return None
         if len(self._steps) == _MAX_STEPS:
             del self._steps[next(iter(self._steps))]
         self._steps[key] = _Step(program, own, hidden, first_layers)

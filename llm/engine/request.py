@@ -22,10 +22,12 @@ class Request:
 
     Attributes:
         token_ids: prompt, then what was generated.
-        num_computed_tokens: leading tokens whose keys and values are (or, once this step has run, will be) cached.
+        num_computed_tokens: leading tokens whose keys and values are in the KV cache; moved on after each step.
+        draft_token_ids: tokens to verify in the next step that computes its last known one.
         num_cached_tokens: of the prompt, how many came from the prefix cache at first admission.
         blocks: block ids per KV group, in order of position; owned by the block manager. 0: freed, out of the window.
         block_hashes: chain hashes of the full blocks so far; owned by the block manager.
+        num_findable_blocks: leading blocks that the prefix cache was told of; owned by the block manager.
         cache_key: extra bytes in the hash chain, so that only requests with equal keys share blocks; None: share none.
         prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
             where none is. Of the completions of one prompt the first has them computed.
@@ -56,10 +58,12 @@ class Request:
         self.cache_key = cache_key
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        self.draft_token_ids: list[int] = []
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.blocks: list[list[int]] = []
         self.block_hashes: list[bytes] = []
+        self.num_findable_blocks = 0
         wanted = params.prompt_logprobs is not None and sample_index == 0
         self.prompt_logprobs_from = 0 if wanted else len(prompt_token_ids)
         self.error: Exception | None = None

@@ -8,49 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from llm.config.engine import SchedulerConfig
 from llm.engine.block_manager import BlockManager
 from llm.engine.request import Request, RequestStatus
-from llm.sampling_params import SamplingParams
-
-
-@dataclass
-class NewRow:
-    """A request that enters the runner's batch: new, or resumed after preemption (then `token_ids` has outputs too).
-
-    Attributes:
-        prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
-            where none is.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    blocks: list[list[int]]
-    params: SamplingParams
-    seed: int
-    sample_index: int
-    prompt_logprobs_from: int
-
-
-@dataclass
-class SchedulerOutput:
-    """One step's work.
-
-    Attributes:
-        num_scheduled_tokens: request id -> tokens to compute now, in the order of scheduling.
-        new_rows: requests that enter the batch this step.
-        new_blocks: request id -> block ids per group appended to the table of a request already in the batch.
-        removed: requests that left the batch since the last step (finished, aborted or preempted).
-    """
-
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
-    removed: list[str] = field(default_factory=list)
+from llm.engine.step import NewRow, RunnerOutput, SchedulerOutput
 
 
 class Scheduler:
@@ -81,6 +43,10 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             count = min(request.num_tokens - request.num_computed_tokens, budget)
+            drafts = 0
+            if request.draft_token_ids:
+                drafts = self._verify(plan, request, count, budget, len(self.running) - index - 1)
+                count += drafts
             while (new_blocks := self.blocks.allocate(request, request.num_computed_tokens + count)) is None:
                 preempted = True
                 if self._preempt_last() is request:
@@ -88,7 +54,7 @@ class Scheduler:
             else:
                 if any(new_blocks):
                     plan.new_blocks[request.request_id] = new_blocks
-                self._schedule(plan, request, count)
+                self._schedule(plan, request, count, drafts)
                 budget -= count
                 index += 1
         while self.waiting and not preempted and budget > 0 and len(self.running) < self.config.max_num_seqs:
@@ -107,10 +73,31 @@ class Scheduler:
         plan.removed, self._removed = self._removed, []
         return plan
 
+    def settle(self, plan: SchedulerOutput, result: RunnerOutput) -> int:
+        """Move the counts on after a step, by what it computed less the drafts it rejected; how many it accepted.
+
+        Called before the drawn tokens are appended to the requests.
+        """
+        requests, num_accepted = self.requests, 0
+        for request_id, count in plan.num_scheduled_tokens.items():
+            requests[request_id].num_computed_tokens += count
+        for request_id, drafts in plan.draft_token_ids.items():
+            request = requests[request_id]
+            # The last token that was drawn, or was not for an error, is in no cache.
+            accepted = max(0, len(result.sampled_token_ids.get(request_id, ())) - 1)
+            request.num_computed_tokens -= len(drafts) - accepted
+            num_accepted += accepted
+            self.blocks.trim(request)
+        for request_id, drafts in result.draft_token_ids.items():
+            requests[request_id].draft_token_ids = drafts
+        return num_accepted
+
     def finish(self, request: Request) -> None:
         """Take a request whose `finish_reason` is set out of the engine and free its blocks."""
         if request.status is RequestStatus.RUNNING:
             self._removed.append(request.request_id)
+            # What was accepted in its last step is yet to be found; its last token is not, with drafts or without.
+            self.blocks.remember(request, min(request.num_computed_tokens, request.num_tokens - 1))
         self.blocks.free(request)
         del self.requests[request.request_id]
         request.status = RequestStatus.FINISHED
@@ -137,11 +124,25 @@ class Scheduler:
         if sorted(queued) != sorted(self.requests):
             raise RuntimeError("a request is in no queue, or in two")
 
-    def _schedule(self, plan: SchedulerOutput, request: Request, count: int) -> None:
+    def _schedule(self, plan: SchedulerOutput, request: Request, count: int, drafts: int = 0) -> None:
+        """`count` tokens, of which the last `drafts` may be rejected: they are not promised to others."""
         plan.num_scheduled_tokens[request.request_id] = count
-        end = request.num_computed_tokens + count
-        self.blocks.remember(request, end)
-        request.num_computed_tokens = end
+        self.blocks.remember(request, request.num_computed_tokens + count - drafts)
+
+    def _verify(self, plan: SchedulerOutput, request: Request, count: int, budget: int, later: int) -> int:
+        """Plan a request's drafts, if its last known token is computed; how many.
+
+        They take what others leave: a token of the budget and a block are kept for each of the `later` running
+        requests, nothing is preempted for them, and the token that is drawn behind the last one is within the length.
+        """
+        if request.num_computed_tokens + count < request.num_tokens:
+            return 0
+        most = min(budget - count - later, request.max_total_tokens - request.num_tokens - 1)
+        most = min(most, self.blocks.room(request, later) - request.num_tokens)
+        drafts, request.draft_token_ids = request.draft_token_ids[: max(0, most)], []
+        if drafts:
+            plan.draft_token_ids[request.request_id] = drafts
+        return len(drafts)
 
     def _start(self, plan: SchedulerOutput, request: Request) -> None:
         request.status = RequestStatus.RUNNING
@@ -167,6 +168,7 @@ class Scheduler:
         request = self.running.pop()
         self.blocks.free(request)
         request.num_computed_tokens = 0
+        request.draft_token_ids = []
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         self.num_preemptions += 1

@@ -142,7 +142,7 @@ def test_logits_are_computed_under_the_cap(
         sizes.append(len(hidden))
         return compute(hidden)
 
-    monkeypatch.setattr(runner, "_rows_per_logits_chunk", 3)
+    monkeypatch.setattr(runner, "_lines_per_logits_chunk", 3)
     monkeypatch.setattr(runner.model, "compute_logits", watched)
     check(run(llm, PROMPTS, WANTED), whole)
     # Every prompt token but the last of each prompt, and one line per drawn token, and nothing else.

@@ -1,15 +1,16 @@
 """The scheduler and the block manager: nothing shared wrongly, leaked or freed twice, and every request gets its turn.
 
 A state machine drives both without tensors, against a runner that writes into every cache slot what the slot is for:
-a token together with all that precedes it. A row that reads anything but its own past is a defect of sharing,
-preemption, eviction or window-freeing. The same machine must turn red under each of the defects planted below.
+a token together with all that precedes it, drafts included, of which it accepts any number. A row that reads anything
+but its own past is a defect of sharing, preemption, eviction, window-freeing or of taking drafts back. The same machine
+must turn red under each of the defects planted below.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from random import Random
 from types import SimpleNamespace
@@ -25,7 +26,8 @@ from llm.engine import block_manager
 from llm.engine.block_manager import NULL_BLOCK, BlockManager, BlockPool, IntegrityError
 from llm.engine.engine import Engine
 from llm.engine.request import Request, RequestStatus
-from llm.engine.scheduler import Scheduler, SchedulerOutput
+from llm.engine.scheduler import Scheduler
+from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.sampling_params import SamplingParams
 
 EOS = 3
@@ -81,15 +83,19 @@ def make_scheduler(
 
 @dataclass
 class Row:
-    """A row as the runner knows it: from `SchedulerOutput`s and its own samples, nothing else."""
+    """A row as the runner knows it: from `SchedulerOutput`s and its own samples, nothing else.
+
+    `drafts`: those of the step that is computed.
+    """
 
     tokens: list[int]
     computed: int
     tables: list[list[int]]
     owner: str
+    drafts: list[int] = field(default_factory=list)
 
     def content(self, position: int) -> tuple[str, tuple[int, ...]]:
-        return self.owner, tuple(self.tokens[: position + 1])
+        return self.owner, tuple([*self.tokens, *self.drafts][: position + 1])
 
 
 class FakeRunner:
@@ -106,8 +112,8 @@ class FakeRunner:
         self.rows: dict[str, Row] = {}
         self.slots: list[dict[tuple[int, int], Any]] = [{} for _ in windows]
 
-    def execute(self, plan: SchedulerOutput) -> list[str]:
-        """Compute a step; the ids of the rows that sample."""
+    def execute(self, plan: SchedulerOutput, random: Random) -> RunnerOutput:
+        """Compute a step; which drafts are right, what is drawn and what is drafted next is left to chance."""
         self._update(plan)
         steps = [(self.rows[request_id], count) for request_id, count in plan.num_scheduled_tokens.items()]
         for group in range(len(self.windows)):
@@ -117,9 +123,25 @@ class FakeRunner:
                 self._write(group, row, count, written)
             for row, count in steps:
                 self._read(group, row, count)
-        for row, count in steps:
+        result = RunnerOutput()
+        for request_id, count in plan.num_scheduled_tokens.items():
+            row = self.rows[request_id]
             row.computed += count
-        return [name for name in plan.num_scheduled_tokens if self.rows[name].computed == len(self.rows[name].tokens)]
+            if row.computed == len(row.tokens) + len(row.drafts):
+                result.sampled_token_ids[request_id] = self._draw(row, random)
+                if random.random() < 0.5:
+                    result.draft_token_ids[request_id] = random.choices(range(VOCAB), k=random.randint(1, 6))
+        return result
+
+    def _draw(self, row: Row, random: Random) -> list[int]:
+        """Some drafts and one token more; the others are forgotten, with the blocks that held nothing else."""
+        drawn = [*row.drafts[: random.randint(0, len(row.drafts))], random.randrange(VOCAB)]
+        row.tokens += drawn
+        if row.drafts:
+            row.computed, row.drafts = len(row.tokens) - 1, []
+            for table in row.tables:
+                del table[-(-row.computed // self.block_size) :]
+        return drawn
 
     def _update(self, plan: SchedulerOutput) -> None:
         for request_id in plan.removed:
@@ -132,6 +154,9 @@ class FakeRunner:
         for request_id, groups in plan.new_blocks.items():
             for table, blocks in zip(self.rows[request_id].tables, groups, strict=True):
                 table.extend(blocks)
+        for request_id, drafts in plan.draft_token_ids.items():
+            assert drafts, "no drafts are nothing to verify"
+            self.rows[request_id].drafts = drafts
 
     def _slot(self, group: int, row: Row, position: int) -> tuple[int, int]:
         block = row.tables[group][position // self.block_size]
@@ -139,7 +164,9 @@ class FakeRunner:
         return block, position % self.block_size
 
     def _write(self, group: int, row: Row, count: int, written: set[tuple[int, int]]) -> None:
-        assert row.computed + count <= len(row.tokens), "more tokens were scheduled than there are"
+        known = len(row.tokens) + len(row.drafts)
+        assert row.computed + count <= known, "more tokens were scheduled than there are"
+        assert row.computed + count == known or not row.drafts, "drafts without the token before them"
         for position in range(row.computed, row.computed + count):
             slot = self._slot(group, row, position)
             assert slot not in written, "two rows write one slot in a step"
@@ -263,7 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._step(random)
             self.scheduler.check_integrity()
         assert not self.scheduler.has_unfinished()
-        self.runner.execute(self.scheduler.schedule())  # who left last
+        self.runner.execute(self.scheduler.schedule(), random)  # who left last
 
     def _step(self, random: Random) -> None:
         self.sound = False
@@ -271,9 +298,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = {request.request_id: request.num_computed_tokens for request in self.scheduler.running}
         plan = self.scheduler.schedule()
         self._check_plan(plan, unfinished, before)
-        for request_id in self.runner.execute(plan):
-            self._append(self.scheduler.requests[request_id], random.randrange(VOCAB))
+        result = self.runner.execute(plan, random)
+        self.scheduler.settle(plan, result)
+        for request_id, drawn in result.sampled_token_ids.items():
+            self._append(self.scheduler.requests[request_id], drawn)
         self.scheduler.remove_finished()
+        self._check_blocks()
         self.sound = True
 
     def _check_plan(self, plan: SchedulerOutput, unfinished: list[Request], before: dict[str, int]) -> None:
@@ -286,18 +316,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         starts = before | {new.request_id: new.num_computed_tokens for new in plan.new_rows}
         for request_id, count in scheduled.items():
             request = self.scheduler.requests[request_id]
-            assert request.num_computed_tokens == starts[request_id] + count
+            drafts = plan.draft_token_ids.get(request_id, [])
+            # What it computes is not counted yet, and all that it may draw is within its length.
+            assert request.num_computed_tokens == starts[request_id]
+            assert request.num_computed_tokens + count <= request.num_tokens + len(drafts)
+            assert not drafts or request.num_tokens + len(drafts) + 1 <= request.max_total_tokens
         if not self.config.enable_chunked_prefill:
             for new in plan.new_rows:
                 assert scheduled[new.request_id] == len(new.token_ids) - new.num_computed_tokens
 
-    def _append(self, request: Request, token: int) -> None:
-        """As `Engine._update`; the runner keeps what it sampled too."""
-        row = self.runner.rows[request.request_id]
-        assert row.tokens == request.token_ids
-        row.tokens.append(token)
-        if request.append(token):
-            self.scheduler.finish(request)
+    def _append(self, request: Request, drawn: list[int]) -> None:
+        """As `Engine._update`: what is drawn behind the last token of a request is not of it any more."""
+        assert self.runner.rows[request.request_id].tokens == [*request.token_ids, *drawn]
+        for token in drawn:
+            if request.append(token):
+                self.scheduler.finish(request)
+                return
+        assert request.num_computed_tokens == request.num_tokens - 1
+
+    def _check_blocks(self) -> None:
+        """After a step nobody can tell that there were drafts, and the runner's tables are the scheduler's."""
+        for request in self.scheduler.running:
+            lengths = {len(blocks) for blocks in request.blocks}
+            assert {len(table) for table in self.runner.rows[request.request_id].tables} == lengths
+            if request.num_computed_tokens == request.num_tokens - 1 >= request.num_prompt_tokens:
+                assert lengths == {-(-request.num_computed_tokens // self.scheduler.blocks.block_size)}
 
 
 SchedulerMachine.TestCase.settings = settings(
@@ -409,11 +452,18 @@ def test_machine_sees_planted_defects(plant: Callable[[Scheduler], None]) -> Non
         run_state_machine_as_test(broken, settings=quick)
 
 
+def step(scheduler: Scheduler, result: RunnerOutput | None = None) -> SchedulerOutput:
+    """Schedule and settle."""
+    plan = scheduler.schedule()
+    scheduler.settle(plan, result or RunnerOutput())
+    return plan
+
+
 def run_to_end(scheduler: Scheduler) -> tuple[int, list[SchedulerOutput]]:
     """Step until all is done, sampling token 0: (tokens computed, plans)."""
     plans = []
     while scheduler.has_unfinished():
-        plans.append(scheduler.schedule())
+        plans.append(step(scheduler))
         for request_id in plans[-1].num_scheduled_tokens:
             request = scheduler.requests[request_id]
             if request.num_computed_tokens == request.num_tokens and request.append(0):
@@ -445,7 +495,7 @@ def test_a_shared_prefix_is_found_within_the_step_that_computes_it() -> None:
     scheduler = make_scheduler(block_size=4)
     scheduler.add(make_request("a", [1] * 12 + [2]))
     scheduler.add(make_request("b", [1] * 12 + [3]))
-    plan = scheduler.schedule()
+    plan = step(scheduler)
     assert plan.num_scheduled_tokens == {"a": 13, "b": 1}
     assert plan.new_rows[0].blocks[0][:3] == plan.new_rows[1].blocks[0][:3]
     assert plan.new_rows[1].num_computed_tokens == 12
@@ -458,7 +508,7 @@ def test_siblings_share_their_prompt_and_strangers_only_with_prefix_caching(pref
         for index in range(3):
             key = cache_key(prefix_caching, prompt_id, 3)
             scheduler.add(make_request(f"{prompt_id}-{index}", [1] * 9, params(n=3), key=key))
-    scheduled = scheduler.schedule().num_scheduled_tokens
+    scheduled = step(scheduler).num_scheduled_tokens
     assert [scheduled[f"0-{index}"] for index in range(3)] == [9, 1, 1]
     assert [scheduled[f"1-{index}"] for index in range(3)] == [1 if prefix_caching else 9, 1, 1]
 
@@ -515,11 +565,11 @@ def test_the_last_to_arrive_is_preempted_and_recomputes_what_it_had() -> None:
     first, second = make_request("a", [0] * 3, key=None), make_request("b", [1] * 3, key=None)
     for request in (first, second):
         scheduler.add(request)
-    assert scheduler.schedule().num_scheduled_tokens == {"a": 3, "b": 3}
+    assert step(scheduler).num_scheduled_tokens == {"a": 3, "b": 3}
     for token in range(2):
         first.append(0)
         second.append(1)
-        plan = scheduler.schedule()
+        plan = step(scheduler)
         scheduler.check_integrity()
         if token == 0:
             assert plan.num_scheduled_tokens == {"a": 1, "b": 1}
@@ -528,7 +578,7 @@ def test_the_last_to_arrive_is_preempted_and_recomputes_what_it_had() -> None:
     assert (second.status, second.num_computed_tokens, second.blocks) == (RequestStatus.WAITING, 0, [])
     assert (second.num_preemptions, scheduler.num_preemptions) == (1, 1)
     scheduler.abort(["a"])
-    resumed = scheduler.schedule()
+    resumed = step(scheduler)
     assert resumed.removed == ["a"]
     assert resumed.new_rows[0].token_ids == [1] * 5
     assert resumed.new_rows[0].num_prompt_tokens == 3
@@ -539,9 +589,9 @@ def test_cached_tokens_are_counted_at_the_first_admission_only() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     request = make_request("a", [0] * 5)
     scheduler.add(request)
-    scheduler.schedule()
+    step(scheduler)
     scheduler._preempt_last()
-    scheduler.schedule()
+    step(scheduler)
     assert request.num_computed_tokens == 5
     assert request.num_cached_tokens == 0
 
@@ -551,16 +601,16 @@ def test_prompts_are_cut_only_when_chunking_is_on(chunked: bool) -> None:
     scheduler = make_scheduler(budget=10, chunked=chunked)
     for request_id, token in (("a", 0), ("b", 1)):
         scheduler.add(make_request(request_id, [token] * 7))
-    assert scheduler.schedule().num_scheduled_tokens == ({"a": 7, "b": 3} if chunked else {"a": 7})
+    assert step(scheduler).num_scheduled_tokens == ({"a": 7, "b": 3} if chunked else {"a": 7})
 
 
 def test_a_window_keeps_only_the_blocks_it_sees() -> None:
     scheduler = make_scheduler(block_size=2, windows=(None, 3))
     request = make_request("a", [0] * 8)
     scheduler.add(request)
-    scheduler.schedule()
+    step(scheduler)
     request.append(0)
-    scheduler.schedule()
+    step(scheduler)
     # The next token is at position 8 and sees 6 and later: blocks 0 to 2 are gone.
     full, windowed = request.blocks
     assert NULL_BLOCK not in full and len(full) == 5
@@ -581,7 +631,7 @@ def test_the_audit_finds_every_kind_of_imbalance() -> None:
         scheduler = make_scheduler(block_size=2)
         request = make_request("a", [0] * 5)
         scheduler.add(request)
-        scheduler.schedule()
+        step(scheduler)
         spoil(scheduler, request)
         scheduler.check_integrity()
 
@@ -607,11 +657,11 @@ def test_aborting_is_harmless_wherever_the_request_is() -> None:
     running, waiting = make_request("running", [0] * 5), make_request("waiting", [1] * 5)
     for request in (running, waiting):
         scheduler.add(request)
-    scheduler.schedule()
+    step(scheduler)
     scheduler.abort(["running", "waiting", "unknown", "running"])
     assert not scheduler.has_unfinished()
     assert [request.finish_reason for request in (running, waiting)] == ["abort", "abort"]
-    assert scheduler.schedule().removed == ["running"]
+    assert step(scheduler).removed == ["running"]
     scheduler.check_integrity()
 
 

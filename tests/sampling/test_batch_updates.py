@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.engine.batch import InputBatch, StepInput
-from llm.engine.scheduler import NewRow, SchedulerOutput
-from llm.forward import ForwardBatch
+from llm.engine.batch import InputBatch
+from llm.engine.step import NewRow, SchedulerOutput
 from llm.sampling.logits_processors import BatchUpdate, MoveDirectionality
 from llm.sampling_params import SamplingParams
 
@@ -91,9 +90,8 @@ class Driver:
     def _grow(self) -> None:
         """Every other row draws a token."""
         rows = np.arange(0, len(self.batch.request_ids), 2)
-        everything: Any = ForwardBatch(None, None, [], [], None)  # type: ignore[arg-type]
         drawn = [int(row) + 500 for row in rows]
-        self.batch.advance(StepInput(rows, np.zeros(len(rows), dtype=np.int64), rows, [], everything), rows, drawn)
+        self.batch.append(rows, drawn)
         for row, token in zip(rows.tolist(), drawn, strict=True):
             self.tokens[self.batch.request_ids[row]].append(token)
 
@@ -132,13 +130,13 @@ def test_every_kind_of_change_is_seen() -> None:
 
 
 def stale_copy_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = InputBatch.advance
+    append = InputBatch.append
 
     def planted(self: InputBatch, *args: Any) -> None:
         self.output_token_ids = [list(tokens) for tokens in self.output_token_ids]
-        advance(self, *args)
+        append(self, *args)
 
-    monkeypatch.setattr(InputBatch, "advance", planted)
+    monkeypatch.setattr(InputBatch, "append", planted)
 
 
 def move_untold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,81 @@
+"""What crosses the runner's boundary in a step: the scheduler's plan, and what the runner answers.
+
+Owns no behaviour. Plain data that can be pickled, so that the runner may stand in another process.
+
+A request's step, with T known tokens of which the last one or more are not in the KV cache yet:
+
+    plan     num_scheduled_tokens = uncomputed known tokens + drafts     draft_token_ids = [d0, d1]
+    runner   computes all of them in one forward, draws at T - 1; draws again behind d0 if d0 was drawn; and so on
+    answer   sampled_token_ids = [d0, x]     d0 was accepted, d1 was not: x was drawn in its place
+
+Afterwards all known tokens but the last drawn one are in the KV cache, as if they had been drawn one step each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llm.sampling.logprobs import TokenLogprobs
+from llm.sampling_params import SamplingParams
+
+
+@dataclass
+class NewRow:
+    """A request that enters the runner's batch: new, or resumed after preemption (then `token_ids` has outputs too).
+
+    Attributes:
+        prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
+            where none is.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    blocks: list[list[int]]
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    prompt_logprobs_from: int
+
+
+@dataclass
+class SchedulerOutput:
+    """One step's work.
+
+    Attributes:
+        num_scheduled_tokens: request id -> tokens to compute now, drafts included, in the order of scheduling.
+        new_rows: requests that enter the batch this step.
+        new_blocks: request id -> block ids per group appended to the table of a request already in the batch.
+        removed: requests that left the batch since the last step (finished, aborted or preempted).
+        draft_token_ids: request id -> tokens to verify behind its last known one, which is computed in this step too.
+    """
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class RunnerOutput:
+    """What a step produced.
+
+    Attributes:
+        sampled_token_ids: request id -> the tokens it drew, those that had been drafted first; a request that drew
+            none is absent: it is still in its prompt, or ended with an error.
+        logprobs: request id -> one `TokenLogprobs` per drawn token, for requests that asked.
+        prompt_logprobs: request id -> one `TokenLogprobs` per prompt token that follows one computed in this step.
+        errors: request id -> why it can have no token after those it drew: of its own processor, or none was left.
+            A `LogitsProcessorError` concerns all requests, unless the tokens before it end those it is reported for.
+        draft_token_ids: request id -> tokens to verify in its next step.
+        model_seconds: time in forward, LM head and sampler; the rest of the step is the engine's own.
+    """
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    model_seconds: float = 0.0
