@@ -169,11 +169,11 @@ class LLM(Scoring):
         built = build_engine(args)
         self._engine = built.engine
         self._default_params = built.default_params
-        self._is_quantized = built.is_quantized
+        self._is_quantized = built.plan.is_quantized
         self._preprocessor = Preprocessor(
             built.engine.config.model_config, built.engine.tokenizer, built.engine.eos_token_ids
         )
-        self._preprocessor.logits_processors = built.engine.runner.processors.custom
+        self._preprocessor.logits_processors = built.plan.logits_processors
         self.config: EngineConfig = built.engine.config
         self.startup = built.startup
         if verbose:
@@ -334,7 +334,8 @@ class LLM(Scoring):
         """
         added = load_logits_processor(processor)
         with self._exclusive():
-            current = self._begin().runner.processors.custom
+            self._begin()
+            current = self.logits_processors
             names = [qualified_name(kind) for kind in current]
             if qualified_name(added) in names:
                 current[names.index(qualified_name(added))] = added
@@ -345,7 +346,8 @@ class LLM(Scoring):
     def remove_logits_processor(self, processor: type[LogitsProcessor] | str) -> None:
         """Unload a logits processor, named as it was loaded or by its class; `ValidationError` if it is not loaded."""
         with self._exclusive():
-            current = self._begin().runner.processors.custom
+            self._begin()
+            current = self.logits_processors
             name = processor if isinstance(processor, str) else qualified_name(processor)
             kept = [kind for kind in current if qualified_name(kind) != name]
             if len(kept) == len(current):
@@ -358,11 +360,11 @@ class LLM(Scoring):
     @property
     def logits_processors(self) -> list[type[LogitsProcessor]]:
         """The loaded classes, in the order they are applied."""
-        return self._open_engine().runner.processors.custom
+        self._open_engine()
+        return list(self._preprocessor.logits_processors)
 
     def _set_logits_processors(self, classes: list[type[LogitsProcessor]]) -> None:
-        engine = self._open_engine()
-        engine.runner.set_logits_processors(classes)
+        self._open_engine().runner.set_processors(classes)
         self._preprocessor.logits_processors = classes
 
     @known_names("LLM.quantization_report")
@@ -434,12 +436,10 @@ class LLM(Scoring):
         with self._exclusive():
             if self._engine is None:
                 return
-            platform = self._engine.runner.platform
             self._engine.close()
             self._engine = None
             del self._preprocessor  # it holds the tokenizer
             self._dropped.clear()
-        platform.release_memory()
 
     def __enter__(self) -> LLM:
         self._open_engine()

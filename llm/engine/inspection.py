@@ -5,15 +5,41 @@ Owns the questions that need the model's modules or weights. Nobody else looks a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from llm.config.defaults import library_defaults
 from llm.engine.boundary import RunnerPlan
+from llm.engine.observe import Captured, InputObserver, LayerCapture, layer_noise
 from llm.explain import Explanation, explain_runner
 from llm.loading.weight_map import Target
 from llm.platforms.interface import Platform
-from llm.quantize.measure import LayerReport, layer_reports
+from llm.quantization.storage.on_load import ActivationStatistics
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer.
+
+    Attributes:
+        scheme: "" when it is not quantized.
+        bytes_before, bytes_after: of its weight, scales included.
+        weight_snr: decibels of the weight against its error; None: the original is not known.
+        output_snr: the same of its outputs on the texts, when it is given what the unquantized layer was given.
+        kind: "linear" or "embedding".
+    """
+
+    name: str
+    scheme: str
+    bytes_before: int
+    bytes_after: int
+    weight_snr: float | None = None
+    output_snr: float | None = None
+    kind: str = "linear"
 
 
 class ModelInspection:
@@ -28,6 +54,8 @@ class ModelInspection:
     plan: RunnerPlan
     model: Any
     targets: Mapping[str, Target]
+    _observer: InputObserver
+    _capture: LayerCapture
 
     def describe(self) -> Explanation:
         """What the model computes with, and why."""
@@ -35,10 +63,61 @@ class ModelInspection:
 
     def layer_reports(self) -> list[LayerReport]:
         """Every layer with a weight, in the model's order."""
-        return layer_reports(self.model, self.plan.config.model_config.weight_dtype)
+        return _layer_reports(self.model, self.plan.config.model_config.weight_dtype)
 
     def save(self, path: str | Path, format: str) -> Path:
         """See `LLM.save_quantized`."""
         from llm.quantize.save import save_quantized
 
         return save_quantized(self.model, self.targets, self.plan.source.folder, self.plan.hf_config, path, format)
+
+    def start_observing(self) -> None:
+        """From now on sum up what goes into each linear layer."""
+        self._observer = InputObserver(self.model)
+
+    def stop_observing(self) -> dict[str, ActivationStatistics]:
+        """What went into each linear layer since `start_observing`, by dotted path."""
+        return self._observer.stop()
+
+    def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]:
+        """From now on keep what goes into and comes out of linear layers, for `take_captured` after each step.
+
+        Returns the layers, the first of `names` that need no more than `limit_bytes` in a step.
+        """
+        tokens = self.plan.config.scheduler_config.max_num_batched_tokens
+        self._capture = LayerCapture(self.model, names, tokens, limit_bytes)
+        return self._capture.names
+
+    def take_captured(self) -> Captured:
+        """(input, output) by layer, of what was computed since the last time."""
+        return self._capture.take()
+
+    def stop_capturing(self) -> None:
+        self._capture.stop()
+
+    @library_defaults()
+    def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]:
+        """(sum of squares of the captured outputs, of the errors of this model's layers given the same inputs)."""
+        with self.platform.inference_mode():
+            return layer_noise(self.model, captured)
+
+
+def _layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
+    """`weight_dtype` is that of the unquantized weights."""
+    reports = []
+    for name, module in model.named_modules():
+        method, kind = getattr(module, "quant_method", None), getattr(module, "quant_kind", "")
+        if method is None or kind not in ("linear", "embedding"):
+            continue
+        after = _stored_bytes(module)
+        packed = getattr(module, "packed_weight", None) if method.scheme else None
+        before = packed.n * packed.k * weight_dtype.itemsize if packed is not None else after
+        snr = getattr(getattr(method, "storage", None), "signal_to_noise", None)
+        reports.append(LayerReport(name, method.scheme, before, after, snr, kind=kind))
+    return reports
+
+
+def _stored_bytes(module: Any) -> int:
+    """What the layer's weight takes in memory, its bias aside."""
+    tensors = [*module.buffers(recurse=False), *module.parameters(recurse=False)]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not getattr(module, "bias", None))

@@ -119,7 +119,7 @@ class ModelRunner(ModelInspection):
             return result
 
     @library_defaults()
-    def set_logits_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
+    def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
         """Replace the custom processors, between steps; rows that are in the batch are made known to them."""
         self.processors.set_custom(classes, self.batch.added_rows())
 
@@ -146,6 +146,7 @@ class ModelRunner(ModelInspection):
         self.kv_caches = []
         if self._library is not None:
             self._library.pool.clear()
+        self.platform.release_memory()
 
     def place_model(self, model: Any) -> Any:
         """The model where it computes; it comes with its weights loaded and processed, in the CPU's memory."""

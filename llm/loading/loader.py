@@ -39,8 +39,7 @@ def load_weights(
         ignores: of a tensor that has no place in the model, whether that is in order.
         store_as: the type of matrices that are not quantized; by default they stay as they are stored.
 
-    Returns:
-        Where each checkpoint tensor went.
+    Returns: where each checkpoint tensor went.
 
     Raises:
         CheckpointError: names tensors nobody needs, parameters nobody filled, or shapes that disagree.

@@ -7,40 +7,20 @@ Owns the measures: noise of weights and of outputs, perplexity, agreement, bytes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from llm.base.errors import ValidationError
-from llm.engine.calibrate import is_linear, run_texts
+from llm.engine.calibrate import run_texts
+from llm.engine.engine import Engine
 from llm.quantization.quantizer import decibels
 from llm.sampling_params import SamplingParams
 
 GREEDY_TOKENS = 64
 _SPEED_PREFILL, _SPEED_DECODE, _SPEED_REPEATS = 256, 16, 3
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One layer.
-
-    Attributes:
-        scheme: "" when it is not quantized.
-        bytes_before, bytes_after: of its weight, scales included.
-        weight_snr: decibels of the weight against its error; None: the original is not known.
-        output_snr: the same of its outputs on the texts, when it is given what the unquantized layer was given.
-    """
-
-    name: str
-    scheme: str
-    bytes_before: int
-    bytes_after: int
-    weight_snr: float | None = None
-    output_snr: float | None = None
+_CAPTURED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -133,54 +113,25 @@ def _seconds(llm: Any, ids: list[int], max_tokens: int) -> float:
     return perf_counter() - started
 
 
-def layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
-    """Every layer with a weight, in the model's order; `weight_dtype` is the unquantized weights'."""
-    reports = []
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is None or getattr(module, "quant_kind", "") not in ("linear", "embedding"):
-            continue
-        after = stored_bytes(module)
-        packed = getattr(module, "packed_weight", None) if method.scheme else None
-        before = packed.n * packed.k * weight_dtype.itemsize if packed is not None else after
-        snr = getattr(getattr(method, "storage", None), "signal_to_noise", None)
-        reports.append(LayerReport(name, method.scheme, before, after, snr))
-    return reports
-
-
-def stored_bytes(module: Any) -> int:
-    """What the layer's weight takes in memory, its bias aside."""
-    tensors = [*module.buffers(recurse=False), *module.parameters(recurse=False)]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not getattr(module, "bias", None))
-
-
-def output_noise(plain: Any, quantized: Any, texts: Sequence[str]) -> dict[str, float]:
+def output_noise(plain: Engine, quantized: Engine, texts: Sequence[str]) -> dict[str, float]:
     """Decibels of each quantized layer's outputs, given what the layer of `plain` was given on `texts`.
 
-    `plain` and `quantized` are engines; so errors of earlier layers do not add up.
+    So errors of earlier layers do not add up. A step's inputs and outputs are held while it is compared; where those of
+    all layers are too much, the texts are run several times.
     """
     sums: dict[str, list[float]] = {}
-    others = dict(quantized.runner.model.named_modules())
-    with _comparing(plain.runner.model, others, sums):
-        run_texts(plain, texts, "texts")
+    left = [layer.name for layer in quantized.runner.layer_reports() if layer.kind == "linear" and layer.scheme]
+
+    def compare() -> None:
+        for name, pair in quantized.runner.layer_noise(plain.runner.take_captured()).items():
+            signal, noise = sums.get(name, (0.0, 0.0))
+            sums[name] = [signal + pair[0], noise + pair[1]]
+
+    while left:
+        captured = plain.runner.start_capturing(left, _CAPTURED_BYTES)
+        try:
+            run_texts(plain, texts, "texts", compare)
+        finally:
+            plain.runner.stop_capturing()
+        left = left[len(captured) :]
     return {name: decibels(signal, noise) for name, (signal, noise) in sums.items()}
-
-
-@contextmanager
-def _comparing(model: Any, others: dict[str, Any], sums: dict[str, list[float]]) -> Iterator[None]:
-    def hook(name: str) -> Any:
-        def compare(module: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-            error = others[name](inputs[0]) - output
-            held = sums.setdefault(name, [0.0, 0.0])
-            held[0] += float(output.double().square().sum())
-            held[1] += float(error.double().square().sum())
-
-        return compare
-
-    layers = [(name, module) for name, module in model.named_modules() if is_linear(module)]
-    handles = [module.register_forward_hook(hook(name)) for name, module in layers if others[name].quant_method.scheme]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -12,8 +12,8 @@ from typing import Any
 
 from llm.base.errors import LLMError, ValidationError
 from llm.config.defaults import library_defaults
+from llm.engine.inspection import LayerReport
 from llm.quantize.measure import (
-    LayerReport,
     Speed,
     agreement,
     common_prefix,
@@ -155,11 +155,9 @@ def make_report(
     prompts: Sequence[Any] | None,
     speed: bool,
 ) -> QuantizationReport:
-    """Measure.
+    """Measure `llm`, the quantized `LLM`, and its `engine`.
 
     Args:
-        llm: the quantized `LLM`.
-        engine: its engine.
         open_plain: opens the unquantized `LLM`; None: there is none to compare with.
         texts: to score; may be empty.
         prompts: for greedy agreement; None: 64 pieces of the texts.

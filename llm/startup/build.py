@@ -38,14 +38,17 @@ from llm.startup.source import ReadModel, default_params, eos_token_ids, read_mo
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """Attributes:
-    is_quantized: the checkpoint itself is, so that there is no unquantized model to compare with.
+    """An engine, and what its model was built from.
+
+    Attributes:
+        default_params: what `generate` uses when it is given none.
+        startup: seconds per phase.
     """
 
     engine: Engine
+    plan: RunnerPlan
     default_params: SamplingParams
     startup: PhaseTimes
-    is_quantized: bool
 
 
 @without_broken_platforms
@@ -78,7 +81,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
     finally:
         model.source.close()
     engine = Engine(loaded.applied_to(plan.config), _scheduler_maker(plan), runner, tokenizer, eos)
-    return BuiltEngine(engine, default_params(args, generation), times, plan.is_quantized)
+    return BuiltEngine(engine, plan, default_params(args, generation), times)
 
 
 def make_runner(platform: Platform) -> ModelRunner:
@@ -95,7 +98,7 @@ def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform
     if isinstance(config, OnlineConfig) and config.uses_calibration:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
-            config.statistics = calibrate(lambda: build_engine(plain), config.calibration)
+            config.statistics = calibrate(lambda: build_engine(plain).engine, config.calibration)
 
 
 def _scheduler_maker(plan: RunnerPlan) -> Callable[[], Scheduler]:

@@ -29,6 +29,7 @@ from llm.engine.boundary import RunnerPlan
 from llm.engine.extensions import kv_cache_specs
 from llm.forward import KVCacheSpec
 from llm.kernels.select import KernelSet
+from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.loader import stored_as
 from llm.platforms import Platform
 from llm.quantization.configs.online import OnlineConfig
@@ -54,12 +55,13 @@ def make_plan(
     compilation: CompilationConfig,
     kernels: KernelSet,
     logits_processors: Sequence[type[LogitsProcessor]],
+    tp: TensorParallel = SINGLE,
 ) -> RunnerPlan:
-    """Decide; raises `ValidationError` and `OutOfMemoryError` before any memory is allocated."""
+    """Decide, for the rank `tp`; raises `ValidationError` and `OutOfMemoryError` before any memory is allocated."""
     dtypes = choose_dtypes(args, model, platform)
     kv_types = tuple(DTYPES.values())
     kv_dtype, kv_reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, dtypes.weights, kv_types)
-    specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype))
+    specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
     free = platform.memory_free()
     memory = _plan_memory(args, model, dtypes, specs, free)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
@@ -72,13 +74,7 @@ def make_plan(
         reasons["seed"] = "drawn at start, for seed=None"
     config = EngineConfig(
         _model_config(args, model, dtypes, memory.max_model_len, seed),
-        CacheConfig(
-            block_size=args.block_size or DEFAULT_BLOCK_SIZE,
-            num_blocks=memory.num_blocks,
-            kv_cache_memory_bytes=memory.kv_cache_memory_bytes,
-            kv_cache_dtype=kv_dtype,
-            enable_prefix_caching=args.enable_prefix_caching,
-        ),
+        _cache_config(args, memory, kv_dtype),
         scheduler,
         platform.device_type,
         kernels.invariant[0],
@@ -99,6 +95,8 @@ def make_plan(
         is_quantized=model.quantization.found,
         show_progress=args.use_tqdm_on_load,
         logits_processors=tuple(logits_processors),
+        rank=tp.rank,
+        tp_size=tp.size,
     )
 
 
@@ -132,6 +130,16 @@ def _model_config(args: EngineArgs, model: ReadModel, dtypes: Dtypes, max_model_
         logprobs_mode=args.logprobs_mode,
         seed=seed,
         revision=args.revision,
+    )
+
+
+def _cache_config(args: EngineArgs, memory: MemoryPlan, dtype: torch.dtype) -> CacheConfig:
+    return CacheConfig(
+        block_size=args.block_size or DEFAULT_BLOCK_SIZE,
+        num_blocks=memory.num_blocks,
+        kv_cache_memory_bytes=memory.kv_cache_memory_bytes,
+        kv_cache_dtype=dtype,
+        enable_prefix_caching=args.enable_prefix_caching,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,15 @@ from llm.api import EMBEDDED_MODEL
 from llm.cli import main
 from llm.quantization.quantizer import Quantized
 from llm.quantization.storage import on_load
-from llm.quantize.measure import TextScores, agreement, common_prefix, greedy_tokens, prompts_from, score_texts
+from llm.quantize.measure import (
+    TextScores,
+    agreement,
+    common_prefix,
+    greedy_tokens,
+    output_noise,
+    prompts_from,
+    score_texts,
+)
 
 # Relative perplexity; agreement on the likeliest next token; mean share of 64 greedy tokens before the first
 # difference; least signal-to-noise of any layer's weights in decibels.
@@ -141,6 +150,31 @@ def test_planted_mistakes_turn_the_gate_red(scheme: str, plant: Any, monkeypatch
 )
 def test_the_text_is_what_the_recipe_holds_out() -> None:
     assert held_out.from_the_recipe() == TEXTS
+
+
+def test_output_noise_is_of_every_token_however_often_the_texts_are_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open_llm() as plain, open_llm(quantization="w8a8") as quantized:
+        engines = engine_of(plain), engine_of(quantized)
+        score_texts(plain, TEXTS[3:5])  # leaves the texts in the prefix cache
+        tokens = Counter[str]()
+        take = engines[0].runner.take_captured
+
+        def counted() -> Any:
+            captured = take()
+            tokens.update({name: len(x) for name, (x, _) in captured.items()})
+            return captured
+
+        monkeypatch.setattr(engines[0].runner, "take_captured", counted)
+        once = output_noise(*engines, TEXTS[3:5])
+        assert len(once) == 16 and set(tokens.values()) == {sum(map(len, plain_ids(plain, TEXTS[3:5])))}
+        monkeypatch.setattr("llm.quantize.measure._CAPTURED_BYTES", 1)  # a layer at a time
+        assert output_noise(*engines, TEXTS[3:5]) == once
+
+
+def plain_ids(llm: Any, texts: list[str]) -> list[list[int]]:
+    return llm._preprocessor.token_ids(texts, "texts")
 
 
 def test_the_report() -> None:
