@@ -12,16 +12,22 @@ import os
 import sys
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llm import __version__
 from llm.base.errors import LLMError, ValidationError
+from llm.base.types import Commands
+
+if TYPE_CHECKING:
+    from llm.api import LLM
+    from llm.inputs import PromptType
+    from llm.sampling_params import SamplingParams
 
 _DEFAULT_MAX_TOKENS = 128
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 for a mistake of the user (one sentence), 130 for Ctrl-C."""
+    """Run a command. Returns the exit status: 0, 1 for a user's mistake (one sentence), 130 for Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
@@ -32,17 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader went away (`| head`).
+        # The reader closed the pipe (`| head`).
         _discard_stdout()
         return 0
-    except OSError as error:  # of a full disk behind `> file`, for example
+    except OSError as error:  # a full disk behind `> file`, for example
         print(f"error: {error.strerror or error}.", file=sys.stderr)
         _discard_stdout()
         return 1
 
 
 def _discard_stdout() -> None:
-    """What is still in Python's buffer would raise again at exit."""
+    """Redirect stdout to /dev/null: flushing Python's buffer at exit would raise again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -58,25 +64,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_quantization(commands: Any) -> None:
+def _add_quantization(commands: Commands) -> None:
     from llm.quantize.command import add_command
 
     add_command(commands)
 
 
-def _add_kernels(commands: Any) -> None:
+def _add_kernels(commands: Commands) -> None:
     from llm.kernels.command import add_command
 
     add_command(commands)
 
 
-def _add_bench(commands: Any) -> None:
+def _add_bench(commands: Commands) -> None:
     from llm.bench.command import add_command
 
     add_command(commands)
 
 
-def _add_generate(commands: Any) -> None:
+def _add_generate(commands: Commands) -> None:
     command = commands.add_parser(
         "generate",
         help="continue a prompt, streaming to the terminal",
@@ -109,7 +115,7 @@ def _add_generate(commands: Any) -> None:
     _add_compilation(command)
 
 
-def _add_explain(commands: Any) -> None:
+def _add_explain(commands: Commands) -> None:
     command = commands.add_parser(
         "explain",
         help="show what each operation of a model runs, and why",
@@ -141,8 +147,8 @@ def _add_compilation(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _compilation_config(args: argparse.Namespace) -> Any:
-    """What `LLM(compilation_config=)` gets from the two options."""
+def _compilation_config(args: argparse.Namespace) -> object:
+    """The argument `LLM(compilation_config=)` from the two options."""
     if args.custom_ops is None:
         return args.compilation_config
     if args.compilation_config is not None:
@@ -204,12 +210,14 @@ def _read_stdin() -> str:
             f"standard input is not text: byte {error.start} cannot be decoded as {error.encoding}.", parameter="prompt"
         ) from error
     if not text:
-        raise ValidationError("nothing came from standard input, which the prompt - reads.", parameter="prompt")
+        raise ValidationError(
+            "standard input is empty; pipe the prompt into it, or pass it as an argument.", parameter="prompt"
+        )
     return text
 
 
-def _sampling_params(llm: Any, args: argparse.Namespace) -> Any:
-    """The model's defaults with what the command line says instead."""
+def _sampling_params(llm: LLM, args: argparse.Namespace) -> SamplingParams:
+    """The model's defaults, overridden by the command line."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.extra_args is not None:
@@ -217,7 +225,7 @@ def _sampling_params(llm: Any, args: argparse.Namespace) -> Any:
     return dataclasses.replace(llm.get_default_sampling_params(), **given)
 
 
-def _extra_args(text: str) -> Any:
+def _extra_args(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
@@ -225,8 +233,8 @@ def _extra_args(text: str) -> Any:
         raise ValidationError(message, parameter="extra_args", value=text) from error
 
 
-def _stream(llm: Any, prompt: Any, params: Any, echo: str) -> None:
-    """Print `echo` and what follows it as it comes; a mistake in the prompt is told before anything is printed."""
+def _stream(llm: LLM, prompt: PromptType, params: SamplingParams, echo: str) -> None:
+    """Print `echo`, then the text as it is generated. Errors in the prompt are raised before anything is printed."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?" and the run goes on
     started = perf_counter()

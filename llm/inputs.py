@@ -1,8 +1,10 @@
-"""The prompt types that `LLM.generate` takes, under vLLM's names; plain dicts at run time."""
+"""The prompt types of `LLM.generate`, under vLLM's names; plain dicts at run time."""
 
 from __future__ import annotations
 
 from typing import TypedDict
+
+from llm.base.types import JsonObject
 
 
 class TextPrompt(TypedDict):
@@ -16,9 +18,11 @@ class _TokensPromptBase(TypedDict):
 
 
 class TokensPrompt(_TokensPromptBase, total=False):
-    """`{"prompt_token_ids": [...]}`: ids used as they are; an optional `prompt` is only echoed in the output."""
+    """`{"prompt_token_ids": [...]}`: used as given; an optional `prompt` is only copied to the output."""
 
     prompt: str
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
+# {"role": ..., "content": text or a list of parts, ...}; a chat template defines the other keys.
+ChatMessage = JsonObject

@@ -1,6 +1,7 @@
-"""What `LLM.generate` returns: plain data that never references the engine.
+"""The outputs of `LLM.generate`: plain data that never references the engine.
 
-Owns the output types under vLLM's names. Keeping one in `Out[3]` or pickling it keeps no model alive.
+Owns the output types, under vLLM's names. Keeping one (in a notebook's `Out[3]`, say) or pickling it keeps no model
+alive.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Logprob:
     Attributes:
         logprob: natural logarithm, float32 log-softmax of the raw logits.
         rank: 1 for the likeliest token of the vocabulary.
-        decoded_token: the token as text, None without a tokenizer. Of the tokens that make up one character, the one
-            that completes it has all of it and the others have "".
+        decoded_token: the token as text, None without a tokenizer. If several tokens form one character, the token
+            that completes it has the character and the others have "".
     """
 
     logprob: float
@@ -30,7 +31,7 @@ class Logprob:
 
 @dataclass
 class FlatLogprobs(Sequence[dict[int, Logprob]]):
-    """Logprobs of all positions in a few flat lists, for `flat_logprobs=True`: read like a list of dicts.
+    """Logprobs of all positions in flat lists, for `flat_logprobs=True`; indexed like a list of dicts.
 
     Position i is `start_indices[i] : end_indices[i]` of `token_ids`, `logprobs`, `ranks` and `decoded_tokens`. The
     range of a prompt's first token is empty.
@@ -44,7 +45,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
     decoded_tokens: list[str | None] = field(default_factory=list)
 
     def append(self, position: dict[int, Logprob] | None) -> None:
-        """Add one position; None has no tokens."""
+        """Append one position; None has no tokens."""
         self.start_indices.append(len(self.token_ids))
         for token, item in (position or {}).items():
             self.token_ids.append(token)
@@ -74,12 +75,12 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
 
 @dataclass
 class StructuredOutcome:
-    """What became of `structured_outputs`.
+    """The outcome of `structured_outputs`.
 
     Attributes:
-        complete: the completion is a whole answer.
-        guaranteed: it was known before the start that it would be, whatever is drawn.
-        reason: why it was not guaranteed; "" otherwise.
+        complete: True if the completion is a complete answer.
+        guaranteed: True if completeness was guaranteed before the start, whatever tokens are drawn.
+        reason: why it was not guaranteed, or "".
     """
 
     complete: bool
@@ -92,15 +93,15 @@ class CompletionOutput:
     """One completion of one prompt.
 
     Attributes:
-        index: which of the prompt's `n` completions this is.
+        index: index among the prompt's `n` completions.
         text: the generated text ("" with `detokenize=False`).
-        token_ids: the generated ids, a stop token included.
-        cumulative_logprob: sum over the generated tokens; None unless logprobs were asked for.
+        token_ids: the generated ids, including a stop token.
+        cumulative_logprob: sum over the generated tokens; None unless logprobs were requested.
         logprobs: per generated token a dict from id to `Logprob`, the sampled token first.
         finish_reason: "stop", "length", "repetition", "abort" or "error".
         stop_reason: the stop string or stop token id that ended it; None for EOS and length.
-        error: with finish_reason "error", what went wrong; `raise` it for the traceback.
-        structured: what became of `structured_outputs`; None without.
+        error: with finish_reason "error", the exception; `raise` it for the traceback.
+        structured: the outcome of `structured_outputs`; None without.
     """
 
     index: int
@@ -119,15 +120,15 @@ class CompletionOutput:
 
 @dataclass
 class LoglikelihoodOutput:
-    """How likely a continuation is.
+    """The log-likelihood of a continuation.
 
     Attributes:
-        prompt_token_ids: what comes before it.
-        token_ids: the tokens that were scored.
-        logprob: the sum of theirs.
-        logprobs: of each, given all before it.
-        is_greedy: each of them was the likeliest token.
-        num_cached_tokens: leading tokens that came from the prefix cache.
+        prompt_token_ids: the tokens before the continuation.
+        token_ids: the scored tokens.
+        logprob: the sum of `logprobs`.
+        logprobs: natural logarithm of each token's probability, given all tokens before it.
+        is_greedy: True if each token was the likeliest.
+        num_cached_tokens: leading tokens taken from the prefix cache.
     """
 
     prompt_token_ids: list[int]
@@ -140,13 +141,13 @@ class LoglikelihoodOutput:
 
 @dataclass
 class PerplexityOutput:
-    """Perplexity of some texts; `float()` of it is that of all of them together.
+    """The perplexity of some texts; `float(output)` is `output.perplexity`.
 
     Attributes:
-        perplexity: exp(-logprob / num_tokens).
-        per_text: that of each text.
+        perplexity: of all texts together, exp(-logprob / num_tokens).
+        per_text: of each text.
         logprob: the sum over all scored tokens.
-        num_tokens: how many were scored.
+        num_tokens: number of scored tokens.
     """
 
     perplexity: float
@@ -167,16 +168,16 @@ class RequestOutput:
 
     Attributes:
         request_id: unique within the engine.
-        prompt: the text, None when token ids were given.
+        prompt: the text, None if token ids were given.
         prompt_token_ids: the ids that were computed, special tokens included.
         outputs: `n` completions, by index.
-        finished: True in what `generate` returns.
-        num_cached_tokens: prompt tokens that came from the prefix cache.
-        seed: the seed the draws used, given or derived; with it the row can be replayed alone.
+        finished: True in the outputs of `generate`.
+        num_cached_tokens: prompt tokens taken from the prefix cache.
+        seed: the seed of the draws, given or derived; with it the request can be replayed alone.
         prompt_logprobs: per prompt token a dict from id to `Logprob`, the prompt's own token first; None for the first
-            token, and as a whole when they were not asked for.
-        params: the parameters in effect, seed and max_tokens included; `print` it for where each came from, or pass it
-            to `generate` with the same prompt for the same answer.
+            token. None as a whole unless requested.
+        params: the parameters in effect, seed and max_tokens included. `print` shows the origin of each. Passed to
+            `generate` with the same prompt, they give the same answer.
     """
 
     request_id: str
@@ -190,7 +191,7 @@ class RequestOutput:
     params: SamplingParams | None = None
     metrics: None = None
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one we have
+    if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> object:
             where = f"; its completions have: outputs[0].{name}" if name in _OF_COMPLETIONS else ""

@@ -1,47 +1,61 @@
-"""What `LLM` can do beside generating: search for the likeliest texts, and say how likely given texts are.
+"""The methods of `LLM` beside generating: beam search, log-likelihood and perplexity.
 
-Owns the methods, as a base class of `LLM` that has nothing of its own.
+Owns the methods, as a base class of `LLM` without state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Protocol
 
+from llm.base.bar import UseTqdm
 from llm.base.checks import refuse
 from llm.base.errors import GenerationInterrupted
 from llm.base.names import known_names
 from llm.beam_search import BeamSearchOutput, BeamSearchParams
 from llm.engine.beam_search import BeamSearches
+from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
-from llm.engine.preprocess import Row
+from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.progress import check_use_tqdm
 from llm.engine.scoring import continuation_rows, likelihood, perplexity_of, perplexity_rows
 from llm.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 
 
+class Host(Protocol):
+    """The parts of `LLM` that the methods use."""
+
+    _preprocessor: Preprocessor
+
+    def _exclusive(self) -> AbstractContextManager[object]: ...
+    def _begin(self) -> Engine: ...
+    def _run(
+        self, engine: Engine, rows: list[Row], use_tqdm: UseTqdm, guard: InterruptGuard
+    ) -> list[RequestOutput]: ...
+
+
 class Scoring:
     @known_names("LLM.beam_search")
     def beam_search(
-        self: Any,
-        prompts: Any,
+        self: Host,
+        prompts: object,
         params: BeamSearchParams,
         lora_request: None = None,
-        use_tqdm: bool | Callable[..., Any] = False,
+        use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
         priority: None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt that a beam search finds: transformers' sequences and scores.
+        """Beam search for the likeliest continuations of each prompt: transformers' sequences and scores.
 
         Args:
             prompts: as for `generate`.
-            params: width, length and how sequences are scored.
-            use_tqdm: a bar in prompts.
-            concurrency_limit: most prompts searched at a time; None: all of them.
+            params: beam width, maximum length and scoring.
+            use_tqdm: a progress bar that counts prompts.
+            concurrency_limit: maximum number of prompts searched at a time; None: all.
 
         Raises:
             ValidationError: names every bad prompt, before any work starts.
-            GenerationInterrupted: Ctrl-C; carries the outputs of the prompts that were done.
+            GenerationInterrupted: Ctrl-C; carries the outputs of finished prompts.
         """
         for name, value in (("lora_request", lora_request), ("priority", priority)):
             if value is not None:
@@ -60,16 +74,16 @@ class Scoring:
 
     @known_names("LLM.loglikelihood")
     def loglikelihood(
-        self: Any, prompts: Any, continuations: Any, *, use_tqdm: bool | Callable[..., Any] = True
+        self: Host, prompts: object, continuations: object, *, use_tqdm: UseTqdm = True
     ) -> list[LoglikelihoodOutput]:
-        """How likely the model finds each continuation after its prompt.
+        """The log-likelihood of each continuation after its prompt.
 
-        A text prompt and a text continuation are tokenized together, as they would stand in one text; where a token
-        spans the border, it is scored too. Prompts that begin alike are computed once.
+        A text prompt and a text continuation are tokenized as one text; a token that spans the border is scored too.
+        Common prefixes of prompts are computed once.
 
         Args:
             prompts: as for `generate`.
-            continuations: as many, texts or token ids; or several to one prompt.
+            continuations: one per prompt, texts or token ids; or several for one prompt.
             use_tqdm: as for `generate`.
 
         Raises:
@@ -84,14 +98,14 @@ class Scoring:
 
     @known_names("LLM.perplexity")
     def perplexity(
-        self: Any, texts: Any, *, stride: int | None = None, use_tqdm: bool | Callable[..., Any] = True
+        self: Host, texts: object, *, stride: int | None = None, use_tqdm: UseTqdm = True
     ) -> PerplexityOutput:
-        """exp of the mean negative logprob per token; the first token of a text, which nothing precedes, is not scored.
+        """exp of the mean negative logprob per token. The first token of a text has no context and is not scored.
 
         Args:
             texts: as prompts of `generate`.
-            stride: texts that are longer than the context are read in windows that overlap, each of which scores so
-                many tokens that none before it has; None: such texts are refused.
+            stride: texts longer than the context are scored in overlapping windows, each of which scores this many
+                further tokens; None: such texts are refused.
             use_tqdm: as for `generate`.
 
         Raises:
@@ -105,10 +119,8 @@ class Scoring:
         return perplexity_of(rows, owners, outputs)
 
 
-def _score(
-    llm: Any, rows: list[Row], use_tqdm: bool | Callable[..., Any], guard: InterruptGuard
-) -> list[RequestOutput]:
-    outputs: list[RequestOutput] = llm._run(llm._begin(), rows, use_tqdm, guard)
+def _score(llm: Host, rows: list[Row], use_tqdm: UseTqdm, guard: InterruptGuard) -> list[RequestOutput]:
+    outputs = llm._run(llm._begin(), rows, use_tqdm, guard)
     if guard.requested:
         raise GenerationInterrupted(outputs)
     return outputs

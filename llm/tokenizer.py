@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
-Owns the fast path, `tokenizers` on the folder's tokenizer.json, which needs no transformers, and text that grows token
-by token; chat templates and tokenizers without that file are transformers' business and imported only then.
+Owns the fast path (the `tokenizers` library on the folder's tokenizer.json, without transformers) and incremental
+detokenization. Chat templates and tokenizers without that file use transformers, which is imported only then.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ import codecs
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
 from llm.base.errors import CheckpointError, ValidationError
-from llm.loading.checkpoint import read_json
+from llm.inputs import ChatMessage
+from llm.loading.model_files import read_json
 
-# A decoded piece can depend on the tokens before it; so many give that context, looked for among the last ones.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# The text of a token can depend on the tokens before it. The context is this many tokens with a text, searched among
+# the last ones.
 _CONTEXT_TOKENS = 6
 _CONTEXT_SEARCH_TOKENS = 64
-# Text that ends in U+FFFD may end inside a character; after so many tokens it is taken for what it says.
+# Text that ends in U+FFFD may end inside a character. After this many tokens it is taken as a real U+FFFD.
 _MAX_HELD_TOKENS = 16
 _MAX_CONFIG_BYTES = 64 << 20
 # `{% for part in message["content"] %}`, or a variable or attribute of that name.
@@ -32,7 +37,7 @@ class Tokenizer:
     """The tokenizer of a model folder.
 
     Args:
-        folder: holds tokenizer.json, tokenizer_config.json and, perhaps, chat_template.jinja.
+        folder: holds tokenizer.json, tokenizer_config.json and optionally chat_template.jinja.
         chat_template: replaces the folder's own; text of a template, or the path of a file that holds it.
 
     Raises:
@@ -43,7 +48,7 @@ class Tokenizer:
     def __init__(self, folder: Path, chat_template: str | Path | None = None) -> None:
         self.folder = folder
         self._chat_template = None if chat_template is None else _template_text(chat_template)
-        self._hf: Any = None
+        self._hf: PreTrainedTokenizerBase | None = None
         path = folder / "tokenizer_config.json"
         self.config = read_json(path, limit_bytes=_MAX_CONFIG_BYTES) if path.exists() else {}
         self._backend: Backend = self._open_backend()
@@ -51,16 +56,16 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows, added tokens included."""
+        """Number of token ids, added tokens included."""
         return self._backend.vocab_size()
 
     @property
     def is_fast(self) -> bool:
-        """Whether the tokenizers library decodes; it never writes spaces between special tokens."""
+        """True if the tokenizers library decodes, which never writes spaces between special tokens."""
         return isinstance(self._backend, _FastBackend)
 
     def to_json(self) -> str | None:
-        """The definition in the format of tokenizer.json, None for a tokenizer that has none."""
+        """The content of tokenizer.json, None for a tokenizer without one."""
         return None if self._backend.fast is None else self._backend.fast.to_str()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -68,22 +73,22 @@ class Tokenizer:
         return self._backend.encode(list(texts), True)
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts a chat template rendered: the template has written the special tokens itself."""
+        """Ids of texts that a chat template rendered; the template has added the special tokens."""
         return self._backend.encode(list(texts), False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens)
 
     def decode_continuation(self, prompt: Sequence[int], output: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text that `output` adds after `prompt`, a leading space that only a continuation has included.
+        """The text that `output` adds after `prompt`, including a leading space that only a continuation has.
 
-        The same text that `stream` gives piece by piece; decoded at once wherever that cannot make a difference.
+        The same text as `stream` yields in pieces; decoded at once where that gives the same result.
         """
         context = self._context(prompt, skip_special_tokens)
         before = self.decode(context, skip_special_tokens)
         text = self.decode([*context, *output], skip_special_tokens)
         all_is_text = text.startswith(before) and "\ufffd" not in text
-        if all_is_text and self._backend.fast is not None:  # one in Python may drop what is no text
+        if all_is_text and self._backend.fast is not None:  # a tokenizer in Python may drop bytes that are not text
             return text[len(before) :]
         stream = self.stream(context, skip_special_tokens)
         return "".join([*map(stream.push, output), stream.finish()])
@@ -92,14 +97,14 @@ class Tokenizer:
         context = self._context(prompt, skip_special_tokens)
         return TextStream(self._backend, self._bytes, context, skip_special_tokens)
 
-    def huggingface(self) -> Any:
-        """The same tokenizer as transformers' class, for `apply_chat_template` and whatever else users know of it."""
+    def huggingface(self) -> PreTrainedTokenizerBase:
+        """The same tokenizer as an object of transformers, for `apply_chat_template` and the rest of its interface."""
         if self._hf is None:
             from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
             fast = (self.folder / "tokenizer.json").exists()
             loader = PreTrainedTokenizerFast if fast else AutoTokenizer
-            # Left at its default, trust_remote_code asks on the terminal whether to run the folder's own Python.
+            # By default trust_remote_code asks on the terminal whether to run the folder's Python.
             hf = loader.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
             if self._chat_template is not None:
                 hf.chat_template = self._chat_template
@@ -107,14 +112,14 @@ class Tokenizer:
         return self._hf
 
     def render_chat(
-        self, messages: list[dict[str, Any]], *, chat_template: str | Path | None = None, **options: Any
+        self, messages: list[ChatMessage], *, chat_template: str | Path | None = None, **options: Any
     ) -> str:
-        """One conversation as the prompt text of the chat template (rendered in an immutable sandbox).
+        """Render one conversation with the chat template, in an immutable sandbox.
 
-        A template is a program that comes with the model: it can raise anything.
+        A template is a program that comes with the model: it can raise any exception.
 
         Raises:
-            ValidationError: there is no template.
+            ValidationError: the tokenizer has no template and none is given.
         """
         hf = self.huggingface()
         if chat_template is None and not hf.chat_template:
@@ -126,10 +131,10 @@ class Tokenizer:
         template = None if chat_template is None else _template_text(chat_template)
         if any(isinstance(message.get("content"), list) for message in messages):
             messages = _with_text_content(messages, hf.get_chat_template(template, options.get("tools")))
-        return hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+        return str(hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options))
 
     def _context(self, prompt: Sequence[int], skip_special_tokens: bool) -> list[int]:
-        """The last tokens of the prompt that have a text."""
+        """The last tokens of the prompt with a text."""
         near = prompt[-_CONTEXT_SEARCH_TOKENS:]
         return [token for token in near if self._bytes.get(token, skip_special_tokens) != b""][-_CONTEXT_TOKENS:]
 
@@ -138,15 +143,15 @@ class Tokenizer:
         if not path.exists():
             return _HuggingFaceBackend(self)
         try:
-            # Which special tokens are added is what tokenizer.json says; like transformers 5, we do not ask
-            # add_bos_token in tokenizer_config.json when there is a tokenizer.json.
+            # tokenizer.json decides which special tokens are added. Like transformers 5, add_bos_token in
+            # tokenizer_config.json is not read if there is a tokenizer.json.
             return _FastBackend(FastTokenizer.from_file(str(path)))
         except Exception as error:  # tokenizers raises bare Exception
             raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library can read: {error}") from error
 
 
 class Backend(Protocol):
-    """`fast`: the library's tokenizer behind it, None for one written in Python."""
+    """A tokenizer. `fast`: the tokenizers library's object, None for a tokenizer in Python."""
 
     fast: FastTokenizer | None
 
@@ -157,7 +162,7 @@ class Backend(Protocol):
 
 class _FastBackend:
     def __init__(self, tokenizer: FastTokenizer) -> None:
-        # A saved tokenizer can carry training-time truncation and padding; a prompt is never cut or padded.
+        # A saved tokenizer can include training-time truncation and padding; prompts must not be cut or padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.fast: FastTokenizer | None = tokenizer
@@ -192,25 +197,26 @@ class _HuggingFaceBackend:
         return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]] if texts else []
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        return self.tokenizer.decode(
+        text = self.tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
     def _check_files(self, folder: Path) -> None:
-        """transformers makes an empty tokenizer of a class whose vocabulary files are all missing."""
+        """Raise FileNotFoundError if all vocabulary files are missing: transformers would make an empty tokenizer."""
         names = set(self.tokenizer.vocab_files_names.values())
         if names and not any((folder / name).exists() for name in names):
             raise FileNotFoundError(f"none of {sorted(names)}")
 
 
 class _TokenBytes:
-    """The bytes of those tokens that are bytes, perhaps a part of a character only, whatever stands before them.
+    """The bytes of tokens that are bytes in any context, possibly only a part of a character.
 
-    Two kinds of tokenizer have such tokens: byte-level ones, where every token is written in an alphabet of 256 letters
-    (GPT-2), and SentencePiece's with byte fallback, where 256 tokens are called <0x00> to <0xFF>.
+    Two kinds of tokenizer have such tokens: byte-level BPE (GPT-2), where every token is a string over 256 letters, and
+    SentencePiece with byte fallback, where 256 tokens are named <0x00> to <0xFF>.
 
     Attributes:
-        stand_in: with byte fallback, a byte token that can stand for any others as context.
+        stand_in: with byte fallback, a byte token that replaces any byte tokens in a context.
     """
 
     def __init__(self, fast: FastTokenizer | None) -> None:
@@ -223,7 +229,7 @@ class _TokenBytes:
         self.stand_in = letter if falls_back else None
 
     def get(self, token: int, skip_special_tokens: bool) -> bytes | None:
-        """Its bytes, none if it has no text at all; None when its text depends on what stands before it."""
+        """The token's bytes; b"" if it has no text; None if its text depends on the tokens before it."""
         if skip_special_tokens and token in self._special:
             return b""
         if token not in self._known:
@@ -234,7 +240,7 @@ class _TokenBytes:
         if self._fast is None:
             return None
         name = self._fast.id_to_token(token)
-        if name is None:  # a model can have more ids than its tokenizer
+        if name is None:  # the model has more ids than its tokenizer
             return b""
         if self._byte_level:
             known = all(letter in _BYTE_OF_LETTER for letter in name)
@@ -244,13 +250,13 @@ class _TokenBytes:
 
 
 class TextStream:
-    """Text of a growing sequence, token by token. What it has returned is never taken back.
+    """Incremental detokenization. Returned text is never taken back.
 
-    Bytes go through an incremental UTF-8 decoder. Any other token is decoded behind the few that precede it, for its
-    text can depend on them: a leading space is dropped where a text begins.
+    Byte tokens go through an incremental UTF-8 decoder. Other tokens are decoded after a few preceding tokens, because
+    their text can depend on them: a leading space is dropped at the beginning of a text.
 
     Attributes:
-        text: all that was returned.
+        text: all text returned so far.
     """
 
     def __init__(self, backend: Backend, token_bytes: _TokenBytes, context: Sequence[int], skip_special_tokens: bool):
@@ -261,20 +267,20 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []
         self._context_text = ""
-        self._held: list[int] = []  # tokens behind the context whose text may end inside a character
+        self._held: list[int] = []  # tokens after the context whose text may end inside a character
         for token in context:
             self._decode(token)
 
     def push(self, token: int) -> str:
-        """The text that `token` completes: "" while it ends inside a character."""
+        """The text that `token` completes; "" while the text ends inside a character."""
         return self._return(self._decode(token))
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._return(self._release_held() + self._utf8.decode(b"", True))
 
     def _return(self, piece: str) -> str:
-        # With no other reference to it, a string is extended in place; `self.text += piece` would copy it every time.
+        # CPython extends a string in place if nothing else refers to it; `self.text += piece` would copy it each time.
         text, self.text = self.text, ""
         text += piece
         self.text = text
@@ -301,7 +307,7 @@ class TextStream:
         return self._release(self._backend.decode([*self._context, *self._held], self._skip)) if self._held else ""
 
     def _release(self, text: str) -> str:
-        """What `text`, decoded from context and held tokens, adds to the context's own."""
+        """The text that the held tokens add; `text` is decoded from the context and the held tokens."""
         extends = text.startswith(self._context_text)
         piece = text[len(self._context_text) :] if extends else self._backend.decode(self._held, self._skip)
         self._set_context([*self._context, *self._held][-_CONTEXT_TOKENS:])
@@ -315,7 +321,7 @@ class TextStream:
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's alphabet: bytes that print stand for themselves, the others for the letters from U+0100 on."""
+    """GPT-2's alphabet: a printable byte is its own letter, the others are the letters from U+0100 on."""
     prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in prints]
     return {chr(byte): byte for byte in prints} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
@@ -324,10 +330,10 @@ def _byte_letters() -> dict[str, int]:
 _BYTE_OF_LETTER = _byte_letters()
 
 
-def _with_text_content(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Messages whose content is a list of parts, as the template takes them.
+def _with_text_content(messages: list[ChatMessage], template: str) -> list[ChatMessage]:
+    """Convert contents that are lists of parts to what the template expects.
 
-    A template that loops over contents gets the parts; any other gets their texts, joined by line breaks as in vLLM.
+    A template that loops over contents gets the parts. Any other gets their texts joined by line breaks, as in vLLM.
 
     Raises:
         ValidationError: a part is not text.
@@ -353,7 +359,7 @@ def _with_text_content(messages: list[dict[str, Any]], template: str) -> list[di
 
 
 def _template_text(template: str | Path) -> str:
-    """A template given as text, or as the path of a file: what has neither a brace nor a line break is a path."""
+    """A template given as text or as a path: a string with a brace or a line break is text."""
     if isinstance(template, str) and ("{" in template or "\n" in template):
         return template
     try:

@@ -1,14 +1,13 @@
-"""Which platform this process computes on.
+"""The platform that this process computes on.
 
-Owns the choice and its reason: what `device=` or LLM_PLATFORM names; else the one plugin whose device is there; else
-the first built-in platform whose device is there and that can compute. A platform describes a device; it holds no model
-state. `current_platform` is the choice for "auto", made when it is first looked at.
+Owns the choice and its reason: the platform that `device=` or LLM_PLATFORM names; else the one plugin whose device is
+present; else the first built-in platform whose device is present and that can compute. A platform describes a device;
+it holds no model state. `current_platform` is the choice for "auto", made at the first access.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llm import plugins
 from llm.base.errors import LLMError, PluginError, ValidationError, nearest
@@ -28,17 +27,17 @@ __all__ = ["Platform", "PlatformEnum", "current_platform", "select_platform"]
 BUILTIN: tuple[type[Platform], ...] = (CudaPlatform, RocmPlatform, XpuPlatform, TpuPlatform, CpuPlatform)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "current_platform":
         return select_platform()[0]
     raise AttributeError(f"module 'llm.platforms' has no attribute {name!r}")
 
 
 def select_platform(device: str = "auto") -> tuple[Platform, str]:
-    """The platform for `device` ("auto", or a name) and why it was chosen; the same object every time.
+    """The platform for `device` ("auto" or a name), always the same object, and why it was chosen.
 
     Raises:
-        ValidationError: the name is not known, or its device is not there or cannot compute.
+        ValidationError: the name is unknown, or its device is absent or cannot compute.
         PluginError: two plugins found their device, or one is broken.
     """
     if device != "auto":
@@ -50,12 +49,11 @@ def select_platform(device: str = "auto") -> tuple[Platform, str]:
 
 
 def is_by_name(device: str) -> bool:
-    """Whether `device` or LLM_PLATFORM names the platform: then there is no going on without it."""
+    """True if `device` or LLM_PLATFORM names the platform, so that no other may be used instead."""
     return device != "auto" or env.get("LLM_PLATFORM") is not None
 
 
-def _by_name(name: Any, parameter: str) -> Platform:
-    cls: Any
+def _by_name(name: object, parameter: str) -> Platform:
     for cls in BUILTIN:
         if cls.name == name:
             is_there, seen = cls.detect()
@@ -89,7 +87,7 @@ def _by_name(name: Any, parameter: str) -> Platform:
 
 
 def _plugged_in() -> tuple[Platform, str] | None:
-    """The platform of the one plugin whose device is there, None when there is none."""
+    """The platform of the one plugin whose device is present, None if there is none."""
     active = {plugin: path for plugin, path in plugins.ask_platform_plugins().items() if path is not None}
     if len(active) > 1:
         names = " and ".join(map(str, active))
@@ -105,7 +103,6 @@ def _built_in() -> tuple[Platform, str]:
     """The first built-in platform that can compute here."""
     said: dict[str, str] = {}
     notes: list[str] = []
-    cls: Any
     for cls in BUILTIN:
         is_there, said[cls.name] = cls.detect()
         if not is_there:
@@ -121,10 +118,10 @@ def _built_in() -> tuple[Platform, str]:
 
 
 def _from_plugin(plugin: plugins.Plugin, path: str) -> Platform | None:
-    """The platform at a plugin's class path; None when it is broken and LLM_PLUGIN_ERRORS=warn leaves it out."""
+    """The platform at a plugin's class path; None if it is broken and LLM_PLUGIN_ERRORS=warn skips it."""
 
     def make() -> Platform:
-        cls: Any = plugins.load_class(path, Platform, str(plugin))
+        cls = plugins.load_class(path, Platform, str(plugin))
         plugins.check_contract(getattr(cls, "contract_version", None), str(plugin))
         return _instance(cls, plugin.name, plugin)
 
@@ -132,20 +129,27 @@ def _from_plugin(plugin: plugins.Plugin, path: str) -> Platform | None:
     return found
 
 
-@functools.cache
-def _instance(cls: Any, name: str, plugin: plugins.Plugin | None = None) -> Platform:
-    """One object per class and process; a plugin registers what it brings as its own is made."""
-    platform: Platform = cls()
+# (class, name, plugin) -> its one object in this process.
+_instances: dict[tuple[type[Platform], str, plugins.Plugin | None], Platform] = {}
+
+
+def _instance(cls: type[Platform], name: str, plugin: plugins.Plugin | None = None) -> Platform:
+    """One object per class and process. A plugin registers its classes when its platform is constructed."""
+    key = cls, name, plugin
+    if key in _instances:
+        return _instances[key]
+    platform = cls()
     platform.name = name
     platform.pre_register_and_update()
     if plugin is not None:
         platform.plugin = plugin
         _attribute_hooks(platform, plugin)
+    _instances[key] = platform
     return platform
 
 
 def _attribute_hooks(platform: Platform, plugin: plugins.Plugin) -> None:
-    """From now on what goes wrong in a method of the platform is told with its plugin's name."""
+    """Wrap the platform's methods, so that an exception names the plugin."""
     for name, method in vars(Platform).items():
         if callable(method) and not name.startswith("_"):
             setattr(platform, name, plugins.hook(plugin, getattr(platform, name)))

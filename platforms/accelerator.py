@@ -1,11 +1,12 @@
-"""What CUDA, ROCm and XPU have in common: a module of torch that answers for the device.
+"""The common base of CUDA, ROCm and XPU: devices behind a module such as `torch.cuda`.
 
-Owns no device. The module is part of every torch, so nothing is imported that may be missing.
+Owns no device. The module is part of every build of torch, so no optional package is imported.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import ClassVar
 
 import torch
 
@@ -18,19 +19,19 @@ class TorchAccelerator(Platform):
     """A device behind `torch.cuda` or a module like it.
 
     Attributes:
-        build_name: what a torch that knows the device is built with.
+        build_name: the name of the torch build that supports the device.
     """
 
     build_name: ClassVar[str] = ""
 
     @classmethod
-    def torch_module(cls) -> Any:
-        """`torch.cuda` or its like."""
+    def torch_module(cls) -> ModuleType:
+        """`torch.cuda` or a module like it."""
         return torch.cuda
 
     @classmethod
     def is_built(cls) -> bool:
-        """Whether this torch knows the device."""
+        """True if this build of torch supports the device."""
         raise NotImplementedError
 
     @classmethod

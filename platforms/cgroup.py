@@ -1,7 +1,7 @@
-"""What a container leaves of the machine: the limits of this process's control groups, versions 1 and 2.
+"""The memory and CPU limits of this process's control groups, versions 1 and 2.
 
-Owns reading them. A limit may stand at any level between the process's group and the root, so all are read and the
-smallest counts. Everything is read under `root`, "/" outside of tests.
+Owns reading them. Any group between the process's own and the root may set a limit, so all are read and the smallest
+applies. Paths are relative to `root`, "/" outside of tests.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Bytes that may be used, and bytes that are, page cache that is dropped on demand not counted."""
+    """`limit` and `used` in bytes; reclaimable page cache does not count as used."""
 
     limit: int
     used: int
 
 
 def memory_limits(root: Path) -> list[MemoryLimit]:
-    """Every limit on this process's memory."""
+    """All memory limits of this process."""
     found = []
     for version, folder in _groups(root, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -35,7 +35,7 @@ def memory_limits(root: Path) -> list[MemoryLimit]:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Processors' worth of time that this process may use, None: no limit."""
+    """CPU time limit in processors (1.5: one and a half), None: no limit."""
     quotas = []
     for version, folder in _groups(root, "cpu"):
         if version == 2:
@@ -51,8 +51,8 @@ def cpu_quota(root: Path) -> float | None:
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """(version, folder) of this process's group for a controller and of each group above it, the deepest first.
 
-    A container sees its own group as the root of the mount while /proc may still show the host's path: folders that do
-    not exist are passed over, and the root of the mount is always among those that are read.
+    In a container its own group is the root of the mount, while /proc may still show the host's path. So folders that
+    do not exist are skipped, and the root of the mount is always read.
     """
     mounts = root / "sys/fs/cgroup"
     for line in (_text(root / "proc/self/cgroup") or "0::/").splitlines():
@@ -70,7 +70,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _text(path: Path) -> str | None:
-    """A file's text, None when it is not there or not ours to read."""
+    """A file's text, None if it is missing or not readable."""
     try:
         return path.read_text().strip()
     except (FileNotFoundError, NotADirectoryError, PermissionError):

@@ -1,4 +1,4 @@
-"""The CPU as a platform: memory and processors within the container's limits, instruction sets, and dtypes."""
+"""The CPU: memory and processors within the container's limits, instruction sets, dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from llm.platforms.cgroup import cpu_quota, memory_limits
 from llm.platforms.interface import Platform, PlatformEnum
 
-# What a kernel may ask for -> the flags that /proc/cpuinfo must all have. "neon" and below are of ARM.
+# Instruction set that a kernel may need -> the flags that /proc/cpuinfo must show. From "neon" on: ARM.
 ISA_FLAGS: dict[str, frozenset[str]] = {
     "avx2": frozenset({"avx2"}),
     "fma": frozenset({"fma"}),
@@ -40,17 +40,17 @@ ISA_FLAGS: dict[str, frozenset[str]] = {
 
 
 class CpuPlatform(Platform):
-    """Computes in float32 whatever the weights are stored as.
+    """Computes in float32, whatever dtype the weights have.
 
     Args:
-        root: where /proc and /sys are; a folder of fakes in tests.
+        root: the parent of /proc and /sys; another folder in tests.
     """
 
     name = "cpu"
     kind = PlatformEnum.CPU
     device_type = "cpu"
     dispatch_key = "cpu"
-    is_forked = False  # this process was, from one that had computed
+    is_forked = False  # True in a process forked from one that had computed
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.root = root
@@ -73,13 +73,13 @@ class CpuPlatform(Platform):
         return min([self._meminfo()["MemAvailable"], *left])
 
     def num_threads(self) -> int:
-        """Threads worth starting: the processors this process may run on, or its quota of their time when less."""
+        """Number of threads to use: the processors this process may run on, or its CPU quota if that is less."""
         allowed = len(os.sched_getaffinity(0))
         return allowed if self._quota is None else min(allowed, self._quota)
 
     @functools.cached_property
     def _quota(self) -> int | None:
-        """Whole processors that the quota pays for; read once, for every step asks."""
+        """The CPU quota in whole processors; read once, because every step asks."""
         quota = cpu_quota(self.root)
         return None if quota is None else max(1, math.ceil(quota))
 
@@ -88,7 +88,7 @@ class CpuPlatform(Platform):
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
-        """Threads beyond the quota are not used: the kernel would stop all of them until the next period."""
+        """Limits threads to the CPU quota: with more, the kernel would throttle all of them until the next period."""
         if self.is_forked:
             _tell_of_fork()
         threads = torch.get_num_threads()
@@ -105,7 +105,7 @@ class CpuPlatform(Platform):
 
     @functools.cached_property
     def isa(self) -> frozenset[str]:
-        """The keys of `ISA_FLAGS` that every processor here has: what a kernel may be compiled for."""
+        """The keys of `ISA_FLAGS` that every processor of the machine supports."""
         flags: frozenset[str] | None = None
         for line in _lines(self.root / "proc/cpuinfo"):
             name, _, value = line.partition(":")
@@ -117,7 +117,7 @@ class CpuPlatform(Platform):
         return (torch.float32,)
 
     def release_memory(self) -> None:
-        """glibc keeps freed heap pages; `malloc_trim` returns them. Other C libraries have no such call."""
+        """Return freed heap pages to the system: glibc keeps them until `malloc_trim`, which only glibc has."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -128,14 +128,14 @@ class CpuPlatform(Platform):
         return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
 
 
-@functools.cache  # a hook cannot be taken back
+@functools.cache  # a hook cannot be unregistered
 def _survive_forks() -> None:
     os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
-    """OpenMP's threads are not copied by a fork: whoever asks for them again waits for ever. PyTorch's own workers of a
-    DataLoader compute with one thread for the same reason."""
+    """A fork does not copy OpenMP's threads: using them again would deadlock. PyTorch's DataLoader workers compute with
+    one thread for the same reason."""
     CpuPlatform.is_forked = True
     torch.set_num_threads(1)
 

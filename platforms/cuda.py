@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as a platform: found and described; models do not run on them in this release."""
+"""NVIDIA GPUs: detected and described; models do not run on them in this release."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the engine asks of a platform.
+"""The interface of a platform.
 
-Owns `Platform`, the base of the built-in platforms and of plugins'. Does not own kernels: those are chosen by
-`CustomOp` and by the attention backend.
+Owns `Platform`, the base class of the built-in platforms and of plugins. `CustomOp` and the attention backend choose
+the kernels.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class PlatformEnum(Enum):
 
 
 class Platform:
-    """One kind of device, chosen once per process; a process computes on one.
+    """One kind of device. A process computes on one platform, chosen once.
 
-    A plugin derives from this, or from a built-in platform that its device resembles. What the base does not answer
-    raises NotImplementedError, and a name that does not exist AttributeError; nothing answers None for "unknown".
+    A plugin derives from this class, or from a built-in platform that its device resembles. Methods without a default
+    raise NotImplementedError, and unknown names AttributeError; nothing returns None for "unknown".
 
     Attributes:
-        name: what `device=` and `LLM_PLATFORM` take; a plugin's is the name of its entry point.
-        kind: OOT for a plugin's.
-        device_type: as torch spells it.
-        dispatch_key: the suffix of the `forward_*` method that a `CustomOp` binds here.
-        simple_compile_backend: what compiles the operations that are off, where the user does not say.
-        supported_quantization: the methods it computes; None: every registered one.
-        contract_version: of a plugin's, see `llm.plugins`; not of this package's own.
-        plugin: the one that brought it, None for this package's own.
+        name: the value of `device=` and `LLM_PLATFORM`; for a plugin, the name of its entry point.
+        kind: OOT for a plugin.
+        device_type: torch's device type.
+        dispatch_key: the suffix of the `forward_*` method that a `CustomOp` binds.
+        simple_compile_backend: the default compiler of operations that are off.
+        supported_quantization: the supported quantization methods; None: every registered one.
+        contract_version: set by plugins, see `llm.plugins`; the built-in platforms have none.
+        plugin: the plugin of the platform, None for a built-in one.
     """
 
     name: str = ""
@@ -59,41 +59,41 @@ class Platform:
     contract_version: int
     plugin: Plugin | None = None
 
-    # --- Whether it is there. ---
+    # --- Detection. ---
 
     @classmethod
     def detect(cls) -> tuple[bool, str]:
-        """(whether the device is there, what was seen); asked of built-in platforms. Imports nothing to find out."""
+        """(True if the device is present, what was seen). Called on built-in platforms; imports no optional package."""
         raise NotImplementedError
 
     def why_not(self) -> str | None:
-        """Why models cannot run here although the device is there, None when they can."""
+        """Why models cannot run although the device is present, None if they can."""
         return None
 
     # --- The device. ---
 
     def get_device_name(self) -> str:
-        """As its maker calls it."""
+        """The vendor's name of the device."""
         raise NotImplementedError
 
     def get_device_capability(self) -> tuple[int, int] | None:
-        """(major, minor) of devices that have such a number, else None."""
+        """(major, minor) for devices with a compute capability, else None."""
         return None
 
     def memory_total(self) -> int:
-        """Bytes the process may use at most, limits of its container included."""
+        """Bytes that the process may use, within the limits of its container."""
         raise NotImplementedError
 
     def memory_free(self) -> int:
-        """Bytes that can still be allocated without swapping or being killed."""
+        """Bytes that can be allocated without swapping or being killed."""
         raise NotImplementedError
 
     def memory_used(self) -> int:
-        """Bytes that are taken, by whomever."""
+        """Bytes in use, by this and other processes."""
         return self.memory_total() - self.memory_free()
 
     def release_memory(self) -> None:
-        """Give what was freed back to the operating system."""
+        """Return freed memory to the operating system."""
 
     def set_device(self, index: int) -> None:
         """Compute on device `index` from now on; raises `ValidationError` when there is none."""
@@ -101,28 +101,28 @@ class Platform:
             raise ValidationError(f"{self.name} has one device, 0; got {index}.", parameter="index", value=index)
 
     def synchronize(self) -> None:
-        """Wait until everything that was queued on the device is done."""
+        """Wait until all work queued on the device is done."""
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the device's own generators. The engine never calls it: its draws come from counters."""
+        """Seed the device's generators. The engine never calls it: it draws from counter-based generators."""
         torch.manual_seed(seed)
 
     def inference_mode(self) -> AbstractContextManager[None]:
-        """The context that a step runs in; leaves everything as it was."""
+        """The context that a step runs in; restores all state it changes."""
         return torch.inference_mode()
 
     def is_pin_memory_available(self) -> bool:
-        """Whether copies from page-locked memory are faster."""
+        """True if copies from pinned memory are faster."""
         return False
 
-    # --- What it computes. ---
+    # --- What it supports. ---
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Activation types, the preferred one first."""
+        """Activation dtypes, the preferred one first."""
         raise NotImplementedError
 
     def verify_quantization(self, method: str) -> None:
-        """Raise `ValidationError` when weights stored by `method` cannot be computed here."""
+        """Raise `ValidationError` if the platform does not support the quantization method."""
         known = self.supported_quantization
         if known is not None and method not in known:
             raise ValidationError(
@@ -140,7 +140,7 @@ class Platform:
         return "llm.engine.model_runner.ModelRunner"
 
     def get_communicator_cls(self) -> str:
-        """Class path of what moves tensors between devices; `ValidationError` where there is only one."""
+        """Class path of the communicator between devices; `ValidationError` if there is one device."""
         raise ValidationError(
             f"{self.name} computes on one device; there is no communicator.", parameter="device", value=self.name
         )
@@ -148,15 +148,15 @@ class Platform:
     # --- What it changes. ---
 
     def pre_register_and_update(self) -> None:
-        """Called once, when the platform has been chosen and before anything is read: register what it brings."""
+        """Called once, after the platform is chosen and before any file is read: register the plugin's classes."""
 
     def check_and_update_config(self, args: EngineArgs) -> EngineArgs:
-        """The arguments to go on with, `dataclasses.replace(args, ...)`; called for each `LLM`, before they resolve."""
+        """The arguments to use, `dataclasses.replace(args, ...)`. Called for each `LLM`, before they are resolved."""
         return args
 
     def update_kv_cache_specs(self, specs: Sequence[KVCacheSpec]) -> Sequence[KVCacheSpec]:
-        """The state that this platform keeps for each attention layer; may answer with subclasses of its own."""
+        """The KV cache spec of each attention layer; may return subclasses."""
         return specs
 
     def import_kernels(self) -> None:
-        """Load what its operations call; called before a model is built, so it must bear being called again."""
+        """Load the libraries of its kernels. Called before each model is built, so it may be called again."""

@@ -1,4 +1,4 @@
-"""AMD GPUs as a platform: found and described; models do not run on them in this release. torch calls them "cuda"."""
+"""AMD GPUs: detected and described; models do not run on them in this release. Their device type in torch is "cuda"."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Google's TPUs as a platform: found and described; models do not run on them in this release.
+"""Google's TPUs: detected and described; models do not run on them in this release.
 
-They are found by the driver's device files and by torch_xla being installed, without importing it: that would take the
-device.
+Detection looks for the driver's device files and for an installed torch_xla. It does not import torch_xla, which would
+acquire the device.
 """
 
 from __future__ import annotations

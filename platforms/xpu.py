@@ -1,8 +1,8 @@
-"""Intel GPUs as a platform: found and described; models do not run on them in this release."""
+"""Intel GPUs: detected and described; models do not run on them in this release."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -18,7 +18,7 @@ class XpuPlatform(TorchAccelerator):
     build_name = "XPU"
 
     @classmethod
-    def torch_module(cls) -> Any:
+    def torch_module(cls) -> ModuleType:
         return torch.xpu
 
     @classmethod

@@ -1,8 +1,7 @@
-"""The compiled kernels in this process: which instruction set, loading, and the OpenMP runtime they run on.
+"""The compiled kernels in this process: which instruction set, and loading.
 
 Owns `Library`, a loaded shared library, and `load_library`, which picks the instruction set by the processor's flags or
-LLM_CPU_ISA. Threads are those of the OpenMP runtime that PyTorch has loaded already: its entry points are handed to the
-kernels as pointers, so a second runtime can never come in. Without one (none found) the kernels run on one thread.
+LLM_CPU_ISA. The library has threads of its own (threads.cpp): no OpenMP runtime is linked or called.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from llm.kernels.cpu.memory import Pool, eighths
 from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
 
 ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "amx", "none")
-_OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
-_OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 
 # Elements of a result from which on its memory is kept, and how many bytes are.
 _POOLED = 1 << 18
@@ -44,7 +41,6 @@ class Library:
     Attributes:
         target: what it was compiled for, of `build.TARGETS`.
         path: the file.
-        openmp: the file of the OpenMP runtime its threads come from, None: one thread.
         recorder: the program that notes calls (program.py), None: nobody does.
         pool: the memory of large results.
     """
@@ -60,7 +56,6 @@ class Library:
             raise SignatureError(f"{path.name} is not loaded: {' '.join(wrong)}")
         self._entries = {kernel: kernel.bind_block(self._handle) for kernel in KERNELS.values()}
         self._float32 = torch.empty(0, dtype=torch.float32)
-        self.openmp = self._bind_openmp()
         self.pool = Pool(_MOST_FREE, eighths, self.ask_large_pages)
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -100,14 +95,9 @@ class Library:
         """For memory that is read or written from end to end; `written`: it holds something already (memory.cpp)."""
         self.function("llm_large_pages")(address, nbytes, written)
 
-    def _bind_openmp(self) -> str | None:
-        path = loaded_openmp()
-        if path is None:
-            return None
-        runtime = ctypes.CDLL(path)
-        entries = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in _OPENMP_SYMBOLS]
-        self.function("llm_bind_openmp")(*entries)
-        return path
+    def end_threads(self) -> None:
+        """End the kernels' worker threads; the next call that shares work creates new ones."""
+        self.function("llm_end_threads")()
 
 
 def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[str, str]:
@@ -150,15 +140,3 @@ def requested_isa() -> str | None:
         return None
     choices = tuple(choice.upper() for choice in ISA_CHOICES)
     return env.get_choice("LLM_CPU_ISA", choices, "").lower()
-
-
-def loaded_openmp() -> str | None:
-    """The file of the OpenMP runtime in this process; PyTorch's own when there are several."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    mapped = dict.fromkeys(line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/" in line)
-    found = [path for path in mapped if Path(path).name.startswith(_OPENMP_NAMES)]
-    torch_folder = str(Path(torch.__file__).resolve().parent)
-    found.sort(key=lambda path: not path.startswith(torch_folder))
-    return found[0] if found else None

@@ -1,8 +1,7 @@
-// Spreading work over the threads of the OpenMP runtime that the host process already has.
+// Spreading work over the kernels' own threads (threads.cpp).
 //
-// The runtime is not linked: library.py binds its entry points (llm_bind_openmp). Unbound, work runs on one thread.
-// A slow core takes fewer tasks. No result may depend on which thread runs
-// a task, nor on how many there are.
+// A slow or late core takes fewer tasks, and nobody waits for a thread that has taken none. No result may depend on which
+// thread runs a task, nor on how many there are.
 #pragma once
 
 #include <atomic>
@@ -17,11 +16,8 @@
 
 namespace llm {
 
-struct OpenMP {
-    void (*parallel)(void (*)(void*), void*, unsigned threads, unsigned flags);
-    int (*num_threads)();
-};
-extern OpenMP openmp;  // threads.cpp
+// work(argument) here and on up to `threads` - 1 workers, each of which calls it at most once: threads.cpp.
+void on_threads(void (*work)(void*), void* argument, int64_t threads);
 
 // Rounding to nearest, denormals kept: the control word is per thread, and a library loaded by the user may have changed it.
 class FloatControl {
@@ -91,12 +87,8 @@ template <class Task> struct Region {
 template <class Task> void parallel_for(int64_t count, int64_t threads, int64_t scratch_bytes, const Task& task) {
     if (count <= 0) return;
     if (threads > count) threads = count;
-    if (!openmp.parallel) threads = 1;
     Region<Task> region(task, count, threads < 1 ? 1 : threads, scratch_bytes);
-    if (threads <= 1)
-        Region<Task>::work(&region);
-    else
-        openmp.parallel(Region<Task>::work, &region, static_cast<unsigned>(threads), 0);
+    on_threads(Region<Task>::work, &region, threads);
 }
 
 }  // namespace llm

@@ -77,8 +77,8 @@ void llm_copy_rows(const float* x, int64_t stride, float* out, int64_t rows, int
 _FUNCTIONS = """
 int64_t llm_replay(const void* program, int64_t count)
 void llm_large_pages(void* data, int64_t bytes, int64_t written)
-void llm_bind_openmp(void* parallel, void* num_threads)
-void llm_probe_threads(int32_t* teams, int64_t count, int64_t threads)
+void llm_end_threads()
+int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t turns, int64_t threads)
 void llm_probe_math(int64_t function, const float* x, float* out, int64_t count)
 """
 
@@ -122,7 +122,7 @@ def parse(prototypes: str) -> dict[str, Signature]:
     """Name -> signature, of C++ prototypes."""
     found = {}
     for result, name, arguments in re.findall(r"^(\w+) (\w+)\(([^)]*)\)", prototypes, re.MULTILINE):
-        pairs = [" ".join(argument.split()).rpartition(" ") for argument in arguments.split(",")]
+        pairs = [" ".join(argument.split()).rpartition(" ") for argument in arguments.split(",") if argument]
         found[name] = Signature(name, [result, *(kind for kind, _, _ in pairs)], [last for _, _, last in pairs])
     return found
 

@@ -1,21 +1,197 @@
-// The process-wide OpenMP entry points, and a probe that tests use to see where work runs.
+// The kernels' own threads: created when work is first shared, asleep between calls, ended by llm_end_threads.
+//
+// A worker spins for a moment after its last task, as the next one usually follows at once, and then sleeps. On a machine
+// whose cores are busy spinning would burn the time slice that the work itself needs, so it stops at the first sign that
+// the system has taken a core away. The caller computes along and waits only for workers that have taken a task.
 #include "replay.h"
 
+#include <climits>
+#include <csignal>
+#include <ctime>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 namespace llm {
-OpenMP openmp{nullptr, nullptr};
+namespace {
+
+constexpr int MOST_WORKERS = 255;
+constexpr int64_t SPIN_NS = 300'000;           // the gap that Python leaves between two kernels of a prompt, and more
+constexpr int64_t CONTENDED_SPIN_NS = 2'000;   // while others run on these cores
+constexpr int64_t PREEMPTED_NS = 200'000;      // between two looks at the clock: the core was taken away
+constexpr int64_t CONTENDED_NS = 50'000'000;   // how long a sign of contention counts
+
+// state: region number << 16 | OPEN | workers inside.
+constexpr uint64_t OPEN = 1 << 15, INSIDE = OPEN - 1, REGION = 1 << 16;
+
+struct Pool {
+    std::atomic_flag taken = ATOMIC_FLAG_INIT;  // one region at a time; whoever finds it taken computes alone
+    int workers = 0;
+    pthread_t ids[MOST_WORKERS];
+    // The open region. Written while no worker is inside and none can enter.
+    void (*work)(void*) = nullptr;
+    void* argument = nullptr;
+    std::atomic<uint64_t> seats{0};
+    bool ending = false;
+    alignas(64) std::atomic<uint64_t> state{0};
+    alignas(64) std::atomic<uint32_t> opened{0};  // futex of workers: counts regions
+    std::atomic<int> asleep{0};
+    alignas(64) std::atomic<uint32_t> left{0};  // futex of the caller: counts regions whose last worker has left
+    std::atomic<bool> caller_asleep{false};
+    alignas(64) std::atomic<int64_t> contended_until{0};
+};
+Pool pool;
+thread_local bool is_worker = false;
+
+int64_t now_ns() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * INT64_C(1'000'000'000) + time.tv_nsec;
 }
 
-LLM_EXPORT void llm_bind_openmp(void* parallel, void* num_threads) {
-    llm::openmp.parallel = reinterpret_cast<decltype(llm::OpenMP::parallel)>(parallel);
-    llm::openmp.num_threads = reinterpret_cast<decltype(llm::OpenMP::num_threads)>(num_threads);
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 }
 
-// Runs `count` tasks and writes into `teams[i]` how many threads the region of task i had (0: no runtime is bound).
-LLM_EXPORT void llm_probe_threads(int32_t* teams, int64_t count, int64_t threads) {
+void futex_wake(std::atomic<uint32_t>& word, int count) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// True once `ready()` holds; false when it is time to sleep instead.
+template <class Ready> bool spin(const Ready& ready) {
+    if (ready()) return true;
+    const int64_t start = now_ns();
+    const int64_t most = start < pool.contended_until.load(std::memory_order_relaxed) ? CONTENDED_SPIN_NS : SPIN_NS;
+    for (int64_t before = start;;) {
+        for (int i = 0; i < 32; ++i) {
+            if (ready()) return true;
+            relax();
+        }
+        const int64_t now = now_ns();
+        if (now - before > PREEMPTED_NS) pool.contended_until.store(now + CONTENDED_NS, std::memory_order_relaxed);
+        if (now - before > PREEMPTED_NS || now - start > most) return ready();
+        before = now;
+    }
+}
+
+// Joins the region if it is open and has a seat left.
+void join_region() {
+    uint64_t seen = pool.state.load(std::memory_order_acquire);
+    do {
+        if (!(seen & OPEN) || (seen & INSIDE) >= pool.seats.load(std::memory_order_relaxed)) return;
+    } while (!pool.state.compare_exchange_weak(seen, seen + 1, std::memory_order_acquire));
+    pool.work(pool.argument);
+    seen = pool.state.fetch_sub(1, std::memory_order_acq_rel) - 1;
+    if ((seen & (OPEN | INSIDE)) != 0) return;
+    pool.left.fetch_add(1);
+    if (pool.caller_asleep.load()) futex_wake(pool.left, 1);
+}
+
+void* live(void*) {
+    is_worker = true;
+    // What was opened before counts: `opened` was 0 when the pool had no workers, or a region waits for this one.
+    for (uint32_t seen = 0;;) {
+        const auto ready = [&] { return pool.opened.load(std::memory_order_acquire) != seen; };
+        while (!spin(ready)) {
+            pool.asleep.fetch_add(1);
+            if (!ready()) futex_wait(pool.opened, seen);
+            pool.asleep.fetch_sub(1);
+        }
+        seen = pool.opened.load(std::memory_order_acquire);
+        if (pool.ending) return nullptr;
+        join_region();
+    }
+}
+
+// A child has none of its parent's threads, and may have been forked in the middle of a region.
+void forget_workers() {
+    pool.taken.clear();
+    pool.workers = 0;
+    pool.state.store(0);
+    pool.asleep.store(0);
+    pool.caller_asleep.store(false);
+}
+
+// Signals are the business of the program's own threads.
+void create_workers(int wanted) {
+    static const int registered = pthread_atfork(nullptr, nullptr, forget_workers);
+    (void)registered;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.workers < wanted && pthread_create(&pool.ids[pool.workers], nullptr, live, nullptr) == 0) ++pool.workers;
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void open_region(void (*work)(void*), void* argument, int64_t seats) {
+    pool.work = work;
+    pool.argument = argument;
+    pool.seats.store(static_cast<uint64_t>(seats), std::memory_order_relaxed);
+    const uint64_t region = pool.state.load(std::memory_order_relaxed) / REGION + 1;
+    pool.state.store(region * REGION | OPEN, std::memory_order_release);
+    pool.opened.fetch_add(1);
+    const int64_t sleeping = pool.asleep.load();
+    if (sleeping > 0) futex_wake(pool.opened, static_cast<int>(sleeping < seats ? sleeping : seats));
+}
+
+// After this no worker is inside, and none enters.
+void close_region() {
+    const uint32_t before = pool.left.load();
+    if ((pool.state.fetch_and(~OPEN, std::memory_order_acq_rel) & INSIDE) == 0) return;
+    const auto ready = [&] { return (pool.state.load(std::memory_order_acquire) & INSIDE) == 0; };
+    while (!spin(ready)) {
+        pool.caller_asleep.store(true);
+        if (!ready()) futex_wait(pool.left, before);
+        pool.caller_asleep.store(false);
+    }
+}
+
+}  // namespace
+
+void on_threads(void (*work)(void*), void* argument, int64_t threads) {
+    if (threads <= 1 || is_worker || pool.taken.test_and_set(std::memory_order_acquire)) return work(argument);
+    const int64_t wanted = threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS;
+    if (pool.workers < wanted) create_workers(static_cast<int>(wanted));
+    open_region(work, argument, wanted);
+    work(argument);
+    close_region();
+    pool.taken.clear(std::memory_order_release);
+}
+
+}  // namespace llm
+
+// Ends the threads; the next region creates new ones. Does nothing while another thread computes.
+LLM_EXPORT void llm_end_threads() {
+    using namespace llm;
+    if (pool.taken.test_and_set(std::memory_order_acquire)) return;
+    pool.ending = true;
+    pool.opened.fetch_add(1);
+    futex_wake(pool.opened, INT_MAX);
+    for (int i = 0; i < pool.workers; ++i) pthread_join(pool.ids[i], nullptr);
+    pool.ending = false;
+    pool.workers = 0;
+    pool.opened.store(0);
+    pool.taken.clear(std::memory_order_release);
+}
+
+// Runs `count` tasks of about `spin` turns of a loop and writes the system's number of the thread that ran each; returns how
+// many workers there are. For tests.
+LLM_EXPORT int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t turns, int64_t threads) {
     llm::parallel_for(count, threads, 0, [&](int64_t i, char*) {
-        teams[i] = llm::openmp.num_threads ? llm::openmp.num_threads() : 0;
+        for (volatile int64_t turn = 0; turn < turns; turn = turn + 1) continue;
+        ran_by[i] = syscall(SYS_gettid);
     });
+    return llm::pool.workers;
 }
 
-LLM_FUNCTION(llm_bind_openmp)
+LLM_FUNCTION(llm_end_threads)
 LLM_FUNCTION(llm_probe_threads)

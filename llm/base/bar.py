@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 
 from tqdm import TqdmWarning
 
@@ -13,6 +14,9 @@ with warnings.catch_warnings():
     # In a notebook without ipywidgets tqdm draws text, and would advise installing them.
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
+
+# Whether to show a bar; a callable makes it and takes tqdm's arguments.
+UseTqdm = bool | Callable[..., tqdm]
 
 
 class Bar(tqdm):

@@ -1,1 +1,1 @@
-"""From a model name to filled parameters: safetensors only, strict, complete."""
+"""From a model name to filled parameters: safetensors only, strict and complete."""

@@ -1,13 +1,12 @@
-"""A model folder's weights: which safetensors files belong to it, what they hold, and views of the tensors.
+"""A model folder's weights: its safetensors files, their headers, and memory-mapped tensors.
 
-Owns opening a folder strictly (safetensors only, nothing missing, nothing contradictory) and the safe reading of the
-JSON files beside the weights. Does not own which model parameter a tensor fills; that is `loader.py`. The safetensors
-library checks each file's layout (lengths, offsets, overlaps, holes, shapes); this file adds what it leaves open.
+Owns opening a folder strictly (safetensors only, complete, consistent). The safetensors library checks the layout of
+each file (lengths, offsets, overlaps, holes, shapes); this module checks the rest. Which parameter a tensor fills is
+`loader.py`'s; reading untrusted files and quoting their names is `model_files.py`'s.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -15,17 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from llm.base.errors import CheckpointError
+from llm.base.types import JsonObject
+from llm.loading.model_files import check_model_file, clip, list_names, parse_object, quote, read_json
 
 HEADER_LIMIT_BYTES = 100_000_000
 INDEX_LIMIT_BYTES = 100_000_000
 
-# The safetensors format's names. F4 and F6 pack several values into a byte and are refused until a layer reads them.
+# The dtype names of the safetensors format. F4 and F6 pack several values into a byte; no layer reads them, so they are
+# refused.
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "BOOL": torch.bool,
@@ -55,7 +56,7 @@ _REFUSED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of one tensor."""
+    """One tensor as its file's header describes it."""
 
     name: str
     dtype: torch.dtype
@@ -71,19 +72,19 @@ class Checkpoint:
     """The weights of one model folder, memory-mapped.
 
     Attributes:
-        tensors: every tensor by name, in file order (shards in order, then offset in the shard).
+        tensors: every tensor by name, in file order (by shard, then by offset).
         total_bytes: the size of all tensors.
 
-    A tensor is a view into a private, copy-on-write map of its file: it costs no memory of the process until it is
-    written to, and keeps its file's map alive for as long as it lives. A file that is truncated by another process
-    while it is mapped kills the process with SIGBUS; nothing in Python can turn that into an exception.
+    A tensor is a view into a private, copy-on-write mapping of its file. It takes no memory of the process until it is
+    written to, and keeps the mapping alive. If another process truncates a mapped file, SIGBUS kills this process;
+    Python cannot turn that into an exception.
     """
 
     def __init__(self, folder: Path, tensors: dict[str, TensorInfo]):
         self.folder = folder
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
         self.total_bytes = sum(info.nbytes for info in tensors.values())
-        self._maps: dict[Path, Any] = {}
+        self._maps: dict[Path, safe_open] = {}
         self._closed = False
 
     @classmethod
@@ -104,20 +105,20 @@ class Checkpoint:
         return cls(folder, tensors)
 
     def load(self, name: str) -> torch.Tensor:
-        """Return the tensor as a view into its file's map (a copy only where the file stores it misaligned)."""
+        """Return the tensor as a view into the mapping of its file (a copy if it is misaligned there)."""
         if self._closed:
             raise CheckpointError(f"the checkpoint {self.folder} is closed; open it again to load tensors")
         if name not in self.tensors:
-            raise CheckpointError(f"{self.folder} has no tensor {_quote(name)}")
+            raise CheckpointError(f"{self.folder} has no tensor {quote(name)}")
         file = self.tensors[name].file
         try:
             tensor = self._map(file).get_tensor(name)
         except (SafetensorError, OSError, RuntimeError, TypeError) as error:
-            raise CheckpointError(f"{file} could not be read: {_clip(str(error))}") from error
+            raise CheckpointError(f"{file} could not be read: {clip(str(error))}") from error
         return tensor if tensor.data_ptr() % tensor.dtype.itemsize == 0 else tensor.clone()
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor in file order; the map of a file is let go before the next file is opened."""
+        """Yield every tensor in file order. The mapping of a file is released before the next file is opened."""
         for file, infos in _by_file(self.tensors.values()).items():
             try:
                 for info in infos:
@@ -126,7 +127,7 @@ class Checkpoint:
                 self._maps.pop(file, None)
 
     def close(self) -> None:
-        """Let go of all maps; tensors already loaded stay valid and keep theirs."""
+        """Release all mappings. Loaded tensors stay valid and keep theirs."""
         self._closed = True
         self._maps.clear()
 
@@ -136,7 +137,7 @@ class Checkpoint:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _map(self, file: Path) -> Any:
+    def _map(self, file: Path) -> safe_open:
         if file not in self._maps:
             self._maps[file] = safe_open(file, framework="pt", device="cpu")
         return self._maps[file]
@@ -158,19 +159,19 @@ def find_index(folder: Path) -> Path | None:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the index's tensor name -> shard file name; every file name is a plain one inside the folder."""
+    """Return the index's tensor name -> shard; every shard is a plain file name inside the folder."""
     weight_map = read_json(index, limit_bytes=INDEX_LIMIT_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' that names a file for each tensor")
     for file_name in weight_map.values():
         if not _is_plain_name(file_name):
             raise CheckpointError(
-                f"{index} names the file {_quote(file_name)}; only plain *.safetensors names in its folder are allowed"
+                f"{index} names the file {quote(file_name)}; only plain *.safetensors names in its folder are allowed"
             )
     return weight_map
 
 
-def _is_plain_name(name: Any) -> bool:
+def _is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and not any(c in name for c in "/\\\0")
 
 
@@ -193,7 +194,7 @@ def _files_without_index(folder: Path) -> list[Path]:
 
 
 def _no_weights(folder: Path) -> str:
-    """The sentence for a folder without safetensors, with the way out where there is one."""
+    """The error message for a folder without safetensors, with the way to convert it if there is one."""
     refused = [file.name for file in _list_files(folder) if file.suffix in _REFUSED_SUFFIXES]
     if not refused:
         return f"{folder} holds no weights: there is no *.safetensors file in it"
@@ -207,7 +208,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return the folder's entries by name, without hidden ones (file managers leave `._*.safetensors` behind)."""
+    """Return the folder's entries by name, except hidden ones (file managers leave `._*.safetensors`)."""
     try:
         return sorted(file for file in folder.iterdir() if not file.name.startswith("."))
     except OSError as error:
@@ -233,7 +234,7 @@ def _read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
         for info in _read_header(file):
             if info.name in tensors:
                 both = f"{tensors[info.name].file.name} and {file.name}"
-                raise CheckpointError(f"{file.parent} has the tensor {_quote(info.name)} twice: in {both}")
+                raise CheckpointError(f"{file.parent} has the tensor {quote(info.name)} twice: in {both}")
             tensors[info.name] = info
     return tensors
 
@@ -241,14 +242,14 @@ def _read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
 def _read_header(file: Path) -> list[TensorInfo]:
     """Return the file's tensors in the order of their bytes."""
     _validate_layout(file)
-    entries = _parse_object(_header_bytes(file), f"the header of {file}")
+    entries = parse_object(_header_bytes(file), f"the header of {file}")
     entries.pop("__metadata__", None)
     by_offset = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
     return [_tensor_info(file, name, entry) for name, entry in by_offset]
 
 
 def _validate_layout(file: Path) -> None:
-    """Have the safetensors library check the header against its schema and the file's size."""
+    """Let the safetensors library check the header against its schema and the file's size."""
     check_model_file(file)
     try:
         with safe_open(file, framework="pt", device="cpu"):
@@ -256,14 +257,14 @@ def _validate_layout(file: Path) -> None:
     except SafetensorError as error:
         raise CheckpointError(f"{file} is not a valid safetensors file{_why_invalid(file, error)}") from error
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{file} cannot be mapped into memory: {_clip(str(error))}") from error
+        raise CheckpointError(f"{file} cannot be mapped into memory: {clip(str(error))}") from error
 
 
 def _why_invalid(file: Path, error: SafetensorError) -> str:
     with open(file, "rb") as opened:
         if opened.read(20).startswith(b"version https://git-"):
             return " but a git-lfs pointer to one; run `git lfs pull` in its folder"
-    return f" ({_clip(str(error))}); if it was downloaded or copied, do that again"
+    return f" ({clip(str(error))}); if it was downloaded or copied, do that again"
 
 
 def _header_bytes(file: Path) -> bytes:
@@ -274,16 +275,16 @@ def _header_bytes(file: Path) -> bytes:
         return opened.read(length)
 
 
-def _tensor_info(file: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
+def _tensor_info(file: Path, name: str, entry: JsonObject) -> TensorInfo:
     dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
     if dtype is None:
         raise CheckpointError(
-            f"{file} stores {_quote(name)} as {_clip(entry['dtype'])}, which is not supported; "
+            f"{file} stores {quote(name)} as {clip(entry['dtype'])}, which is not supported; "
             f"supported are {', '.join(DTYPES)}"
         )
-    # A zero hides the other sizes from the library's overflow check.
+    # The library's overflow check misses shapes with a zero.
     if math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
-        raise CheckpointError(f"{file} gives {_quote(name)} the shape {_clip(str(shape))}, too large to address")
+        raise CheckpointError(f"{file} gives {quote(name)} the shape {clip(str(shape))}, too large to address")
     return TensorInfo(name, dtype, shape, file)
 
 
@@ -292,99 +293,3 @@ def _by_file(infos: Iterable[TensorInfo]) -> dict[Path, list[TensorInfo]]:
     for info in infos:
         files.setdefault(info.file, []).append(info)
     return files
-
-
-# Files of a model folder that were written by others
-
-
-def read_json(path: Path, *, limit_bytes: int) -> dict[str, Any]:
-    """Read a model folder's JSON file that must hold one object.
-
-    Raises:
-        CheckpointError: the file is missing, a link out of the folder, over `limit_bytes`, not UTF-8, not JSON, not
-            an object, or has a key twice.
-    """
-    path = Path(path)
-    check_model_file(path)
-    try:
-        with open(path, "rb") as file:
-            data = file.read(limit_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > limit_bytes:
-        raise CheckpointError(f"{path} is larger than {limit_bytes} bytes, the most that is read of such a file")
-    return _parse_object(data, str(path))
-
-
-def check_model_file(path: Path) -> None:
-    """Refuse a path that is missing, no regular file, or a link that leads out of the model.
-
-    A link may lead to another file of the same folder; in a Hugging Face cache also to the repository's `blobs`.
-    """
-    try:
-        target = path.resolve(strict=True)
-        folder = path.parent.resolve(strict=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
-        raise CheckpointError(f"{path} cannot be read: {_clip(str(error))}") from error
-    if not target.is_file():
-        raise CheckpointError(f"{path} is not a regular file")
-    if not any(target.is_relative_to(root) for root in (folder, *_blob_folders(folder))):
-        raise CheckpointError(f"{path} is a link to {target}, outside of its model folder; put the file itself there")
-
-
-def _blob_folders(folder: Path) -> list[Path]:
-    """Return where a hub cache keeps the files of the snapshot `folder` (resolved); none for another folder.
-
-    The layout is <cache>/models--org--name/{snapshots/<commit>, blobs}; huggingface_hub 2 may share blobs between
-    repositories in <cache>/blobs, which it marks as its own.
-    """
-    repository = folder.parent.parent
-    if folder.parent.name != "snapshots" or not repository.name.startswith("models--"):
-        return []
-    shared = repository.parent / "blobs"
-    is_shared_store = os.path.isfile(shared / ".huggingface-shared-blobs")
-    return [repository / "blobs", *([shared] if is_shared_store else [])]
-
-
-def _parse_object(data: bytes, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except RecursionError as error:
-        raise CheckpointError(f"{what} is not usable: its JSON is nested too deeply") from error
-    except ValueError as error:
-        raise CheckpointError(f"{what} is not usable: {_clip(str(error))}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{what} must hold a JSON object, not a {type(value).__name__}")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object; a key that comes twice is an error, since readers disagree on which of the two counts."""
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {_quote(key)} comes twice")
-        result[key] = value
-    return result
-
-
-# Words for messages
-
-
-def list_names(names: Iterable[str], limit: int = 8) -> str:
-    """Return "'a', 'b' and 5 more (7 in all)": at most `limit` names, each fit for a terminal."""
-    names = list(names)
-    shown = ", ".join(_quote(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more ({len(names)} in all)"
-
-
-def _quote(name: Any) -> str:
-    return f"'{_clip(str(name), 100)}'"
-
-
-def _clip(text: str, limit: int = 200) -> str:
-    """Make text from a file safe to print: no control characters, not too long."""
-    printable = "".join(char if char.isprintable() else "?" for char in text[:limit])
-    return printable if len(text) <= limit else f"{printable}..."

@@ -1,14 +1,13 @@
 """Loading as an equation: every tensor used, every parameter filled, shapes agree.
 
-Owns the bookkeeping and the errors; where a tensor goes is `weight_map.py`, how it is copied is the parameter's own
-`weight_loader`.
+Owns the bookkeeping and the errors. `weight_map.py` maps a tensor to its parameter; the parameter's `weight_loader`
+copies it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +16,12 @@ from llm.base.bar import Bar
 from llm.base.errors import CheckpointError
 from llm.loading.source import Tensors
 from llm.loading.weight_map import Target, WeightMap
+from llm.quantization.base import QuantizeMethodBase
 
 _NAMES_SHOWN = 5
 _PROGRESS_DELAY_SECONDS = 2.0
 _DUMMY_STD = 0.02
-# What a file may lack and random weights have; without the others the layer takes its plain form.
+# Optional parameters that dummy weights fill. Without the other optional ones a layer takes its plain form.
 _DUMMY_OPTIONAL = ("weight_scale", "bias")
 
 
@@ -36,13 +36,13 @@ def load_weights(
     """Fill every parameter of `model` from the checkpoint, streamed file by file.
 
     Args:
-        ignores: of a tensor that has no place in the model, whether that is in order.
-        store_as: the type of matrices that are not quantized; by default they stay as they are stored.
+        ignores: True for the name of a tensor that the model may lack.
+        store_as: dtype of matrices that are not quantized; None: as the checkpoint stores them.
 
-    Returns: where each checkpoint tensor went.
+    Returns: checkpoint tensor -> its target.
 
     Raises:
-        CheckpointError: names tensors nobody needs, parameters nobody filled, or shapes that disagree.
+        CheckpointError: names unused tensors, unfilled parameters, or shapes that disagree.
     """
     parameters = dict(model.named_parameters())
     weight_map = WeightMap(model)
@@ -78,9 +78,9 @@ def load_weights(
 
 
 def load_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Random weights for measuring: normal with deviation 0.02, ones for norms; deterministic by name and seed.
+    """Random weights for benchmarks: normal with deviation 0.02, ones for norms; a function of name and seed.
 
-    Of a quantized checkpoint's tensors, integers are small ones that 4 bits hold, scales positive, offsets 0.
+    For a quantized checkpoint, integers fit 4 bits, scales are positive and offsets 0.
     """
     for name, parameter in list(model.named_parameters()):
         leaf = name.rpartition(".")[2]
@@ -93,11 +93,12 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
     process_weights(model)
 
 
-def _fill_dummy(parameter: Any, leaf: str, generator: torch.Generator) -> None:
-    """A weight that is quantized on load is on no device: it gets its numbers through its loader, as from a file."""
+def _fill_dummy(parameter: nn.Parameter, leaf: str, generator: torch.Generator) -> None:
+    """A weight that is quantized on load is a meta tensor: it is filled through its loader, as from a file."""
     if parameter.is_meta:
         data = torch.empty(parameter.shape, dtype=parameter.dtype)
-        parameter.weight_loader(parameter, data.normal_(0.0, _DUMMY_STD, generator=generator), None)
+        loader: Callable[[nn.Parameter, torch.Tensor, None], int] = getattr(parameter, "weight_loader", copy_whole)
+        loader(parameter, data.normal_(0.0, _DUMMY_STD, generator=generator), None)
     elif not parameter.is_floating_point():
         parameter.data.random_(-8, 8, generator=generator)
     elif parameter.dim() == 1 and leaf == "weight":
@@ -111,15 +112,15 @@ def _fill_dummy(parameter: Any, leaf: str, generator: torch.Generator) -> None:
 
 
 def process_weights(model: nn.Module) -> None:
-    """Let every layer rearrange what was loaded for its kernel, once."""
+    """Call `process_weights_after_loading` of every layer, which packs its weights for the kernel."""
     for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
+        method: QuantizeMethodBase | None = getattr(module, "quant_method", None)
         if method is not None:
             method.process_weights_after_loading(module)
 
 
 def _with_progress(checkpoint: Tensors, show: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors, with a bar in bytes once loading has taken two seconds."""
+    """The checkpoint's tensors, with a progress bar in bytes once loading takes two seconds."""
     bar = Bar(
         total=checkpoint.total_bytes,
         unit="B",
@@ -136,12 +137,12 @@ def _with_progress(checkpoint: Tensors, show: bool) -> Iterator[tuple[str, torch
 
 
 def stored_as(dtype: torch.dtype, dim: int, asked: torch.dtype | None) -> torch.dtype:
-    """The type in memory of a tensor that is not quantized: a matrix of floats takes the one that was asked for."""
+    """The dtype in memory of a tensor that is not quantized: a float matrix takes `asked`."""
     return asked if asked is not None and dtype.is_floating_point and dim >= 2 else dtype
 
 
 def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix of floats in `dtype`; anything else as it is: vectors are small, and their rounding costs the most."""
+    """A float matrix as `dtype`. Vectors stay as stored: they are small, and rounding them costs the most accuracy."""
     if stored_as(tensor.dtype, tensor.dim(), dtype) == tensor.dtype:
         return tensor
     converted = tensor.to(dtype)
@@ -152,8 +153,8 @@ def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return converted
 
 
-def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any) -> int:
-    # Weights stay as stored: a tensor wider than the rest (norms in float32, often) widens its parameter.
+def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: str | int | None) -> int:
+    # Weights keep the stored dtype: a wider tensor (often float32 norms) widens its parameter.
     if parameter.is_floating_point() and tensor.is_floating_point():
         wider = torch.promote_types(parameter.dtype, tensor.dtype)
         if wider != parameter.dtype:
@@ -169,8 +170,8 @@ def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: An
         raise CheckpointError(f"tensor {name} {error}.") from error
 
 
-def copy_whole(parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> int:
-    """The weight loader of parameters that declare none; raises ValueError when shapes differ."""
+def copy_whole(parameter: nn.Parameter, tensor: torch.Tensor, shard_id: str | int | None = None) -> int:
+    """The weight loader of parameters that declare none; raises ValueError if shapes differ."""
     if parameter.shape != tensor.shape:
         raise ValueError(f"has shape {list(tensor.shape)}, the model needs {list(parameter.shape)}")
     parameter.data.copy_(tensor)
@@ -182,14 +183,14 @@ def _shown(dtype: torch.dtype) -> str:
 
 
 def _aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Other names of shared parameters, such as "lm_head.weight" of a tied model -> the one in `parameters`."""
+    """Other name of a shared parameter (such as "lm_head.weight" of a tied model) -> its name in `parameters`."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: names[id(parameter)] for name, parameter in every if name not in parameters}
 
 
 def _check_tied_copies(copies: list[tuple[str, torch.Tensor]]) -> None:
-    """Some tied checkpoints store the embedding again as the LM head: allowed when it is the same, bit for bit."""
+    """Some tied checkpoints store the embedding again as the LM head: allowed if the two are bit-identical."""
     for name, tensor in copies[1:]:
         if not torch.equal(copies[0][1], tensor):
             raise CheckpointError(

@@ -1,6 +1,6 @@
-"""How a model will be quantized: what the user asked against what the checkpoint says of itself.
+"""How a model is quantized: the user's argument against the checkpoint's own description.
 
-Owns detection, the order of precedence, and the errors when the two contradict each other.
+Owns detection, precedence, and the errors when the two contradict each other.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llm.base.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
-from llm.loading.checkpoint import read_json
+from llm.base.types import JsonObject
+from llm.loading.model_files import read_json
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.configs.online import RECIPES, OnlineConfig
 from llm.quantization.registry import ALIASES, get_quantization_config, plugin_configs, quantization_methods
@@ -19,9 +19,9 @@ from llm.quantization.registry import ALIASES, get_quantization_config, plugin_c
 _DESCRIPTION_BYTES = 256 << 20
 # Keys of config.json under which checkpoints describe how they were quantized.
 CONFIG_KEYS = ("quantization_config", "compression_config")
-# What others call such schemes, for the sentence on names that are not known.
+# Other names of such schemes, for the suggestion in the error for an unknown name.
 _OTHER_NAMES = {"int8": "w8a8", "8bit": "w8a8", "q8_0": "w8a16", "int4": "w4a16", "4bit": "w4a16", "q4_0": "w4a16"}
-# A note of ModelSlim's first generation in config.json; the description file says the same, per tensor.
+# A key that the first generation of ModelSlim writes into config.json; the description file says the same per tensor.
 _MODELSLIM_NOTE = "quantize"
 
 
@@ -31,10 +31,10 @@ class Resolved:
 
     Attributes:
         config: picks a method per layer; None: nothing is quantized.
-        name: what `llm.config` shows.
-        reason: why.
-        on_load: float weights are quantized while they are read.
-        found: the checkpoint says itself that it is quantized.
+        name: shown by `llm.config`.
+        reason: why this was chosen.
+        on_load: True if float weights are quantized while they are read.
+        found: True if the checkpoint describes itself as quantized.
     """
 
     config: QuantizationConfig | None
@@ -46,17 +46,17 @@ class Resolved:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a checkpoint says: the format, where it says so, and its words."""
+    """A checkpoint's own description: the format, the file that names it, its content."""
 
     name: str
     source: str
-    description: dict[str, Any]
+    description: JsonObject
 
 
 def resolve_quantization(
-    asked: Any, calibration: Sequence[str] | None, folder: Path, hf_config: Mapping[str, Any]
+    asked: object, calibration: Sequence[str] | None, folder: Path, hf_config: Mapping[str, object]
 ) -> Resolved:
-    """Decide.
+    """Decide whether and how the model is quantized.
 
     Args:
         asked: `LLM(quantization=...)`: None, a name, the dict form, or a `QuantizationConfig`.
@@ -65,8 +65,8 @@ def resolve_quantization(
         hf_config: config.json as read.
 
     Raises:
-        ValidationError: a name nobody knows, or one that contradicts the checkpoint.
-        UnsupportedModelError: the checkpoint is quantized in a way that is not computed.
+        ValidationError: an unknown name, or one that contradicts the checkpoint.
+        UnsupportedModelError: the checkpoint's format is not supported.
     """
     user = ALIASES.get(asked.lower(), asked.lower()) if isinstance(asked, str) else asked
     found = _detect(folder, hf_config, user if isinstance(user, str) else None)
@@ -89,20 +89,20 @@ def resolve_quantization(
             parameter="quantization",
             value=asked,
         )
-    if on_load:
+    if on_load and isinstance(user, str | Mapping):
         config = OnlineConfig.parse(user, calibration)
         reason = "asked for; weights are quantized while they are read"
         if config.calibration and not config.uses_calibration:
             reason += "; the calibration texts were not run, as they change nothing at 8 bits"
         return Resolved(config, config.get_name(), reason, True)
-    _check_known(asked, user)
+    name = _checked_name(asked, user)
     if found is not None:
         return _as_found(found, folder, hf_config)
-    return _without_description(asked, user, folder, hf_config)
+    return _without_description(asked, name, folder, hf_config)
 
 
-def _detect(folder: Path, hf_config: Mapping[str, Any], user: str | None) -> _Found | None:
-    """Plugins claim a checkpoint first, then ModelSlim by its file, then what config.json names."""
+def _detect(folder: Path, hf_config: Mapping[str, object], user: str | None) -> _Found | None:
+    """Detect the format: claimed by a plugin, else ModelSlim by its file, else the one that config.json names."""
     said, key = _quantization_config(hf_config)
     for name, config_class in plugin_configs().items():
         claimed = config_class.override_quantization_method(said, user)
@@ -119,7 +119,7 @@ def _detect(folder: Path, hf_config: Mapping[str, Any], user: str | None) -> _Fo
     return _Found(ALIASES.get(name, name), f"config.json's {key}", said)
 
 
-def _quantization_config(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _quantization_config(hf_config: Mapping[str, object]) -> tuple[JsonObject, str]:
     nested = hf_config.get("text_config")
     for place in (hf_config, nested if isinstance(nested, Mapping) else {}):
         for key in CONFIG_KEYS:
@@ -132,7 +132,7 @@ def _quantization_config(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _present(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """The first file of the folder that a pattern names, as a list of one; several of equal rank are an error."""
+    """The file that the first matching pattern names, as a list of one; [] if none. Several matches are an error."""
     for pattern in patterns:
         files = sorted(folder.glob(pattern))
         if len(files) > 1:
@@ -145,7 +145,7 @@ def _present(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return []
 
 
-def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, Any]) -> Resolved:
+def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, object]) -> Resolved:
     if found is None:
         return Resolved(None, None, "the checkpoint is not quantized")
     if found.name not in quantization_methods():
@@ -160,9 +160,10 @@ def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, Any]) 
     return Resolved(config, found.name, found.source, found=True)
 
 
-def _check_known(asked: Any, user: Any) -> None:
+def _checked_name(asked: object, user: object) -> str:
+    """`user` if it names a known format or scheme; raises `ValidationError` otherwise."""
     known = (*quantization_methods(), *RECIPES)
-    if user not in known:
+    if not isinstance(user, str) or user not in known:
         meant = _OTHER_NAMES.get(str(user), str(user))
         raise ValidationError(
             f"quantization={asked!r} is not known.{nearest(meant, known)} Known: {', '.join(known)}, or a dict "
@@ -170,10 +171,11 @@ def _check_known(asked: Any, user: Any) -> None:
             parameter="quantization",
             value=asked,
         )
+    return user
 
 
-def _without_description(asked: Any, user: str, folder: Path, hf_config: Mapping[str, Any]) -> Resolved:
-    """A format was named and the checkpoint says nothing: only a plugin can do with that."""
+def _without_description(asked: object, user: str, folder: Path, hf_config: Mapping[str, object]) -> Resolved:
+    """A format was named and the checkpoint has no description: only a plugin supports that."""
     if user in plugin_configs():
         config = get_quantization_config(user).from_config({})
         config.maybe_update_config(str(folder), hf_config)
@@ -189,7 +191,7 @@ def _without_description(asked: Any, user: str, folder: Path, hf_config: Mapping
     )
 
 
-def without_quantization_keys(hf_config: Mapping[str, Any], resolved: Resolved) -> dict[str, Any]:
-    """config.json for the model family, which knows nothing of quantization."""
+def without_quantization_keys(hf_config: Mapping[str, object], resolved: Resolved) -> JsonObject:
+    """config.json without the keys of quantization, for the model family."""
     dropped = {*CONFIG_KEYS, *([_MODELSLIM_NOTE] if resolved.name == "ascend" else [])}
     return {key: value for key, value in hf_config.items() if key not in dropped}

@@ -1,7 +1,7 @@
-"""Where a model lives on this machine: a local folder as it is, a hub name by way of the Hugging Face cache.
+"""From a model's name to its local folder: a path as it is, a hub name through the Hugging Face cache.
 
-Owns the only place that may touch the network, and it does so only for a hub name that the cache cannot serve. Does
-not own what is in the folder. huggingface_hub is imported only when a hub name has to be resolved.
+Owns all network access of the package, which happens only for a hub name that the cache cannot serve. huggingface_hub
+is imported only to resolve a hub name. Does not read the folder's files.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import re
 import threading
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llm.base.errors import CheckpointError, ValidationError
 from llm.loading.checkpoint import find_index, read_weight_map
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 # Weights, configuration, tokenizer, chat template: data only, never *.bin or *.py.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model")
-# A pattern's * also matches "/"; subfolders and consolidated.safetensors hold the same weights in other formats.
+# Subfolders and consolidated.safetensors hold the same weights in other formats. A pattern's * also matches "/".
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -34,10 +37,10 @@ def resolve_folder(
         model: a folder, or a hub name `org/name` (a `Path` is always a folder).
         revision: a branch, tag or commit of a hub model.
         weights: False: config.json and the tokenizer are enough.
-        argument: what errors call `model`.
+        argument: the name of `model` in error messages.
 
     Raises:
-        CheckpointError: there is no such folder, or the hub's model cannot be had.
+        CheckpointError: there is no such folder, or the hub model cannot be fetched.
         ValidationError: `model` is no path or name, or `revision` is given for a local folder.
     """
     if not isinstance(model, (str, Path)) or not str(model):
@@ -45,7 +48,7 @@ def resolve_folder(
             f"{argument} must be a folder or a hub name, not {model!r}", parameter=argument, value=model
         )
     path = Path(os.path.expanduser(model))
-    # os.path's tests say no where Path's raise: a name too long, a NUL, no permission.
+    # os.path's tests return False where Path's raise: a name too long, a NUL, no permission.
     if os.path.isdir(path):
         _refuse_revision(model, revision)
         return path
@@ -83,7 +86,7 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
 
 
 def _cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """Return what the cache holds of this revision, possibly not all of it; never touches the network."""
+    """Return the cached snapshot of this revision, possibly incomplete, without network access."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -95,9 +98,9 @@ def _cached_snapshot(name: str, revision: str | None) -> Path | None:
 
 
 def _download(name: str, revision: str | None, weights: bool) -> Path:
-    """Fetch what the cache lacks; with no network, settle for a cached copy that can be loaded."""
+    """Download files that the cache lacks; without network, use a cached copy that can be loaded."""
     try:
-        return _snapshot(name, revision, ignore_patterns=[*IGNORE_PATTERNS, *([] if weights else ["*.safetensors"])])
+        return _snapshot(name, revision, ignore=() if weights else ("*.safetensors",))
     # The exceptions of the transport below huggingface_hub (requests, httpx, ...) change with its version.
     except Exception as error:
         partial = getattr(error, "snapshot_path", None)
@@ -107,7 +110,7 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
         return Path(partial)
 
 
-def _snapshot(name: str, revision: str | None, **options: Any) -> Path:
+def _snapshot(name: str, revision: str | None, *, ignore: tuple[str, ...] = (), local_files_only: bool = False) -> Path:
     import huggingface_hub
 
     folder = huggingface_hub.snapshot_download(
@@ -115,20 +118,21 @@ def _snapshot(name: str, revision: str | None, **options: Any) -> Path:
         revision=revision,
         allow_patterns=list(ALLOW_PATTERNS),
         tqdm_class=_progress_bar(),
-        **{"ignore_patterns": list(IGNORE_PATTERNS), **options},
+        ignore_patterns=[*IGNORE_PATTERNS, *ignore],
+        local_files_only=local_files_only,
     )
     return Path(folder)
 
 
-def _progress_bar() -> Any:
-    """The hub's own bar without what would outlive the call: tqdm's monitor thread and its multiprocessing lock."""
+def _progress_bar() -> type[tqdm]:
+    """The hub's bar without tqdm's monitor thread and multiprocessing lock, which would outlive the call."""
     from huggingface_hub.utils import tqdm
 
     return type("DownloadProgress", (tqdm,), {"monitor_interval": 0, "_lock": threading.RLock()})
 
 
 def _missing_files(folder: Path, weights: bool) -> list[str]:
-    """Return what no model can be loaded without and the folder lacks."""
+    """Return the required files that the folder lacks."""
     index = find_index(folder) if weights else None
     shards = sorted(set(read_weight_map(index).values())) if index else []
     missing = [name for name in ("config.json", *shards) if not os.path.isfile(folder / name)]
@@ -142,7 +146,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> str:
-    """One sentence for the ways in which the hub says no, most specific first."""
+    """One sentence for an error of the hub, most specific first."""
     from huggingface_hub import errors
 
     what = f"{name!r} is not a local folder, and the hub model of that name"

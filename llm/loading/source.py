@@ -1,29 +1,31 @@
 """Where a model's parts come from: its configuration, its tensors, its tokenizer and its generation defaults.
 
-Owns `ModelSource`, what start-up asks of a model wherever it lies, and `FolderSource`, a folder in Hugging Face's
-layout. Decides nothing; how the parts are used is `llm.startup`'s business.
+Owns `ModelSource`, the interface that start-up reads a model through, and `FolderSource`, a folder in Hugging Face's
+layout. Decides nothing: `llm.startup` uses the parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from llm.base.errors import CheckpointError
-from llm.loading.checkpoint import Checkpoint, TensorInfo, read_json
+from llm.base.types import JsonObject
+from llm.loading.checkpoint import Checkpoint, TensorInfo
+from llm.loading.model_files import read_json
 
 _CONFIG_BYTES = 16 << 20
 
 
 class Tensors(Protocol):
-    """The weights of a source, read in one stream.
+    """The weights of a source, read as one stream.
 
     Attributes:
-        tensors: what the headers say of each tensor, by name.
-        total_bytes: of all tensors.
+        tensors: name, dtype and shape of each tensor, by name.
+        total_bytes: the size of all tensors.
     """
 
     @property
@@ -37,26 +39,26 @@ class ModelSource(Protocol):
     """A model that can be loaded. It can be pickled: the runner that loads it may live in another process.
 
     Attributes:
-        folder: where it lies; files beside the weights (descriptions of a quantization, the tokenizer's) are there.
+        folder: the folder of the files beside the weights (quantization description, tokenizer).
     """
 
     @property
     def folder(self) -> Path: ...
 
-    def config(self) -> Mapping[str, Any]:
-        """Under the names of Hugging Face's config.json."""
+    def config(self) -> JsonObject:
+        """The configuration, with the keys of Hugging Face's config.json."""
 
     def tensors(self) -> Tensors:
-        """Opened when first asked for, and then the same until `close`."""
+        """The weights, opened at the first call; later calls return the same object until `close`."""
 
     def tokenizer(self) -> Path:
-        """What `llm.tokenizer.Tokenizer` opens."""
+        """The folder that `llm.tokenizer.Tokenizer` opens."""
 
-    def generation_defaults(self) -> Mapping[str, Any]:
-        """Under the names of generation_config.json; empty when the model has none."""
+    def generation_defaults(self) -> JsonObject:
+        """Generation defaults, with the keys of generation_config.json; empty if the model has none."""
 
     def close(self) -> None:
-        """Let go of open files. Harmless when called again."""
+        """Close open files. May be called again."""
 
 
 class FolderSource:
@@ -66,12 +68,12 @@ class FolderSource:
         overrides: keys of config.json to replace; None as a value removes one.
     """
 
-    def __init__(self, folder: Path, overrides: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, overrides: Mapping[str, object] | None = None) -> None:
         self.folder = folder
-        self._overrides = dict(overrides or {})
+        self._overrides: JsonObject = dict(overrides or {})
         self._checkpoint: Checkpoint | None = None
 
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> JsonObject:
         path = self.folder / "config.json"
         if not path.exists():
             raise CheckpointError(f"{self.folder} has no config.json; is it a Hugging Face model folder?")
@@ -85,7 +87,7 @@ class FolderSource:
     def tokenizer(self) -> Path:
         return self.folder
 
-    def generation_defaults(self) -> Mapping[str, Any]:
+    def generation_defaults(self) -> JsonObject:
         path = self.folder / "generation_config.json"
         return read_json(path, limit_bytes=_CONFIG_BYTES) if path.exists() else {}
 
@@ -94,5 +96,5 @@ class FolderSource:
             self._checkpoint.close()
             self._checkpoint = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[FolderSource], tuple[Path, JsonObject]]:
         return FolderSource, (self.folder, self._overrides)

@@ -1,33 +1,32 @@
-"""Where a checkpoint tensor goes.
+"""Maps checkpoint tensors to parameters.
 
-Owns the interpretation of a model's renames and packed modules, which are data on the model class. Names are compared
-by whole path segments, never by substring.
+Owns applying a model's renames and packed modules, which are data on the model class. Names are compared by whole path
+segments, never by substring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 
 class Target(NamedTuple):
-    """The parameter a tensor belongs to, and the part of it when it is fused ("q", 0, ...; None: all)."""
+    """The parameter of a tensor, and its shard of a fused parameter ("q", 0, ...; None: all of it)."""
 
     parameter: str
-    shard_id: Any
+    shard_id: str | int | None
 
 
 class WeightMap:
     """Checkpoint names -> parameters of `model` (see `llm.models.interface.CausalLM` for the data it declares)."""
 
     def __init__(self, model: nn.Module) -> None:
-        declared: Any = model
-        self._renames: tuple[tuple[str, str], ...] = getattr(declared, "renames", ())
-        self._ignored = frozenset(getattr(declared, "ignored_weights", ()))
-        self._transposed = frozenset(getattr(declared, "transposed_weights", ()))
-        packed: dict[str, list[str]] = getattr(declared, "packed_modules_mapping", {})
+        self._renames: tuple[tuple[str, str], ...] = getattr(model, "renames", ())
+        self._ignored = frozenset(getattr(model, "ignored_weights", ()))
+        self._transposed = frozenset(getattr(model, "transposed_weights", ()))
+        packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._fused = {part: (name, index) for name, parts in packed.items() for index, part in enumerate(parts)}
         self._modules = dict(model.named_modules())
 
@@ -35,7 +34,7 @@ class WeightMap:
         return _ends_with(name, self._ignored)
 
     def target(self, name: str) -> Target:
-        """The target of one checkpoint tensor; it may name no parameter, which the loader reports."""
+        """The target of one checkpoint tensor. If it names no parameter, the loader reports that."""
         segments = self._rename(name).split(".")
         for position, segment in enumerate(segments):
             if segment in self._fused:
@@ -47,7 +46,7 @@ class WeightMap:
         return Target(".".join(segments), None)
 
     def transposed(self, parameter: str) -> bool:
-        """Whether the checkpoint stores this weight [K, N] instead of [N, K]."""
+        """True if the checkpoint stores this weight as [K, N] instead of [N, K]."""
         return _ends_with(parameter, self._transposed)
 
     def _rename(self, name: str) -> str:
@@ -55,7 +54,7 @@ class WeightMap:
 
 
 def rename(name: str, renames: Sequence[tuple[str, str]]) -> str:
-    """A checkpoint's name -> the model's, by the first of the model class's `renames` that matches."""
+    """A checkpoint's name -> the model's, by the first matching entry of the model class's `renames`."""
     segments = name.split(".")
     for source, target in renames:
         pattern = source.split(".")
@@ -67,7 +66,7 @@ def rename(name: str, renames: Sequence[tuple[str, str]]) -> str:
 
 
 def _match(pattern: list[str], segments: list[str]) -> list[str] | None:
-    """What each "*" of the pattern stands for, when the leading segments match it; else None."""
+    """The segment that each "*" of the pattern matches, if the leading segments match it; else None."""
     if len(segments) < len(pattern):
         return None
     pairs = list(zip(pattern, segments, strict=False))
@@ -77,5 +76,5 @@ def _match(pattern: list[str], segments: list[str]) -> list[str] | None:
 
 
 def _ends_with(name: str, endings: frozenset[str]) -> bool:
-    """Whether the name ends with one of the endings, by whole segments."""
+    """True if the name ends with one of the endings, by whole segments."""
     return any(name == ending or name.endswith("." + ending) for ending in endings)

@@ -126,7 +126,7 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("data, message", [(b"\xff\xfe", "not text: byte 0"), (b"", "nothing came")])
+@pytest.mark.parametrize("data, message", [(b"\xff\xfe", "not text: byte 0"), (b"", "standard input is empty")])
 def test_bad_input(
     data: bytes, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

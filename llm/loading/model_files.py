@@ -1,0 +1,106 @@
+"""Reading the small files of a model folder, which were written by others.
+
+Owns the checks of paths and JSON, and how names from such files are shown in messages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from llm.base.errors import CheckpointError
+from llm.base.types import JsonObject
+
+
+def read_json(path: Path, *, limit_bytes: int) -> JsonObject:
+    """Read a JSON file of a model folder, which must hold one object.
+
+    Raises:
+        CheckpointError: the file is missing, a link out of the folder, over `limit_bytes`, not UTF-8, not JSON, not
+            an object, or has a key twice.
+    """
+    path = Path(path)
+    check_model_file(path)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(limit_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > limit_bytes:
+        raise CheckpointError(f"{path} is larger than {limit_bytes} bytes, the most that is read of such a file")
+    return parse_object(data, str(path))
+
+
+def check_model_file(path: Path) -> None:
+    """Raise `CheckpointError` for a path that is missing, not a regular file, or a link out of the model folder.
+
+    A link may point to another file of the same folder and, in a Hugging Face cache, to the repository's `blobs`.
+    """
+    try:
+        target = path.resolve(strict=True)
+        folder = path.parent.resolve(strict=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
+        raise CheckpointError(f"{path} cannot be read: {clip(str(error))}") from error
+    if not target.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
+    if not any(target.is_relative_to(root) for root in (folder, *_blob_folders(folder))):
+        raise CheckpointError(f"{path} is a link to {target}, outside of its model folder; put the file itself there")
+
+
+def _blob_folders(folder: Path) -> list[Path]:
+    """Return the folders in which a hub cache stores the files of the (resolved) snapshot `folder`; else none.
+
+    The layout is <cache>/models--org--name/{snapshots/<commit>, blobs}; huggingface_hub 2 may share blobs between
+    repositories in <cache>/blobs, which it marks as its own.
+    """
+    repository = folder.parent.parent
+    if folder.parent.name != "snapshots" or not repository.name.startswith("models--"):
+        return []
+    shared = repository.parent / "blobs"
+    is_shared_store = os.path.isfile(shared / ".huggingface-shared-blobs")
+    return [repository / "blobs", *([shared] if is_shared_store else [])]
+
+
+def parse_object(data: bytes, what: str) -> JsonObject:
+    """The JSON object in `data`; `what` names it in errors. Raises `CheckpointError`."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except RecursionError as error:
+        raise CheckpointError(f"{what} is not usable: its JSON is nested too deeply") from error
+    except ValueError as error:
+        raise CheckpointError(f"{what} is not usable: {clip(str(error))}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
+    """Build an object. A duplicate key is an error, because readers disagree on which of the two counts."""
+    result: JsonObject = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {quote(key)} comes twice")
+        result[key] = value
+    return result
+
+
+def list_names(names: Iterable[str], limit: int = 8) -> str:
+    """Return "'a', 'b' and 5 more (7 in all)": at most `limit` names, each safe to print."""
+    names = list(names)
+    shown = ", ".join(quote(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more ({len(names)} in all)"
+
+
+def quote(name: object) -> str:
+    """A name from a file, quoted and safe to print."""
+    return f"'{clip(str(name), 100)}'"
+
+
+def clip(text: str, limit: int = 200) -> str:
+    """Make text from a file safe to print: no control characters, not too long."""
+    printable = "".join(char if char.isprintable() else "?" for char in text[:limit])
+    return printable if len(text) <= limit else f"{printable}..."

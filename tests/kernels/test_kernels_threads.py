@@ -1,0 +1,139 @@
+"""The kernels' own threads: who computes what, several callers at once, forks, and the end of the threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from embedded import python
+from kernel_sets import ISAS, kernel_set, needs_compiler
+
+from llm.kernels.cpu.library import Library
+
+pytestmark = needs_compiler
+TASKS = 64
+
+
+def library_of(isa: str = ISAS[-1]) -> Library:
+    found = kernel_set(isa).library
+    assert found is not None
+    return found
+
+
+def ran_by(library: Library, threads: int, turns: int = 20_000, count: int = TASKS) -> tuple[int, Counter[int]]:
+    """(workers of the pool, tasks by the system's number of the thread that ran them)."""
+    found = torch.zeros(count, dtype=torch.int64)
+    probe = library.function("llm_probe_threads")
+    workers = probe(found.data_ptr(), count, turns, threads)
+    return workers, Counter(found.tolist())
+
+
+def end_threads(library: Library) -> None:
+    library.end_threads()
+
+
+def test_every_task_runs_once_on_at_most_so_many_threads() -> None:
+    library = library_of()
+    own = threading.get_native_id()
+    for threads in (1, 2, 3, 5):
+        for _ in range(20):
+            workers, tasks = ran_by(library, threads)
+            assert sum(tasks.values()) == TASKS and 0 not in tasks
+            assert len(tasks) <= threads
+            assert workers >= threads - 1
+    assert set(ran_by(library, 1)[1]) == {own}
+
+
+def test_workers_take_part() -> None:
+    """Tasks of milliseconds: the caller alone would be long enough for every worker to come."""
+    assert max(len(ran_by(library_of(), 3, turns=2_000_000, count=30)[1]) for _ in range(5)) > 1
+
+
+def test_callers_in_several_threads_compute_side_by_side() -> None:
+    library, problems = library_of(), []
+
+    def call() -> None:
+        for _ in range(200):
+            tasks = ran_by(library, 3, turns=50)[1]
+            if sum(tasks.values()) != TASKS or 0 in tasks:
+                problems.append(tasks)
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert problems == []
+
+
+def threads_of_process() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def test_ended_threads_are_gone_and_come_again() -> None:
+    library = library_of()
+    end_threads(library)
+    for _ in range(20):
+        before = threads_of_process()
+        assert ran_by(library, 4)[0] == 3
+        created = threads_of_process() - before
+        assert len(created) == 3
+        end_threads(library)
+        assert not created & threads_of_process()
+
+
+SLEEP = """
+import time, torch
+from llm import LLM, SamplingParams
+torch.set_num_threads(3)
+llm = LLM()
+params = SamplingParams(temperature=0, max_tokens=4)
+llm.generate(["In the beginning"] * 8, params, use_tqdm=False)
+time.sleep(0.05)
+before = time.process_time()
+time.sleep(0.5)
+print(time.process_time() - before < 0.05)
+"""
+
+
+def test_nothing_runs_between_calls() -> None:
+    done = python("-c", SLEEP, env={"OMP_WAIT_POLICY": "passive"})
+    assert done.stdout == "True\n", done.stderr
+
+
+FORK = """
+import ctypes, os, signal, torch
+from llm.kernels.cpu.library import choose_target, load_library
+library = load_library(choose_target(None)[0])
+probe = library.function("llm_probe_threads")
+found = torch.zeros(64, dtype=torch.int64)
+assert probe(found.data_ptr(), 64, 20000, 3) == 2
+child = os.fork()
+if not child:
+    signal.alarm(60)  # it would wait for threads that do not exist
+    found.zero_()
+    os._exit(0 if probe(found.data_ptr(), 64, 20000, 3) == 2 and bool(found.all()) else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), probe(found.data_ptr(), 64, 20000, 3))
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    done = python("-c", FORK)
+    assert done.stdout == "0 2\n", done.stderr
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_bits_do_not_depend_on_threads(threads: int) -> None:
+    kernels = kernel_set(ISAS[-1])
+    x, weight = torch.randn(9, 130), kernels.op("pack_float")(torch.randn(333, 130))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = kernels.op("linear_float")(x, weight)
+        torch.set_num_threads(threads)
+        assert torch.equal(alone, kernels.op("linear_float")(x, weight))
+    finally:
+        torch.set_num_threads(before)
