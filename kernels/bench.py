@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from llm.kernels import bench_calls
-from llm.kernels.cpu.program import record
-from llm.kernels.select import KernelSet
+from llm.kernels.backend import Backend
 
 # (outputs, inputs): the feed-forward of a 0.5 B model, both ways, and a square.
 SHAPES = ((4864, 896), (896, 4864), (2048, 2048))
@@ -53,40 +52,40 @@ class Line:
 HEADING = f"{'':<14}{'rows':>5}  {'weight':<11}{'G/s':>8} {'median':>8} {'GB/s':>8}"
 
 
-def run(kernels: KernelSet, seconds: float) -> Iterator[str]:
+def run(backend: Backend, seconds: float) -> Iterator[str]:
     """Lines of the table, as they are measured; `seconds` for each entry."""
-    yield f"{kernels.source('linear_float')}, {torch.get_num_threads()} threads; weights of N x K, float32 activations"
+    yield f"{backend.source('linear_float')}, {torch.get_num_threads()} threads; weights of N x K, float32 activations"
     yield f"reads {_read_rate() / 1e9:.1f} GB/s (torch.mv)"
     yield HEADING
     for shape in SHAPES:
         for rows in ROWS:
-            products = dict(_products(kernels, shape, rows))
-            yield from map(str, _measure(kernels, products, shape, rows, seconds))
-    yield from bench_calls.run(kernels)
+            products = dict(_products(backend, shape, rows))
+            yield from map(str, _measure(backend, products, shape, rows, seconds))
+    yield from bench_calls.run(backend)
 
 
 Calls = list[Callable[[torch.Tensor], Any]]
 Product = tuple[int, Calls]
 
 
-def _products(kernels: KernelSet, shape: tuple[int, int], rows: int) -> Iterator[tuple[str, Product]]:
+def _products(backend: Backend, shape: tuple[int, int], rows: int) -> Iterator[tuple[str, Product]]:
     """Name -> (bytes of one weight and its scales, the product with each of several weights)."""
     n, k = shape
     floats = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    linear, dynamic, w4a8 = (kernels.op(name) for name in ("linear_float", "linear_w8a8_dynamic", "linear_w4a8"))
-    w8a16, w4a16 = kernels.op("linear_w8a16"), kernels.op("linear_w4a16")
+    linear, dynamic, w4a8 = (backend.op(name) for name in ("linear_float", "linear_w8a8_dynamic", "linear_w4a8"))
+    w8a16, w4a16 = backend.op("linear_w8a16"), backend.op("linear_w4a16")
 
     def copies(nbytes: int, make: Callable[[], Any], call: Callable[[Any, torch.Tensor], Any]) -> Product:
         count = max(1, _COLD_BYTES // nbytes) if rows <= _FEW_ROWS else 1
         return nbytes, [functools.partial(call, make()) for _ in range(count)]
 
     def ours(name: str, weight: torch.Tensor, call: Callable[[Any, torch.Tensor], Any]) -> Product:
-        pack = kernels.op(name)
+        pack = backend.op(name)
         return copies(pack(weight).data.nbytes, lambda: pack(weight), call)
 
     def scaled(name: str, groups: int, call: Callable[..., Any]) -> Product:
         """Integers, each copy with scales of its own [N, G], which are read too."""
-        pack = kernels.op(name)
+        pack = backend.op(name)
 
         def make() -> tuple[Any, torch.Tensor]:
             return pack(integers), torch.rand(groups, n).t()
@@ -123,12 +122,12 @@ def _torch_int8(n: int, k: int) -> Any:
 
 
 def _measure(
-    kernels: KernelSet, products: dict[str, Product], shape: tuple[int, int], rows: int, seconds: float
+    backend: Backend, products: dict[str, Product], shape: tuple[int, int], rows: int, seconds: float
 ) -> Iterator[Line]:
     x = torch.randn(rows, shape[1])
     times: dict[str, list[float]] = {name: [] for name in products}
     with torch.inference_mode():
-        passes = {name: _all_of(kernels, name, calls, x) for name, (_, calls) in products.items()}
+        passes = {name: _all_of(backend, name, calls, x) for name, (_, calls) in products.items()}
         end = perf_counter() + seconds * len(products)
         while perf_counter() < end or len(next(iter(times.values()))) < 3:
             for name, run_all in passes.items():
@@ -139,11 +138,11 @@ def _measure(
         yield Line(name, rows, shape, operations / best, operations / middle, nbytes * len(calls) / best)
 
 
-def _all_of(kernels: KernelSet, name: str, calls: Calls, x: torch.Tensor) -> Callable[[], Any]:
+def _all_of(backend: Backend, name: str, calls: Calls, x: torch.Tensor) -> Callable[[], Any]:
     """A function that makes all of `calls` once."""
-    if len(x) > _FEW_ROWS or kernels.library is None or name.startswith("torch"):
+    if len(x) > _FEW_ROWS or not backend.records or name.startswith("torch"):
         return lambda: [call(x) for call in calls]
-    with record(kernels.library) as program:
+    with backend.record() as program:
         for call in calls:
             call(x)
     return program.run

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from llm.forward import AttentionMetadata, KVCacheSpec
-from llm.kernels.cpu.program import record
-from llm.kernels.select import KernelSet
+from llm.kernels.backend import Backend
 
 _WIDTH, _OUTPUTS = 32, 16
 _HEADS, _KV_HEADS, _HEAD_SIZE = 1, 1, 16
@@ -22,14 +21,14 @@ _BLOCK = 16
 _CALLS = 500
 
 
-def run(kernels: KernelSet, repetitions: int = 20) -> Iterator[str]:
+def run(backend: Backend, repetitions: int = 20) -> Iterator[str]:
     """Lines of a table; the best of the repetitions, in microseconds."""
     yield f"{'one call, microseconds':<22}{'from Python':>12}{'replayed':>10}"
     with torch.inference_mode():
-        for name, call in _calls(kernels):
+        for name, call in _calls(backend):
             line = f"{name:<22}{_best(call, repetitions):>12.2f}"
-            if kernels.library is not None:
-                with record(kernels.library) as program:
+            if backend.records:
+                with backend.record() as program:
                     call()
                 line += f"{_best(program.run, repetitions):>10.2f}"
             yield line
@@ -45,13 +44,13 @@ def _best(call: Callable[[], Any], repetitions: int) -> float:
     return min(times) / _CALLS * 1e6
 
 
-def _calls(kernels: KernelSet) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _calls(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, weight, scale = torch.randn(1, _WIDTH), torch.randn(_WIDTH), torch.rand(_OUTPUTS)
-    floats = kernels.op("pack_float")(torch.randn(_OUTPUTS, _WIDTH))
-    integers = kernels.op("pack_int8")(torch.ones(_OUTPUTS, _WIDTH, dtype=torch.int8))
+    floats = backend.op("pack_float")(torch.randn(_OUTPUTS, _WIDTH))
+    integers = backend.op("pack_int8")(torch.ones(_OUTPUTS, _WIDTH, dtype=torch.int8))
 
     def bound(name: str, *arguments: Any, **named: Any) -> tuple[str, Callable[[], Any]]:
-        operation = kernels.op(name)
+        operation = backend.op(name)
         return name, lambda: operation(*arguments, **named)
 
     yield bound("linear_float", x, floats)
@@ -62,7 +61,7 @@ def _calls(kernels: KernelSet) -> Iterator[tuple[str, Callable[[], Any]]]:
     kv, size = _KV_HEADS * _HEAD_SIZE, _HEAD_SIZE
     query, key, value = torch.randn(1, _HEADS * size + 2 * kv).split([_HEADS * size, kv, kv], dim=-1)
     positions, slots, table = torch.tensor([1]), torch.tensor([_BLOCK + 1]), torch.randn(4, size)
-    shapes = kernels.op("kv_cache_shapes")(KVCacheSpec(_KV_HEADS, size, torch.float32), 2, _BLOCK)
+    shapes = backend.op("kv_cache_shapes")(KVCacheSpec(_KV_HEADS, size, torch.float32), 2, _BLOCK)
     caches = tuple(torch.zeros(shape) for shape in shapes)
     by_head = [item.view(1, -1, size) for item in (query, key, value)]
     yield bound("rotary_embedding", positions, query, key, table, size)

@@ -8,16 +8,16 @@ Not among them are those that write into what they are given: attention and the 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from llm.kernels.backend import backend_for, definition
+from llm.kernels.cpu.backend import CpuBackend, kernel
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.packed import PanelWeight
-from llm.kernels.select import OPERATIONS, REFERENCE, kernels_for
 from llm.platforms import select_platform
 
 NAMESPACE = "offline_llm"
@@ -45,18 +45,18 @@ def register() -> torch.library.Library:
     The operations keep what the kernels promise, bit for bit. They have fake kernels and no derivatives. The first call
     imports PyTorch's compiler, about a second. Without compiled kernels they are the twins in PyTorch.
     """
-    kernels = kernels_for(select_platform("cpu")[0])
+    backend = backend_for(select_platform("cpu")[0])
     library = torch.library.Library(NAMESPACE, "DEF")
     for name in PLAIN:
-        twin = REFERENCE.op(name)
+        twin = definition(name)
         library.define(torch.library.infer_schema(twin, mutates_args=(), op_name=name))
-        library.impl(name, kernels.op(name), "CPU")
+        library.impl(name, backend.op(name), "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _contiguous(twin), lib=library)
-    if kernels.library is None:
+    if not isinstance(backend, CpuBackend):
         return library
     for name, rest in PRODUCTS.items():
         library.define(f"{name}({_PACKED}, {rest}) -> Tensor")
-        library.impl(name, _product(kernels.op(name), kernels.library), "CPU")
+        library.impl(name, _product(backend.op(name), backend.library), "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_product, lib=library)
     for name in (*PLAIN, *PRODUCTS):
         _substitute(name)
@@ -81,7 +81,6 @@ def _fake_product(x: torch.Tensor, data: Any, sums: Any, n: int, *rest: Any) -> 
 
 def _substitute(name: str) -> None:
     """Have a tracer that meets the kernel record the operation."""
-    kernel = getattr(importlib.import_module(f"llm.kernels.cpu.{OPERATIONS[name][1]}"), name)
     operation = getattr(getattr(torch.ops, NAMESPACE), name).default
     if name in PRODUCTS:
 
@@ -93,4 +92,4 @@ def _substitute(name: str) -> None:
         def traced(library: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[misc]
             return operation(*arguments, **named)
 
-    torch.compiler.substitute_in_graph(kernel, skip_signature_check=True)(traced)
+    torch.compiler.substitute_in_graph(kernel(name), skip_signature_check=True)(traced)

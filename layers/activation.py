@@ -13,8 +13,9 @@ from torch import nn
 
 from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
+from llm.kernels.backend import Operations
 from llm.kernels.reference import activation
-from llm.layers.kernels import KernelOp
+from llm.layers.kernel_op import KernelOp
 
 
 def _check_approximate(approximate: str) -> str:
@@ -31,43 +32,28 @@ def _check_approximate(approximate: str) -> str:
 class SiluAndMul(KernelOp):
     """silu(x[..., :d]) * x[..., d:] for x of width 2d: the gate of a SwiGLU feed-forward (arXiv:2002.05202)."""
 
-    kernel_name = "silu_and_mul"
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.silu_and_mul(x)
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x)
+    operations = ("silu_and_mul",)
 
 
 @CustomOp.register("mul_and_silu")
 class MulAndSilu(KernelOp):
     """x[..., :d] * silu(x[..., d:]): SwiGLU with the gate in the second half."""
 
-    kernel_name = "mul_and_silu"
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.mul_and_silu(x)
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x)
+    operations = ("mul_and_silu",)
 
 
 @CustomOp.register("gelu_and_mul")
 class GeluAndMul(KernelOp):
     """gelu(x[..., :d]) * x[..., d:] (GeGLU, arXiv:2002.05202); `approximate` is "none" or "tanh"."""
 
-    kernel_name = "gelu_and_mul"
+    operations = ("gelu_and_mul",)
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
         self.approximate = _check_approximate(approximate)
 
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.gelu_and_mul(x, self.approximate)
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x, self.approximate)
+    def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
+        return ops.gelu_and_mul(x, self.approximate)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
@@ -108,39 +94,27 @@ class GeluAndMulSparse(CustomOp):
 class GELU(KernelOp):
     """0.5 x (1 + erf(x / sqrt(2))) (arXiv:1606.08415)."""
 
-    kernel_name = "gelu"
+    operations = ("gelu",)
 
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.gelu(x, "none")
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x, "none")
+    def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
+        return ops.gelu(x, "none")
 
 
 @CustomOp.register("gelu_tanh")
 class GELUTanh(KernelOp):
     """The tanh approximation of gelu, Hugging Face's "gelu_pytorch_tanh"."""
 
-    kernel_name = "gelu"
+    operations = ("gelu",)
 
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.gelu(x, "tanh")
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x, "tanh")
+    def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
+        return ops.gelu(x, "tanh")
 
 
 @CustomOp.register("gelu_new")
 class NewGELU(KernelOp):
     """GPT-2's gelu: the tanh approximation (arXiv:1606.08415)."""
 
-    kernel_name = "gelu_new"
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.gelu_new(x)
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x)
+    operations = ("gelu_new",)
 
 
 @CustomOp.register("gelu_fast")
@@ -150,52 +124,28 @@ class FastGELU(KernelOp):
     The constant is sqrt(2 / pi) to ten digits, so in float32 this is `NewGELU`.
     """
 
-    kernel_name = "gelu_new"
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.gelu_new(x)
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x)
+    operations = ("gelu_new",)
 
 
 @CustomOp.register("quick_gelu")
 class QuickGELU(KernelOp):
     """x sigmoid(1.702 x): CLIP's gelu."""
 
-    kernel_name = "quick_gelu"
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.quick_gelu(x)
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x)
+    operations = ("quick_gelu",)
 
 
 @CustomOp.register("relu")
 class ReLU(KernelOp):
     """max(x, 0)."""
 
-    kernel_name = "relu"
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.relu(x)
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x)
+    operations = ("relu",)
 
 
 @CustomOp.register("relu2")
 class ReLUSquaredActivation(KernelOp):
     """max(x, 0)^2 (arXiv:2109.08668)."""
 
-    kernel_name = "relu2"
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.relu2(x)
-
-    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernel(x)
+    operations = ("relu2",)
 
 
 @CustomOp.register("xielu")

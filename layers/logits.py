@@ -6,8 +6,8 @@ import torch
 
 from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
+from llm.kernels.backend import backend_of_construction
 from llm.layers.embedding import VocabParallelEmbedding
-from llm.layers.kernels import platform_kernels
 
 
 @PluggableLayer.register("logits_processor")
@@ -42,7 +42,7 @@ class LogitsProcessor(PluggableLayer):
         self.scale = scale
         self.logits_as_input = logits_as_input
         self.soft_cap = soft_cap
-        self._soft_cap = platform_kernels().op("soft_cap")
+        self._soft_cap = backend_of_construction().op("soft_cap")
 
     def forward(
         self, lm_head: VocabParallelEmbedding, hidden: torch.Tensor, embedding_bias: torch.Tensor | None = None

@@ -14,8 +14,9 @@ from torch import nn
 
 from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
-from llm.kernels.reference.norm import add_layer_norm, add_rms_norm, group_rms_norm, layer_norm, rms_norm
-from llm.layers.kernels import KernelOp
+from llm.kernels.backend import Operations
+from llm.kernels.reference.norm import group_rms_norm
+from llm.layers.kernel_op import KernelOp
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -43,6 +44,8 @@ class RMSNorm(KernelOp):
         dtype: of `weight` [hidden_size]; None: torch's default.
     """
 
+    operations = ("rms_norm", "add_rms_norm")
+
     def __init__(
         self,
         hidden_size: int,
@@ -62,17 +65,11 @@ class RMSNorm(KernelOp):
         self.variance_epsilon = eps
         self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
         self.weight = _filled(hidden_size, 1.0, dtype) if has_weight else None
-        self._rms_norm, self._add_rms_norm = self.kernels.op("rms_norm"), self.kernels.op("add_rms_norm")
 
-    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+    def compute(self, ops: Operations, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
-            return rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
-        return add_rms_norm(x, residual, self.weight, self.variance_epsilon, self.variance_size_override)
-
-    def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
-        if residual is None:
-            return self._rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
-        return self._add_rms_norm(x, residual, self.weight, self.variance_epsilon, self.variance_size_override)
+            return ops.rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
+        return ops.add_rms_norm(x, residual, self.weight, self.variance_epsilon, self.variance_size_override)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"
@@ -82,22 +79,18 @@ class RMSNorm(KernelOp):
 class GemmaRMSNorm(KernelOp):
     """RMSNorm whose checkpoint stores weight - 1. Arguments as of `RMSNorm`."""
 
+    operations = ("rms_norm", "add_rms_norm")
+
     def __init__(self, hidden_size: int, eps: float = 1e-6, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
         self.weight = _filled(hidden_size, 0.0, dtype)
-        self._rms_norm, self._add_rms_norm = self.kernels.op("rms_norm"), self.kernels.op("add_rms_norm")
 
-    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+    def compute(self, ops: Operations, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
-            return rms_norm(x, self.weight, self.variance_epsilon, weight_offset=1.0)
-        return add_rms_norm(x, residual, self.weight, self.variance_epsilon, weight_offset=1.0)
-
-    def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
-        if residual is None:
-            return self._rms_norm(x, self.weight, self.variance_epsilon, None, 1.0)
-        return self._add_rms_norm(x, residual, self.weight, self.variance_epsilon, None, 1.0)
+            return ops.rms_norm(x, self.weight, self.variance_epsilon, weight_offset=1.0)
+        return ops.add_rms_norm(x, residual, self.weight, self.variance_epsilon, weight_offset=1.0)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"
@@ -113,23 +106,19 @@ class LayerNorm(KernelOp):
         dtype: of `weight` and `bias` [dim]; None: torch's default.
     """
 
+    operations = ("layer_norm", "add_layer_norm")
+
     def __init__(self, dim: int, eps: float = 1e-6, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.dim = dim
         self.eps = eps
         self.weight = _filled(dim, 1.0, dtype)
         self.bias = _filled(dim, 0.0, dtype)
-        self._layer_norm, self._add_layer_norm = self.kernels.op("layer_norm"), self.kernels.op("add_layer_norm")
 
-    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+    def compute(self, ops: Operations, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
-            return layer_norm(x, self.weight, self.bias, self.eps)
-        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
-
-    def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
-        if residual is None:
-            return self._layer_norm(x, self.weight, self.bias, self.eps)
-        return self._add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+            return ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps}"

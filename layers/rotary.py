@@ -15,8 +15,9 @@ import torch
 
 from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
+from llm.kernels.backend import Operations
 from llm.kernels.reference.rotary import apply_rotary
-from llm.layers.kernels import KernelOp
+from llm.layers.kernel_op import KernelOp
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class RotaryEmbedding(KernelOp):
         is_neox_style: channel i is paired with i + d (Hugging Face's weights); False: 2i with 2i + 1 (GPT-J).
     """
 
-    kernel_name = "rotary_embedding"
+    operations = ("rotary_embedding",)
     cos_sin_cache: torch.Tensor
     pair_axis: torch.Tensor
 
@@ -186,28 +187,20 @@ class RotaryEmbedding(KernelOp):
         if self.has_sections:
             self.register_buffer("pair_axis", _pair_axis(rope, self.rotary_dim), persistent=False)
 
-    def forward_native(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    def compute(
+        self, ops: Operations, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """query float [N, heads * head_size], key float [N, kv_heads * head_size] -> both rotated.
 
         positions: int64 [N], or with `mrope_section` also [3, N]: temporal, vertical, horizontal.
         """
+        if positions.dim() == 1:
+            return ops.rotary_embedding(positions, query, key, self.cos_sin_cache, self.head_size, self.is_neox_style)
         cos, sin = self._tables(positions)
         return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
 
-    def forward_cpu(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if positions.dim() != 1:
-            return self.forward_native(positions, query, key)
-        return self.kernel(positions, query, key, self.cos_sin_cache, self.head_size, self.is_neox_style)
-
     def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [N, rotary_dim / 2] of each token's position or three."""
-        if positions.dim() == 1:
-            cos, sin = self.cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
-            return cos, sin
+        """Cosines and sines [N, rotary_dim / 2] of each token's three positions [3, N]."""
         if not self.has_sections:
             raise ValueError(f"positions have shape {list(positions.shape)}; without mrope_section they must be [N].")
         rows = positions[self.pair_axis].t()  # [N, pairs]: the position that each pair follows

@@ -113,6 +113,12 @@ class CpuPlatform(Platform):
                 flags = frozenset(value.split()) if flags is None else flags & frozenset(value.split())
         return frozenset(name for name, needed in ISA_FLAGS.items() if needed <= (flags or frozenset()))
 
+    def get_backend_cls(self) -> str:
+        # A plugin's platform that derives from this one describes another device, which may have other memory.
+        if self.kind is not PlatformEnum.CPU:
+            return super().get_backend_cls()
+        return "llm.kernels.cpu.backend.CpuBackend"
+
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.float32,)
 

@@ -1,7 +1,7 @@
 """The interface of a platform.
 
-Owns `Platform`, the base class of the built-in platforms and of plugins. `CustomOp` and the attention backend choose
-the kernels.
+Owns `Platform`, the base class of the built-in platforms and of plugins. The backend, which has the kernels, the
+attention backend and the model runner are named here by class path.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class Platform:
 
     # --- The device. ---
 
+    @property
+    def device(self) -> torch.device:
+        """Where weights, caches and the tensors of a step are."""
+        return torch.device(self.device_type)
+
     def get_device_name(self) -> str:
         """The vendor's name of the device."""
         raise NotImplementedError
@@ -130,6 +135,10 @@ class Platform:
                 parameter="quantization",
                 value=method,
             )
+
+    def get_backend_cls(self) -> str:
+        """Class path of the `llm.kernels.backend.Backend` that computes the operations; the base's is plain PyTorch."""
+        return "llm.kernels.reference.backend.ReferenceBackend"
 
     def get_attn_backend_cls(self, head_size: int) -> str:
         """Class path of the `AttentionBackend` of layers with heads of this size."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from llm.base.construction import construction
+from llm.kernels.backend import backend_of_construction
 from llm.kernels.reference.linear import embedding, linear
-from llm.kernels.select import kernels_for
 from llm.quantization.base import EmbeddingMethodBase, LinearMethodBase, WeightLoader
 
 
@@ -18,15 +18,13 @@ class UnquantizedLinearMethod(LinearMethodBase):
     """One parameter `weight` in its storage type: [N, K] while it is loaded, then `packed_weight`'s data."""
 
     def __init__(self) -> None:
-        kernels = kernels_for(construction().platform)
-        self._library = kernels.library
-        self.invariant = kernels.library is not None
-        self._pack = kernels.op("pack_float")
-        self._linear = kernels.op("linear_float")
-        self._embedding = kernels.op("embedding_float")
-        self.kernel = kernels.source("linear_float")
-        # Matrix tiles multiply bfloat16: rounded, activations are one of them instead of three.
-        self._rounds_input = construction().may_round and kernels.library is not None and kernels.library.has_tiles
+        backend = backend_of_construction()
+        self.invariant = self._packs = backend.computes("pack_float", "linear_float", "embedding_float")
+        self._pack = backend.op("pack_float")
+        self._linear = backend.op("linear_float")
+        self._embedding = backend.op("embedding_float")
+        self.kernel = backend.source("linear_float")
+        self._rounds_input = construction().may_round and backend.rounds_bf16_inputs
 
     def create_weights(
         self,
@@ -45,7 +43,7 @@ class UnquantizedLinearMethod(LinearMethodBase):
         layer.packed_weight = None  # type: ignore[assignment]
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if self._library is None or layer.packed_weight is not None:
+        if not self._packs or layer.packed_weight is not None:
             return
         packed = self._pack(layer.weight.data, reuse=True)
         layer.weight = nn.Parameter(packed.data, requires_grad=False)

@@ -8,8 +8,8 @@ from functools import lru_cache
 import pytest
 
 from llm.kernels.cpu import build
+from llm.kernels.cpu.backend import CpuBackend
 from llm.kernels.cpu.library import choose_target, load_library, requested_isa
-from llm.kernels.select import KernelSet
 
 
 def has_compiler() -> bool:
@@ -39,5 +39,5 @@ ISAS = tuple(dict.fromkeys(target.partition("_")[0] for target in TARGETS))
 
 
 @lru_cache
-def kernel_set(isa: str) -> KernelSet:
-    return KernelSet(load_library(choose_target(isa)[0]), "a test asked for it")
+def kernel_set(isa: str) -> CpuBackend:
+    return CpuBackend(load_library(choose_target(isa)[0]), "a test asked for it")

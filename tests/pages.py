@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from llm.forward import AttentionMetadata, KVCacheSpec
-from llm.kernels.select import REFERENCE, KernelSet
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -43,7 +44,7 @@ class Pages:
     whole block has left the window the table may hold the null block or the block's old id. Slot 0 holds zeros.
     """
 
-    def __init__(self, shape: Shape, rows: list[tuple[int, int]], seed: int, kernels: KernelSet = REFERENCE) -> None:
+    def __init__(self, shape: Shape, rows: list[tuple[int, int]], seed: int, kernels: Backend = REFERENCE) -> None:
         self.shape, self.rows = shape, rows
         self._shapes, self._write, self._attend = (
             kernels.op(name) for name in ("kv_cache_shapes", "write_kv_cache", "paged_attention")

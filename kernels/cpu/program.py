@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llm.kernels.backend import NotRecordable
 from llm.kernels.cpu.elementwise import substitute
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.memory import Pool
@@ -30,10 +31,6 @@ _ALLOCATIONS = {
 }
 # Filled once: nothing that a program runs writes into them.
 _CONSTANTS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
-
-
-class NotRecordable(Exception):
-    """Something else than a kernel computed; the message names it."""
 
 
 class _Call(ctypes.Structure):

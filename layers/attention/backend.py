@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
-from llm.kernels.select import kernels_for
-from llm.layers.kernels import platform_kernels
+from llm.kernels.backend import backend_for, backend_of_construction
 from llm.platforms.interface import Platform
 from llm.plugins import load_class
 
@@ -79,16 +78,16 @@ class PagedAttention(AttentionBackend):
 
     def __init__(self, params: AttentionParams) -> None:
         super().__init__(params)
-        kernels = platform_kernels()
-        self.reason = kernels.source("paged_attention")
-        self._write_kv_cache = kernels.op("write_kv_cache")
-        self._paged_attention = kernels.op("paged_attention")
+        backend = backend_of_construction()
+        self.reason = backend.source("paged_attention")
+        self._write_kv_cache = backend.op("write_kv_cache")
+        self._paged_attention = backend.op("paged_attention")
 
     @staticmethod
     def kv_cache_shapes(
         platform: Platform, spec: KVCacheSpec, num_blocks: int, block_size: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return kernels_for(platform).op("kv_cache_shapes")(spec, num_blocks, block_size)
+        return backend_for(platform).op("kv_cache_shapes")(spec, num_blocks, block_size)
 
     def write(
         self,

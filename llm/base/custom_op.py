@@ -126,7 +126,11 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         if self._enforce_enable and not is_on:
             prefix += "enforced; "
         binding = self._choose_kernel(own)
-        return Binding(binding.method, prefix + binding.reason), getattr(self, binding.method)
+        return Binding(binding.method, prefix + binding.reason), self._bound(binding.method)
+
+    def _bound(self, method: str) -> Callable[..., Any]:
+        """What `forward` calls for `method`."""
+        return getattr(self, method)
 
     def _choose_kernel(self, own: tuple[str, ...] | None) -> Binding:
         """The platform's kernel when there is one; `own`: a replacement's methods, of which one must be bound."""
@@ -171,7 +175,7 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
 
     def _native(self, reason: str, *, compiled: bool) -> tuple[Binding, Callable[..., Any]]:
         if not compiled:
-            return Binding("forward_native", reason, is_off=True), self.forward_native
+            return Binding("forward_native", reason, is_off=True), self._bound("forward_native")
         backend = construction().compilation.backend
         method = torch.compile(self.forward_native, dynamic=True, backend=backend)
         return Binding("forward_native", f"{reason}, compiled by {backend}", is_off=True, compiled=True), method

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from llm.config.engine import SchedulerConfig
-from llm.kernels.select import kernels_for
+from llm.kernels.backend import backend_for
 from llm.platforms import select_platform
 from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor
 from llm.sampling.logits_processors.interface import BatchUpdate
@@ -127,8 +127,8 @@ def _measure(case: str, logits: torch.Tensor, repeats: int) -> float:
         model_config=SimpleNamespace(max_model_len=4096, vocab_size=vocab),
     )
     custom = [BiasFirstToken] if "custom" in case else []
-    kernels = kernels_for(select_platform("cpu")[0])
-    processors = LogitsProcessors(config, torch.device("cpu"), custom, kernels)
+    backend = backend_for(select_platform("cpu")[0])
+    processors = LogitsProcessors(config, torch.device("cpu"), custom, backend)
     sampling = SamplingRows(count)
     params = SamplingParams(seed=1, max_tokens=4096, **CASES[case])
     tokens = np.random.Generator(np.random.Philox(count)).integers(0, vocab, (count, PROMPT_TOKENS + OUTPUT_TOKENS))
@@ -138,7 +138,7 @@ def _measure(case: str, logits: torch.Tensor, repeats: int) -> float:
         ids = tokens[row].tolist()
         added.append((row, params, ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]))
     processors.update_state(BatchUpdate(count, [], added, []))
-    sampler, work = Sampler(kernels=kernels), torch.empty_like(logits)
+    sampler, work = Sampler(backend=backend), torch.empty_like(logits)
     rows, outputs = np.arange(count), np.full(count, OUTPUT_TOKENS)
 
     @torch.inference_mode()

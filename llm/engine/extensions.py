@@ -62,7 +62,7 @@ def check_operations(compilation: CompilationConfig) -> None:
 def what_varies(model: nn.Module) -> str | None:
     """Why answers may depend on the batch because something else computes than this package's kernels, else None.
 
-    Whether those kernels themselves are invariant is for `KernelSet.invariant` to say.
+    Whether those kernels themselves are invariant is for `Backend.invariant` to say.
     """
     for module in model.modules():
         if replaced_class(type(module)) is not None:

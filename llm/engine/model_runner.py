@@ -27,8 +27,7 @@ from llm.engine.proposer import Proposer, propose
 from llm.engine.replay import DecodeReplay
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.forward import ForwardBatch, KVCacheSpec
-from llm.kernels.cpu.library import Library
-from llm.kernels.select import kernels_for
+from llm.kernels.backend import backend_for
 from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform
 from llm.sampling.logits_processors.interface import LogitsProcessor
@@ -48,11 +47,11 @@ class ModelRunner(ModelInspection):
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
+        self.backend = backend_for(platform)
         self.model: Any = None
         self.kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
         # None: every step runs operation by operation.
         self.replay: DecodeReplay | None = None
-        self._library: Library | None = None
 
     @library_defaults()
     def load(self, plan: RunnerPlan) -> Loaded:
@@ -89,12 +88,11 @@ class ModelRunner(ModelInspection):
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
         )
-        self._library = (kernels := kernels_for(self.platform)).library
-        if config.invariant and self._library is not None:
-            self.replay = DecodeReplay(self.model, self._library, self.batch.block_tables[0].shape[1])
+        if config.invariant and self.backend.records:
+            self.replay = DecodeReplay(self.model, self.backend, self.batch.block_tables[0].shape[1])
         device, custom = torch.device(config.device), self.plan.logits_processors
-        self.processors = LogitsProcessors(config, device, custom, kernels)
-        self.sampler = Sampler(config.model_config.logprobs_mode, kernels)
+        self.processors = LogitsProcessors(config, device, custom, self.backend)
+        self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
         # None: a row draws one token a step.
         self.proposer: Proposer | None = None
         self._vocab_size = config.model_config.vocab_size
@@ -144,8 +142,7 @@ class ModelRunner(ModelInspection):
             tensor.data = torch.empty(0)
         self.model = self.replay = self.proposer = None
         self.kv_caches = []
-        if self._library is not None:
-            self._library.pool.clear()
+        self.backend.clear()
         self.platform.release_memory()
 
     def place_model(self, model: Any) -> Any:
@@ -161,7 +158,7 @@ class ModelRunner(ModelInspection):
             backend = attention_backend(self.platform, spec.head_size)
             return backend.kv_cache_shapes(self.platform, spec, num_blocks, block_size)
 
-        return allocate_kv_caches(specs, num_blocks, block_size, shapes)
+        return allocate_kv_caches(specs, num_blocks, block_size, shapes, self.backend)
 
     def prepare_batch(self, step: StepInput) -> ForwardBatch:
         """The step's batch with the caches and, for each attention layer, the metadata of its group."""

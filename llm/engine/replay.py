@@ -18,8 +18,7 @@ import torch
 
 from llm.base.custom_op import is_watched
 from llm.forward import AttentionMetadata, ForwardBatch
-from llm.kernels.cpu.library import Library
-from llm.kernels.cpu.program import NotRecordable, Program, record
+from llm.kernels.backend import Backend, NotRecordable, Program
 
 # Beyond so many tokens the time between kernels is small beside theirs.
 MAX_TOKENS = 64
@@ -48,18 +47,18 @@ class DecodeReplay:
 
     Args:
         model: whose `forward` is recorded.
-        library: the kernels it computes with.
+        backend: what it computes with, which records.
         max_blocks: the widest a block table gets.
 
     Attributes:
         refusal: what made recording impossible, None so far.
     """
 
-    def __init__(self, model: Any, library: Library, max_blocks: int) -> None:
+    def __init__(self, model: Any, backend: Backend, max_blocks: int) -> None:
         self.refusal: str | None = None
         self._model = model
         self._modules = list(model.modules())
-        self._library = library
+        self._backend = backend
         self._max_blocks = max_blocks
         self._steps: dict[_Key, _Step] = {}
         self._last: _Key | None = None
@@ -110,7 +109,7 @@ class DecodeReplay:
         own = self._own_batch(batch)
         _fill(own, batch, first_layers)
         try:
-            with record(self._library) as program:
+            with self._backend.record() as program:
                 hidden = self._model.forward(own)
         except NotRecordable as reason:
             self.refusal = str(reason)

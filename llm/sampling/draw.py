@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from llm.kernels.select import REFERENCE, KernelSet
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
 from llm.sampling.logprobs import select_lines
 
 # Tokens of the vocabulary that are summed as one block.
@@ -38,7 +39,7 @@ def draw_rows(
     top_p: np.ndarray,
     uniform: np.ndarray,
     wanted: set[int],
-    kernels: KernelSet = REFERENCE,
+    backend: Backend = REFERENCE,
 ) -> Draws:
     """Draw from softmax(logits) cut to the top_k likeliest tokens, then to the fewest of those whose mass is top_p.
 
@@ -50,7 +51,7 @@ def draw_rows(
         largest: float32 [n], the largest logit of each line.
         top_k: int64 [n], 0 for all.  top_p: float64 [n].  uniform: float64 [n] in [0, 1).
         wanted: the lines whose `Draws.kept` is needed.
-        kernels: the kernels of the platform.
+        backend: what computes it.
     """
     logits, largest = _without_infinity(logits, largest)
     vocab = logits.shape[1]
@@ -68,7 +69,7 @@ def draw_rows(
             select_lines(logits, lines), select_lines(largest, lines), top_k[lines], top_p[lines], uniform[lines]
         )
         keep = [index for index, line in enumerate(lines.tolist()) if line in wanted]
-        tokens, kept = draw(rows, keep, kernels)
+        tokens, kept = draw(rows, keep, backend)
         draws.tokens[lines] = tokens
         draws.kept.update({int(lines[index]): ids for index, ids in kept.items()})
     return draws
@@ -88,9 +89,9 @@ class _Rows:
 Drawn = tuple[np.ndarray, dict[int, np.ndarray]]
 
 
-def _draw_few(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
+def _draw_few(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
     """Lines with a small top_k: one selection for all of them."""
-    likeliest, all_ids = kernels.op("top_k")(rows.logits, int(rows.top_k.max()))
+    likeliest, all_ids = backend.op("top_k")(rows.logits, int(rows.top_k.max()))
     values, ids = likeliest.cpu().numpy(), all_ids.cpu().numpy()
     weights = np.exp((values - values[:, :1]).astype(np.float64))
     weights[np.arange(weights.shape[1]) >= rows.top_k[:, None]] = 0.0
@@ -104,7 +105,7 @@ def _draw_few(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
     return tokens, {index: ids[index][weights[index] > 0] for index in keep}
 
 
-def _draw_many(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
+def _draw_many(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
     """Lines with a large top_k, one by one; candidates are in order of id."""
     weights = (rows.logits - rows.largest.unsqueeze(1)).exp_()
     tokens = np.empty(len(weights), dtype=np.int64)
@@ -129,11 +130,11 @@ def _largest(values: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
     return np.sort(ids[: max(1, int((cumulative - own < top_p * cumulative[-1]).sum()))])
 
 
-def _draw_nucleus(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
+def _draw_nucleus(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
     """Lines with top_p and no top_k: all at once."""
     device = rows.logits.device
     numbers = (torch.from_numpy(array).to(device) for array in (rows.top_p, rows.uniform))
-    tokens, edges = (found.cpu().numpy() for found in kernels.op("draw_nucleus")(rows.logits, rows.largest, *numbers))
+    tokens, edges = (found.cpu().numpy() for found in backend.op("draw_nucleus")(rows.logits, rows.largest, *numbers))
     kept = {}
     for line in keep:
         values, edge = rows.logits[line].cpu().numpy(), edges[line]
@@ -142,10 +143,10 @@ def _draw_nucleus(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
     return tokens, kept
 
 
-def _draw_any(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
+def _draw_any(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
     """Lines without a cut: draw the block, then the token within it."""
     vocab = rows.logits.shape[1]
-    by_block = _cumulative_blocks(rows, kernels)
+    by_block = _cumulative_blocks(rows, backend)
     target = rows.uniform * by_block[:, -1]
     last_block = np.diff(by_block, prepend=0.0).astype(bool).cumsum(axis=1).argmax(axis=1)
     block = np.minimum((by_block <= target[:, None]).sum(axis=1), last_block)
@@ -161,9 +162,9 @@ def _draw_any(rows: _Rows, keep: list[int], kernels: KernelSet) -> Drawn:
     return tokens, {index: np.arange(vocab) for index in keep}
 
 
-def _cumulative_blocks(rows: _Rows, kernels: KernelSet) -> np.ndarray:
+def _cumulative_blocks(rows: _Rows, backend: Backend) -> np.ndarray:
     """Sums of e^(logits - largest) up to the end of each block: float64 [n, blocks]."""
-    sums = kernels.op("block_sums")(rows.logits, rows.largest, _BLOCK)
+    sums = backend.op("block_sums")(rows.logits, rows.largest, _BLOCK)
     return np.cumsum(sums.cpu().numpy().astype(np.float64), axis=1)
 
 

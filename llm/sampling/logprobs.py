@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from llm.kernels.select import REFERENCE, KernelSet
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
 
 NO_LOGPROBS = -2
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -32,7 +33,7 @@ def gather_logprobs(
     counts: np.ndarray,
     asked: Mapping[int, Sequence[int]],
     normalise: bool = True,
-    kernels: KernelSet = REFERENCE,
+    backend: Backend = REFERENCE,
 ) -> list[TokenLogprobs]:
     """One `TokenLogprobs` per line.
 
@@ -42,9 +43,9 @@ def gather_logprobs(
         counts: int64 [n], number of top tokens; -1: all. Ties are ordered by token id.
         asked: line -> ids to report instead of the top tokens.
         normalise: False: report the logits themselves.
-        kernels: the kernels of the platform.
+        backend: what computes it.
     """
-    top_k, gather = kernels.op("top_k"), kernels.op("gather_logprobs")
+    top_k, gather = backend.op("top_k"), backend.op("gather_logprobs")
     logits, tokens = logits.float(), tokens.unsqueeze(1)
     vocab = logits.shape[1]
     result = [TokenLogprobs([], [], []) for _ in range(len(tokens))]

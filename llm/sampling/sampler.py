@@ -29,7 +29,8 @@ import numpy as np
 import torch
 
 from llm.base.errors import SamplingError
-from llm.kernels.select import REFERENCE, KernelSet
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
 from llm.sampling.draw import draw_rows
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, gather_logprobs, select_lines
@@ -87,13 +88,13 @@ class SamplerOutput:
 class Sampler:
     """Args:
     logprobs_mode: raw or processed x logprobs or logits, see `llm.sampling.logprobs.MODES`.
-    kernels: the kernels of the platform.
+    backend: what computes it.
     """
 
-    def __init__(self, logprobs_mode: str = "raw_logprobs", kernels: KernelSet = REFERENCE) -> None:
+    def __init__(self, logprobs_mode: str = "raw_logprobs", backend: Backend = REFERENCE) -> None:
         self.logprobs_mode = logprobs_mode
-        self.kernels = kernels
-        self.gather_logprobs = partial(gather_logprobs, normalise=logprobs_mode.endswith("logprobs"), kernels=kernels)
+        self.backend = backend
+        self.gather_logprobs = partial(gather_logprobs, normalise=logprobs_mode.endswith("logprobs"), backend=backend)
 
     def __call__(
         self,
@@ -163,7 +164,7 @@ class _Step:
         numbers = uniform(self.params.seed[rows], self.params.sample_index[rows], self.outputs[random])
         keep = {index for index, line in enumerate(random.tolist()) if line in wanted}
         cuts = self.params.top_k[rows], self.params.top_p[rows]
-        draws = draw_rows(logits, largest, *cuts, numbers, keep, self.sampler.kernels)
+        draws = draw_rows(logits, largest, *cuts, numbers, keep, self.sampler.backend)
         tokens[_index(random, tokens)] = torch.from_numpy(draws.tokens).to(tokens.device)
         for index, ids in draws.kept.items():
             kept = _index(ids, logits)
@@ -201,7 +202,7 @@ class _Step:
 
     def _argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(largest logit, its token) of each line; lines without a token are recorded in `errors`."""
-        largest, tokens = self.sampler.kernels.op("argmax")(logits)
+        largest, tokens = self.sampler.backend.op("argmax")(logits)
         for line in (~(largest > -math.inf)).nonzero().flatten().tolist():
             self.errors.setdefault(line, SamplingError(_NAN if math.isnan(float(largest[line])) else _ALL_BARRED))
         return largest, tokens

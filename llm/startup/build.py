@@ -26,7 +26,7 @@ from llm.engine.extensions import (
 from llm.engine.kv_cache import group_layers
 from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
-from llm.kernels.select import kernels_for
+from llm.kernels.backend import backend_for
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_class, load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
@@ -71,9 +71,9 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             generation = model.source.generation_defaults()
             eos = eos_token_ids(model.reader, generation)
         with times.phase("load kernels"):
-            kernels = kernels_for(platform)
+            backend = backend_for(platform)
         with times.phase("plan"):
-            plan = make_plan(args, model, platform, compilation, kernels, processors)
+            plan = make_plan(args, model, platform, compilation, backend, processors)
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
         runner = make_runner(platform)
         loaded = runner.load(plan)

@@ -28,7 +28,7 @@ from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resolve_dty
 from llm.engine.boundary import RunnerPlan
 from llm.engine.extensions import kv_cache_specs
 from llm.forward import KVCacheSpec
-from llm.kernels.select import KernelSet
+from llm.kernels.backend import Backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.loader import stored_as
 from llm.platforms import Platform
@@ -53,7 +53,7 @@ def make_plan(
     model: ReadModel,
     platform: Platform,
     compilation: CompilationConfig,
-    kernels: KernelSet,
+    backend: Backend,
     logits_processors: Sequence[type[LogitsProcessor]],
     tp: TensorParallel = SINGLE,
 ) -> RunnerPlan:
@@ -65,7 +65,7 @@ def make_plan(
     free = platform.memory_free()
     memory = _plan_memory(args, model, dtypes, specs, free)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
-    reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, kernels)
+    reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend)
     reasons["kv_cache_dtype"] = "the weights' type" if kv_reason == "auto" else kv_reason
     reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
     seed = args.seed
@@ -77,7 +77,7 @@ def make_plan(
         _cache_config(args, memory, kv_dtype),
         scheduler,
         platform.device_type,
-        kernels.invariant[0],
+        backend.invariant[0],
         compilation,
         reasons,
         model.quantization.config,
@@ -144,13 +144,13 @@ def _cache_config(args: EngineArgs, memory: MemoryPlan, dtype: torch.dtype) -> C
 
 
 def _reasons(
-    args: EngineArgs, model: ReadModel, dtypes: Dtypes, compilation: CompilationConfig, kernels: KernelSet
+    args: EngineArgs, model: ReadModel, dtypes: Dtypes, compilation: CompilationConfig, backend: Backend
 ) -> dict[str, str]:
     """Field name -> why it has its value, of everything that needs no arithmetic."""
     return {
-        "dtype": _dtype_reason(args, dtypes, kernels),
+        "dtype": _dtype_reason(args, dtypes, backend),
         "weight_dtype": _weight_dtype_reason(args, model, dtypes),
-        "invariant": kernels.invariant[1],
+        "invariant": backend.invariant[1],
         "model_type": "config.json",
         "architecture": "registered for config.json's architectures or model_type",
         "mode": "operations that are off are compiled one by one" if compilation.compiles else "nothing is compiled",
@@ -163,8 +163,8 @@ def _reasons(
     }
 
 
-def _dtype_reason(args: EngineArgs, dtypes: Dtypes, kernels: KernelSet) -> str:
-    if dtypes.store_as is torch.bfloat16 and kernels.library is not None and kernels.library.has_tiles:
+def _dtype_reason(args: EngineArgs, dtypes: Dtypes, backend: Backend) -> str:
+    if dtypes.store_as is torch.bfloat16 and backend.rounds_bf16_inputs:
         return f"{args.dtype}; matrix products read activations rounded to bfloat16, everything else is float32"
     return f"{args.dtype}; activations and accumulation are float32 on a CPU"
 

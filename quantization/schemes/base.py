@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from llm.base.errors import CheckpointError
+from llm.kernels.backend import backend_of_construction
 from llm.kernels.reference.quantized import dequantize
 from llm.quantization.base import EmbeddingMethodBase, WeightLoader
-from llm.quantization.kernels import computed_by, has_kernel, quantized_op
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.base import WeightStorage
 
@@ -43,11 +43,12 @@ class IntegerMethod(EmbeddingMethodBase):
         self.reason = reason
         self.group_size = 0
         self._scales: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._pack = quantized_op(self.pack_op)
-        self._linear = quantized_op(self.linear_op)
-        self._embedding = quantized_op("embedding_int8")
-        self.invariant = has_kernel(self.linear_op)
-        self.kernel = computed_by(self.linear_op)
+        backend = backend_of_construction()
+        self._pack = backend.op(self.pack_op)
+        self._linear = backend.op(self.linear_op)
+        self._embedding = backend.op("embedding_int8")
+        self.invariant = backend.computes(self.linear_op)
+        self.kernel = backend.source(self.linear_op)
 
     def create_weights(
         self,

@@ -13,7 +13,7 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.engine import replay
-from llm.kernels.cpu.program import NotRecordable, record
+from llm.kernels.backend import NotRecordable
 
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
 KERNELS = kernel_set(ISAS[-1]) if has_kernels() else None
@@ -124,8 +124,8 @@ def test_bfloat16_weights_with_biases_are_repeated_as_computed(tmp_path_factory:
 
 
 def recorded(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
-    assert KERNELS is not None and KERNELS.library is not None
-    with torch.inference_mode(), record(KERNELS.library) as program:
+    assert KERNELS is not None
+    with torch.inference_mode(), KERNELS.record() as program:
         out = compute(x)
     program.kept.append(out)
     return program, out
@@ -190,7 +190,7 @@ def test_positions_are_shifted_in_a_program() -> None:
 def test_what_is_no_kernel_cannot_be_recorded(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(NotRecordable):
         recorded(compute, torch.randn(3, 64))
-    assert KERNELS is not None and KERNELS.library is not None and KERNELS.library.recorder is None
+    assert KERNELS is not None and KERNELS.library.recorder is None
 
 
 @pytest.mark.parametrize(

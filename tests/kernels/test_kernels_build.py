@@ -9,13 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from llm.base.errors import ValidationError
-from llm.kernels import bench, select
-from llm.kernels.cpu import build, library, signatures
+from llm.kernels import bench
+from llm.kernels.backend import OPERATIONS, backend_for
+from llm.kernels.cpu import backend, build, library, signatures
+from llm.kernels.reference.backend import REFERENCE
 from llm.platforms import select_platform
 
 AVX2 = {"avx2", "fma", "f16c"}
@@ -92,12 +95,12 @@ def test_a_compiler_that_does_not_know_the_best_gives_the_next_best(
     def load(target: str) -> SimpleNamespace:
         if target == best:
             raise build.BuildError("unrecognized option '-mnew'")
-        return SimpleNamespace(target=target)
+        return SimpleNamespace(target=target, has_tiles=False)
 
     monkeypatch.setattr(build, "read_cpu_flags", lambda: flags)
-    monkeypatch.setattr(select, "load_library", load)
-    kernels = select._cpu_kernels.__wrapped__(None)
-    assert kernels.library is not None and kernels.library.target == next_best
+    monkeypatch.setattr(backend, "load_library", load)
+    kernels = backend._cpu_backend.__wrapped__(None)
+    assert kernels.variant == next_best
     assert "-mnew" in kernels.reason
 
 
@@ -109,8 +112,8 @@ def test_a_wrong_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_none_means_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_CPU_ISA", "none")
-    kernels = select.kernels_for(select_platform("cpu")[0])
-    assert kernels.library is None
+    kernels = backend_for(select_platform("cpu")[0])
+    assert not kernels.computes("rms_norm")
     invariant, reason = kernels.invariant
     assert not invariant and "LLM_CPU_ISA=none" in reason
 
@@ -208,10 +211,10 @@ def test_a_failing_compiler_is_reported_with_its_words(tmp_path: Path, monkeypat
 def test_without_a_compiler_one_warning_says_what_to_do(tmp_path: Path) -> None:
     code = (
         "import torch, warnings\n"
-        "from llm.kernels.select import kernels_for\n"
+        "from llm.kernels.backend import backend_for\n"
         "from llm.platforms import select_platform\n"
-        "for _ in range(2): kernels = kernels_for(select_platform()[0])\n"
-        "print(kernels.library, kernels.invariant)\n"
+        "for _ in range(2): kernels = backend_for(select_platform()[0])\n"
+        "print(kernels.name, kernels.invariant)\n"
     )
     environment = {**os.environ, "PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("LLM_CPU_ISA", None)
@@ -220,14 +223,14 @@ def test_without_a_compiler_one_warning_says_what_to_do(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("apt-get install g++") == 1
-    assert done.stdout.startswith("None (False,")
+    assert done.stdout.startswith("reference (False,")
 
 
 @needs_compiler
 def test_kernels_get_the_arguments_they_declare() -> None:
     """Pointers, integers of 64 bits of either sign, and floats rounded once."""
-    found = select.kernels_for(select_platform("cpu")[0]).library
-    assert found is not None
+    kernels: Any = backend_for(select_platform("cpu")[0])
+    found = kernels.library
     scale, shift = signatures.KERNELS["llm_scale"], signatures.KERNELS["llm_shift"]
     x, out = torch.tensor([1.0, 3.0, -7.0]), torch.empty(3)
     found.call(scale, x.data_ptr(), -0.1, out.data_ptr(), 3)
@@ -238,10 +241,10 @@ def test_kernels_get_the_arguments_they_declare() -> None:
 
 
 def test_every_operation_has_its_implementations() -> None:
-    kernels = select.kernels_for(select_platform("cpu")[0])
-    for name in select.OPERATIONS:
-        assert callable(kernels.op(name)) and callable(select.REFERENCE.op(name))
-        assert select.REFERENCE.source(name) == "PyTorch"
+    kernels = backend_for(select_platform("cpu")[0])
+    for name in OPERATIONS:
+        assert callable(kernels.op(name)) and callable(REFERENCE.op(name))
+        assert REFERENCE.source(name) == "PyTorch"
 
 
 @needs_compiler
@@ -251,7 +254,7 @@ def test_the_bench_measures_every_product(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bench, "_COLD_BYTES", 1 << 14)
     monkeypatch.setattr(bench.bench_calls, "_CALLS", 3)
     monkeypatch.setattr(bench, "_READ_BYTES", 1 << 18)
-    lines = list(bench.run(select.kernels_for(select_platform("cpu")[0]), 0.0))
+    lines = list(bench.run(backend_for(select_platform("cpu")[0]), 0.0))
     integers = ["w8a8", "w4a8", "w4a8", "w4a8", "w8a16", "w4a16", "w4a16"]
     assert [line.split()[0] for line in lines[3:13]] == ["float32", "bfloat16", "float16", *integers]
     assert sum(line.startswith("torch") for line in lines) == 3

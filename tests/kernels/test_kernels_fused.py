@@ -19,7 +19,8 @@ from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
 from tiny_models import one_thread
 
-from llm.kernels.select import REFERENCE, KernelSet
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
 
 pytestmark = needs_compiler
 BEST = ISAS[-1]
@@ -40,7 +41,7 @@ class Case:
     """How to call one operation on rows x float32 [n, width], and what it must return in float64."""
 
     name: str
-    call: Callable[[KernelSet, torch.Tensor], Any]
+    call: Callable[[Backend, torch.Tensor], Any]
     formula: Callable[[torch.Tensor], Any]
     step: int = 1  # widths must be multiples of it
 
@@ -82,11 +83,11 @@ def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
-def with_weight(name: str, *rest: Any) -> Callable[[KernelSet, torch.Tensor], Any]:
+def with_weight(name: str, *rest: Any) -> Callable[[Backend, torch.Tensor], Any]:
     return lambda kernels, x: kernels.op(name)(x, parameters(x.shape[-1])[0], 1e-5, *rest)
 
 
-def of_x(name: str, *rest: Any) -> Callable[[KernelSet, torch.Tensor], Any]:
+def of_x(name: str, *rest: Any) -> Callable[[Backend, torch.Tensor], Any]:
     return lambda kernels, x: kernels.op(name)(x, *rest)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from embedded import open_llm
 from kernel_sets import has_kernels, needs_compiler
 
+from llm.kernels.backend import backend_for
 from llm.kernels.cpu.memory import Pool, eighths
-from llm.kernels.select import kernels_for
 from llm.platforms import current_platform
 
 LARGE = 1 << 21
@@ -64,10 +66,9 @@ def test_sizes_grow_by_an_eighth_at_most(nbytes: int) -> None:
 @needs_compiler
 @pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")
 def test_a_model_that_closes_gives_its_memory_back() -> None:
-    library = kernels_for(current_platform).library
-    assert library is not None
+    backend: Any = backend_for(current_platform)
     with open_llm():
-        held = library.empty(1 << 20)
+        held = backend.empty(1 << 20)
         del held
-        assert library.pool.free_bytes >= 4 << 20
-    assert not library.pool.free_bytes
+        assert backend.library.pool.free_bytes >= 4 << 20
+    assert not backend.library.pool.free_bytes

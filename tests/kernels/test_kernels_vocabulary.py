@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from tiny_models import one_thread
 
-from llm.kernels.select import REFERENCE, KernelSet
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
 
 pytestmark = needs_compiler
 BEST = ISAS[-1]
@@ -87,13 +88,13 @@ def drawable(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def nucleus(kernels: KernelSet, x: torch.Tensor, top_p: float = 0.8, uniform: float = 0.4) -> Any:
+def nucleus(kernels: Backend, x: torch.Tensor, top_p: float = 0.8, uniform: float = 0.4) -> Any:
     x = drawable(x)
     numbers = (torch.full((len(x),), number, dtype=torch.float64) for number in (top_p, uniform))
     return kernels.op("draw_nucleus")(x, x.amax(dim=-1), *numbers)
 
 
-CALLS: dict[str, Callable[[KernelSet, torch.Tensor], Any]] = {
+CALLS: dict[str, Callable[[Backend, torch.Tensor], Any]] = {
     "argmax": lambda kernels, x: kernels.op("argmax")(x),
     "top_k 1": lambda kernels, x: kernels.op("top_k")(x, 1),
     "top_k 40": lambda kernels, x: kernels.op("top_k")(x, min(40, x.shape[1])),
@@ -110,7 +111,7 @@ by_name = pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kernels", [REFERENCE, *map(kernel_set, ISAS)], ids=["torch", *ISAS])
 @settings(max_examples=40)
 @given(**rows_of_any_kind, k=st.sampled_from([1, 2, 5, 50, 64, 1000, 1024]))
-def test_the_largest_are_those_of_a_stable_sort(kernels: KernelSet, seed: int, vocab: int, kind: str, k: int) -> None:
+def test_the_largest_are_those_of_a_stable_sort(kernels: Backend, seed: int, vocab: int, kind: str, k: int) -> None:
     """Ties to the lowest id, a NaN before anything, -inf last."""
     x = logits_of(kind, seed, 2, vocab)
     values, ids = sorted_rows(x)
@@ -168,7 +169,7 @@ def test_sums_of_blocks(seed: int, vocab: int, kind: str) -> None:
     scale=st.sampled_from([0.01, 1.0, 30.0]),
 )
 def test_draws_among_the_fewest_that_weigh_enough(
-    kernels: KernelSet, seed: int, vocab: int, kind: str, top_p: float, uniform: float, scale: float
+    kernels: Backend, seed: int, vocab: int, kind: str, top_p: float, uniform: float, scale: float
 ) -> None:
     """Against float64: no fewer weigh top_p, none of them is too many; the token is at `uniform` of what they weigh."""
     x = drawable(logits_of(kind, seed, 2, vocab) * scale)

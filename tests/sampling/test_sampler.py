@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from kernel_sets import ISAS, has_compiler, kernel_set
 
 from llm.config import SchedulerConfig
-from llm.kernels.reference import vocabulary
-from llm.kernels.select import REFERENCE, KernelSet
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
 from llm.sampling import draw as draw_module
 from llm.sampling import sampler as sampler_module
 from llm.sampling.logits_processors.interface import BatchUpdate
@@ -92,7 +92,7 @@ class Rows:
         stops: tuple[int, ...] = (),
         outputs: Sequence[list[int]] | None = None,
         custom: Sequence[Any] = (),
-        kernels: KernelSet = REFERENCE,
+        kernels: Backend = REFERENCE,
     ) -> None:
         self.kernels = kernels
         self.sampling = SamplingRows(len(params))
@@ -240,7 +240,7 @@ def draws_alone_and_together(
     options: list[dict[str, Any]],
     order: list[int],
     mode: str = "raw_logprobs",
-    kernels: KernelSet = REFERENCE,
+    kernels: Backend = REFERENCE,
 ) -> list[tuple[Any, Any]]:
     """(alone, together in this order) for each row: its token and its logprobs."""
     logits = torch.from_numpy(values).float()
@@ -272,7 +272,7 @@ def draws_alone_and_together(
 )
 @settings(max_examples=80)
 def test_a_draw_is_the_same_alone_in_a_batch_and_in_any_order(
-    values: np.ndarray, options: list[dict[str, Any]], order: list[int], mode: str, tiles: int, kernels: KernelSet
+    values: np.ndarray, options: list[dict[str, Any]], order: list[int], mode: str, tiles: int, kernels: Backend
 ) -> None:
     """`tiles`: of a vocabulary of 2400 too, which is searched and summed in blocks."""
     values = np.tile(values, tiles) - 0.125 * np.arange(tiles).repeat(40)
@@ -282,7 +282,7 @@ def test_a_draw_is_the_same_alone_in_a_batch_and_in_any_order(
 
 def test_torch_topk_alone_would_let_companions_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above, and the reason that `top_k` orders equals."""
-    monkeypatch.setattr(vocabulary, "top_k", torch.topk)
+    monkeypatch.setattr(REFERENCE.ops, "top_k", torch.topk)
     values = np.random.default_rng(0).integers(-3, 3, (12, 40)) / 2.0
     options: list[dict[str, Any]] = [{"top_k": 1 + 3 * row} for row in range(12)]
     pairs = draws_alone_and_together(values, options, list(range(12)))
@@ -477,7 +477,7 @@ def test_draws_from_many_blocks_have_the_distribution_of_the_reference(options: 
 @pytest.mark.parametrize("top_k", [0, 40, 1500, 10**6])
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 @pytest.mark.parametrize("kernels", SETS, ids=["torch", "kernels"][: len(SETS)])
-def test_top_p_keeps_the_fewest_that_weigh_enough(top_p: float, top_k: int, spread: float, kernels: KernelSet) -> None:
+def test_top_p_keeps_the_fewest_that_weigh_enough(top_p: float, top_k: int, spread: float, kernels: Backend) -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 4001)).astype(np.float32)) * spread
     draws = draw_module.draw_rows(
         logits, logits.amax(1), np.full(2, top_k), np.full(2, top_p), np.array([0.1, 0.9]), {0, 1}, kernels
@@ -517,9 +517,7 @@ def test_processed_logprobs_are_those_the_token_was_drawn_from(mode: str) -> Non
 
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.source("argmax"))
 @pytest.mark.parametrize("options", [{"temperature": 0.5}, {"temperature": 0, "logit_bias": {3: 1.0}}], ids=str)
-def test_raw_logprobs_are_of_the_logits_before_they_are_overwritten(
-    options: dict[str, Any], kernels: KernelSet
-) -> None:
+def test_raw_logprobs_are_of_the_logits_before_they_are_overwritten(options: dict[str, Any], kernels: Backend) -> None:
     output = Rows([SamplingParams(**options, logprobs=3)] * 2, kernels=kernels).sample(TOY.repeat(2, 1))
     for own in output.logprobs.values():
         assert own.token_ids[1:] == [3, 6, 9] and own.ranks[1:] == [1, 2, 3]

@@ -14,15 +14,14 @@ from tiny_models import TINY_MODELS, make_prompts, reference_model, tiny_checkpo
 
 from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, OutOfMemoryError
-from llm.kernels.select import kernels_for
+from llm.kernels.backend import backend_for
 from llm.platforms import current_platform
 from llm.platforms.cpu import CpuPlatform
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
 PROMPTS = make_prompts(TINY_MODELS["llama"])
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_dtype": "float32", "max_model_len": 64}
-KERNELS = kernels_for(current_platform)
-TILES = KERNELS.library is not None and KERNELS.library.has_tiles
+TILES = backend_for(current_platform).rounds_bf16_inputs
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from llm.kernels.select import REFERENCE, KernelSet
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
 from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor
 from llm.sampling.logits_processors.state import process_dict_updates
 from llm.sampling_params import SamplingParams
@@ -143,10 +144,10 @@ class MinPLogitsProcessor(SparseLogitsProcessor[float]):
     """`min_p`: tokens less likely than min_p times the likeliest get -inf; after the temperature."""
 
     def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool, kernels: KernelSet = REFERENCE
+        self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool, backend: Backend = REFERENCE
     ) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
-        self._cut = kernels.op("cut_below_largest")
+        self._cut = backend.op("cut_below_largest")
         # By batch row; -inf: no min_p.
         self._log_min_p = torch.empty(0, device=device)
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from llm.base.errors import LogitsProcessorError
-from llm.kernels.select import REFERENCE, KernelSet
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
 from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor
 from llm.sampling.logits_processors.builtin import (
     AllowedTokensLogitsProcessor,
@@ -46,10 +47,10 @@ class LogitsProcessors:
         config: VllmConfig,
         device: torch.device,
         custom: Sequence[type[LogitsProcessor]] = (),
-        kernels: KernelSet = REFERENCE,
+        backend: Backend = REFERENCE,
     ) -> None:
         self._config = config
-        self._kernels = kernels
+        self._backend = backend
         self._device = device
         self._custom = list(custom)
         self._is_stale = False
@@ -81,7 +82,7 @@ class LogitsProcessors:
             self._make(PenaltiesLogitsProcessor),
         ]
         self.argmax_invariant = [
-            MinPLogitsProcessor(self._config, self._device, False, self._kernels),
+            MinPLogitsProcessor(self._config, self._device, False, self._backend),
             *(processor for processor, skip in zip(custom, invariant, strict=True) if skip),
         ]
 

@@ -1,0 +1,81 @@
+"""The C++ kernels as a backend: one per instruction set, or PyTorch where none can be compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import warnings
+from contextlib import AbstractContextManager
+
+import torch
+
+from llm.kernels.backend import OPERATIONS, Backend, Operation, Program
+from llm.kernels.cpu import build
+from llm.kernels.cpu.library import Library, choose_target, load_library, requested_isa
+from llm.kernels.cpu.program import record
+from llm.kernels.reference.backend import pytorch
+from llm.platforms.interface import Platform
+
+# The module here that has the function of an operation's name, where it is not named as the one that defines it.
+_MODULES = {"pack_float": "packed", "pack_int8": "packed", "pack_int4": "packed"}
+_NEXT_BEST = {"amx": "avx512", "avx2_vnni": "avx2"}
+
+
+class CpuBackend(Backend):
+    """The kernels of one loaded library.
+
+    Attributes:
+        library: what they are in; nothing outside of `llm.kernels` looks at it.
+    """
+
+    name = "cpu"
+    records = True
+
+    def __init__(self, library: Library, reason: str) -> None:
+        super().__init__({name: functools.partial(kernel(name), library) for name in OPERATIONS}, reason)
+        self.library = library
+        self.variant = library.target
+        # Matrix tiles multiply bfloat16: an activation is one of them when it is rounded, and three when it is not.
+        self.rounds_bf16_inputs = library.has_tiles
+
+    @classmethod
+    def of(cls, platform: Platform) -> Backend:
+        """The best that this processor runs, or what LLM_CPU_ISA asks for.
+
+        When it cannot be compiled, one warning says how to fix it and PyTorch computes.
+        """
+        isa = requested_isa()
+        return pytorch("LLM_CPU_ISA=none") if isa == "none" else _cpu_backend(isa)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return self.library.empty(*shape)
+
+    def clear(self) -> None:
+        self.library.pool.clear()
+
+    def record(self) -> AbstractContextManager[Program]:
+        return record(self.library)
+
+
+def kernel(name: str) -> Operation:
+    """The function behind an operation: it takes the library first, then what the definition takes."""
+    return getattr(importlib.import_module(f"llm.kernels.cpu.{_MODULES.get(name, OPERATIONS[name])}"), name)
+
+
+@functools.cache
+def _cpu_backend(isa: str | None) -> Backend:
+    target, reason = choose_target(isa)
+    try:
+        return CpuBackend(load_library(target), reason)
+    except build.BuildError as error:
+        if target in _NEXT_BEST and isa is None:  # gcc before 11 knows neither, some systems do not grant amx
+            next_best, _ = choose_target(_NEXT_BEST[target])
+            with contextlib.suppress(build.BuildError):  # its reason is the same, and said below
+                return CpuBackend(load_library(next_best), f"{target} is not available: {str(error).splitlines()[0]}")
+        warnings.warn(
+            f"the CPU kernels are not available: {error}. PyTorch's operations compute instead: slower, and answers "
+            "depend on what else is in the batch.",
+            stacklevel=2,
+        )
+        return pytorch(str(error).splitlines()[0])

@@ -1,0 +1,67 @@
+"""CustomOps that are computed by the backend of the platform: one body, over the backend's operations or PyTorch's.
+
+Owns `KernelOp`. What the operations are and who has kernels for them is `llm.kernels.backend`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+from llm.base.custom_op import CustomOp
+from llm.kernels.backend import Operations, backend_of_construction
+from llm.kernels.reference.backend import REFERENCE
+
+
+class KernelOp(CustomOp):
+    """A CustomOp written once, in `compute`.
+
+    `forward_native` is `compute` over the definitions in PyTorch. `forward_cpu`, `forward_cuda` and the others are
+    `compute` over the kernels of the platform's backend; where it has none for these operations, `forward_native` is
+    bound. A subclass may still override any `forward_*`.
+
+    Attributes:
+        operations: names of those that `compute` calls.
+        backend: of the model under construction.
+    """
+
+    operations: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *, enforce_enable: bool = False, compile_native: bool = True) -> None:
+        super().__init__(enforce_enable=enforce_enable, compile_native=compile_native)
+        self.backend = backend_of_construction()
+
+    def compute(self, ops: Operations, *args: Any, **kwargs: Any) -> Any:
+        """What `forward` returns, by the operations of `ops`; the first of `operations` unless overridden."""
+        return getattr(ops, self.operations[0])(*args, **kwargs)
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(REFERENCE.ops, *args, **kwargs)
+
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self.backend.ops, *args, **kwargs)
+
+    forward_cuda = forward_xpu = forward_tpu = forward_oot = forward_cpu
+
+    def declines(self, method: str) -> str | None:
+        if not self._is_own(method) or self.backend.computes(*self.operations):
+            return None
+        return f"no CPU kernels: {self.backend.reason}" if method == "forward_cpu" else f"no {method}"
+
+    def _is_own(self, method: str) -> bool:
+        """Whether `method` is `compute`, and not what a subclass wrote."""
+        return getattr(type(self), method) is getattr(KernelOp, method)
+
+    def _bind(self) -> None:
+        super()._bind()
+        method, variant = self.binding.method, self.backend.variant
+        if method != "forward_native" and self._is_own(method) and variant:
+            self.binding = replace(self.binding, reason=f"{self.binding.reason} {variant}")
+
+    def _bound(self, method: str) -> Callable[..., Any]:
+        if not self._is_own(method):
+            return super()._bound(method)
+        # Calling the method would only add a frame.
+        return partial(self.compute, REFERENCE.ops if method == "forward_native" else self.backend.ops)
