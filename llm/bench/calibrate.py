@@ -1,6 +1,6 @@
-"""What this machine can do, measured just before anything else is: how fast it reads memory and multiplies.
+"""The machine's memory read bandwidth and GEMM rate, measured before anything else.
 
-Owns the two rates that every figure is judged by, and noticing that they cannot be trusted: a spread between
+Owns the two rates that every figure is compared with, and the warnings when they are not reliable: a spread between
 repetitions, or other processes on the same cores.
 """
 
@@ -18,20 +18,20 @@ import torch
 from llm.bench.cost import Rates
 from llm.platforms import select_platform
 
-# Larger than the caches of most machines; a share of what is free on small ones.
+# Larger than the caches of most machines; on small machines a share of the free memory.
 _READ_BYTES = 1 << 30
 _READ_SHARE_OF_FREE = 8
 _GEMM_SHAPE = (512, 2048, 2048)
 _LEAST_REPEATS = 5
 _SPREAD_ALLOWED = 0.1
 _CORES_ALLOWED = 0.1
-# /proc/stat counts hundredths of a second: shorter spans say nothing.
+# /proc/stat counts hundredths of a second: shorter spans are meaningless.
 _SHORTEST_WATCH_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate per second, repeated. `spread` is how far the median is below the best, as a share of it."""
+    """A repeated measurement of a rate per second. `spread`: (best - median) / best."""
 
     best: float
     spread: float
@@ -40,7 +40,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`other_cores`: how many of the cores we may use other processes kept busy; None: unknown."""
+    """`other_cores`: how many of this process's cores other processes used; None: unknown."""
 
     device_name: str
     cores: int
@@ -81,14 +81,14 @@ def calibrate(seconds: float) -> Calibration:
 
 
 def _read_rate(size: int, seconds: float) -> Rate:
-    """Bytes per second of a float32 matrix times a vector: what decoding one row does."""
+    """Bytes per second of a float32 matrix times a vector, the access pattern of decode with one request."""
     matrix = torch.ones(max(1, size // (4 * 4096)), 4096)
     vector, out = torch.ones(4096), torch.empty(matrix.shape[0])
     return _repeat(lambda: torch.mv(matrix, vector, out=out), matrix.nbytes, seconds)
 
 
 def _gemm_rate(shape: tuple[int, int, int], seconds: float) -> Rate:
-    """float32 operations per second of the library behind torch.mm."""
+    """float32 operations per second of torch.mm."""
     rows, inner, columns = shape
     left, right = torch.ones(rows, inner), torch.ones(inner, columns)
     out = torch.empty(rows, columns)
@@ -96,7 +96,7 @@ def _gemm_rate(shape: tuple[int, int, int], seconds: float) -> Rate:
 
 
 def _repeat(work: Callable[[], object], amount: int, seconds: float) -> Rate:
-    work()  # threads start, pages are touched
+    work()  # starts threads and touches pages
     times: list[float] = []
     end = perf_counter() + seconds
     while len(times) < _LEAST_REPEATS or perf_counter() < end:
@@ -107,7 +107,7 @@ def _repeat(work: Callable[[], object], amount: int, seconds: float) -> Rate:
 
 
 class CpuWatch:
-    """Context manager: what other processes did on our cores meanwhile; the hypervisor's theft counts as theirs."""
+    """Context manager: CPU use of other processes on this process's cores, including time stolen by the hypervisor."""
 
     def __init__(self) -> None:
         self.other_cores: float | None = None
@@ -135,7 +135,7 @@ def _own_seconds() -> float:
 
 
 def _busy_seconds() -> float | None:
-    """Seconds our cores have been busy since boot; None where there is no /proc."""
+    """Seconds that this process's cores have been busy since boot; None without /proc."""
     path = Path("/proc/stat")
     if not path.exists():
         return None

@@ -1,7 +1,7 @@
 """`python -m llm bench`: arguments in, tables or JSON out.
 
-Owns the subcommand and checking what was asked. Imports no PyTorch: it and the engine are imported when the command
-runs, by a clock.
+Owns the subcommand and the check of its arguments. Imports no PyTorch: the command imports it and the engine when it
+runs, and measures the time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import json
 import sys
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 from llm.base.errors import ValidationError
+from llm.base.types import Commands, JsonObject
 from llm.bench.shapes import SHAPES, find_shape
 from llm.bench.workloads import PREFILL_REPS, RECIPES, find_recipe
 
@@ -23,7 +23,7 @@ WEIGHT_DTYPES = ("float32", "bfloat16")
 RIVALS = ("transformers",)
 
 _IMPORTS = ("torch", "llm.api")
-# Arguments of LLM that the benchmark sets itself, and what sets them.
+# Arguments of LLM that an option of the benchmark sets -> that option.
 _TAKEN = {"model": "--model", "load_format": "--shape", "dtype": "--dtype", "quantization": "--quantization"}
 
 
@@ -40,7 +40,7 @@ class BenchOptions:
     calibrate_seconds: float = 2.0
     against: str | None = None
     profile: bool = False
-    engine: dict[str, Any] = field(default_factory=dict)
+    engine: JsonObject = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.workloads:
@@ -64,13 +64,13 @@ class BenchOptions:
             raise _invalid("calibrate", self.calibrate_seconds, "a number of seconds, 0 for none")
 
 
-def add_command(commands: Any) -> None:
+def add_command(commands: Commands) -> None:
     """Add `bench` to the command line's subcommands."""
     command = commands.add_parser(
         "bench",
         help="measure speed, start-up and memory, against what this machine can do",
-        description="Measure speed, start-up and memory. First the machine's read bandwidth and float32 GEMM rate are "
-        "measured; every figure is shown with the best that they allow (its floor).",
+        description="Measure speed, start-up and memory. The read bandwidth and float32 GEMM rate of the machine are "
+        "measured first; every figure is shown with the best that they allow (its floor).",
         epilog="Workloads: " + "; ".join(f"{name} = {recipe.about}" for name, recipe in RECIPES.items()) + ".",
         allow_abbrev=False,
     )
@@ -108,7 +108,7 @@ def add_command(commands: Any) -> None:
 
 
 def read_options(args: argparse.Namespace) -> BenchOptions:
-    """Raises `ValidationError` for anything that cannot be measured."""
+    """The options; raises `ValidationError` for a combination that cannot be measured."""
     engine = dict(map(_parse_option, args.option))
     engine |= {name: getattr(args, name) for name in ("dtype", "quantization") if getattr(args, name) is not None}
     return BenchOptions(
@@ -126,7 +126,7 @@ def read_options(args: argparse.Namespace) -> BenchOptions:
 
 
 def time_imports() -> dict[str, float]:
-    """Seconds to import PyTorch, then this engine; nothing of what is imported already."""
+    """Seconds to import PyTorch, then this engine; modules that are already imported are left out."""
     seconds = {}
     for name in _IMPORTS:
         if name not in sys.modules:
@@ -137,11 +137,11 @@ def time_imports() -> dict[str, float]:
 
 
 def _bench_sampler(args: argparse.Namespace, options: BenchOptions) -> int:
-    """The sampler needs no model: whatever says something of one is refused."""
+    """Benchmark the sampler. It needs no model, so options that concern a model are refused."""
     others = dataclasses.replace(options, reps=BenchOptions.reps, threads=None)
     if others != BenchOptions():
         name = next(item.name for item in dataclasses.fields(others) if getattr(others, item.name) != item.default)
-        raise _invalid("sampler", True, f"alone, with --reps, --threads and --json: {name} says something of a model")
+        raise _invalid("sampler", True, f"alone, with --reps, --threads and --json: {name} concerns a model")
     import torch
 
     from llm.bench.sampler import as_line, as_object, run_sampler_bench
@@ -169,17 +169,17 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parse_option(text: str) -> tuple[str, Any]:
+def _parse_option(text: str) -> tuple[str, object]:
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise _invalid("option", text, "NAME=VALUE")
     if name in _TAKEN:
-        raise _invalid("option", text, f"left out: {_TAKEN[name]} says that")
+        raise _invalid("option", text, f"left out: {_TAKEN[name]} sets it")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
 
 
-def _invalid(name: str, value: Any, right: str) -> ValidationError:
+def _invalid(name: str, value: object, right: str) -> ValidationError:
     return ValidationError(f"--{name} must be {right}, got {value!r}.", parameter=name, value=value)

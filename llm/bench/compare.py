@@ -1,7 +1,7 @@
 """The same workloads by `transformers.generate`, in this process and on the same weights.
 
-Owns the rival and the verdict: how much faster, and whether both said the same. Weights stored as bfloat16 have the
-same values on both sides, and both compute in float32 (transformers on a float32 copy, which it makes at load).
+Owns the rival and the comparison: the ratio of speeds, and the agreement of the outputs. bfloat16 weights have the same
+values on both sides, and both compute in float32 (transformers on a float32 copy that it makes at load).
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from llm.bench.measure import Figure, Tokens
 from llm.engine.engine import EngineStats
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _SEED = 1234
-# Wide enough that random weights do not say the same token over and over.
+# Wide enough that a model with random weights does not repeat one token.
 _WEIGHT_STD = 0.04
 _BIAS_STD = 0.02
 
@@ -28,7 +32,7 @@ class Transformers:
 
     name = "transformers"
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.float().eval()
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
@@ -48,15 +52,17 @@ class Transformers:
         """Random weights for the config.json in `folder`, written there as a checkpoint of `weight_dtype`."""
         config = (folder / "config.json").read_text(encoding="utf-8")
         with _quiet():
-            _random_model(folder).to(weight_dtype).save_pretrained(folder)
-        # transformers writes its own version of the file, with its defaults spelled out; ours is the published one.
+            model = _random_model(folder)
+            nn.Module.to(model, weight_dtype)  # in place; transformers' own `to` has no usable type
+            model.save_pretrained(folder)
+        # transformers writes the file with its defaults spelled out; restore the published one.
         (folder / "config.json").write_text(config, encoding="utf-8")
-        # Not the model that was saved: its rope frequencies were rounded to `weight_dtype` along with the weights.
+        # Reload: in the saved model the rope frequencies were rounded to `weight_dtype` along with the weights.
         return cls.load(folder)
 
     @staticmethod
     def describe(quantization: str | None) -> str:
-        """What we are compared with, when our weights are quantized so."""
+        """A sentence on the comparison; `quantization`: of this engine's weights."""
         weights = "the same weights, computing in float32 as we do"
         if quantization is not None:
             weights = f"the checkpoint's weights, computing in float32 (ours are quantized: {quantization})"
@@ -79,13 +85,13 @@ class Transformers:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether two engines said the same.
+    """How far the outputs of two engines agree.
 
     Attributes:
-        equal_tokens: share of positions with the same token. Where two tokens are nearly as likely, rounding decides,
-            and from there on the row goes its own way.
-        equal_rows: rows that are the same to the end.
-        distinct_tokens: different tokens in our output; with one or two, agreeing means little.
+        equal_tokens: share of positions with the same token. Where two tokens are nearly equally likely, rounding
+            decides, and the outputs differ from there on.
+        equal_rows: number of prompts whose outputs are equal to the end.
+        distinct_tokens: number of different tokens in our output; with one or two, agreement means little.
     """
 
     equal_tokens: float
@@ -95,7 +101,7 @@ class Agreement:
 
 
 def agreement(ours: Sequence[Tokens], theirs: Sequence[Tokens]) -> Agreement:
-    """Compare the outputs of several runs; a position that one of them lacks counts as different."""
+    """Compare the outputs of several runs; a position that one output lacks counts as different."""
     pairs = [pair for mine, other in zip(ours, theirs, strict=True) for pair in zip(mine, other, strict=True)]
     positions = sum(max(len(mine), len(other)) for mine, other in pairs)
     equal = sum(a == b for mine, other in pairs for a, b in zip(mine, other, strict=False))
@@ -113,8 +119,8 @@ def advantage(ours: Figure, theirs: Figure) -> float:
     return ratio if ours.higher_is_better else 1 / ratio
 
 
-def _random_model(folder: Path) -> Any:
-    """float32, deterministic; the global random state is left as it was."""
+def _random_model(folder: Path) -> PreTrainedModel:
+    """A float32 model with deterministic random weights; the global random state is restored."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -131,7 +137,7 @@ def _random_model(folder: Path) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' bars, whose place is ours."""
+    """Disable transformers' progress bars."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
 """Running workloads and turning times into figures with their floors.
 
-Owns the protocol. A stream's prefill is a run of its own with other tokens and one new token; what the whole run takes
-beyond that is shared among the other steps. A batch is judged by its wall time.
+Owns the protocol. The prefill of a stream is a separate run, with other ids and one new token. The rest of the whole
+run's time is divided by the number of decode steps. A batch is measured by its wall time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Tokens = list[list[int]]
 
 
 class Contestant(Protocol):
-    """Whoever can run a workload."""
+    """An engine that can run a workload."""
 
     name: str
 
     def generate(self, prompts: Tokens, max_tokens: int) -> Tokens:
-        """Continue every prompt greedily by exactly `max_tokens`."""
+        """Continue every prompt greedily by exactly `max_tokens` tokens."""
 
     def stats(self) -> EngineStats:
-        """Counters so far; of an engine that has none, zeros."""
+        """Counters so far; zeros for an engine without counters."""
 
 
 class Ours:
@@ -61,8 +61,8 @@ class Run:
     Attributes:
         seconds: of the whole run.
         prefill_seconds: of a stream's separate prefill run; None for a batch.
-        stats: what the engine counted during the whole run.
-        other_cores: cores other processes used meanwhile; None: unknown.
+        stats: the engine's counters for the whole run.
+        other_cores: cores that other processes used during the run; None: unknown.
     """
 
     workload: Workload
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def step_seconds(self) -> float:
-        """Of a stream, per step after the first."""
+        """Seconds per decode step of a stream."""
         return (self.seconds - (self.prefill_seconds or 0.0)) / max(1, self.workload.recipe.max_tokens - 1)
 
 
@@ -99,7 +99,7 @@ class Figure:
 
     @property
     def share(self) -> float | None:
-        """How near the median is to the floor: 1 is as good as can be."""
+        """How close the median is to the floor; 1: equal."""
         if self.floor is None:
             return None
         return self.median / self.floor if self.higher_is_better else self.floor / self.median
@@ -120,7 +120,7 @@ def run_workload(contestant: Contestant, name: str, rep: int, vocab_size: int) -
 
 
 def speed_figures(runs: Sequence[Run], cost: ModelCost, rates: Rates | None) -> dict[str, Figure]:
-    """What a user waits for: prefill and step times of a stream, throughput of a batch."""
+    """Prefill and step times of a stream, throughput of a batch."""
     workload = runs[0].workload
     if rates is None:
         return _stream_figures(runs, None, None) if workload.recipe.is_stream else _batch_figures(runs, None)
@@ -132,7 +132,7 @@ def speed_figures(runs: Sequence[Run], cost: ModelCost, rates: Rates | None) -> 
 
 
 def engine_figures(runs: Sequence[Run]) -> dict[str, Figure]:
-    """The engine's own time: all that is not forward, LM head or sampler."""
+    """The engine's own time: everything but forward, LM head and sampler."""
     steps = [max(1, run.stats.steps) for run in runs]
     own = [run.stats.seconds - run.stats.model_seconds for run in runs]
     outside = [run.seconds - run.stats.seconds for run in runs]

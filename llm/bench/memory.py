@@ -1,7 +1,7 @@
-"""The process's private memory: what there is, and the most there was between two marks.
+"""The process's private memory: the current size, and the peak between two marks.
 
-Owns reading /proc; on systems without it there are no figures. Private (RssAnon) is what the process alone occupies:
-a memory-mapped checkpoint counts only where it was copied.
+Owns reading /proc; without it there are no figures. Private memory (RssAnon) excludes file mappings: pages of a mapped
+checkpoint count only if they were copied.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-# Rare enough to cost a thousandth of the time, frequent enough to see what a step of a large model holds.
+# Long enough to cost a thousandth of the time, short enough to sample within a step of a large model.
 _SAMPLE_SECONDS = 0.02
 _STATUS = Path("/proc/self/status")
 
 
 def private_bytes() -> int | None:
-    """Anonymous memory now (RssAnon); None where there is no /proc."""
+    """Current anonymous memory (RssAnon); None without /proc."""
     if not _STATUS.exists():
         return None
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
@@ -23,7 +23,7 @@ def private_bytes() -> int | None:
 
 
 class PeakMemory:
-    """Context manager: a thread looks at private memory now and then."""
+    """Context manager: a thread samples private memory."""
 
     def __init__(self) -> None:
         self._peak = 0
@@ -31,7 +31,7 @@ class PeakMemory:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="peak memory")
 
     def take(self) -> int | None:
-        """The most there was since the last `take`, in bytes; None: unknown."""
+        """The peak since the last `take`, in bytes; None: unknown."""
         now = private_bytes()
         peak, self._peak = self._peak, 0
         return None if now is None else max(peak, now)

@@ -1,11 +1,10 @@
-"""Where the time goes: a table of time per operation, and of everything that is none.
+"""A profile: a table of time per operation, and of the time outside of operations.
 
-Owns the instruments: while a profile runs, the operations of one live engine are wrapped, and nothing is left behind.
-Every row is exclusive time, so rows add up to the wall time by construction, whoever computes: PyTorch, a kernel of
-ours or a plugin's. What is watched is each layer's `quant_method.apply`, `CustomOp`s, attention backends and all other
-modules without children; what a model computes elsewhere shows as "between operations". Operations that one kernel
-computes together are one row. Watching a call costs about a microsecond. Times are of calls: on a device that computes
-asynchronously they would be of launches.
+Owns the instruments. While a profile runs, the operations of one live engine are patched; afterwards the patches are
+removed. Every table row is exclusive time, so the rows add up to the wall time by construction, whether PyTorch, a
+kernel of this package or a plugin computes. Patched are each layer's `quant_method.apply`, `CustomOp`s, attention
+backends and all other modules without children. Time that a model spends elsewhere is "between operations". A patch
+costs about a microsecond per call. On a device that computes asynchronously the times would be those of launches.
 """
 
 from __future__ import annotations
@@ -14,13 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from llm.base.custom_op import CustomOp
 from llm.bench.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
+from llm.engine.engine import Engine
+from llm.engine.scheduler import Scheduler
+from llm.engine.step import SchedulerOutput
 from llm.layers.attention import Attention
 
 OPERATION, MODEL, ENGINE = "operation", "model", "engine"
@@ -28,13 +30,15 @@ PREFILL, DECODE = "prefill", "decode"
 
 _ABSENT = object()
 
-# What a call computes, from its positional arguments.
-Work = Callable[[tuple[Any, ...]], Phase]
+# The cost of a call, from its positional arguments.
+Work = Callable[[tuple[object, ...]], Phase]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
 class PhaseTime:
-    """Of one row in one phase. A step is prefill when any of its rows computes more than one token."""
+    """One table row in one phase. A step is prefill if any of its requests computes more than one token."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -43,7 +47,7 @@ class PhaseTime:
 
 @dataclass
 class ProfileRow:
-    """`kind`: "operation", "model" (between operations) or "engine" (scheduler, batches, outputs)."""
+    """A table row. `kind`: "operation", "model" (between operations) or "engine" (scheduler, batches, outputs)."""
 
     name: str
     kind: str
@@ -57,19 +61,19 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """`rows` by falling time; their seconds sum to `seconds`, the wall time."""
+    """Table rows by decreasing time; their seconds sum to `seconds`, the wall time."""
 
     seconds: float
     rows: list[ProfileRow]
 
     @property
     def engine_share(self) -> float:
-        """Of everything that is not in the model or the sampler."""
+        """The share of time outside the model and the sampler."""
         return sum(row.seconds for row in self.rows if row.kind == ENGINE) / self.seconds
 
 
-def profile(engine: Any, work: Callable[[], object]) -> Profile:
-    """Run `work`, which drives `engine`, and say where its time went."""
+def profile(engine: Engine, work: Callable[[], object]) -> Profile:
+    """Run `work`, which drives `engine`, and profile it."""
     recorder = _Recorder()
     with _instruments(engine, recorder):
         started = perf_counter()
@@ -80,10 +84,10 @@ def profile(engine: Any, work: Callable[[], object]) -> Profile:
 
 
 class _Recorder:
-    """Exclusive time by row: a stack holds, for each call in progress, the time of the calls inside it.
+    """Exclusive time by table row: a stack holds, for each call in progress, the time of the calls inside it.
 
     Attributes:
-        spans: of the step in progress, the positions (start, end) that each of its requests computes.
+        spans: the positions (start, end) that each request computes in the current step.
     """
 
     def __init__(self) -> None:
@@ -93,11 +97,11 @@ class _Recorder:
         self._attention: dict[int | None, tuple[int, int]] = {}
         self._inside = [0.0]
 
-    def wrap(self, function: Callable[..., Any], name: str, kind: str, work: Work | None = None) -> Callable[..., Any]:
+    def wrap(self, function: Callable[P, R], name: str, kind: str, work: Work | None = None) -> Callable[P, R]:
         row = self.rows.setdefault(name, ProfileRow(name, kind))
         inside = self._inside
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
             inside.append(0.0)
             started = perf_counter()
             try:
@@ -113,11 +117,11 @@ class _Recorder:
 
         return timed
 
-    def note_step(self, scheduler: Any) -> Callable[[], Any]:
-        """Wrap `Scheduler.schedule`, which opens a step and whose plan tells the phase."""
+    def note_step(self, scheduler: Scheduler) -> Callable[[], SchedulerOutput]:
+        """Wrap `Scheduler.schedule`, which begins a step and whose plan determines the phase."""
         schedule = scheduler.schedule
 
-        def noted() -> Any:
+        def noted() -> SchedulerOutput:
             plan = schedule()
             counts = plan.num_scheduled_tokens
             starts = {request_id: scheduler.requests[request_id].num_computed_tokens for request_id in counts}
@@ -131,7 +135,7 @@ class _Recorder:
         return noted
 
     def seen(self, window: int | None) -> tuple[int, int]:
-        """Of the step in progress: pairs of query and key, and keys that any query sees."""
+        """(query-key pairs, keys that any query attends to) of the current step."""
         if window not in self._attention:
             every = sum(pairs(start, end, window) for start, end in self.spans)
             keys = sum(end if window is None else min(end, end - start + window - 1) for start, end in self.spans)
@@ -140,12 +144,12 @@ class _Recorder:
 
 
 @contextmanager
-def _instruments(engine: Any, recorder: _Recorder) -> Iterator[None]:
-    """Everything of `engine` wrapped; taken off in reverse order."""
+def _instruments(engine: Engine, recorder: _Recorder) -> Iterator[None]:
+    """Patch `engine`; the patches are removed in reverse order."""
     runner, scheduler = engine.runner, engine.scheduler
     with ExitStack() as stack:
         stack.enter_context(_replaced(scheduler, "schedule", recorder.note_step(scheduler)))
-        # Operations are seen where they are called: no step may be replayed.
+        # A replayed step calls no operations: replay is off.
         stack.enter_context(_replaced(runner, "replay", None))
         for target, attribute, name, work in _operations(engine, recorder):
             wrapped = recorder.wrap(getattr(target, attribute), name, OPERATION, work)
@@ -168,8 +172,8 @@ def _instruments(engine: Any, recorder: _Recorder) -> Iterator[None]:
         yield
 
 
-def _operations(engine: Any, recorder: _Recorder) -> Iterator[tuple[Any, str, str, Work | None]]:
-    """(target, attribute, row, work) of every operation but products with a weight; see `_matrices`."""
+def _operations(engine: Engine, recorder: _Recorder) -> Iterator[tuple[object, str, str, Work | None]]:
+    """(target, attribute, table row, work) of every operation except GEMMs with weights, see `_matrices`."""
     kv_cache_dtype = engine.config.cache_config.kv_cache_dtype
     for module in engine.runner.model.modules():
         if isinstance(module, Attention):
@@ -186,7 +190,7 @@ def _operations(engine: Any, recorder: _Recorder) -> Iterator[tuple[Any, str, st
 
 @contextmanager
 def _matrices(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Every quant method's `apply` wrapped."""
+    """Patch the `apply` of every quant method."""
     methods = {id(method): method for module in model.modules() if (method := getattr(module, "quant_method", None))}
     with ExitStack() as stack:
         for method in methods.values():
@@ -194,11 +198,11 @@ def _matrices(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         yield
 
 
-def _by_layer(apply: Callable[..., Any], recorder: _Recorder) -> Callable[..., Any]:
-    """Layers may share a method, so rows of the table go by its first argument."""
-    timed: dict[int, Callable[..., Any]] = {}
+def _by_layer(apply: Callable[..., torch.Tensor], recorder: _Recorder) -> Callable[..., torch.Tensor]:
+    """Layers may share a method, so the table row depends on its first argument, the layer."""
+    timed: dict[int, Callable[..., torch.Tensor]] = {}
 
-    def called(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(layer: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if id(layer) not in timed:
             timed[id(layer)] = recorder.wrap(apply, _matrix_name(layer), OPERATION, _matrix_work(layer))
         return timed[id(layer)](layer, x, *args, **kwargs)
@@ -206,9 +210,10 @@ def _by_layer(apply: Callable[..., Any], recorder: _Recorder) -> Callable[..., A
     return called
 
 
-def _matrix_name(layer: Any) -> str:
-    """Layers with the same role and shape share a row."""
-    role = "lm head" if layer.quant_kind == "embedding" else f"{layer.quant_kind} {layer.prefix.rpartition('.')[2]}"
+def _matrix_name(layer: nn.Module) -> str:
+    """The table row of a layer, shared by layers with the same role and shape."""
+    kind, prefix = getattr(layer, "quant_kind", ""), getattr(layer, "prefix", "")
+    role = "lm head" if kind == "embedding" else f"{kind} {prefix.rpartition('.')[2]}"
     sizes = matrix_sizes(layer)
     return f"{role} {sizes[0]} -> {sizes[1]}" if sizes else role
 
@@ -219,9 +224,10 @@ def _matrix_work(layer: nn.Module) -> Work | None:
         return None
     per_row, stored = 2 * sizes[0] * sizes[1], sum(tensor.nbytes for tensor in stored_tensors(layer))
 
-    def work(args: tuple[Any, ...]) -> Phase:
-        x: torch.Tensor = args[1]
-        return Phase(per_row * x.shape[:-1].numel(), stored)
+    def work(args: tuple[object, ...]) -> Phase:
+        x = args[1]
+        rows = x.shape[:-1].numel() if isinstance(x, torch.Tensor) else 0
+        return Phase(per_row * rows, stored)
 
     return work
 
@@ -229,7 +235,7 @@ def _matrix_work(layer: nn.Module) -> Work | None:
 def _attention_work(layer: Attention, kv_cache_dtype: torch.dtype, recorder: _Recorder) -> Work:
     cost = attention_cost(layer, kv_cache_dtype)
 
-    def work(args: tuple[Any, ...]) -> Phase:
+    def work(args: tuple[object, ...]) -> Phase:
         every, keys = recorder.seen(cost.window)
         return Phase(cost.operations_per_pair * every, cost.bytes_per_token * keys)
 
@@ -237,8 +243,8 @@ def _attention_work(layer: Attention, kv_cache_dtype: torch.dtype, recorder: _Re
 
 
 @contextmanager
-def _replaced(target: Any, attribute: str, value: Any) -> Iterator[None]:
-    """An attribute of one instance, put back (or uncovered) at the end."""
+def _replaced(target: object, attribute: str, value: object) -> Iterator[None]:
+    """Patch an attribute of one instance; at the end restore it, or delete it if the instance had none."""
     before = vars(target).get(attribute, _ABSENT)
     setattr(target, attribute, value)
     try:

@@ -1,4 +1,4 @@
-"""What was measured as one object, which `--json` prints and `tables.py` lays out.
+"""The measurements as one JSON object, which `--json` prints and `tables.py` renders.
 
 Owns the schema, version 1. Times are seconds where a key ends in `_s`, sizes bytes where it ends in `_bytes`.
 
@@ -10,14 +10,14 @@ Owns the schema, version 1. Times are seconds where a key ends in `_s`, sizes by
     startup             imports_s {module: seconds}, phases_s {phase: seconds}, first_tokens_s, total_s, load_floor_s
     memory              private memory (RssAnon) in bytes: imports, weights, peaks {phase: bytes}; null where unknown
     workloads           name -> about, prompts, prompt_tokens, output_tokens, reps, prefill and decode {operations,
-                        bytes_read, floor_s, bound: "bytes" or "operations"}, figures, engine, other_cores,
-                        against (null, or name, about, figures, advantage {figure: ratio of medians, above 1 where we
-                        are better}, agreement), profile (null, or seconds, engine_share, rows; a row's prefill and
+                        bytes_read, floor_s, bound: "bytes" or "operations"}, figures, engine, other_cores, against
+                        (null, or name, about, figures, advantage {figure: ratio of medians, above 1 where this engine
+                        is better}, agreement), profile (null, or seconds, engine_share, rows; a table row's prefill and
                         decode have calls and seconds beside the above)
     warnings            sentences
 
-A figure is {unit, median, best, worst, floor, share}: `floor` is the best the machine allows, `share` how near the
-median is to it (1: as good as can be); both null when nothing was calibrated. A floor is max(operations / GEMM rate,
+A figure is {unit, median, best, worst, floor, share}: `floor` is the best the machine allows, `share` how close the
+median is to it (1: equal); both are null without calibration. A floor is max(operations / GEMM rate,
 bytes read / read bandwidth), see `cost.py`; of loading, the bytes of the weights / read bandwidth.
 """
 
@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from typing import Any
+
+import torch
 
 from llm import __version__
+from llm.base.types import JsonObject
 from llm.bench.compare import Transformers, advantage
 from llm.bench.cost import Phase, Rates, decode_cost, prefill_cost
 from llm.bench.measure import Figure, Ours
@@ -37,7 +39,7 @@ from llm.bench.session import BenchResult, WorkloadResult
 SCHEMA = 1
 
 
-def as_object(result: BenchResult) -> dict[str, Any]:
+def as_object(result: BenchResult) -> JsonObject:
     """The object `--json` prints; the module's docstring has its keys."""
     return {
         "schema": SCHEMA,
@@ -60,7 +62,7 @@ def as_object(result: BenchResult) -> dict[str, Any]:
     }
 
 
-def _model(result: BenchResult) -> dict[str, Any]:
+def _model(result: BenchResult) -> JsonObject:
     config, cost = result.config.model_config, result.cost
     return {
         "name": result.options.shape or result.options.model or "embedded",
@@ -79,13 +81,13 @@ def _model(result: BenchResult) -> dict[str, Any]:
     }
 
 
-def _memory(result: BenchResult) -> dict[str, Any] | None:
+def _memory(result: BenchResult) -> JsonObject | None:
     if not result.peak_memory:
         return None
     return {"imports": result.memory_before, "weights": result.cost.weight_bytes, "peaks": result.peak_memory}
 
 
-def _workload(result: BenchResult, item: WorkloadResult) -> dict[str, Any]:
+def _workload(result: BenchResult, item: WorkloadResult) -> JsonObject:
     runs = item.runs[Ours.name]
     workload = runs[0].workload
     return {
@@ -104,7 +106,7 @@ def _workload(result: BenchResult, item: WorkloadResult) -> dict[str, Any]:
     }
 
 
-def _against(item: WorkloadResult, rival: str | None, quantization: str | None) -> dict[str, Any] | None:
+def _against(item: WorkloadResult, rival: str | None, quantization: str | None) -> JsonObject | None:
     if rival is None or item.agreement is None:
         return None
     ours, theirs = item.speed[Ours.name], item.speed[rival]
@@ -117,7 +119,7 @@ def _against(item: WorkloadResult, rival: str | None, quantization: str | None) 
     }
 
 
-def _profile(profile: Profile, rates: Rates | None) -> dict[str, Any]:
+def _profile(profile: Profile, rates: Rates | None) -> JsonObject:
     rows = [
         {
             "name": row.name,
@@ -131,11 +133,11 @@ def _profile(profile: Profile, rates: Rates | None) -> dict[str, Any]:
     return {"seconds": profile.seconds, "engine_share": profile.engine_share, "rows": rows}
 
 
-def _phase_time(time: PhaseTime, rates: Rates | None) -> dict[str, Any]:
+def _phase_time(time: PhaseTime, rates: Rates | None) -> JsonObject:
     return {"calls": time.calls, "seconds": time.seconds, **_phase(time.work, rates)}
 
 
-def _phase(phase: Phase, rates: Rates | None) -> dict[str, Any]:
+def _phase(phase: Phase, rates: Rates | None) -> JsonObject:
     counts = {"operations": phase.operations, "bytes_read": phase.bytes_read}
     if rates is None:
         return {**counts, "floor_s": None, "bound": None}
@@ -143,11 +145,11 @@ def _phase(phase: Phase, rates: Rates | None) -> dict[str, Any]:
     return {**counts, "floor_s": phase.floor_seconds(rates), "bound": "bytes" if by_bytes else "operations"}
 
 
-def _figures(figures: dict[str, Figure]) -> dict[str, Any]:
+def _figures(figures: dict[str, Figure]) -> JsonObject:
     return {name: _figure(figure) for name, figure in figures.items()}
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
+def _figure(figure: Figure) -> JsonObject:
     best, worst = (max, min) if figure.higher_is_better else (min, max)
     return {
         "unit": figure.unit,
@@ -159,5 +161,5 @@ def _figure(figure: Figure) -> dict[str, Any]:
     }
 
 
-def _dtype(dtype: Any) -> str:
+def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

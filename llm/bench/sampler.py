@@ -1,13 +1,13 @@
-"""`python -m llm bench --sampler`: what a step of the sampler costs, by itself, on random logits.
+"""`python -m llm bench --sampler`: the time of one sampler step on random logits.
 
-Owns the cases and their table. Each figure stands next to one pass over the same logits: the time to read them once and
-keep their maximum, below which no sampler can be.
+Owns the cases and their table. Each figure is compared with one pass over the same logits, the time to read them once
+and take their maximum, which no sampler can beat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from llm.base.types import JsonObject
 from llm.config.engine import SchedulerConfig
 from llm.kernels.backend import backend_for
 from llm.platforms import select_platform
-from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor
+from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
 from llm.sampling.logits_processors.interface import BatchUpdate
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.sampler import Sampler, SamplingRows
@@ -28,21 +29,16 @@ from llm.sampling_params import SamplingParams
 ROWS = (1, 32, 256)
 VOCABULARIES = (32_000, 152_064)
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
-CASES: Mapping[str, Mapping[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "greedy, a custom processor loaded that no row uses": {"temperature": 0.0},
-    "temperature": {"temperature": 0.8},
-    "top_k 50": {"temperature": 0.8, "top_k": 50},
-    "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
-    "min_p 0.1": {"temperature": 0.8, "min_p": 0.1},
-    "penalties": {
-        "temperature": 0.0,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-    },
-    "5 logprobs": {"temperature": 0.0, "logprobs": 5},
-    "a custom processor on every row": {"temperature": 0.0, "extra_args": {"bias": 1.0}},
+CASES: Mapping[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0),
+    "greedy, a custom processor loaded that no row uses": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.8),
+    "top_k 50": SamplingParams(temperature=0.8, top_k=50),
+    "top_p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
+    "min_p 0.1": SamplingParams(temperature=0.8, min_p=0.1),
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
+    "5 logprobs": SamplingParams(temperature=0.0, logprobs=5),
+    "a custom processor on every row": SamplingParams(temperature=0.0, extra_args={"bias": 1.0}),
 }
 
 
@@ -52,7 +48,7 @@ class BiasFirstToken(AdapterLogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
         bias = (params.extra_args or {}).get("bias")
         if bias is None:
             return None
@@ -66,7 +62,7 @@ class BiasFirstToken(AdapterLogitsProcessor):
 
 @dataclass(frozen=True)
 class SamplerFigure:
-    """Median seconds of one step; `passes`: how many times one pass over the logits that is."""
+    """Median seconds of one step; `passes`: their ratio to one pass over the logits."""
 
     case: str
     rows: int
@@ -85,12 +81,12 @@ def run_sampler_bench(
     vocabularies: Sequence[int] = VOCABULARIES,
     report: Callable[[SamplerFigure], None] = lambda figure: None,
 ) -> list[SamplerFigure]:
-    """Measure every case at every size; `report` is told of each figure as it comes."""
+    """Measure every case at every size; `report` is called with each figure."""
     figures = []
     for vocab in vocabularies:
         for count in rows:
             logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(count)).mul_(3)
-            # A step of one row is over in microseconds: more repetitions, for as long in all.
+            # A step of one row takes microseconds: repeat it more often.
             repeats = max(reps, reps * 32 // count)
             one_pass = _one_pass(logits, repeats)
             for case in CASES:
@@ -100,8 +96,8 @@ def run_sampler_bench(
     return figures
 
 
-def as_object(figures: Sequence[SamplerFigure]) -> dict[str, Any]:
-    """What `--json` prints."""
+def as_object(figures: Sequence[SamplerFigure]) -> JsonObject:
+    """The object that `--json` prints."""
     return {
         "threads": torch.get_num_threads(),
         "sampler": [{**asdict(figure), "passes": figure.passes} for figure in figures],
@@ -120,7 +116,7 @@ def _one_pass(logits: torch.Tensor, repeats: int) -> float:
 
 
 def _measure(case: str, logits: torch.Tensor, repeats: int) -> float:
-    """Seconds of a step as the runner takes it: whether all processors are idle is asked in every step."""
+    """Seconds of a step, called as the runner does: each step asks whether all processors are idle."""
     count, vocab = logits.shape
     config: Any = SimpleNamespace(
         scheduler_config=SchedulerConfig(max_num_seqs=count, max_num_batched_tokens=512, enable_chunked_prefill=True),
@@ -130,7 +126,7 @@ def _measure(case: str, logits: torch.Tensor, repeats: int) -> float:
     backend = backend_for(select_platform("cpu")[0])
     processors = LogitsProcessors(config, torch.device("cpu"), custom, backend)
     sampling = SamplingRows(count)
-    params = SamplingParams(seed=1, max_tokens=4096, **CASES[case])
+    params = replace(CASES[case], seed=1, max_tokens=4096)
     tokens = np.random.Generator(np.random.Philox(count)).integers(0, vocab, (count, PROMPT_TOKENS + OUTPUT_TOKENS))
     added = []
     for row in range(count):
@@ -149,8 +145,8 @@ def _measure(case: str, logits: torch.Tensor, repeats: int) -> float:
     return _median(step, lambda: work.copy_(logits), repeats)
 
 
-def _median(action: Callable[[], Any], prepare: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of `action`, each after `prepare`, which is not counted; the first run is not either."""
+def _median(action: Callable[[], object], prepare: Callable[[], object], repeats: int) -> float:
+    """Median seconds of `action`. `prepare` runs before each and is not timed; the first run is not counted."""
     seconds = []
     for _ in range(repeats + 1):
         prepare()

@@ -1,7 +1,7 @@
 """One run of the benchmark, in order: calibrate, open the model, warm up, repeat the workloads, profile.
 
-Owns the order, and what runs beside what: memory is watched from the first tensor on, contestants alternate within a
-repetition, and the profiled run is an extra one that no figure counts.
+Owns the order. Memory is sampled from the first tensor on. Contestants alternate within a repetition. The profiled run
+is an additional one that enters no figure.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from llm.api import EMBEDDED_MODEL, LLM
+from llm.base.types import JsonObject
 from llm.bench.calibrate import Calibration, busy_warning, calibrate
 from llm.bench.command import WEIGHT_DTYPES, BenchOptions
 from llm.bench.compare import Agreement, Transformers, agreement
@@ -32,7 +32,7 @@ from llm.loading.resolve import resolve_folder
 
 Say = Callable[[str], None]
 
-_PROFILE_REP = 1000  # tokens that no timed run has left in the prefix cache
+_PROFILE_REP = 1000  # its tokens are not in the prefix cache from a timed run
 
 
 @dataclass
@@ -48,15 +48,15 @@ class WorkloadResult:
 
 @dataclass
 class BenchResult:
-    """Everything that was measured.
+    """All measurements.
 
     Attributes:
-        imports: seconds by module; empty when they had been imported before.
+        imports: seconds by module; empty if they had been imported before.
         startup: seconds by phase of building the engine.
-        first_tokens_seconds: a prompt of 8 and 2 new tokens, right after.
-        memory_before: private bytes before anything was built; None: unknown.
-        peak_memory: private bytes by phase, "load" or a workload; empty where they cannot be known, and beside a rival,
-            whose memory is in the same process.
+        first_tokens_seconds: a prompt of 8 tokens and 2 new tokens, right after start-up.
+        memory_before: private bytes before the model is built; None: unknown.
+        peak_memory: peak private bytes by phase, "load" or a workload. Empty if unknown, and with a rival, whose memory
+            is in the same process.
     """
 
     options: BenchOptions
@@ -84,7 +84,7 @@ class BenchResult:
 
 
 class Progress:
-    """Lines on stderr, each with the seconds since the start."""
+    """Prints lines on stderr with the seconds since the start."""
 
     def __init__(self) -> None:
         self._started = perf_counter()
@@ -94,7 +94,7 @@ class Progress:
 
 
 def run_session(options: BenchOptions, imports: dict[str, float], say: Say) -> BenchResult:
-    """Measure; `say` gets a line whenever something long begins or ends."""
+    """Run the benchmark; `say` gets a line when something long begins or ends."""
     memory_before = private_bytes()
     with ExitStack() as stack:
         stack.enter_context(_computing_with(options.threads))
@@ -102,7 +102,7 @@ def run_session(options: BenchOptions, imports: dict[str, float], say: Say) -> B
         memory = stack.enter_context(PeakMemory())
         llm, rival = _open(options, say)
         stack.enter_context(llm)
-        cost = count_model(_engine(llm).runner.model, llm.config.cache_config.kv_cache_dtype)
+        cost = count_model(llm._open_engine().runner.model, llm.config.cache_config.kv_cache_dtype)
         first_tokens = _first_tokens(Ours(llm), rival)
         result = BenchResult(
             options, calibration, imports, dict(llm.startup), first_tokens, llm.config, cost, memory_before
@@ -125,11 +125,11 @@ def _calibrate(options: BenchOptions, say: Say) -> Calibration | None:
 
 
 def _open(options: BenchOptions, say: Say) -> tuple[LLM, Transformers | None]:
-    """Build the engine, and before it the rival when there is one: both on the same weights."""
+    """Build the rival, if any, then the engine, both with the same weights."""
     longest = max(find_recipe(name).longest for name in (*options.workloads, "tiny"))
-    arguments: dict[str, Any] = {"max_model_len": longest, "use_tqdm_on_load": False}
+    arguments: JsonObject = {"max_model_len": longest, "use_tqdm_on_load": False}
     if options.against is not None:
-        # A cache in bfloat16 would round what the rival keeps in float32.
+        # A bfloat16 KV cache would round values that the rival keeps in float32.
         arguments["kv_cache_dtype"] = "float32"
     if options.shape is not None:
         return _open_shape(options, arguments | options.engine, say)
@@ -140,8 +140,8 @@ def _open(options: BenchOptions, say: Say) -> tuple[LLM, Transformers | None]:
     return LLM(**{"model": options.model or EMBEDDED_MODEL, **arguments, **options.engine}), rival
 
 
-def _open_shape(options: BenchOptions, arguments: dict[str, Any], say: Say) -> tuple[LLM, Transformers | None]:
-    """Random weights: made in place, or, for two engines to share them, written once to a temporary folder."""
+def _open_shape(options: BenchOptions, arguments: JsonObject, say: Say) -> tuple[LLM, Transformers | None]:
+    """Random weights: made in place or, with a rival, written to a temporary folder that both load."""
     weight_dtype = options.weight_dtype or WEIGHT_DTYPES[0]
     say(f"building {options.shape} with random {weight_dtype} weights")
     with tempfile.TemporaryDirectory(prefix="llm-bench-") as name:
@@ -178,7 +178,7 @@ def _measure(name: str, llm: LLM, rival: Transformers | None, so_far: BenchResul
 def _alternate(
     contestants: Sequence[Contestant], name: str, reps: int, vocab_size: int, say: Say
 ) -> dict[str, list[Run]]:
-    """Every repetition runs all contestants, in turning order: slow drifts of the machine hit them alike."""
+    """Each repetition runs all contestants, in alternating order, so that slow drifts affect them alike."""
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     for rep in range(reps):
         for contestant in contestants[:: 1 if rep % 2 == 0 else -1]:
@@ -192,17 +192,13 @@ def _profile(name: str, llm: LLM, say: Say) -> Profile:
     say(f"{name} profiled")
     ours = Ours(llm)
     workload = make_workload(name, _PROFILE_REP, ours.vocab_size)
-    return profile(_engine(llm), lambda: ours.generate(workload.prompts, workload.recipe.max_tokens))
+    return profile(llm._open_engine(), lambda: ours.generate(workload.prompts, workload.recipe.max_tokens))
 
 
 def _note_peak(result: BenchResult, phase: str, memory: PeakMemory) -> None:
     peak = memory.take()
     if peak is not None and result.options.against is None:
         result.peak_memory[phase] = peak
-
-
-def _engine(llm: LLM) -> Any:
-    return llm._engine
 
 
 @contextmanager

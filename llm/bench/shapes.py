@@ -1,4 +1,4 @@
-"""Published model shapes, measured with dummy weights: what a model costs depends on its shape alone.
+"""Published model shapes for benchmarks with random weights: speed depends on the shape alone.
 
 Owns a table of config.json files and writing one into a folder. No weights are downloaded.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from llm.base.errors import ValidationError, nearest
+from llm.base.types import JsonObject
 
 
 def _decoder(
-    family: str, sizes: tuple[int, ...], positions: int, theta: float, eps: float, **other: Any
-) -> dict[str, Any]:
+    family: str, sizes: tuple[int, ...], positions: int, theta: float, eps: float, **other: object
+) -> JsonObject:
     """A config.json with the keys that all families here share; see `SHAPES` for the order of `sizes`."""
     hidden, layers, heads, kv_heads, intermediate, vocab = sizes
     return {
@@ -37,11 +37,11 @@ def _decoder(
     }
 
 
-def _llama(*sizes: int, positions: int, theta: float, **other: Any) -> dict[str, Any]:
+def _llama(*sizes: int, positions: int, theta: float, **other: object) -> JsonObject:
     return _decoder("llama", sizes, positions, theta, 1e-5, **other)
 
 
-def _llama3(factor: float, *sizes: int, **other: Any) -> dict[str, Any]:
+def _llama3(factor: float, *sizes: int, **other: object) -> JsonObject:
     scaling = {
         "rope_type": "llama3",
         "factor": factor,
@@ -52,19 +52,19 @@ def _llama3(factor: float, *sizes: int, **other: Any) -> dict[str, Any]:
     return _llama(*sizes, positions=131072, theta=5e5, rope_scaling=scaling, **other)
 
 
-def _qwen2(*sizes: int, **other: Any) -> dict[str, Any]:
+def _qwen2(*sizes: int, **other: object) -> JsonObject:
     return _decoder("qwen2", sizes, 32768, 1e6, 1e-6, **other)
 
 
-def _qwen3(*sizes: int) -> dict[str, Any]:
+def _qwen3(*sizes: int) -> JsonObject:
     return _decoder("qwen3", sizes, 40960, 1e6, 1e-6, head_dim=128, attention_bias=False)
 
 
-_UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+_UNTIED: JsonObject = {"tie_word_embeddings": False}
 
-# model-b is no published model: a small one for w4, s1 and s32, the engine's own overhead.
+# model-b is not a published model: it is small, for w4, s1 and s32, which measure the engine's overhead.
 # Sizes: hidden, layers, query heads, key and value heads, intermediate, vocabulary.
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, JsonObject] = {
     "model-b": _llama(512, 8, 8, 4, 1536, 8192, positions=4096, theta=1e4, **_UNTIED),
     "smollm2-135m": _llama(576, 30, 9, 3, 1536, 49152, positions=8192, theta=1e5),
     "smollm2-360m": _llama(960, 32, 15, 5, 2560, 49152, positions=8192, theta=1e5),
@@ -82,7 +82,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def find_shape(name: str) -> dict[str, Any]:
+def find_shape(name: str) -> JsonObject:
     if name not in SHAPES:
         raise ValidationError(
             f"shape must be one of {', '.join(SHAPES)}, got {name!r}.{nearest(name, SHAPES)}",
@@ -93,6 +93,6 @@ def find_shape(name: str) -> dict[str, Any]:
 
 
 def write_config(name: str, weight_dtype: str, folder: Path) -> None:
-    """Write the shape's config.json, its weights being stored as `weight_dtype`."""
+    """Write the shape's config.json, with weights of `weight_dtype`."""
     config = {**find_shape(name), "dtype": weight_dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,27 +1,26 @@
-"""The benchmark's object (see `report.py`) as tables for reading.
+"""The benchmark's JSON object (see `report.py`) as text tables.
 
-Owns units and layout, and nothing that is not in the object.
+Owns units and layout. Shows nothing that is not in the object.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from textwrap import wrap
-from typing import Any
+
+from llm.base.types import JsonObject as Report
 
 _MEGA, _GIGA = 1e6, 1e9
 _WIDTH = 120
 _LABEL = 10
 _CELL = 14
-_NAME = 36  # of a profile's row
+_NAME = 36  # of a table row of a profile
 _SHORTEST_SECONDS = 0.005  # of a start-up phase that is shown
 _SMALLEST_SHARE = 0.0005  # of a profile's row that is shown
 
-Report = dict[str, Any]
-
 
 def as_text(report: Report) -> str:
-    """All tables, each workload's after what is common to them."""
+    """All tables: the machine and the model, then each workload."""
     machine = report["machine"]
     lines = [
         *_machine(machine),
@@ -69,7 +68,7 @@ def _startup(startup: Report) -> list[str]:
     imports = {f"import {name}": seconds for name, seconds in startup["imports_s"].items()}
     phases = {**imports, **startup["phases_s"], "first tokens": startup["first_tokens_s"]}
     shown = [f"{name} {seconds:.2f}" for name, seconds in phases.items() if seconds >= _SHORTEST_SECONDS]
-    lines = [f"{startup['total_s']:.2f} s = {' + '.join(shown)}"]
+    lines = wrap(f"{startup['total_s']:.2f} s = {' + '.join(shown)}", _WIDTH - _LABEL)
     if startup["load_floor_s"] is not None:
         floor, seconds = startup["load_floor_s"], startup["phases_s"]["load weights"]
         lines.append(f"load weights: floor {floor:.3f} s (bytes / read bandwidth), {_percent(floor, seconds)} of floor")
@@ -159,7 +158,7 @@ def _profile_row(row: Report, total: float) -> str:
 
 
 def _phase_time(time: Report) -> str:
-    """Milliseconds, and where an operation's work is known the rate that limits it and its share of the floor."""
+    """Milliseconds and, if the operation's work is known, the rate that limits it and its share of the floor."""
     text = f"{1e3 * time['seconds']:10.2f}" if time["calls"] else ""
     if not time["floor_s"] or not time["seconds"]:
         return f"{text:32}"
@@ -177,7 +176,7 @@ def _share(figure: Report) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count, more where they stand before the point."""
+    """Three significant digits, more before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 

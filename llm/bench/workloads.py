@@ -1,7 +1,7 @@
 """The workloads: token ids that are the same for every engine and on every machine.
 
-Owns the recipes and the generator of ids. Content changes with `rep`, so that no run finds another's prefixes in a
-cache; lengths do not. The ids of a name and a rep never change: figures of other engines were taken with them.
+Owns the recipes and the generator of ids. Ids change with `rep`, so that no run hits the prefix cache of another;
+lengths do not. The ids of a name and rep must not change: other engines were measured with them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from random import Random
 
 from llm.base.errors import ValidationError, nearest
 
-# A stream's prefill is timed with the tokens of this many repetitions later; no repetition may reach them.
+# A stream's prefill is timed with the ids of repetition rep + PREFILL_REPS, so rep must be below it.
 PREFILL_REPS = 100
 
-_LOWEST_ID = 3  # below are the special tokens of most vocabularies
+_LOWEST_ID = 3  # most vocabularies have their special tokens below
 _VOCABULARY = 8000
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a workload is made of.
+    """The recipe of a workload.
 
     Attributes:
         rows: number of prompts.
         lengths: shortest and longest prompt, without the shared prefix.
-        max_tokens: tokens generated per row.
-        shared_prefix: tokens that all prompts begin with.
+        max_tokens: tokens generated per prompt.
+        shared_prefix: length of the prefix that all prompts share, in tokens.
         is_stream: judged by prefill time and time per step; else by throughput.
     """
 
@@ -39,7 +39,7 @@ class Recipe:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, prompt and output."""
+        """Tokens of the longest request, prompt and output."""
         return self.shared_prefix + self.lengths[1] + self.max_tokens
 
 
@@ -56,7 +56,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One run's prompts, as token ids, and how many tokens each row generates."""
+    """The prompts of one run, as token ids."""
 
     name: str
     recipe: Recipe
@@ -72,7 +72,7 @@ class Workload:
 
 
 def make_workload(name: str, rep: int = 0, vocab_size: int = _VOCABULARY) -> Workload:
-    """The prompts of repetition `rep`; a vocabulary smaller than 8000 gets the same ids folded into it."""
+    """The prompts of repetition `rep`; ids are folded into a vocabulary smaller than 8000."""
     recipe = find_recipe(name)
     content = Random(f"{name.upper()}-{rep}")
     lengths = Random(f"len-{name.upper()}")

@@ -449,7 +449,7 @@ def test_arguments_reach_the_engine(tmp_path: Path) -> None:
         (["--calibrate", "-1"], "--calibrate must be a number of seconds, 0 for none, got -1.0."),
         (["--calibrate", "inf"], "--calibrate must be a number of seconds, 0 for none, got inf."),
         (["--option", "seed"], "--option must be NAME=VALUE, got 'seed'."),
-        (["--option", "model=x"], "--option must be left out: --model says that, got 'model=x'."),
+        (["--option", "model=x"], "--option must be left out: --model sets it, got 'model=x'."),
         (["--option", "blok_size=8"], "blok_size"),
         (["--quantization", "nonsense"], "quantization"),
         (
