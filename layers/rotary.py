@@ -172,6 +172,7 @@ class RotaryEmbedding(KernelOp):
     """
 
     operations = ("rotary_embedding",)
+    vllm_name = "RotaryEmbeddingBase"
     cos_sin_cache: torch.Tensor
     pair_axis: torch.Tensor
 

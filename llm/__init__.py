@@ -6,9 +6,9 @@ Owns the public names. They load on first use, so `import llm` costs millisecond
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llm.base import conflict
+from llm.base import conflict, missing
 
 __version__ = "0.1.0"
 
@@ -65,14 +65,16 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 conflict.check()
+missing.explain_missing_modules()
 
+if not TYPE_CHECKING:  # or mypy would take any name
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'llm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name not in _PUBLIC:
+            raise missing.missing_name(__name__, name)
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

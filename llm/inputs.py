@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
+from llm.base.missing import missing_names
 from llm.base.types import JsonObject
 
 
@@ -26,3 +27,6 @@ class TokensPrompt(_TokensPromptBase, total=False):
 PromptType = str | list[int] | TextPrompt | TokensPrompt
 # {"role": ..., "content": text or a list of parts, ...}; a chat template defines the other keys.
 ChatMessage = JsonObject
+
+if not TYPE_CHECKING:  # or mypy would take any name
+    __getattr__ = missing_names(__name__)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, overload
 
+from llm.base.missing import missing_names
 from llm.sampling_params import SamplingParams
 
 
@@ -196,3 +197,7 @@ class RequestOutput:
         def __getattr__(self, name: str) -> object:
             where = f"; its completions have: outputs[0].{name}" if name in _OF_COMPLETIONS else ""
             raise AttributeError(f"RequestOutput has no {name!r}{where}.")
+
+
+if not TYPE_CHECKING:  # or mypy would take any name
+    __getattr__ = missing_names(__name__)

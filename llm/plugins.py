@@ -46,9 +46,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from llm.base.errors import LLMError, PluginError, ValidationError, nearest
+from llm.base.missing import missing_names
 from llm.config import env
 
 CONTRACT_VERSION = 1
@@ -277,3 +278,7 @@ def _on_behalf_of(plugin: Plugin) -> Iterator[None]:
 
 def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")
+
+
+if not TYPE_CHECKING:  # or mypy would take any name
+    __getattr__ = missing_names(__name__)

@@ -47,6 +47,7 @@ from llm.base.checks import (
     plain_number,
     refuse,
 )
+from llm.base.missing import missing_name
 from llm.base.names import known_fields
 from llm.config.elsewhere import SAMPLING
 
@@ -389,12 +390,12 @@ class SamplingParams:
 _FIELDS: dict[str, object] = {item.name: item.default for item in dataclasses.fields(SamplingParams)}
 
 
-def __getattr__(name: str) -> object:
-    """vLLM has `BeamSearchParams` here, and used to have `GuidedDecodingParams`."""
-    if name == "BeamSearchParams":
+if not TYPE_CHECKING:  # or mypy would take any name
+
+    def __getattr__(name: str) -> object:
+        """vLLM has `BeamSearchParams` here."""
+        if name != "BeamSearchParams":
+            raise missing_name(__name__, name)
         from llm.beam_search import BeamSearchParams
 
         return BeamSearchParams
-    if name == "GuidedDecodingParams":
-        raise ImportError("GuidedDecodingParams has become StructuredOutputsParams, in vLLM too; use that.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

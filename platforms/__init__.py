@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from llm import plugins
 from llm.base.errors import LLMError, PluginError, ValidationError, nearest
+from llm.base.missing import missing_name
 from llm.config import env
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.cuda import CudaPlatform
@@ -27,10 +28,12 @@ __all__ = ["Platform", "PlatformEnum", "current_platform", "select_platform"]
 BUILTIN: tuple[type[Platform], ...] = (CudaPlatform, RocmPlatform, XpuPlatform, TpuPlatform, CpuPlatform)
 
 
-def __getattr__(name: str) -> object:
-    if name == "current_platform":
-        return select_platform()[0]
-    raise AttributeError(f"module 'llm.platforms' has no attribute {name!r}")
+if not TYPE_CHECKING:  # or mypy would take any name
+
+    def __getattr__(name: str) -> object:
+        if name == "current_platform":
+            return select_platform()[0]
+        raise missing_name(__name__, name)
 
 
 def select_platform(device: str = "auto") -> tuple[Platform, str]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from llm.base.construction import construction
 from llm.base.errors import ValidationError
+from llm.config.elsewhere import NAMES
 from llm.plugins import platforms_owning, plugin_of
 
 T = TypeVar("T", bound=type)
@@ -31,6 +32,7 @@ class Replaceable(nn.Module):
     """
 
     name: ClassVar[str] = ""
+    vllm_name: ClassVar[str] = ""  # of the class that vLLM registers under `name`, where it is another
     op_registry: ClassVar[dict[str, type[Replaceable]]] = op_registry
     op_registry_oot: ClassVar[dict[str, type[Replaceable]]] = op_registry_oot
     _is_base: ClassVar[bool] = True  # of a class itself, not of those that derive from it: no operation, replaces none
@@ -62,7 +64,8 @@ class Replaceable(nn.Module):
         """Class decorator: construct the class in place of the in-tree class that it derives from.
 
         All of these work: `@CustomOp.register_oot`, with `()`, with `("RMSNorm")` or `(name="RMSNorm")`, and
-        `@RMSNorm.register_oot`. The name is the in-tree class's, or the one it is registered under ("rms_norm").
+        `@RMSNorm.register_oot`. The name is the in-tree class's or that of vLLM's, or the one it is registered under
+        ("rms_norm").
 
         Raises:
             ValidationError: the class does not derive from what it replaces, something else replaces that already, or
@@ -121,9 +124,12 @@ def _target(op_cls: type, called_on: type, name: str | None) -> type:
     if name is not None:
         key = op_registry[name].__name__ if name in op_registry else name
         target = _base_named(op_cls, key)
-        if target is None:
-            raise _not_a_subclass(op_cls, key)
-        return target
+        if target is not None:
+            return target
+        if key in NAMES:
+            message = f"there is no {key} to replace; {NAMES[key]}."
+            raise ValidationError(message, parameter="name", value=name)
+        raise _not_a_subclass(op_cls, key)
     if not vars(called_on).get("_is_base", False):
         if op_cls is called_on or not issubclass(op_cls, called_on):
             raise _not_a_subclass(op_cls, called_on.__name__)
@@ -140,7 +146,8 @@ def _target(op_cls: type, called_on: type, name: str | None) -> type:
 
 
 def _base_named(cls: type, key: str) -> type | None:
-    return next((base for base in cls.__mro__[1:] if base.__name__ == key), None)
+    """The class that `cls` derives from and that is called `key`, here or in vLLM."""
+    return next((base for base in cls.__mro__[1:] if key in (base.__name__, vars(base).get("vllm_name"))), None)
 
 
 def _check_class(op_cls: Any, base: type) -> None:

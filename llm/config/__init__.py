@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from llm.base.missing import missing_name
+
 if TYPE_CHECKING:
     from llm.config.compilation import CompilationConfig as CompilationConfig
     from llm.config.compilation import CompilationMode as CompilationMode
@@ -33,7 +35,9 @@ _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = list(_MODULES)
 
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'llm.config' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"llm.config.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:  # or mypy would take any name
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise missing_name(__name__, name)
+        return getattr(importlib.import_module(f"llm.config.{_MODULES[name]}"), name)

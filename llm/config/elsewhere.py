@@ -72,3 +72,84 @@ CONSTRUCTOR: dict[str, str] = {
     "temperature": "it is a field of SamplingParams",
     "max_tokens": "it is a field of SamplingParams",
 }
+
+_ASYNC = "requests are computed in this process, during a call; LLM.stream yields text as it comes"
+_ENGINE = "an LLM drives its engine itself; pass all prompts to one call of LLM.generate"
+_ONE_DEVICE = "an LLM runs in this process, on one device"
+_ADAPTERS = "adapters are not here yet; merge them into the checkpoint"
+_EXPERTS = "mixtures of experts are not here yet"
+_MIXERS = "recurrent and latent attention are not here yet"
+_ROPE = "make an llm.layers.rotary.RotaryEmbedding with RopeParameters, which computes every scaling"
+_TEXT = "prompts are text or token ids"
+_NO_MODEL = "no model here needs it; derive your own from llm.layers.custom_op.CustomOp"
+_POOLING = (
+    "PoolingParams PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput ClassificationOutput "
+    "ClassificationRequestOutput ScoringOutput ScoringRequestOutput PoolerConfig"
+).split()
+_EXPERT_LAYERS = (
+    "FusedMoE SharedFusedMoE FusedMoEConfig FusedMoEFactory FusedMoEModularMethod UnquantizedFusedMoEMethod "
+    "GroupedTopk RoutedExperts GateLinear fused_experts fused_topk"
+).split()
+_MIXER_LAYERS = (
+    "MambaMixer MambaMixer2 ShortConv ChunkGatedDeltaRule MultiHeadLatentAttentionWrapper MLAAttention "
+    "SparseAttnIndexer StaticSinkAttention FusedRMSNormGated"
+).split()
+_ROPE_CLASSES = (
+    "get_rope YaRNScalingRotaryEmbedding MRotaryEmbedding Llama3RotaryEmbedding DeepseekScalingRotaryEmbedding "
+    "LinearScalingRotaryEmbedding DynamicNTKScalingRotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding"
+).split()
+_OTHER_OPERATIONS = (
+    "SituAndMul HpcRopeNorm MiniMaxText01RMSNormTP FusedMMInputNorm NemotronLayerNorm1P VitMropeSetup "
+    "CustomQwen2Decoder"
+).split()
+# What code for vLLM imports from a module that is here.
+NAMES: dict[str, str] = {
+    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"), _ASYNC),
+    **dict.fromkeys(("LLMEngine", "EngineCore"), _ENGINE),
+    **dict.fromkeys(_POOLING, _NO_POOLING),
+    **dict.fromkeys(_EXPERT_LAYERS, _EXPERTS),
+    **dict.fromkeys(_MIXER_LAYERS, _MIXERS),
+    **dict.fromkeys(_ROPE_CLASSES, _ROPE),
+    **dict.fromkeys(_OTHER_OPERATIONS, _NO_MODEL),
+    **dict.fromkeys(("LoRAConfig", "LoRARequest"), _ADAPTERS),
+    **dict.fromkeys(("EmbedsPrompt", "ExplicitEncoderDecoderPrompt", "MultiModalConfig"), _TEXT),
+    "DEFAULT_PLUGINS_GROUP": "its name is GENERAL_PLUGINS",
+    "DeviceCapability": "Platform.get_device_capability returns (major, minor)",
+    "EngineArgs": "it is in llm.config",
+    "GuidedDecodingParams": "it has become StructuredOutputsParams, in vLLM too",
+    "PLATFORM_PLUGINS_GROUP": "its name is PLATFORM_PLUGINS",
+    "SpeculativeConfig": "speculative decoding is not here yet",
+    "get_current_vllm_config": "a constructor asks llm.base.construction.construction()",
+    "initialize_ray_cluster": _ONE_DEVICE,
+    "load_plugins_by_group": "use llm.plugins.installed(group) and llm.plugins.load(plugins)",
+    "set_current_vllm_config": "operations are bound by llm.base.construction.constructing_for(platform, compilation)",
+}
+
+# Modules of vLLM, with `llm` for `vllm`.
+MODULES: dict[str, str] = {
+    "llm.attention.backends": "an attention backend is an llm.layers.attention.AttentionBackend",
+    "llm.attention.layer": "Attention is in llm.model_executor.layers.attention",
+    "llm.distributed": _ONE_DEVICE,
+    "llm.engine.arg_utils": "EngineArgs is in llm.config",
+    "llm.engine.async_llm_engine": _ASYNC,
+    "llm.engine.llm_engine": _ENGINE,
+    "llm.entrypoints": "LLM is imported from llm, and there is no server",
+    "llm.envs": "environment variables are in llm.config.env",
+    "llm.lora": _ADAPTERS,
+    "llm.model_executor.layers.fla": _MIXERS,
+    "llm.model_executor.layers.fused_moe.config": _EXPERTS,
+    "llm.model_executor.layers.fused_moe.layer": _EXPERTS,
+    "llm.model_executor.layers.mamba.mamba_mixer": _MIXERS,
+    "llm.model_executor.layers.mamba.short_conv": _MIXERS,
+    "llm.model_executor.layers.mla": _MIXERS,
+    "llm.model_executor.model_loader": "checkpoints are read by llm.loading",
+    "llm.model_executor.models": "models are in llm.models, and register_model is imported from llm",
+    "llm.multimodal": _TEXT,
+    "llm.pooling_params": _NO_POOLING,
+    "llm.transformers_utils": "tokenizers and chat templates are in llm.tokenizer",
+    "llm.utils": "it is vLLM's own; take what you need from it into your code",
+    "llm.v1.core": "the scheduler and the blocks are in llm.engine",
+    "llm.v1.engine": _ASYNC,
+    "llm.v1.worker": "the model runner is llm.engine.model_runner.ModelRunner",
+    "llm.worker": "the model runner is llm.engine.model_runner.ModelRunner",
+}

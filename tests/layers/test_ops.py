@@ -25,8 +25,8 @@ from llm.base.custom_op import CustomOp, PluggableLayer
 from llm.base.errors import ValidationError
 from llm.base.replacement import op_registry
 from llm.config.compilation import CompilationConfig
-from llm.layers import activation, conv, norm, quant_fp8, rotary
-from llm.layers.attention import mm_encoder, rel_pos
+from llm.layers import activation, norm, rotary
+from llm.layers.extra import conv, mm_encoder, quant_fp8, rel_pos
 from llm.layers.rotary import RopeParameters
 from llm.platforms.cpu import CpuPlatform
 

@@ -1,5 +1,5 @@
 """`vllm.attention.layers.mm_encoder_attention`."""
 
-from llm.layers.attention.mm_encoder import MMEncoderAttention
+from llm.layers.extra.mm_encoder import MMEncoderAttention
 
 __all__ = ["MMEncoderAttention"]

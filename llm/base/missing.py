@@ -1,0 +1,48 @@
+"""Names and modules that code for vLLM imports and this package does not have: each import says what to do instead.
+
+Owns how it is said; the tables are in `llm.config.elsewhere`, which is read when something is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+
+def missing_name(module: str, name: str) -> Exception:
+    """What a module's `__getattr__` raises: an ImportError that says what to do instead, else an AttributeError."""
+    from llm.config.elsewhere import MODULES, NAMES
+
+    instead = NAMES.get(name) or MODULES.get(f"{module}.{name}")
+    if instead is None:
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    return ImportError(f"{module} has no {name}; {instead}.", name=module)
+
+
+def missing_names(module: str) -> Callable[[str], NoReturn]:
+    """A `__getattr__` for `module`. Hide it behind TYPE_CHECKING: mypy takes any name of a module that has one."""
+
+    def __getattr__(name: str) -> NoReturn:
+        raise missing_name(module, name)
+
+    return __getattr__
+
+
+class _MissingModules:
+    """The last finder that Python asks: nobody has found the module."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Sequence[str] | None = None, target: object = None) -> None:
+        if not fullname.startswith("llm."):
+            return
+        from llm.config.elsewhere import MODULES
+
+        if fullname in MODULES:
+            raise ModuleNotFoundError(f"there is no {fullname}; {MODULES[fullname]}.", name=fullname)
+
+
+def explain_missing_modules() -> None:
+    """From now on an import of a module in the table raises a sentence; called once, by `llm/__init__.py`."""
+    if _MissingModules not in sys.meta_path:
+        sys.meta_path.append(_MissingModules)

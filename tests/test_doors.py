@@ -1,0 +1,163 @@
+"""Doors: the paths that code for vLLM imports lead to what is defined elsewhere, and what is missing says so."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import pytest
+
+import llm
+from llm.config.elsewhere import MODULES, NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+DOOR_PACKAGES = ("llm.v1", "llm.model_executor", "llm.attention")
+# Modules of the rooms under whose vLLM name people look for what is not here.
+ROOMS = ("llm", "llm.config", "llm.inputs", "llm.outputs", "llm.platforms", "llm.plugins", "llm.sampling_params")
+
+
+def doors() -> list[str]:
+    found = ["llm.layers.custom_op"]
+    for name in DOOR_PACKAGES:
+        package = importlib.import_module(name)
+        found += [name, *(module.name for module in pkgutil.walk_packages(package.__path__, f"{name}."))]
+    return found
+
+
+DOORS = doors()
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_leads_somewhere(name: str) -> None:
+    door = importlib.import_module(name)
+    exported = getattr(door, "__all__", [])
+    assert exported or door.__path__, f"{name} exports nothing"
+    values = [getattr(door, item) for item in exported]
+    owners = {value.__module__ for value in values if isinstance(value, type | FunctionType)} - {"builtins"}
+    assert not [owner for owner in owners if owner in DOORS or not owner.startswith("llm.")]
+
+
+def definitions(text: str) -> list[str]:
+    """What a module does beside importing: everything but its docstring, `__all__` and the guarded `__getattr__`."""
+    found = []
+    for node in ast.parse(text).body:
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_list = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        is_hook = ast.unparse(node) == "if not TYPE_CHECKING:\n    __getattr__ = missing_names(__name__)"
+        if not (is_docstring or is_list or is_hook or isinstance(node, ast.Import | ast.ImportFrom)):
+            found.append(ast.unparse(node).splitlines()[0])
+    return found
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_nothing_is_defined_in_a_door(name: str) -> None:
+    path = importlib.import_module(name).__file__
+    assert path is not None and definitions(Path(path).read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize("text", ["x = 1", "def f(): ...", "class C: ...", "if True:\n    import os", "f()"])
+def test_a_definition_is_seen(text: str) -> None:
+    assert len(definitions(f'"""A door."""\nimport os\n__all__ = ["x"]\n{text}')) == 1
+
+
+PLUGIN = """
+from llm.model_executor.custom_op import CustomOp, PluggableLayer
+from llm.model_executor.layers.activation import QuickGELU, SiluAndMul
+from llm.model_executor.layers.attention import Attention, MMEncoderAttention
+from llm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention as Same
+from llm.model_executor.layers.conv import Conv3dLayer
+from llm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from llm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from llm.model_executor.layers.linear import ColumnParallelLinear, LinearMethodBase, UnquantizedLinearMethod
+from llm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from llm.model_executor.layers.logits_processor import LogitsProcessor
+from llm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
+from llm.model_executor.layers.quantization import register_quantization_config
+from llm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from llm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from llm.model_executor.layers.rotary_embedding import ApplyRotaryEmb, RotaryEmbedding
+from llm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from llm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb as AlsoSame
+from llm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from llm.v1.sample.logits_processor import LogitsProcessor as ChangesLogits
+assert Same is MMEncoderAttention and AlsoSame is ApplyRotaryEmb and ChangesLogits is not LogitsProcessor
+"""
+
+
+def test_the_imports_of_a_plugin_in_a_fresh_interpreter() -> None:
+    result = subprocess.run([sys.executable, "-c", PLUGIN], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_doors_are_seen_by_a_type_checker(tmp_path: Path) -> None:
+    """mypy finds every name, and refuses one that is missing although the module has a `__getattr__` at run time."""
+    script = tmp_path / "plugin.py"
+    script.write_text(f"{PLUGIN}from llm import AsyncLLM\nfrom llm.plugins import load_plugins_by_group\n")
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--no-error-summary", str(script)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    errors = [line.partition("error: ")[2] for line in result.stdout.splitlines() if "error: " in line]
+    assert len(errors) == 2 and "AsyncLLM" in errors[0] and "load_plugins_by_group" in errors[1], result.stdout
+
+
+# --- What is missing. ---
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("from llm import AsyncLLM", "llm has no AsyncLLM; .*LLM.stream"),
+        ("from llm import LLMEngine, LLM", "llm has no LLMEngine; "),
+        ("from llm import PoolingParams", "llm has no PoolingParams; only text generation"),
+        ("from llm import lora", "llm has no lora; adapters are not here yet"),
+        ("import llm.lora.request", "there is no llm.lora; adapters are not here yet"),
+        ("from llm.v1.engine.async_llm import AsyncLLM", "there is no llm.v1.engine; .*LLM.stream"),
+        ("from llm.plugins import load_plugins_by_group", r"use llm.plugins.installed\(group\)"),
+        ("from llm.sampling_params import GuidedDecodingParams", "StructuredOutputsParams"),
+        ("from llm.config import SpeculativeConfig", "speculative decoding is not here yet"),
+        ("from llm.model_executor.layers.fused_moe import FusedMoE", "mixtures of experts are not here yet"),
+        ("from llm.model_executor.layers.fused_moe.layer import FusedMoE", "mixtures of experts are not here yet"),
+        ("from llm.model_executor.layers.activation import SituAndMul", "derive your own from .*CustomOp"),
+        ("from llm.model_executor.layers.rotary_embedding import get_rope", "RotaryEmbedding with RopeParameters"),
+    ],
+)
+def test_what_vllm_has_and_this_has_not_is_told_in_a_sentence(statement: str, said: str) -> None:
+    with pytest.raises(ImportError, match=f"{said}.*\\.$") as error:
+        exec(statement)
+    assert "\n" not in str(error.value) and "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [*ROOMS, *DOORS])
+def test_an_unknown_name_is_an_ordinary_error(name: str) -> None:
+    module = importlib.import_module(name)
+    assert not hasattr(module, "no_such_name")
+    with pytest.raises(ImportError, match="no_such_name"):
+        exec(f"from {name} import no_such_name")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'llm\.no_such_module'"):
+        importlib.import_module("llm.no_such_module")
+
+
+def answered(modules: list[ModuleType], name: str) -> list[str]:
+    """The modules that have what the table says is missing."""
+    return [module.__name__ for module in modules if name in {*vars(module), *getattr(module, "__all__", ())}]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_is_about_names_that_do_not_exist(name: str) -> None:
+    modules = [importlib.import_module(module) for module in [*ROOMS, *DOORS] if module != "llm.config"]
+    assert answered(modules, name) == []
+    assert answered([llm], "LLM") == ["llm"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_table_is_about_modules_that_do_not_exist(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"there is no {name}; "):
+        importlib.import_module(name)
+    parent, _, last = name.rpartition(".")
+    folder = Path(importlib.import_module(parent).__path__[0])
+    assert not (folder / last).exists() and not (folder / f"{last}.py").exists()
