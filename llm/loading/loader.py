@@ -55,7 +55,7 @@ def load_weights(
         target = weight_map.target(name)
         if target.parameter in parameters:
             tensor = tensor.t() if weight_map.transposed(target.parameter) else tensor
-            if store_as is not None and not parameters[target.parameter].is_meta:  # on no device: quantized on load
+            if store_as is not None and not parameters[target.parameter].is_meta:  # meta: quantized on load
                 tensor = _converted(name, tensor, store_as)
             targets[name] = target
             filled[target.parameter] += _copy(name, parameters[target.parameter], tensor, target.shard_id)
@@ -65,12 +65,7 @@ def load_weights(
             tied[aliases[target.parameter]].append((name, tensor))
         elif not weight_map.ignores(name) and not ignores(name):
             unexpected.append(name)
-    for name, parameter in parameters.items():
-        parameter.elements_loaded = filled[name]  # type: ignore[attr-defined]
-    absent = {name for name, count in filled.items() if not count and getattr(parameters[name], "optional", False)}
-    missing = [name for name, count in filled.items() if count < parameters[name].numel() and name not in absent]
-    twice = [name for name, count in filled.items() if count > parameters[name].numel()]
-    _raise_unless_complete(unexpected, missing, twice)
+    _check_complete(parameters, filled, unexpected)
     for copies in tied.values():
         _check_tied_copies(copies)
     process_weights(model)
@@ -199,7 +194,13 @@ def _check_tied_copies(copies: list[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def _raise_unless_complete(unexpected: list[str], missing: list[str], twice: list[str]) -> None:
+def _check_complete(parameters: Mapping[str, nn.Parameter], filled: Mapping[str, int], unexpected: list[str]) -> None:
+    """Set `elements_loaded` of every parameter; raise `CheckpointError` unless each was filled exactly once."""
+    for name, parameter in parameters.items():
+        parameter.elements_loaded = filled[name]  # type: ignore[attr-defined]
+    absent = {name for name, count in filled.items() if not count and getattr(parameters[name], "optional", False)}
+    missing = [name for name, count in filled.items() if count < parameters[name].numel() and name not in absent]
+    twice = [name for name, count in filled.items() if count > parameters[name].numel()]
     problems = [
         f"{what}: {_listed(names)}"
         for what, names in (

@@ -1,1 +1,1 @@
-"""`quantization_report`, `save_quantized`, and the command that fills the README's table."""
+"""`quantization_report`, `save_quantized`, and the command behind the README's table."""

@@ -1,23 +1,23 @@
-"""`python -m llm quantization`: what each scheme does to a model, as a table that a README can hold.
+"""`python -m llm quantization`: compares quantization schemes on a model, as a Markdown table.
 
-Owns the arguments and the table; the measures are `quantize_measure.py`.
+Owns the arguments and the table; `measure.py` owns the measures.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from llm.base.checks import refuse
 from llm.base.errors import ValidationError
+from llm.base.types import Commands
 
 SCHEMES = ("w8a8", "w8a16", "w4a16", "w4a8")
 _HEADINGS = ("quantization", "weights", "perplexity", "change", "same next token", "greedy tokens", "least dB")
 
 
-def add_command(commands: Any) -> None:
+def add_command(commands: Commands) -> None:
     """Add `quantization` to the command line's subcommands."""
     command = commands.add_parser(
         "quantization",
@@ -39,8 +39,10 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def table(model: Any, texts: list[str], schemes: list[str], calibration: list[str] | None) -> Iterator[str]:
-    """The lines of a Markdown table: the unquantized model first, then each scheme against it."""
+def table(
+    model: str | Path | None, texts: list[str], schemes: list[str], calibration: list[str] | None
+) -> Iterator[str]:
+    """The lines of a Markdown table: the unquantized model, then each scheme compared with it."""
     from llm.api import EMBEDDED_MODEL, LLM
     from llm.quantization.configs.online import RECIPES
     from llm.quantize.measure import agreement, common_prefix, greedy_tokens, prompts_from, score_texts
@@ -77,7 +79,7 @@ def table(model: Any, texts: list[str], schemes: list[str], calibration: list[st
             )
 
 
-def _row(cells: Any) -> str:
+def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 

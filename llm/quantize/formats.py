@@ -1,18 +1,20 @@
-"""What a quantized layer's tensors are called and look like in the formats we write.
+"""The names and layouts of a quantized layer's tensors in the formats that `save_quantized` writes.
 
 Owns the writers of compressed-tensors and ModelSlim, the inverse of `quantization/configs` and `quantization/storage`.
-Every number written is the one computed with: a model that is saved and loaded gives the same answers.
+The written integers and scales are the ones computed with, so a saved and loaded model gives the same answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from llm.base.errors import LLMError
+from llm.base.types import JsonObject
 from llm.kernels.reference.quantized import dequantize
 from llm.loading.weight_map import Target
 from llm.quantization.packing import pack_row_pairs, pack_to_int32
@@ -23,15 +25,15 @@ _LM_HEAD = "lm_head"
 
 @dataclass
 class StoredLayer:
-    """One module of a checkpoint: a shard of a fused layer, a whole one, or a norm.
+    """One module of a checkpoint: a shard of a fused layer, a whole layer, or a norm.
 
     Attributes:
-        name: in the checkpoint.
-        scheme: "" when it is not quantized.
-        kind: "linear", "embedding", or "" for everything else.
-        weight: its integers; None: not quantized.
-        floats: what else it has, by tensor name; also the weight when it is not quantized.
-        is_tied: an embedding that is also the LM head.
+        name: its name in the checkpoint.
+        scheme: "" if it is not quantized.
+        kind: "linear", "embedding", or "" for any other module.
+        weight: the quantized weight; None: not quantized.
+        floats: its other tensors by name, including an unquantized weight.
+        is_tied: True for an embedding that is also the LM head.
     """
 
     name: str
@@ -46,7 +48,7 @@ class StoredLayer:
         return self.weight is not None
 
 
-def stored_layers(model: Any, targets: Mapping[str, Target]) -> list[StoredLayer]:
+def stored_layers(model: nn.Module, targets: Mapping[str, Target]) -> list[StoredLayer]:
     """The modules of the checkpoint that `model` was loaded from, with what they hold now, in their order.
 
     `targets` says where each tensor of the checkpoint went.
@@ -74,13 +76,13 @@ def stored_layers(model: Any, targets: Mapping[str, Target]) -> list[StoredLayer
     return list(found.values())
 
 
-def _float_parameter(module: Any, name: str) -> torch.Tensor:
-    """A parameter as the checkpoint had it: a kernel may keep the weight in an order of its own."""
+def _float_parameter(module: nn.Module, name: str) -> torch.Tensor:
+    """A parameter in the checkpoint's layout: a packed weight is unpacked."""
     packed = getattr(module, "packed_weight", None)
     return packed.unpack() if name == "weight" and packed is not None else getattr(module, name).data
 
 
-def _stored_layer(name: str, module: Any, shard_id: Any, has_bias: bool) -> StoredLayer:
+def _stored_layer(name: str, module: nn.Module, shard_id: str | int | None, has_bias: bool) -> StoredLayer:
     method = getattr(module, "quant_method", None)
     kind = getattr(module, "quant_kind", "")
     if method is None or not method.scheme:
@@ -93,31 +95,34 @@ def _stored_layer(name: str, module: Any, shard_id: Any, has_bias: bool) -> Stor
         weight.zero = rows_of(module, whole.zero, shard_id)
     is_tied = kind == "embedding" and getattr(module, "is_lm_head", False) and name != _LM_HEAD
     layer = StoredLayer(name, method.scheme, kind, weight, {}, is_tied)
-    if getattr(module, "bias", None) is not None:
-        bias = rows_of(module, module.bias.data, shard_id)
-        # A layer without a bias has one of zeros when the file kept it among the integers.
+    parameter: torch.Tensor | None = getattr(module, "bias", None)
+    if parameter is not None:
+        bias = rows_of(module, parameter.data, shard_id)
+        # A layer without a bias has a zero bias if its format stores a bias among the integers.
         if has_bias or bias.any():
             layer.floats["bias"] = bias
     return layer
 
 
-def rows_of(module: Any, tensor: torch.Tensor, shard_id: Any) -> torch.Tensor:
-    """The rows of a fused layer's tensor that belong to one shard; all of them when None."""
+def rows_of(module: nn.Module, tensor: torch.Tensor, shard_id: str | int | None) -> torch.Tensor:
+    """The output channels of one shard of a fused layer's tensor; None: all."""
     if shard_id is None:
         return tensor
-    index = module.shard_ids.index(shard_id)
-    start = sum(module.output_partition_sizes[:index])
-    return tensor[start : start + module.output_partition_sizes[index]]
+    shard_ids: tuple[str | int, ...] = getattr(module, "shard_ids", ())
+    sizes: list[int] = getattr(module, "output_partition_sizes", [])
+    index = shard_ids.index(shard_id)
+    start = sum(sizes[:index])
+    return tensor[start : start + sizes[index]]
 
 
 class Writer(Protocol):
-    """What a format writes, given every layer when it is made."""
+    """Writes a format; constructed with all layers."""
 
     file_stem: str
 
-    def __init__(self, hf_config: Mapping[str, Any], layers: list[StoredLayer]) -> None: ...
+    def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None: ...
 
-    def json_files(self) -> dict[str, Any]:
+    def json_files(self) -> JsonObject:
         """File name -> content."""
 
     def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
@@ -125,25 +130,24 @@ class Writer(Protocol):
 
 
 class CompressedTensorsWriter:
-    """int-quantized where activations are quantized, pack-quantized where they are not.
+    """int-quantized for layers with quantized activations, pack-quantized for weight-only layers.
 
-    A tied table is written twice and config.json says that it is not tied, since transformers and vLLM cannot tie
-    quantized modules: as an integer LM head, and as a float32 table of just the values computed with (transformers 5
-    cannot load a quantized one). For a smaller file leave the table alone when quantizing (`lm_head=None`), or save
-    as "modelslim".
+    transformers and vLLM cannot tie quantized modules. So a tied table is written twice, and config.json says that it
+    is not tied: as an integer LM head, and as a float32 embedding of the dequantized values (transformers 5 cannot load
+    a quantized one). For a smaller file do not quantize the table (`lm_head=None`), or save as "modelslim".
     """
 
     file_stem = "model"
 
-    def __init__(self, hf_config: Mapping[str, Any], layers: list[StoredLayer]) -> None:
+    def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None:
         self._hf_config = hf_config
         self._layers = layers
 
-    def json_files(self) -> dict[str, Any]:
+    def json_files(self) -> JsonObject:
         config = dict(self._hf_config)
         if any(layer.is_tied for layer in self._layers):
             config["tie_word_embeddings"] = False
-        groups: dict[str, dict[str, Any]] = {}
+        groups: dict[str, JsonObject] = {}
         for layer in self._layers:
             for name, group in self._groups(layer):
                 same = next((known for known in groups.values() if {**known, "targets": []} == group), None)
@@ -175,8 +179,8 @@ class CompressedTensorsWriter:
             result |= {f"{name}.{part}": tensor for part, tensor in {**parts, **stored}.items()}
         return result
 
-    def _groups(self, layer: StoredLayer) -> list[tuple[str, dict[str, Any]]]:
-        """(module name, its group with no targets), none when it is written as floats."""
+    def _groups(self, layer: StoredLayer) -> list[tuple[str, JsonObject]]:
+        """(module name, its group without targets); [] if the layer is written as floats."""
         if layer.weight is None or (_is_table(layer) and not layer.is_tied):
             return []
         return [(_LM_HEAD if layer.is_tied else layer.name, _group(layer.scheme, layer.weight))]
@@ -186,9 +190,9 @@ def _is_table(layer: StoredLayer) -> bool:
     return layer.kind == "embedding" and layer.name != _LM_HEAD
 
 
-def _group(scheme: str, weight: IntegerWeight) -> dict[str, Any]:
+def _group(scheme: str, weight: IntegerWeight) -> JsonObject:
     grouped = weight.scale.shape[1] > 1
-    weights: dict[str, Any] = {
+    weights: JsonObject = {
         "num_bits": weight.bits,
         "type": "int",
         "symmetric": weight.zero is None,
@@ -196,7 +200,7 @@ def _group(scheme: str, weight: IntegerWeight) -> dict[str, Any]:
         "group_size": weight.group_size if grouped else None,
         "dynamic": False,
     }
-    inputs: dict[str, Any] | None = {
+    inputs: JsonObject | None = {
         "num_bits": 8,
         "type": "int",
         "symmetric": True,
@@ -223,7 +227,7 @@ def _group(scheme: str, weight: IntegerWeight) -> dict[str, Any]:
     }
 
 
-def _compressed(weight: IntegerWeight, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _compressed(weight: IntegerWeight, group: JsonObject) -> dict[str, torch.Tensor]:
     parts: dict[str, torch.Tensor] = {"weight_scale": weight.scale}
     if group["format"] == "pack-quantized":
         parts["weight_packed"] = pack_to_int32(weight.q, weight.bits)
@@ -240,17 +244,17 @@ def _compressed(weight: IntegerWeight, group: Mapping[str, Any]) -> dict[str, to
 
 
 class ModelSlimWriter:
-    """Version 1.0.0: int4 in row pairs, W8A8 with quant_bias. W4A16 has no published layout there."""
+    """ModelSlim 1.0.0: int4 in row pairs, W8A8 with quant_bias. W4A16 has no published layout."""
 
     file_stem = "quant_model_weights"
 
-    def __init__(self, hf_config: Mapping[str, Any], layers: list[StoredLayer]) -> None:
+    def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None:
         self._hf_config = hf_config
         self._layers = layers
         self._group_size = self._common_group_size()
 
-    def json_files(self) -> dict[str, Any]:
-        types: dict[str, Any] = {
+    def json_files(self) -> JsonObject:
+        types: JsonObject = {
             "model_quant_type": next(layer.scheme for layer in self._layers if layer.is_quantized),
             "version": "1.0.0",
             "group_size": self._group_size,
@@ -258,7 +262,7 @@ class ModelSlimWriter:
         for layer in self._layers:
             for name in self.tensors(layer):
                 is_float = layer.weight is None or name.endswith(".bias")
-                # Its static half was not kept: here it is computed as dynamic, and so it is written.
+                # W8A8_MIX computes as dynamic here and keeps no static scales.
                 scheme = "W8A8_DYNAMIC" if layer.scheme == "W8A8_MIX" else layer.scheme
                 types[name] = "FLOAT" if is_float else scheme
         return {"config.json": dict(self._hf_config), "quant_model_description.json": types}
@@ -312,7 +316,7 @@ def _static(weight: IntegerWeight, bias: torch.Tensor | None) -> dict[str, torch
 
 
 def _two_levels(name: str, weight: IntegerWeight) -> dict[str, torch.Tensor]:
-    """The first level is a power of two, so that the product of both is the scale we compute with, exactly."""
+    """Two levels of scales. The first is a power of two, so their product is exactly the scale computed with."""
     if weight.q.shape[0] % 2:
         raise LLMError(f"{name} has {weight.q.shape[0]} rows; ModelSlim packs int4 in pairs of rows.")
     total = 8 * dequantize(weight.q, weight.scale, None, weight.group_size).double().sum(dim=1, keepdim=True)

@@ -1,7 +1,6 @@
-"""How a quantized model differs from the one it was made of: numbers only, no presentation.
+"""How a quantized model differs from the unquantized one: numbers only.
 
-Owns the measures: noise of weights and of outputs, perplexity, agreement, bytes, speed. What they look like is
-`quantize_report.py`.
+Owns the measures: noise of layer outputs, perplexity, agreement, speed. `report.py` presents them.
 """
 
 from __future__ import annotations
@@ -10,13 +9,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llm.base.errors import ValidationError
 from llm.engine.calibrate import run_texts
 from llm.engine.engine import Engine
+from llm.inputs import PromptType, TokensPrompt
 from llm.quantization.quantizer import decibels
 from llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llm.api import LLM
 
 GREEDY_TOKENS = 64
 _SPEED_PREFILL, _SPEED_DECODE, _SPEED_REPEATS = 256, 16, 3
@@ -25,12 +28,12 @@ _CAPTURED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class TextScores:
-    """On texts.
+    """A model's scores on texts.
 
     Attributes:
         perplexity: exp of the mean negative logprob of every token but the first of each text.
-        tokens: how many were scored.
-        likeliest: the likeliest token at each of these positions.
+        tokens: number of scored tokens.
+        likeliest: the likeliest token at each scored position.
     """
 
     perplexity: float
@@ -40,14 +43,14 @@ class TextScores:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of one row: reading a prompt, and writing."""
+    """Tokens per second of one request, in prefill and decode."""
 
     prefill: float
     decode: float
 
 
-def score_texts(llm: Any, texts: Sequence[str]) -> TextScores:
-    """Perplexity of each text by itself; one longer than the model's window is scored in windows."""
+def score_texts(llm: LLM, texts: Sequence[str]) -> TextScores:
+    """Score each text by itself; a text longer than the model's context is scored in windows."""
     limit = llm.config.model_config.max_model_len - 1
     encoded = llm._preprocessor.token_ids(texts, "texts")
     windows = [ids[start : start + limit] for ids in encoded for start in range(0, len(ids), limit)]
@@ -58,18 +61,19 @@ def score_texts(llm: Any, texts: Sequence[str]) -> TextScores:
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in windows], params, use_tqdm=False)
     total, likeliest = 0.0, []
     for ids, output in zip(windows, outputs, strict=True):
-        for token, position in zip(ids[1:], output.prompt_logprobs[1:], strict=True):
+        positions = [position for position in output.prompt_logprobs or () if position]
+        for token, position in zip(ids[1:], positions, strict=True):
             total -= position[token].logprob
             likeliest.append(min(position, key=lambda item, at=position: at[item].rank))  # type: ignore[misc]
     return TextScores(math.exp(total / len(likeliest)), len(likeliest), tuple(likeliest))
 
 
 def agreement(first: Sequence[int], second: Sequence[int]) -> float:
-    """The share of positions at which both are equal."""
+    """The share of positions at which both sequences are equal."""
     return sum(map(int.__eq__, first, second)) / max(1, len(first))
 
 
-def greedy_tokens(llm: Any, prompts: Sequence[Any]) -> list[list[int]]:
+def greedy_tokens(llm: LLM, prompts: Sequence[PromptType]) -> list[list[int]]:
     """64 greedy tokens after each prompt."""
     params = SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True, detokenize=False)
     return [output.outputs[0].token_ids for output in llm.generate(list(prompts), params, use_tqdm=False)]
@@ -82,8 +86,8 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> float:
     return same / max(1, max(len(first), len(second)))
 
 
-def prompts_from(llm: Any, texts: Sequence[str], count: int = 64, length: int = 24) -> list[dict[str, Any]]:
-    """`count` prompts of `length` tokens (fewer where the model takes no more) out of the texts, at even distances."""
+def prompts_from(llm: LLM, texts: Sequence[str], count: int = 64, length: int = 24) -> list[TokensPrompt]:
+    """`count` prompts of `length` tokens (fewer if the context is shorter), evenly spaced over the texts."""
     length = min(length, llm.config.model_config.max_model_len - 1)
     ids = [token for encoded in llm._preprocessor.token_ids(texts, "texts") for token in encoded]
     step = max(1, (len(ids) - length) // count)
@@ -91,8 +95,8 @@ def prompts_from(llm: Any, texts: Sequence[str], count: int = 64, length: int = 
     return [{"prompt_token_ids": ids[start : start + length]} for start in starts]
 
 
-def measure_speed(llm: Any) -> Speed:
-    """The best of three runs; the numbers are of this machine, now."""
+def measure_speed(llm: LLM) -> Speed:
+    """The best of three runs on this machine."""
     longest = llm.config.model_config.max_model_len
     length = min(_SPEED_PREFILL, longest - _SPEED_DECODE - 1)
     vocab = llm.config.model_config.vocab_size
@@ -106,7 +110,7 @@ def measure_speed(llm: Any) -> Speed:
     return Speed(length / prefill, _SPEED_DECODE / decode)
 
 
-def _seconds(llm: Any, ids: list[int], max_tokens: int) -> float:
+def _seconds(llm: LLM, ids: list[int], max_tokens: int) -> float:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     started = perf_counter()
     llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
@@ -114,10 +118,11 @@ def _seconds(llm: Any, ids: list[int], max_tokens: int) -> float:
 
 
 def output_noise(plain: Engine, quantized: Engine, texts: Sequence[str]) -> dict[str, float]:
-    """Decibels of each quantized layer's outputs, given what the layer of `plain` was given on `texts`.
+    """Signal-to-noise ratio, in dB, of each quantized layer's outputs on `texts`.
 
-    So errors of earlier layers do not add up. A step's inputs and outputs are held while it is compared; where those of
-    all layers are too much, the texts are run several times.
+    A layer gets the inputs of the same layer of `plain`, so errors of earlier layers do not add up. The inputs and
+    outputs of one step are kept for the comparison; if those of all layers take too much memory, the texts are run
+    several times.
     """
     sums: dict[str, list[float]] = {}
     left = [layer.name for layer in quantized.runner.layer_reports() if layer.kind == "linear" and layer.scheme]

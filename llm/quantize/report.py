@@ -1,6 +1,6 @@
-"""`LLM.quantization_report()`: what quantization changed, as a table, a DataFrame, and bars in a notebook.
+"""`LLM.quantization_report()`: the effect of quantization as a table, a DataFrame, and bars in a notebook.
 
-Owns the order of measuring and the presentation; the measures are `quantize_measure.py`.
+Owns the order of measuring and the presentation; `measure.py` owns the measures.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llm.base.errors import LLMError, ValidationError
+from llm.base.types import JsonObject
 from llm.config.defaults import library_defaults
 from llm.engine.inspection import LayerReport
 from llm.quantize.measure import (
@@ -24,21 +25,28 @@ from llm.quantize.measure import (
     score_texts,
 )
 
+if TYPE_CHECKING:
+    import pandas
+
+    from llm.api import LLM
+    from llm.engine.engine import Engine
+    from llm.inputs import PromptType
+
 _BAR_WIDTH, _ROW_HEIGHT, _LABEL_WIDTH = 260, 16, 300
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What quantization changed.
+    """The effect of quantization on a model.
 
     Attributes:
-        name: of the quantization.
+        name: the quantization's name.
         layers: one entry per layer with a weight.
-        perplexity_before, perplexity_after: on the texts; None: there were none, or no unquantized model.
-        tokens_scored: of the texts.
-        next_token_agreement: the share of the texts' positions where both models find the same token likeliest.
-        greedy_agreement: the share of 64 greedy tokens before the first difference, over the prompts.
-        identical_prompts: how many prompts had all tokens equal, of `prompts`.
+        perplexity_before, perplexity_after: on the texts; None without texts or without an unquantized model.
+        tokens_scored: number of scored tokens of the texts.
+        next_token_agreement: share of the texts' positions where both models have the same likeliest token.
+        greedy_agreement: share of 64 greedy tokens before the first difference, averaged over the prompts.
+        identical_prompts: number of prompts, of `prompts`, whose 64 tokens are all equal.
         speed_before, speed_after: tokens per second on this machine.
     """
 
@@ -71,7 +79,7 @@ class QuantizationReport:
         return self.perplexity_after / self.perplexity_before - 1
 
     def summary(self) -> list[str]:
-        """The totals, a line each."""
+        """The totals, one per line."""
         lines = [f"quantization {self.name}: {_bytes(self.bytes_before)} -> {_bytes(self.bytes_after)} of weights"]
         if self.perplexity_after is not None:
             before = "" if self.perplexity_before is None else f"{self.perplexity_before:.4f} -> "
@@ -116,7 +124,7 @@ class QuantizationReport:
 
     __repr__ = __str__
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self) -> pandas.DataFrame:
         """A pandas DataFrame, one row per layer."""
         try:
             import pandas
@@ -129,7 +137,7 @@ class QuantizationReport:
         return f"<div>{summary}{self.bars()}</div>"
 
     def bars(self) -> str:
-        """An SVG bar plot: signal-to-noise of each quantized layer, of weights (light) and of outputs (dark)."""
+        """An SVG bar plot of each quantized layer's signal-to-noise ratio: weights (light) and outputs (dark)."""
         layers = [layer for layer in self.layers if layer.scheme]
         values = [value for layer in layers for value in (layer.weight_snr, layer.output_snr) if value is not None]
         finite = [value for value in values if value != float("inf")]
@@ -148,29 +156,22 @@ class QuantizationReport:
 
 @library_defaults()
 def make_report(
-    llm: Any,
-    engine: Any,
-    open_plain: Callable[[], Any] | None,
+    llm: LLM,
+    engine: Engine,
+    open_plain: Callable[[], LLM] | None,
     texts: Sequence[str],
-    prompts: Sequence[Any] | None,
+    prompts: Sequence[PromptType] | None,
     speed: bool,
 ) -> QuantizationReport:
     """Measure `llm`, the quantized `LLM`, and its `engine`.
 
     Args:
         open_plain: opens the unquantized `LLM`; None: there is none to compare with.
-        texts: to score; may be empty.
-        prompts: for greedy agreement; None: 64 pieces of the texts.
-        speed: whether to measure it.
+        texts: texts to score; may be empty.
+        prompts: prompts for greedy agreement; None: 64 pieces of the texts.
+        speed: True to measure speed.
     """
-    name = llm.config.model_config.quantization
-    if name is None:
-        raise ValidationError(
-            "the model is not quantized; open it with quantization='w8a8' or another.", parameter="quantization"
-        )
-    if isinstance(texts, str):
-        raise ValidationError("texts is one text, pass a list of texts.", parameter="texts", value=texts)
-    result: dict[str, Any] = {"name": name}
+    result: JsonObject = {"name": _checked_name(llm, texts)}
     if prompts is None:
         prompts = prompts_from(llm, texts) if texts else []
     after = score_texts(llm, texts) if texts else None
@@ -188,7 +189,7 @@ def make_report(
             before = score_texts(plain, texts)
             result["perplexity_before"] = before.perplexity
             result["next_token_agreement"] = agreement(before.likeliest, after.likeliest)
-            noise = output_noise(plain._engine, engine, texts)
+            noise = output_noise(plain._open_engine(), engine, texts)
         if prompts:
             shares = [common_prefix(*pair) for pair in zip(greedy_tokens(plain, prompts), tokens, strict=True)]
             result["greedy_agreement"] = sum(shares) / len(shares)
@@ -197,6 +198,18 @@ def make_report(
             result["speed_before"] = measure_speed(plain)
     layers = [replace(layer, output_snr=noise.get(layer.name)) for layer in engine.runner.layer_reports()]
     return QuantizationReport(layers=tuple(layers), **result)
+
+
+def _checked_name(llm: LLM, texts: Sequence[str]) -> str:
+    """The quantization's name. `ValidationError` if there is none, or if `texts` is a single text."""
+    name = llm.config.model_config.quantization
+    if name is None:
+        raise ValidationError(
+            "the model is not quantized; open it with quantization='w8a8' or another.", parameter="quantization"
+        )
+    if isinstance(texts, str):
+        raise ValidationError("texts is one text, pass a list of texts.", parameter="texts", value=texts)
+    return name
 
 
 def _bar(top: int, share: float, colour: str, value: float) -> str:

@@ -1,7 +1,7 @@
-"""Writing the quantized model in memory as a checkpoint that others load too.
+"""Saves a quantized model as a checkpoint that transformers and vLLM load too.
 
-Owns the folder: its files, its shards, and that it appears whole or not at all. The tensors of each format are
-`quantize_formats.py`.
+Owns the folder: its files, its shards, and that it appears complete or not at all. `formats.py` owns the tensors of
+each format.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 
 from llm.base.errors import LLMError, ValidationError
 from llm.config.defaults import library_defaults
@@ -24,28 +24,33 @@ from llm.loading.weight_map import Target
 from llm.quantize.formats import FORMATS, StoredLayer, Writer, stored_layers
 
 _SHARD_BYTES = 2 << 30
-# Beside the weights and config.json: what a tokenizer and generation need.
+# Files of the tokenizer and of generation, copied beside the weights and config.json.
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
 _NOT_COPIED = ("config.json", "*.index.json", "quant_model_description*.json", "results.json")
 
 
 @library_defaults()
 def save_quantized(
-    model: Any, targets: Mapping[str, Target], source: Path, hf_config: Mapping[str, Any], path: str | Path, format: str
+    model: nn.Module,
+    targets: Mapping[str, Target],
+    source: Path,
+    hf_config: Mapping[str, object],
+    path: str | Path,
+    format: str,
 ) -> Path:
-    """Write `model` (as the runner holds it) into the new folder `path`.
+    """Write `model` into the new folder `path`.
+
+    The folder is written under a temporary name beside `path` and renamed when it is complete, so a killed save leaves
+    no folder at `path`.
 
     Args:
-        targets: where each tensor of its checkpoint went.
+        targets: the target of each tensor of the model's checkpoint.
         source: the checkpoint's folder, whose other files are copied.
-        hf_config: its config.json.
-
-    The folder is written beside `path` under another name and renamed when it is complete: a save that is killed leaves
-    no folder at `path`.
+        hf_config: the checkpoint's config.json.
 
     Raises:
         ValidationError: the format is unknown, `path` exists, or the model is not quantized.
-        LLMError: a layer's scheme has no form in that format, or the folder cannot be written.
+        LLMError: the format cannot store a layer's scheme, or the folder cannot be written.
     """
     path = Path(os.path.expanduser(path))
     if format not in FORMATS:
@@ -83,7 +88,7 @@ def save_quantized(
 
 
 def _tensors(writer: Writer, layers: list[StoredLayer]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the checkpoint, a layer at a time."""
+    """Every tensor of the checkpoint, layer by layer."""
     for layer in layers:
         yield from writer.tensors(layer).items()
 
@@ -96,7 +101,7 @@ def _copy_others(source: Path, target: Path) -> None:
 
 
 def _write_tensors(folder: Path, stem: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """One file, or shards of at most 2 GiB (unless one tensor is larger) with their index."""
+    """Write one file, or shards of at most 2 GiB (unless one tensor is larger) and their index."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
     total = size = 0
@@ -126,5 +131,5 @@ def _flush(folder: Path, stem: str, index: int, held: dict[str, torch.Tensor]) -
 
 
 def _shard_name(stem: str, index: int) -> str:
-    """Its name while nobody knows how many there will be."""
+    """The name of a shard while the number of shards is unknown."""
     return f"{stem}-{index}.partial"
