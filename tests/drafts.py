@@ -25,9 +25,9 @@ Answers = dict[Any, list[int]]
 
 
 def key_of(batch: InputBatch, row: int) -> Any:
-    """What a row's answer depends on."""
+    """What a row's answer depends on; a greedy row without a seed is given another one in every call."""
     params = batch.params[row]
-    own = tuple(repr(getattr(params, item.name)) for item in fields(params))
+    own = tuple(repr(getattr(params, item.name)) for item in fields(params) if not params.greedy or item.name != "seed")
     return tuple(batch.prompt_token_ids[row]), int(batch.sampling.sample_index[row]), own
 
 

@@ -52,6 +52,8 @@ class ModelRunner(ModelInspection):
         self.kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
         # None: every step runs operation by operation.
         self.replay: DecodeReplay | None = None
+        # None: a row samples one token a step.
+        self.proposer: Proposer | None = None
 
     @library_defaults()
     def load(self, plan: RunnerPlan) -> Loaded:
@@ -93,8 +95,6 @@ class ModelRunner(ModelInspection):
         device, custom = torch.device(config.device), self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)
         self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
-        # None: a row draws one token a step.
-        self.proposer: Proposer | None = None
         self._vocab_size = config.model_config.vocab_size
         self._lines_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafts import FakeProposer, Recorder, drafting
 from embedded import engine_of, open_llm, python, run
 from kernel_sets import ISAS, has_kernels, kernel_set, needs_compiler
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
@@ -73,6 +74,37 @@ def test_steps_of_quantized_models_are_repeated(scheme: str) -> None:
         assert answers(quantized, PROMPTS, params(6)) == expected
         assert replays(quantized).refusal is None
         assert replays(quantized)._steps
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong"])
+def test_steps_with_k_lines_per_row_are_repeated(llm: LLM, kind: str) -> None:
+    """Every row with as many drafts: recorded for (rows, lines); with unequal numbers nothing is."""
+    wanted = [params(25), params(25, temperature=1.0, seed=3)]
+    with drafting(llm, recorder := Recorder()):
+        expected = eagerly(llm, PROMPTS[:2], wanted)
+    replays(llm)._steps.clear()
+    vocab = llm.config.model_config.vocab_size
+    with drafting(llm, FakeProposer(kind, recorder.answers, vocab, most=3)):
+        assert answers(llm, PROMPTS[:2], wanted) == expected
+        assert (2, 4, torch.get_num_threads()) in replays(llm)._steps
+        assert eagerly(llm, PROMPTS[:2], wanted) == expected
+    replays(llm)._steps.clear()
+    with drafting(llm, OneRowDrafts("wrong", recorder.answers, vocab, most=3)):
+        assert answers(llm, PROMPTS[:2], wanted) == expected
+    assert {lines for _, lines, _ in replays(llm)._steps} <= {1}
+
+
+class OneRowDrafts(FakeProposer):
+    def _draft(self, batch: Any, row: int) -> list[int]:
+        return [] if row else super()._draft(batch, row)
+
+
+def test_a_prompt_s_chunks_are_no_lines(llm: LLM) -> None:
+    """Of equal lengths, one after the other: they are not recorded, and what was is kept."""
+    replays(llm)._steps.clear()
+    for index in range(4):
+        answers(llm, [[index, 5, 6]], params(1))
+    assert not replays(llm)._steps
 
 
 def test_recording_imports_no_compiler() -> None:

@@ -432,6 +432,67 @@ def plant_removal_untold(scheduler: Scheduler) -> None:
     scheduler._preempt_last = untold  # type: ignore[method-assign]
 
 
+def plant_rejected_tokens_counted(scheduler: Scheduler) -> None:
+    settle = scheduler.settle
+
+    def one_more(plan: SchedulerOutput, result: RunnerOutput) -> int:
+        accepted = settle(plan, result)
+        for request_id in plan.draft_token_ids:
+            scheduler.requests[request_id].num_computed_tokens += 1
+        return accepted
+
+    scheduler.settle = one_more  # type: ignore[method-assign]
+
+
+def plant_block_of_drafts_kept(scheduler: Scheduler) -> None:
+    scheduler.blocks.trim = lambda request: None  # type: ignore[method-assign]
+
+
+def plant_block_taken_back_early(scheduler: Scheduler) -> None:
+    trim = scheduler.blocks.trim
+
+    def one_more(request: Request) -> None:
+        request.num_computed_tokens -= 1
+        trim(request)
+        request.num_computed_tokens += 1
+
+    scheduler.blocks.trim = one_more  # type: ignore[method-assign]
+
+
+def plant_drafts_promised(scheduler: Scheduler) -> None:
+    """A hash over tokens that may be rejected."""
+    schedule = scheduler._schedule
+
+    def promised(plan: SchedulerOutput, request: Request, count: int, drafts: int = 0) -> None:
+        known = list(request.token_ids)
+        request.token_ids += plan.draft_token_ids.get(request.request_id, [])
+        schedule(plan, request, count)
+        request.token_ids = known
+
+    scheduler._schedule = promised  # type: ignore[method-assign]
+
+
+def plant_drafts_beyond_the_length(scheduler: Scheduler) -> None:
+    verify = scheduler._verify
+
+    def longer(plan: SchedulerOutput, request: Request, *rest: int) -> int:
+        request.max_total_tokens += 1
+        count = verify(plan, request, *rest)
+        request.max_total_tokens -= 1
+        return count
+
+    scheduler._verify = longer  # type: ignore[method-assign]
+
+
+def plant_drafts_before_their_token(scheduler: Scheduler) -> None:
+    verify = scheduler._verify
+
+    def always(plan: SchedulerOutput, request: Request, count: int, budget: int, later: int) -> int:
+        return verify(plan, request, request.num_tokens - request.num_computed_tokens, budget, later)
+
+    scheduler._verify = always  # type: ignore[method-assign]
+
+
 PLANTS = [value for name, value in list(globals().items()) if name.startswith("plant_")]
 
 
@@ -616,6 +677,101 @@ def test_a_window_keeps_only_the_blocks_it_sees() -> None:
     assert NULL_BLOCK not in full and len(full) == 5
     assert windowed[:3] == [NULL_BLOCK] * 3 and NULL_BLOCK not in windowed[3:]
     scheduler.check_integrity()
+
+
+def drafted(count: int, *, tokens: int = 5, **fields: Any) -> tuple[Scheduler, list[Request], SchedulerOutput]:
+    """Three requests that have sampled a token and have `count` drafts each, and the step that verifies them."""
+    scheduler = make_scheduler(**fields)
+    requests = [make_request(name, [index] * tokens, key=None) for index, name in enumerate("abc")]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler, RunnerOutput(draft_token_ids={name: [1] * count for name in "abc"}))
+    for request in requests:
+        request.append(0)
+    return scheduler, requests, scheduler.schedule()
+
+
+def test_drafts_take_what_others_leave_of_the_budget() -> None:
+    _, requests, plan = drafted(4, budget=15)
+    assert plan.num_scheduled_tokens == {"a": 5, "b": 5, "c": 5}
+    _, requests, plan = drafted(9, budget=15)
+    # Of 15 tokens two are kept for b and c, then one for c.
+    assert plan.num_scheduled_tokens == {"a": 10, "b": 4, "c": 1}
+    assert {name: len(drafts) for name, drafts in plan.draft_token_ids.items()} == {"a": 9, "b": 3}
+    assert not any(request.draft_token_ids for request in requests)
+
+
+def test_nothing_is_preempted_for_drafts() -> None:
+    """Six blocks of three tokens: each request holds two and has one token of room, and no block is left."""
+    scheduler, _, plan = drafted(5, num_blocks=7, block_size=3)
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 1, "c": 1} and not plan.draft_token_ids
+    # With three more the first may have one for its drafts: the others could need one each.
+    scheduler, _, plan = drafted(5, num_blocks=10, block_size=3)
+    assert {name: len(drafts) for name, drafts in plan.draft_token_ids.items()} == {"a": 3, "b": 3, "c": 3}
+    assert scheduler.num_preemptions == 0
+    scheduler.check_integrity()
+
+
+def test_drafts_end_where_the_request_must() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", [0] * 5, max_total_tokens=8)
+    scheduler.add(request)
+    step(scheduler, RunnerOutput(draft_token_ids={"a": [1] * 9}))
+    request.append(0)
+    # Token 8, the last, is sampled behind the draft for token 7.
+    assert scheduler.schedule().draft_token_ids == {"a": [1]}
+
+
+def test_counts_and_blocks_follow_what_was_accepted() -> None:
+    scheduler, (a, b, c), plan = drafted(9, block_size=4)
+    assert plan.num_scheduled_tokens == {"a": 10, "b": 10, "c": 10}
+    assert [len(request.blocks[0]) for request in (a, b, c)] == [4, 4, 4]
+    assert [request.num_computed_tokens for request in (a, b, c)] == [5, 5, 5]
+    answer = RunnerOutput(sampled_token_ids={"a": [1] * 9 + [0], "b": [1, 1, 0]}, errors={"c": ValueError()})
+    assert scheduler.settle(plan, answer) == 9 + 2
+    # All known tokens but the last, and for c, which could not sample, all.
+    assert [request.num_computed_tokens for request in (a, b, c)] == [15, 8, 6]
+    assert [len(request.blocks[0]) for request in (a, b, c)] == [4, 2, 2]
+    scheduler.check_integrity()
+
+
+def test_a_request_that_is_preempted_forgets_its_drafts() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", [0] * 5, key=None)
+    scheduler.add(request)
+    step(scheduler, RunnerOutput(draft_token_ids={"a": [1, 1]}))
+    request.append(0)
+    scheduler._preempt_last()
+    plan = step(scheduler)
+    assert plan.num_scheduled_tokens == {"a": 6} and not plan.draft_token_ids
+
+
+def test_drafts_wait_for_the_last_known_token() -> None:
+    """After a preemption the known tokens come in chunks; what was drafted meanwhile is verified with the last."""
+    scheduler = make_scheduler(budget=4)
+    request = make_request("a", [0] * 10)
+    scheduler.add(request)
+    step(scheduler, RunnerOutput(draft_token_ids={"a": [1]}))
+    assert step(scheduler).num_scheduled_tokens == {"a": 4}
+    plan = scheduler.schedule()
+    assert plan.num_scheduled_tokens == {"a": 3} and plan.draft_token_ids == {"a": [1]}
+
+
+def test_what_a_finished_request_accepted_last_is_found() -> None:
+    scheduler = make_scheduler(block_size=2)
+    request = make_request("a", [0] * 3)
+    scheduler.add(request)
+    step(scheduler, RunnerOutput(draft_token_ids={"a": [1, 1, 1, 1]}))
+    request.append(0)
+    plan = scheduler.schedule()
+    scheduler.settle(plan, RunnerOutput(sampled_token_ids={"a": [1, 1, 1, 2]}))
+    for token in (1, 1, EOS):  # the engine ends it before the last
+        request.append(token)
+    scheduler.finish(request)
+    # Seven tokens, of which the last is never computed without drafts.
+    assert sorted(len(tokens) for _, tokens in scheduler.blocks.pools[0].content.values()) == [16, 16, 16]
+    found, _ = scheduler.blocks.match_prefix(make_request("b", [0, 0, 0, 0, 1, 1, EOS, 5, 5]))
+    assert found == 6
 
 
 def test_double_free_is_refused_where_it_happens() -> None:

@@ -8,6 +8,9 @@ A step, as a processor sees it:
     output tokens: the `output_token_ids` passed when a row was added is a live list.
  2. `apply(logits)` after the forward: float32 [batch_size, vocab], line i is batch row i. Lines of rows that sample no
     token in this step (in prefill, or not scheduled) are zero, and their result is discarded.
+
+In a step that verifies drafted tokens both are called once per token a row samples, as in so many steps: the lists hold
+the tokens accepted so far, and only the rows that go on sample. A rejected token is never seen.
 """
 
 from __future__ import annotations

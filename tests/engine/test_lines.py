@@ -1,0 +1,487 @@
+"""Drafts change no answer: whatever is drafted, tokens, texts, logprobs and how a request ends are as without.
+
+One workload of every feature that has a say in what is sampled, answered without drafts and then with proposers that
+look the answer up and draft it rightly, wrongly, in part or at random. `assert_same` is the comparison of this file.
+The negative controls plant the defects that verification invites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from documented_processors import DummyLogitsProcessor
+from drafts import KINDS, Answers, FakeProposer, Recorder, drafting, fake
+from embedded import PROMPTS, assert_idle, engine_of, open_llm, run
+
+from llm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from llm.base.errors import LogitsProcessorError
+from llm.engine import lines
+from llm.engine.batch import InputBatch
+from llm.engine.block_manager import BlockManager
+from llm.engine.lines import LineReader
+from llm.engine.proposer import DrawnStep, Proposer
+from llm.engine.request import Request
+from llm.engine.scheduler import Scheduler
+from llm.sampling.logits_processors import NoRepeatNGramLogitsProcessor
+from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.sampling.penalties import PenaltiesLogitsProcessor
+from llm.sampling.structured.processor import StructuredOutputsLogitsProcessor
+from llm.sampling_params import RepetitionDetectionParams
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one batch": {},
+    "chunks and few rows": {"max_num_batched_tokens": 9, "max_num_seqs": 5, "block_size": 4},
+    "processed logprobs": {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False},
+    "custom processors": {"logits_processors": [DummyLogitsProcessor, NoRepeatNGramLogitsProcessor], "block_size": 1},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+Workload = tuple[list[str], list[SamplingParams]]
+
+
+def prefer_long_outputs(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A callable of a request, whose change depends on every token before."""
+    logits[(sum(output_ids) * 31 + len(output_ids)) % len(logits)] += 6.0
+    return logits
+
+
+def with_the_prompt(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits.roll(len(prompt_ids) + len(output_ids))
+
+
+# Each is drawn from with a seed, and greedily.
+FEATURES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "cuts": {"top_k": 30, "top_p": 0.8, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    "bias": {"logit_bias": {300: 3.0, 17: -4.0}},
+    "allowed tokens": {"allowed_token_ids": list(range(300, 340))},
+    "bad words": {"bad_words": ["the", "And the", " of"]},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": list(range(300, 700))},
+    "stop tokens": {"stop_token_ids": list(range(300, 330))},
+    "stop string": {"stop": ["e", "ab"], "min_tokens": 4},
+    "stop string in the text": {"stop": " the", "include_stop_str_in_output": True, "ignore_eos": True},
+    "repetition": {"repetition_detection": RepetitionDetectionParams(max_pattern_size=3, min_count=2)},
+    "prompt logprobs": {"prompt_logprobs": 2},
+    "chosen logprobs": {"logprobs": None, "logprob_token_ids": [5, 300, 17]},
+    "flat logprobs": {"flat_logprobs": True},
+    "several": {"n": 3, "presence_penalty": 1.0},
+    "schema": {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 40},
+    "regex": {
+        "structured_outputs": StructuredOutputsParams(regex="(ab|c){2,5}d"),
+        "max_tokens": 20,
+        "frequency_penalty": 1.0,
+    },
+    "choice": {"structured_outputs": StructuredOutputsParams(choice=["In the beginning", "In the end", "And"])},
+    "callables": {"logits_processors": [prefer_long_outputs, with_the_prompt]},
+    "custom": {"extra_args": {"target_token": 67}, "max_tokens": 7},
+    "no repeats": {"extra_args": {"no_repeat_ngram_size": 2}},
+}
+
+
+def workload() -> Workload:
+    prompts, params = [], []
+    for index, own in enumerate(FEATURES.values()):
+        for temperature in (0.0, 1.0):
+            length = {"max_tokens": 12 + index % 5, "logprobs": 3, "seed": index, "temperature": temperature}
+            prompts.append(PROMPTS[index % len(PROMPTS)])
+            params.append(SamplingParams(**{**length, **own}))
+    # Lengths around the number of drafts.
+    for count in range(1, 9):
+        prompts.append(PROMPTS[0])
+        params.append(SamplingParams(temperature=0, max_tokens=count, logprobs=0, ignore_eos=True))
+    return prompts, params
+
+
+def what(output: RequestOutput) -> list[Any]:
+    """Everything an answer says."""
+    completions = [
+        (
+            item.token_ids,
+            item.text,
+            item.logprobs,
+            item.finish_reason,
+            item.stop_reason,
+            item.structured,
+            str(item.error),
+        )
+        for item in output.outputs
+    ]
+    return [completions, output.prompt_logprobs, output.prompt_token_ids]
+
+
+def assert_same(expected: Sequence[RequestOutput], actual: Sequence[RequestOutput]) -> None:
+    for one, other in zip(expected, actual, strict=True):
+        assert what(one) == what(other)
+
+
+class Opened:
+    """An engine, what it answers without drafts, and what its rows then sampled."""
+
+    def __init__(self, llm: LLM, work: Workload) -> None:
+        self.llm, self.work = llm, work
+        recorder = Recorder()
+        with drafting(llm, recorder):
+            self.plain = run(llm, *work)
+        self.answers: Answers = recorder.answers
+        self.steps = llm.stats.steps
+
+    def drafted(self, kind: str) -> tuple[list[RequestOutput], FakeProposer]:
+        with drafting(self.llm, fake(self.llm, kind, self.answers)) as proposer:
+            outputs = run(self.llm, *self.work)
+        assert_idle(self.llm)
+        return outputs, proposer
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
+    with open_llm(**SETTINGS[request.param]) as llm:
+        yield Opened(llm, workload())
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Opened]:
+    """What the controls need: a few requests, small blocks."""
+    with open_llm(block_size=4, max_num_seqs=6) as llm:
+        yield Opened(llm, small_workload())
+
+
+def small_workload() -> Workload:
+    own: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"seed": 1},
+        {"seed": 2, "frequency_penalty": 1.5, "repetition_penalty": 1.5},
+        {"temperature": 0, "presence_penalty": 1.5},
+        {"seed": 3, "structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+        {"seed": 4, "n": 2},
+    ]
+    params = [SamplingParams(**{"max_tokens": 24, "logprobs": 2, **item}) for item in own]
+    return [PROMPTS[index % 3] for index in range(len(own))], params
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_do_not_depend_on_what_is_drafted(opened: Opened, kind: str) -> None:
+    before = opened.llm.stats.steps
+    outputs, proposer = opened.drafted(kind)
+    assert_same(opened.plain, outputs)
+    assert proposer.drafted > 50
+    if kind == "right":
+        assert proposer.accepted == proposer.drafted
+        assert opened.llm.stats.steps - before < 0.8 * opened.steps
+    if kind == "wrong":
+        assert proposer.accepted == 0
+    if kind == "partly":
+        assert 0 < proposer.accepted < proposer.drafted
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(block_size=4) as opened:
+        yield opened
+
+
+def answers_of(llm: LLM, prompts: Any, params: Any) -> tuple[list[RequestOutput], Answers]:
+    with drafting(llm, recorder := Recorder()):
+        return run(llm, prompts, params), recorder.answers
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_the_prefix_cache_knows_what_was_accepted_and_nothing_else(prefix_caching: bool) -> None:
+    """A second turn, and one that goes on with what had been drafted wrongly, find what they find without drafts."""
+    first = SamplingParams(temperature=0, max_tokens=23, ignore_eos=True)
+    second = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
+    found = []
+    for kind in (None, *KINDS):
+        with open_llm(block_size=4, enable_prefix_caching=prefix_caching) as llm:
+            _, answers = answers_of(llm, PROMPTS, first)
+            engine_of(llm).scheduler.blocks.reset_prefix_cache()
+            with drafting(llm, fake(llm, kind, answers) if kind else None):
+                outputs = run(llm, PROMPTS, first)
+                turns = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+                vocab = llm.config.model_config.vocab_size
+                # As `FakeProposer` drafts wrongly.
+                wrong = [[*turn[:-12], *((token + 1) % vocab for token in turn[-12:])] for turn in turns]
+                again = run(llm, [*turns, *wrong], second)
+                found.append([what(output) for output in again])
+                found[-1].append([output.num_cached_tokens for output in again])
+            assert_idle(llm)
+    assert any(found[0][-1]) == prefix_caching
+    assert all(item == found[0] for item in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_callable_that_raises_ends_its_row_where_it_would_have(llm: LLM, kind: str) -> None:
+    def third_token(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output_ids) == 3:
+            raise ValueError("no third token")
+        return logits
+
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, logits_processors=[third_token], logprobs=1),
+        SamplingParams(temperature=0, max_tokens=9, logprobs=1),
+        # These have ended by then.
+        SamplingParams(temperature=0, max_tokens=3, logits_processors=[third_token], logprobs=1),
+    ]
+    plain, answers = answers_of(llm, PROMPTS, params)
+    # ... or their text has.
+    text = plain[2].outputs[0].text
+    params.append(SamplingParams(temperature=0, max_tokens=9, stop=text[-2:], logits_processors=[third_token]))
+    prompts = [*PROMPTS, PROMPTS[2]]
+    plain, more = answers_of(llm, prompts, params)
+    assert [output.outputs[0].finish_reason for output in plain] == ["error", "length", "length", "stop"]
+    answers |= more
+    for key, own in answers.items():
+        answers[key] = [*own, 5, 6, 7, 8]  # go on behind the end, too
+    with drafting(llm, fake(llm, kind, answers)) as proposer:
+        assert_same(plain, run(llm, prompts, params))
+    assert proposer.drafted
+    assert_idle(llm)
+
+
+class AtLength(LogitsProcessor):
+    """Raises, or fails the whole call, where the first row has four tokens."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.outputs: dict[int, list[int]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        for row, _, _, output in batch_update.added if batch_update else ():
+            self.outputs[row] = output
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if len(self.outputs[0]) == 4:
+            raise RuntimeError("four tokens")
+        return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_processor_that_raises_fails_the_call_if_it_would_have(kind: str) -> None:
+    with open_llm(block_size=4) as plain:
+        params = SamplingParams(seed=1, max_tokens=9)
+        whole, answers = answers_of(plain, PROMPTS[0], params)
+        third = SamplingParams(seed=1, max_tokens=9, stop_token_ids=[whole[0].outputs[0].token_ids[3]])
+        expected, more = answers_of(plain, PROMPTS[0], third)
+        assert expected[0].outputs[0].finish_reason == "stop" and len(expected[0].outputs[0].token_ids) == 4
+    answers |= {key: [*own, 5, 6, 7] for key, own in more.items()}
+    with open_llm(block_size=4, logits_processors=[AtLength]) as llm:
+        with drafting(llm, fake(llm, kind, answers)):
+            with pytest.raises(LogitsProcessorError, match="four tokens"):
+                run(llm, PROMPTS[0], params)
+            # It has ended before anybody sees its fifth line.
+            assert_same(expected, run(llm, PROMPTS[0], third))
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_and_those_that_are_left(llm: LLM, kind: str) -> None:
+    params = SamplingParams(seed=3, max_tokens=30, ignore_eos=True, stop="zzzz", presence_penalty=1.0)
+    plain, answers = answers_of(llm, PROMPTS, params)
+    with drafting(llm, fake(llm, kind, answers)) as proposer:
+        streams = [llm.stream(prompt, params) for prompt in PROMPTS]
+        begun = [next(stream) + next(stream) for stream in streams]
+        del streams[2]  # in the middle, with drafts that nobody verifies
+        assert_same(plain[2:], run(llm, PROMPTS[2], params))
+        for text, stream, output in zip(begun, streams, plain, strict=False):
+            assert text + "".join(stream) == output.outputs[0].text
+        assert_idle(llm)
+        run(llm, PROMPTS[0], SamplingParams(max_tokens=1))
+        assert len(proposer.alive) == 1
+    assert proposer.drafted > 20
+
+
+class Mistaken(Proposer):
+    def __init__(self, drafts: dict[str, list[int]]) -> None:
+        self.drafts = drafts
+
+    def propose(self, step: DrawnStep) -> dict[str, list[int]]:
+        return self.drafts or {step.batch.request_ids[0]: [5, 10**6]}
+
+
+@pytest.mark.parametrize(("drafts", "message"), [({"x": [1]}, "no request of the batch"), ({}, "token ids are below")])
+def test_drafts_that_cannot_be_are_refused(llm: LLM, drafts: dict[str, list[int]], message: str) -> None:
+    with drafting(llm, Mistaken(drafts)), pytest.raises(ValueError, match=message):
+        run(llm, PROMPTS, SamplingParams(max_tokens=4))
+    assert_idle(llm)
+    run(llm, PROMPTS, SamplingParams(max_tokens=4))
+
+
+def test_all_lines_share_a_pass_over_the_lm_head_where_they_fit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where they do not, a step computes no more logits at once than it may; the answer is the same."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=15, logprobs=2, presence_penalty=0.1 * index) for index in range(3)
+    ]
+    runner = engine_of(llm).runner
+    compute, sizes = runner.model.compute_logits, []
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return compute(hidden)
+
+    plain, answers = answers_of(llm, PROMPTS, params)
+    monkeypatch.setattr(runner.model, "compute_logits", watched)
+    with drafting(llm, fake(llm, "right", answers)):
+        assert_same(plain, run(llm, PROMPTS, params))
+        assert sizes == [3, 21, 21]
+        sizes.clear()
+        monkeypatch.setattr(runner, "_lines_per_logits_chunk", 4)
+        assert_same(plain, run(llm, PROMPTS, params))
+        assert sizes == [3] * 15
+        sizes.clear()
+        greedy = SamplingParams(temperature=0, max_tokens=15, logprobs=2)
+        assert_same(run(llm, PROMPTS[0], greedy), plain[:1])
+        assert max(sizes) == 4
+
+
+# Negative controls
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def one_wrong_draft_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planted(drafts: Any, current: np.ndarray, drawn: Any) -> np.ndarray:
+        return current[drafts.tokens[current] >= 0] + 1
+
+    monkeypatch.setattr(lines, "_accepted", planted)
+
+
+def the_line_after_a_right_draft_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted = lines._accepted
+
+    def planted(drafts: Any, current: np.ndarray, drawn: Any) -> np.ndarray:
+        after = accepted(drafts, current, drawn)
+        return np.where(drafts.tokens[after] >= 0, after + 1, after)
+
+    monkeypatch.setattr(lines, "_accepted", planted)
+
+
+def every_line_draws_with_the_first_one_s_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = InputBatch._add_drafts
+
+    def planted(self: InputBatch, own: Any, *rest: Any) -> np.ndarray:
+        indices = add(self, own, *rest)
+        own.positions = self.num_tokens[own.rows] - 1
+        return indices
+
+    monkeypatch.setattr(InputBatch, "_add_drafts", planted)
+
+
+def _see_drafts(monkeypatch: pytest.MonkeyPatch, look: Callable[[LineReader], None]) -> None:
+    """A processor looks at the output lists while the drafts are in them."""
+    verify = LineReader._verify_in_rounds
+
+    def planted(self: LineReader, hidden: torch.Tensor, own: Any, drafts: Any, result: Any) -> None:
+        tokens = drafts.tokens
+        for line in np.flatnonzero(tokens >= 0):
+            self.batch.output_token_ids[own.rows[line]].append(int(tokens[line]))
+        look(self)
+        for line in np.flatnonzero(tokens >= 0):
+            self.batch.output_token_ids[own.rows[line]].pop()
+        verify(self, hidden, own, drafts, result)
+
+    monkeypatch.setattr(LineReader, "_verify_in_rounds", planted)
+
+
+def drafts_are_left_in_the_counts_of_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(reader: LineReader) -> None:
+        for processor in reader.processors.all:
+            if isinstance(processor, PenaltiesLogitsProcessor):
+                for seen in processor.rows.values():
+                    seen.catch_up()
+
+    _see_drafts(monkeypatch, look)
+
+
+def drafts_are_left_in_the_state_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(reader: LineReader) -> None:
+        for processor in reader.processors.all:
+            if isinstance(processor, StructuredOutputsLogitsProcessor):
+                for row in processor._rows.values():
+                    row.allowed = None
+                    row.compute()
+
+    _see_drafts(monkeypatch, look)
+
+
+def processors_are_not_told_between_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planted(self: LineReader, *rest: Any) -> None:
+        self.processors.update_state, kept = (lambda update: None), self.processors.update_state
+        try:
+            verify(self, *rest)
+        finally:
+            self.processors.update_state = kept
+
+    verify = LineReader._verify_in_rounds
+    monkeypatch.setattr(LineReader, "_verify_in_rounds", planted)
+
+
+def rejected_tokens_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = Scheduler.settle
+
+    def planted(self: Scheduler, plan: Any, result: Any) -> int:
+        accepted = settle(self, plan, result)
+        for request_id in plan.draft_token_ids:
+            self.requests[request_id].num_computed_tokens -= 1
+        return accepted
+
+    monkeypatch.setattr(Scheduler, "settle", planted)
+
+
+def the_runner_keeps_a_block_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = InputBatch.settle
+
+    def planted(self: InputBatch, step: Any) -> None:
+        kept = self.num_blocks.copy()
+        settle(self, step)
+        self.num_blocks[:] = kept
+
+    monkeypatch.setattr(InputBatch, "settle", planted)
+
+
+def the_scheduler_keeps_a_block_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockManager, "trim", lambda self, request: None)
+
+
+def a_block_is_taken_back_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    trim = BlockManager.trim
+
+    def planted(self: BlockManager, request: Request) -> None:
+        trim(self, request)
+        for pool, blocks in zip(self.pools, request.blocks, strict=True):
+            pool.release(blocks.pop())
+
+    monkeypatch.setattr(BlockManager, "trim", planted)
+
+
+PLANTS: list[tuple[Plant, str]] = [
+    (one_wrong_draft_is_accepted, "wrong"),
+    (the_line_after_a_right_draft_is_left_out, "right"),
+    (every_line_draws_with_the_first_one_s_number, "right"),
+    (drafts_are_left_in_the_counts_of_penalties, "partly"),
+    (drafts_are_left_in_the_state_of_grammars, "partly"),
+    (processors_are_not_told_between_lines, "right"),
+    (rejected_tokens_count_as_computed, "partly"),
+    (the_runner_keeps_a_block_of_drafts, "wrong"),
+    (the_scheduler_keeps_a_block_of_drafts, "wrong"),
+    (a_block_is_taken_back_early, "partly"),
+]
+
+
+@pytest.mark.parametrize(("plant", "kind"), PLANTS, ids=lambda item: getattr(item, "__name__", item))
+def test_planted_defects_are_seen(small: Opened, plant: Plant, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same(small.plain, small.drafted(kind)[0])
+    plant(monkeypatch)
+    # A kernel may refuse a block that is not there, and the books may not balance.
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        assert_same(small.plain, small.drafted(kind)[0])
+    engine_of(small.llm).reset()
