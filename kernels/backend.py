@@ -170,7 +170,7 @@ class Backend:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def kv_cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros for one layer's keys or values."""
+        """Zeros for one tensor of a layer's state, such as its keys; memory is touched when written."""
         if self.device.type == "cpu":
             return _untouched_zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -1,24 +1,51 @@
-"""What flows into a model and what state its layers need.
+"""What flows into a model, and what its layers keep of a request between steps.
 
-Owns `KVCacheSpec` (declared by layers) and `ForwardBatch` (built by the runner once a step). Tensors only travel here;
-nothing in this file computes.
+Owns the specs of such states (declared by layers) and `ForwardBatch` (built by the runner once a step). Tensors only
+travel here; nothing in this file computes.
+
+    StateSpec
+      PagedSpec          grows with the sequence, in blocks that a block table lists
+        KVCacheSpec      keys and values, of all positions or of a sliding window
+        LatentCacheSpec  one vector per token, from which keys and values are computed
+      RecurrentSpec      of a fixed size per request, in a slot
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True)
-class KVCacheSpec:
-    """The paged key and value state that one attention layer needs.
+class StateSpec:
+    """What one layer keeps of a request between steps; frozen dataclasses derive from it."""
 
-    Layers whose specs are equal form a group and share block tables. `sliding_window` is the number of positions a
-    token sees, itself included; None: all of them.
+    def bytes_per_token(self) -> int:
+        """Memory for each token of a sequence."""
+        return 0
+
+    def bytes_per_request(self) -> int:
+        """Memory for each running request, however long it is."""
+        return 0
+
+
+class PagedSpec(StateSpec):
+    """State of each token, in blocks. Layers whose specs are equal form a group and share block tables.
+
+    Attributes:
+        sliding_window: the number of positions a token sees, itself included; None: all of them. Blocks that nobody
+            sees any more are freed.
     """
+
+    dtype: torch.dtype
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
+class KVCacheSpec(PagedSpec):
+    """Keys and values of an attention layer, whose backend owns the layout of the two tensors."""
 
     num_kv_heads: int
     head_size: int
@@ -27,6 +54,33 @@ class KVCacheSpec:
 
     def bytes_per_token(self) -> int:
         return 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LatentCacheSpec(PagedSpec):
+    """One vector per token, in one tensor [blocks, block_size, size]: latent attention computes keys and values of
+    every head from it."""
+
+    size: int
+    dtype: torch.dtype
+    sliding_window: int | None = None
+
+    def bytes_per_token(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return num_blocks, block_size, self.size
+
+
+@dataclass(frozen=True)
+class RecurrentSpec(StateSpec):
+    """State of a fixed size per request: tensor i is [slots, *shapes[i]] of `dtypes[i]`."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def bytes_per_request(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
 
 @dataclass
@@ -56,14 +110,33 @@ class AttentionMetadata:
 
 
 @dataclass
+class RecurrentMetadata:
+    """Where the rows of this step keep their recurrent states, for all layers that have one.
+
+    A row whose tokens all belong to this step (`seq_lens[r]` of them) starts from zeros: what its slot holds is of a
+    request that had it before.
+
+    Attributes:
+        slots: int64 [R], the row's place in the tensors of each layer; no two rows have the same.
+        query_start_loc, seq_lens, query_lens_list, seq_lens_list: as in `AttentionMetadata`.
+    """
+
+    slots: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    query_lens_list: list[int]
+    seq_lens_list: list[int]
+
+
+@dataclass
 class ForwardBatch:
     """One step's input: rows of different lengths, laid end to end.
 
     Attributes:
         input_ids: int64 [N].
         positions: int64 [N], or [3, N] for models with three position streams.
-        attention: one `AttentionMetadata` per attention layer; the layers of a group share one object.
-        kv_caches: (key, value) per attention layer, laid out as the attention kernel wants them.
+        metadata: where the step's rows are in each state of the model; states of a group share one object.
+        states: the tensors of each state: (key cache, value cache), (latent cache,), those of a `RecurrentSpec`.
         logits_indices: int64 [L], the tokens whose logits are needed; any number per row.
         inputs_embeds: float [N, hidden], used in place of `embed(input_ids)` when given.
         adapter_ids: int32 [R], 0 for none.
@@ -72,8 +145,8 @@ class ForwardBatch:
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    attention: list[AttentionMetadata]
-    kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
+    metadata: list[Any]
+    states: list[tuple[torch.Tensor, ...]]
     logits_indices: torch.Tensor
     inputs_embeds: torch.Tensor | None = None
     adapter_ids: torch.Tensor | None = None

@@ -26,8 +26,9 @@ The contract of an out-of-tree accelerator, version 1. The host promises, until 
        else registers, a general plugin for one, on every platform.
     6. Quantization: `llm.quantization.registry.register_quantization_config` comes before the built-in methods;
        `Platform.verify_quantization` and `supported_quantization` refuse what the device cannot compute.
-    7. State: a layer declares an `llm.forward.KVCacheSpec`; `Platform.update_kv_cache_specs` may replace the specs by
-       its own subclasses, whose `bytes_per_token` the memory plan asks.
+    7. State: a layer declares an `llm.forward.StateSpec`, for attention a `KVCacheSpec`;
+       `Platform.update_kv_cache_specs` may replace the specs by its own subclasses, whose `bytes_per_token` and
+       `bytes_per_request` the memory plan asks.
     8. Models: `llm.models.registry.register_model`.
     9. Per step: whatever `ModelRunner.extend_context` puts into `ForwardBatch.extensions` reaches the model, its layers
        and the attention backend.

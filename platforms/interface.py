@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llm.base.errors import ValidationError
-from llm.forward import KVCacheSpec
+from llm.forward import StateSpec
 
 if TYPE_CHECKING:
     from llm.config.engine import EngineArgs
@@ -163,8 +163,8 @@ class Platform:
         """The arguments to use, `dataclasses.replace(args, ...)`. Called for each `LLM`, before they are resolved."""
         return args
 
-    def update_kv_cache_specs(self, specs: Sequence[KVCacheSpec]) -> Sequence[KVCacheSpec]:
-        """The KV cache spec of each attention layer; may return subclasses."""
+    def update_kv_cache_specs(self, specs: Sequence[StateSpec]) -> Sequence[StateSpec]:
+        """The spec of each state of a model; may return subclasses."""
         return specs
 
     def import_kernels(self) -> None:

@@ -17,7 +17,7 @@ class Attention(nn.Module):
     """Causal grouped-query attention of layer `layer_index`.
 
     Args:
-        layer_index: position of this layer among the model's attention layers.
+        layer_index: position of this layer's state among the model's.
         scale: what dot products are multiplied by before the softmax.
         sliding_window: how many positions a token sees, itself included; None: all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they do not.
@@ -62,4 +62,5 @@ class Attention(nn.Module):
 
     def state(self, batch: ForwardBatch) -> tuple[tuple[torch.Tensor, torch.Tensor], AttentionMetadata]:
         """This layer's (key cache, value cache) and where the step's tokens are in it."""
-        return batch.kv_caches[self.layer_index], batch.attention[self.layer_index]
+        key_cache, value_cache = batch.states[self.layer_index]
+        return (key_cache, value_cache), batch.metadata[self.layer_index]

@@ -136,13 +136,15 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The KV cache. `num_blocks`: allocatable blocks of one KV cache group."""
+    """The KV cache. `num_blocks`: allocatable blocks of one KV cache group. `num_state_slots`: how many requests can
+    have their recurrent states in memory, 0 for a model without such states."""
 
     block_size: int
     num_blocks: int
     kv_cache_memory_bytes: int
     kv_cache_dtype: torch.dtype
     enable_prefix_caching: bool
+    num_state_slots: int = 0
 
 
 @dataclass(frozen=True)

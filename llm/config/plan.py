@@ -23,10 +23,11 @@ _BYTES_PER_ID = 4
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The KV cache that fits. `num_blocks` as in `CacheConfig`; `reasons` by field name."""
+    """The KV cache that fits. `num_blocks` and `num_state_slots` as in `CacheConfig`; `reasons` by field name."""
 
     max_model_len: int
     num_blocks: int
+    num_state_slots: int
     kv_cache_memory_bytes: int
     reasons: dict[str, str]
 
@@ -34,6 +35,7 @@ class MemoryPlan:
 def plan_memory(
     *,
     bytes_per_token: int,
+    bytes_per_request: int = 0,
     block_size: int,
     max_num_seqs: int,
     max_model_len: int | None,
@@ -45,6 +47,7 @@ def plan_memory(
 
     Args:
         bytes_per_token: KV cache bytes of one token in all layers together.
+        bytes_per_request: bytes of one request's recurrent states in all layers together.
         longest: the model's maximum number of positions.
         requested_bytes: `kv_cache_memory_bytes`, or None.
         free_bytes: memory that is free once the weights are loaded.
@@ -56,27 +59,38 @@ def plan_memory(
     if max_model_len is not None and max_model_len > longest:
         refuse("max_model_len", max_model_len, f"at most {longest}, the model's maximum")
     block_bytes = bytes_per_token * block_size
-    per_sequence = -(-(max_model_len or longest) // block_size)
-    useful = max_num_seqs * per_sequence * block_bytes
+    per_sequence = -(-(max_model_len or longest) // block_size) if block_bytes else 0
+    useful = max_num_seqs * (per_sequence * block_bytes + bytes_per_request)
     budget, reason = _kv_budget(requested_bytes, useful, free_bytes)
-    num_blocks = min(budget, useful) // block_bytes
-    least = 1 if max_model_len is None else per_sequence
-    if num_blocks < least:
+    least = min(1, per_sequence) if max_model_len is None else per_sequence
+    slots = _state_slots(bytes_per_request, max_num_seqs, budget, useful, least * block_bytes)
+    num_blocks = max(0, min(budget, useful) - slots * bytes_per_request) // block_bytes if block_bytes else 0
+    if num_blocks < least or slots * bytes_per_request > budget:
         what = f"one block ({block_size} tokens)" if max_model_len is None else f"max_model_len={max_model_len}"
-        needed = least * block_bytes
+        what = what if block_bytes else "any length"
+        needed = least * block_bytes + bytes_per_request
         within_reach = requested_bytes is not None or needed <= free_bytes
         smaller = ", or lower block_size" if block_size > DEFAULT_BLOCK_SIZE and max_model_len is None else ""
         raise OutOfMemoryError(
             f"a sequence of {what} needs {needed} bytes of KV cache and the budget is {budget} ({reason}); "
             f"{_what_would_fit(num_blocks * block_size, needed if within_reach else None)}{smaller}."
         )
-    fitted, why = _sequence_length(max_model_len, longest, num_blocks * block_size)
-    reasons = {
-        "kv_cache_memory_bytes": f"{reason}; memory is touched when used",
-        "num_blocks": f"{block_bytes:,} bytes each",
-        "max_model_len": why,
-    }
-    return MemoryPlan(fitted, num_blocks, num_blocks * block_bytes, reasons)
+    fitted, why = _sequence_length(max_model_len, longest, num_blocks * block_size if block_bytes else longest)
+    reasons = {"kv_cache_memory_bytes": f"{reason}; memory is touched when used", "max_model_len": why}
+    reasons["num_blocks"] = f"{block_bytes:,} bytes each" if block_bytes else "no layer keeps a state of each token"
+    reasons["num_state_slots"] = f"{bytes_per_request:,} bytes each" if slots else "no layer keeps a recurrent state"
+    return MemoryPlan(fitted, num_blocks, slots, num_blocks * block_bytes + slots * bytes_per_request, reasons)
+
+
+def _state_slots(bytes_per_request: int, max_num_seqs: int, budget: int, useful: int, for_blocks: int) -> int:
+    """One per sequence if everything fits, else as many as half of the budget holds, one at least.
+
+    `for_blocks`: bytes that the blocks of the shortest cache need; 0 for a model without blocks.
+    """
+    if not bytes_per_request or budget >= useful:
+        return max_num_seqs if bytes_per_request else 0
+    share = min(budget // 2, budget - for_blocks) if for_blocks else budget
+    return min(max_num_seqs, max(1, share // bytes_per_request))
 
 
 def _sequence_length(max_model_len: int | None, longest: int, tokens: int) -> tuple[int, str]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from llm.engine.step import NewRow, SchedulerOutput
-from llm.forward import AttentionMetadata, ForwardBatch
+from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality
 from llm.sampling.logits_processors.state import BatchUpdateBuilder
 from llm.sampling.sampler import SamplingRows
@@ -89,8 +89,11 @@ class InputBatch:
     The arrays are zero pages until written, so their width costs nothing.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int, *, has_slots: bool = False
+    ) -> None:
         self.block_size = block_size
+        self.max_blocks = -(-max_model_len // block_size)
         self.request_ids: list[str] = []
         self.index: dict[str, int] = {}
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
@@ -99,9 +102,10 @@ class InputBatch:
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         # The first position whose successor's prompt logprob is wanted; none is from the prompt's length on.
         self.prompt_logprobs_from = np.zeros(max_num_seqs, dtype=np.int64)
-        blocks = -(-max_model_len // block_size)
-        self.block_tables = [np.zeros((max_num_seqs, blocks), dtype=np.int32) for _ in range(num_groups)]
+        self.block_tables = [np.zeros((max_num_seqs, self.max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
+        self.has_slots = has_slots
+        self.slots = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling = SamplingRows(max_num_seqs)
         self.params: list[SamplingParams] = []
         self.prompt_token_ids: list[list[int]] = []
@@ -141,15 +145,17 @@ class InputBatch:
         positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + self.num_computed[row_of_token]
         lengths = self.num_computed[rows] + counts
         lines, indices = self._lines(rows, ends, lengths, plan.draft_token_ids)
-        attention = [
+        metadata: list[Any] = [
             self._attention(group, rows, row_of_token, positions, ends, counts, lengths)
             for group in range(len(self.block_tables))
         ]
+        if self.has_slots:  # last: `group_states` calls them `SLOTS`
+            metadata.append(self._recurrent(rows, ends, counts, lengths))
         batch = ForwardBatch(
             input_ids=torch.from_numpy(self.token_ids[row_of_token, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
-            attention=attention,
-            kv_caches=[],
+            metadata=metadata,
+            states=[],
             logits_indices=torch.from_numpy(indices),
         )
         return StepInput(rows, counts, lines, batch)
@@ -239,14 +245,23 @@ class InputBatch:
         table = self.block_tables[group]
         widest = -(-int(lengths.max()) // self.block_size)
         slots = table[row_of_token, positions // self.block_size].astype(np.int64) * self.block_size
-        starts = np.zeros(len(rows) + 1, dtype=np.int32)
-        starts[1:] = ends
         return AttentionMetadata(
             block_table=torch.from_numpy(table[rows, :widest]),
             slot_mapping=torch.from_numpy(slots + positions % self.block_size),
-            query_start_loc=torch.from_numpy(starts),
+            query_start_loc=_starts(ends),
             seq_lens=torch.from_numpy(lengths.astype(np.int32)),
             block_size=self.block_size,
+            query_lens_list=counts.tolist(),
+            seq_lens_list=lengths.tolist(),
+        )
+
+    def _recurrent(
+        self, rows: np.ndarray, ends: np.ndarray, counts: np.ndarray, lengths: np.ndarray
+    ) -> RecurrentMetadata:
+        return RecurrentMetadata(
+            slots=torch.from_numpy(self.slots[rows]),
+            query_start_loc=_starts(ends),
+            seq_lens=torch.from_numpy(lengths.astype(np.int32)),
             query_lens_list=counts.tolist(),
             seq_lens_list=lengths.tolist(),
         )
@@ -270,6 +285,7 @@ class InputBatch:
         self.num_tokens[row] = len(new.token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed[row] = new.num_computed_tokens
+        self.slots[row] = new.slot
         self.num_blocks[:, row] = 0
         self._append_blocks(row, new.blocks)
         self.sampling.set(row, new.params, new.seed, new.sample_index)
@@ -305,7 +321,8 @@ class InputBatch:
     def _move(self, source: int, target: int) -> None:
         tokens = self.num_tokens[source]
         self.token_ids[target, :tokens] = self.token_ids[source, :tokens]
-        for array in (self.num_tokens, self.num_prompt_tokens, self.num_computed, self.prompt_logprobs_from):
+        of_rows = (self.num_tokens, self.num_prompt_tokens, self.num_computed, self.prompt_logprobs_from, self.slots)
+        for array in of_rows:
             array[target] = array[source]
         for group, table in enumerate(self.block_tables):
             count = self.num_blocks[group, source]
@@ -315,3 +332,10 @@ class InputBatch:
         for column in self._columns():
             column[target] = column[source]
         self.index[self.request_ids[target]] = target
+
+
+def _starts(ends: np.ndarray) -> torch.Tensor:
+    """int32 [R + 1]: where each row's tokens start, and the end of the last."""
+    starts = np.zeros(len(ends) + 1, dtype=np.int32)
+    starts[1:] = ends
+    return torch.from_numpy(starts)

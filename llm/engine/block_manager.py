@@ -8,6 +8,9 @@ A block's life:   free list --allocate--> owned by 1..n requests --release--> fr
                        +-- hashed blocks keep their content there until they are evicted, oldest first
 
 Block 0 of every group is never handed out: it stands in tables for blocks that were freed out of a sliding window.
+
+A model with recurrent states also has slots: each running request holds one, where all its recurrent states are. They
+are states of the last token alone, so such a model shares no prefixes.
 """
 
 from __future__ import annotations
@@ -109,21 +112,26 @@ class BlockManager:
         num_blocks: per pool, the null block included.
         windows: the sliding window of each KV group, None for full attention.
         block_size: tokens per block.
+        num_slots: of recurrent states, the null slot included; 0: the model has no such states.
     """
 
-    def __init__(self, num_blocks: int, windows: list[int | None], block_size: int) -> None:
+    def __init__(self, num_blocks: int, windows: list[int | None], block_size: int, num_slots: int = 0) -> None:
         self.block_size = block_size
         self.windows = windows
         self._any_window = any(window is not None for window in windows)
         self.pools = [BlockPool(num_blocks) for _ in windows]
+        self.slots = BlockPool(num_slots) if num_slots else None
 
     def num_free_blocks(self) -> int:
-        return min(len(pool.free) for pool in self.pools)
+        return min((len(pool.free) for pool in self.pools), default=0)
+
+    def num_free_slots(self) -> int:
+        return 0 if self.slots is None else len(self.slots.free)
 
     def match_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
         """Longest cached prefix: (tokens, block ids per group). At least one token is always left to compute."""
         limit = min(request.num_tokens - 1, request.max_cached_tokens) // self.block_size
-        if request.cache_key is None or limit == 0:
+        if not self._shares(request) or limit == 0:
             return 0, [[] for _ in self.pools]
         self._extend_hashes(request)
         length = limit
@@ -142,7 +150,8 @@ class BlockManager:
         if not request.blocks:
             request.blocks = [[] for _ in self.pools]
         wanted = -(-num_tokens // self.block_size)
-        if len(request.blocks[0]) >= wanted and not self._any_window:  # the groups' tables are equally long
+        # The groups' tables are equally long.
+        if not self.pools or (len(request.blocks[0]) >= wanted and not self._any_window):
             return []  # most steps of most rows
         self._release_out_of_window(request)
         missing = [wanted - len(blocks) for blocks in request.blocks]
@@ -155,6 +164,8 @@ class BlockManager:
 
     def admit(self, request: Request, num_tokens: int, prefix: tuple[int, list[list[int]]]) -> bool:
         """Give a request without blocks its cached prefix and room for `num_tokens`; False when it does not fit."""
+        if self.slots is not None and not self.slots.free:
+            return False
         cached_tokens, hits = prefix
         wanted = -(-num_tokens // self.block_size) - cached_tokens // self.block_size
         for pool, blocks in zip(self.pools, hits, strict=True):
@@ -168,6 +179,8 @@ class BlockManager:
         request.blocks = [list(blocks) for blocks in hits]
         request.num_computed_tokens = cached_tokens
         request.num_findable_blocks = cached_tokens // self.block_size
+        if self.slots is not None:
+            (request.slot,) = self.slots.allocate(1)
         return self.allocate(request, num_tokens) is not None
 
     def remember(self, request: Request, num_tokens: int) -> None:
@@ -179,7 +192,7 @@ class BlockManager:
         """
         full = num_tokens // self.block_size
         first = request.num_findable_blocks
-        if full <= first or request.cache_key is None:
+        if full <= first or not self._shares(request):
             return
         self._extend_hashes(request)
         for pool, blocks in zip(self.pools, request.blocks, strict=True):
@@ -207,19 +220,28 @@ class BlockManager:
                 pool.release(block)
         request.blocks = []
         request.num_findable_blocks = 0
+        if self.slots is not None:
+            self.slots.release(request.slot)
+            request.slot = NULL_BLOCK
 
     def reset_prefix_cache(self) -> None:
         for pool in self.pools:
             pool.reset_cache()
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Audit every pool against the requests that hold blocks; raises `IntegrityError`."""
+        """Audit every pool against the requests that hold blocks and slots; raises `IntegrityError`."""
+        requests = list(requests)
+        if self.slots is not None:
+            self.slots.check_integrity(Counter(request.slot for request in requests if request.slot != NULL_BLOCK))
         owners = [Counter[int]() for _ in self.pools]
         for request in requests:
             for count, blocks in zip(owners, request.blocks, strict=False):
                 count.update(block for block in blocks if block != NULL_BLOCK)
         for pool, count in zip(self.pools, owners, strict=True):
             pool.check_integrity(count)
+
+    def _shares(self, request: Request) -> bool:
+        return request.cache_key is not None and self.slots is None
 
     def _groups(self) -> Iterable[tuple[BlockPool, int | None]]:
         return zip(self.pools, self.windows, strict=True)

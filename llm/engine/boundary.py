@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from llm.config.engine import EngineConfig
-from llm.forward import KVCacheSpec
+from llm.forward import StateSpec
 from llm.layers.parallel import TensorParallel
 from llm.loading.source import ModelSource
 from llm.models.interface import BuildOptions
@@ -29,7 +29,7 @@ class RunnerPlan:
         model_class: see `llm.models.interface.CausalLM`.
         architecture: what `model_class.read_config` returned.
         hf_config: config.json, without what it says of quantization.
-        kv_cache_specs: of each attention layer, what this rank holds.
+        kv_cache_specs: of each state of the model's layers, what this rank holds.
         has_weights: False: `source` has none that are wanted, random ones are made.
         store_as: the type that float matrices are converted to; None: they stay as they are stored.
         is_quantized: the checkpoint itself is.
@@ -43,7 +43,7 @@ class RunnerPlan:
     model_class: Any
     architecture: Any
     hf_config: Mapping[str, Any]
-    kv_cache_specs: tuple[KVCacheSpec, ...]
+    kv_cache_specs: tuple[StateSpec, ...]
     has_weights: bool = True
     store_as: torch.dtype | None = None
     is_quantized: bool = False

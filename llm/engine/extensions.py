@@ -21,7 +21,7 @@ from llm.base.errors import PluginError, ValidationError
 from llm.base.replacement import op_registry, replaced_class, replacement_reason
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
-from llm.forward import KVCacheSpec
+from llm.forward import StateSpec
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention
 from llm.platforms import is_by_name
@@ -124,13 +124,13 @@ def reasons_of_update(platform: Platform, asked: EngineArgs, updated: EngineArgs
     return {name: f"set by platform {platform.name}" for name in changed}
 
 
-def kv_cache_specs(platform: Platform, declared: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
-    """What the layers declared, as the platform keeps it; raises `PluginError` when layers are lost on the way."""
+def kv_cache_specs(platform: Platform, declared: Sequence[StateSpec]) -> list[StateSpec]:
+    """What the layers declared, as the platform keeps it; raises `PluginError` when some are lost on the way."""
     updated = list(platform.update_kv_cache_specs(declared))
-    if len(updated) != len(declared) or not all(isinstance(spec, KVCacheSpec) for spec in updated):
+    if len(updated) != len(declared) or not all(isinstance(spec, StateSpec) for spec in updated):
         raise PluginError(
-            f"{type(platform).__name__}.update_kv_cache_specs must return one KVCacheSpec for each of "
-            f"{len(declared)} attention layers, got {updated!r}.",
+            f"{type(platform).__name__}.update_kv_cache_specs must return one StateSpec for each of "
+            f"{len(declared)} states, got {updated!r}.",
             plugin=platform.plugin,
         )
     return updated

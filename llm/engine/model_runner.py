@@ -15,18 +15,18 @@ import torch
 from llm.base.errors import OutOfMemoryError
 from llm.base.phases import PhaseTimes
 from llm.config.defaults import library_defaults
-from llm.config.engine import EngineConfig
+from llm.config.engine import CacheConfig, EngineConfig
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.boundary import Loaded, RunnerPlan
 from llm.engine.build_model import build_model, fill_model
 from llm.engine.extensions import what_varies
 from llm.engine.inspection import ModelInspection
-from llm.engine.kv_cache import allocate_kv_caches, group_layers
+from llm.engine.kv_cache import allocate_kv_caches, allocate_recurrent_states, group_states
 from llm.engine.lines import LineReader
 from llm.engine.proposer import Proposer, propose
 from llm.engine.replay import DecodeReplay
 from llm.engine.step import RunnerOutput, SchedulerOutput
-from llm.forward import ForwardBatch, KVCacheSpec
+from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec
 from llm.kernels.backend import backend_for
 from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform
@@ -49,7 +49,7 @@ class ModelRunner(ModelInspection):
         self.platform = platform
         self.backend = backend_for(platform)
         self.model: Any = None
-        self.kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.states: list[tuple[torch.Tensor, ...]] = []
         # None: every step runs operation by operation.
         self.replay: DecodeReplay | None = None
         # None: a row samples one token a step.
@@ -79,19 +79,23 @@ class ModelRunner(ModelInspection):
     def _allocate(self, config: EngineConfig) -> None:
         """Everything a step needs beside the model."""
         specs, cache = self.plan.kv_cache_specs, config.cache_config
-        groups, self._group_of_layer = group_layers(specs)
+        groups, self._group_of_state = group_states(specs)
         try:
-            self.kv_caches = self.allocate_kv_caches(specs, cache.num_blocks + 1, cache.block_size)
+            self.states = self._allocate_states(specs, cache)
         except MemoryError as error:  # only when the budget was asked for: the one we choose is within what is free
             raise OutOfMemoryError(
                 f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} cannot be allocated; lower it, max_num_seqs or "
                 "max_model_len."
             ) from error
         self.batch = InputBatch(
-            config.scheduler_config.max_num_seqs, config.model_config.max_model_len, len(groups), cache.block_size
+            config.scheduler_config.max_num_seqs,
+            config.model_config.max_model_len,
+            len(groups),
+            cache.block_size,
+            has_slots=cache.num_state_slots > 0,
         )
         if config.invariant and self.backend.records:
-            self.replay = DecodeReplay(self.model, self.backend, self.batch.block_tables[0].shape[1])
+            self.replay = DecodeReplay(self.model, self.backend, self.batch.max_blocks)
         device, custom = torch.device(config.device), self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)
         self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
@@ -137,11 +141,11 @@ class ModelRunner(ModelInspection):
         """Free weights and caches whoever still refers to them: the traceback of an error can, until the next one."""
         if self.proposer is not None:
             self.proposer.close()
-        caches = [tensor for layer in self.kv_caches for tensor in layer]
-        for tensor in (*self.model.parameters(), *self.model.buffers(), *caches):
+        states = [tensor for state in self.states for tensor in state]
+        for tensor in (*self.model.parameters(), *self.model.buffers(), *states):
             tensor.data = torch.empty(0)
         self.model = self.replay = self.proposer = None
-        self.kv_caches = []
+        self.states = []
         self.backend.clear()
         self.platform.release_memory()
 
@@ -150,9 +154,9 @@ class ModelRunner(ModelInspection):
         return model
 
     def allocate_kv_caches(
-        self, specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(key cache, value cache) per attention layer, as its backend lays them out; called once."""
+        self, specs: Sequence[PagedSpec], num_blocks: int, block_size: int
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """The tensors of each paged state, keys and values as the attention backend lays them out; called once."""
 
         def shapes(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
             backend = attention_backend(self.platform, spec.head_size)
@@ -160,12 +164,19 @@ class ModelRunner(ModelInspection):
 
         return allocate_kv_caches(specs, num_blocks, block_size, shapes, self.backend)
 
+    def _allocate_states(self, specs: Sequence[StateSpec], cache: CacheConfig) -> list[tuple[torch.Tensor, ...]]:
+        paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
+        recurrent = [spec for spec in specs if isinstance(spec, RecurrentSpec)]
+        in_blocks = iter(self.allocate_kv_caches(paged, cache.num_blocks + 1, cache.block_size))
+        in_slots = iter(allocate_recurrent_states(recurrent, cache.num_state_slots + 1, self.backend))
+        return [next(in_blocks if isinstance(spec, PagedSpec) else in_slots) for spec in specs]
+
     def prepare_batch(self, step: StepInput) -> ForwardBatch:
-        """The step's batch with the caches and, for each attention layer, the metadata of its group."""
+        """The step's batch with the states and, for each of them, the metadata of its group."""
         batch = step.forward_batch
-        by_group = batch.attention
-        batch.attention = [by_group[group] for group in self._group_of_layer]
-        batch.kv_caches = self.kv_caches
+        by_group = batch.metadata
+        batch.metadata = [by_group[group] for group in self._group_of_state]
+        batch.states = self.states
         return batch
 
     def extend_context(self, batch: ForwardBatch, plan: SchedulerOutput) -> None:

@@ -72,10 +72,13 @@ def propose(
     """The drafts for the next step.
 
     Raises:
-        ValueError: a draft is for no row of the batch, or no token of the vocabulary.
+        ValueError: a draft is for no row of the batch, or no token of the vocabulary, or the model has recurrent
+            states, from which a rejected draft cannot be taken back.
     """
     drafts = proposer.propose(_drawn_step(batch, step, hidden, result))
     name = type(proposer).__name__
+    if batch.has_slots and any(drafts.values()):
+        raise ValueError(f"{name}.propose drafted for a model with recurrent states, which cannot be rolled back.")
     for request_id, tokens in drafts.items():
         if request_id not in batch.index:
             raise ValueError(f"{name}.propose drafted for {request_id!r}, which is no request of the batch.")

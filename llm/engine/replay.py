@@ -11,14 +11,17 @@ kernels is found out while recording, and runs as before.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from llm.base.custom_op import is_watched
-from llm.forward import AttentionMetadata, ForwardBatch
+from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.kernels.backend import Backend, NotRecordable, Program
+
+Metadata = AttentionMetadata | RecurrentMetadata
 
 # Beyond so many tokens the time between kernels is small beside theirs.
 MAX_TOKENS = 64
@@ -82,9 +85,9 @@ class DecodeReplay:
     def _lines_per_row(self, batch: ForwardBatch) -> int:
         """0: this is no decoding step, or one that cannot be repeated."""
         tokens = len(batch.input_ids)
-        if tokens > MAX_TOKENS or not batch.attention or not self._is_plain(batch):
+        if tokens > MAX_TOKENS or not batch.metadata or not self._is_plain(batch):
             return 0
-        counts = batch.attention[0].query_lens_list
+        counts = batch.metadata[0].query_lens_list
         if len(counts) == tokens:
             return 1
         # With drafts the logits of every token are needed; a chunk of a prompt has tokens that nobody asks for.
@@ -104,7 +107,7 @@ class DecodeReplay:
 
     def _record(self, key: _Key, batch: ForwardBatch) -> torch.Tensor | None:
         first_layers = list(
-            {id(metadata): layer for layer, metadata in reversed(list(enumerate(batch.attention)))}.values()
+            {id(metadata): layer for layer, metadata in reversed(list(enumerate(batch.metadata)))}.values()
         )
         own = self._own_batch(batch)
         _fill(own, batch, first_layers)
@@ -121,26 +124,22 @@ class DecodeReplay:
 
     def _own_batch(self, batch: ForwardBatch) -> ForwardBatch:
         """Tensors of its own, block tables as wide as they get; layers of a group share them as before."""
-        groups: dict[int, AttentionMetadata] = {}
-        for metadata in batch.attention:
-            table = metadata.block_table
-            groups.setdefault(
-                id(metadata),
-                replace(
-                    metadata,
-                    block_table=table.new_zeros(len(table), self._max_blocks),
-                    slot_mapping=metadata.slot_mapping.clone(),
-                    query_start_loc=metadata.query_start_loc.clone(),
-                    seq_lens=metadata.seq_lens.clone(),
-                    plan=None,
-                ),
-            )
+        groups = {id(metadata): self._own_metadata(metadata) for metadata in batch.metadata}
         return replace(
             batch,
             input_ids=batch.input_ids.clone(),
             positions=batch.positions.clone(),
-            attention=[groups[id(metadata)] for metadata in batch.attention],
+            metadata=[groups[id(metadata)] for metadata in batch.metadata],
         )
+
+    def _own_metadata(self, metadata: Metadata) -> Metadata:
+        own: Metadata = copy(metadata)
+        for name, tensor in _tensors(metadata).items():
+            setattr(own, name, tensor.clone())
+        if isinstance(own, AttentionMetadata):
+            own.block_table = own.block_table.new_zeros(len(own.block_table), self._max_blocks)
+            own.plan = None
+        return own
 
 
 def _fill(own: ForwardBatch, batch: ForwardBatch, first_layers: list[int]) -> None:
@@ -148,7 +147,11 @@ def _fill(own: ForwardBatch, batch: ForwardBatch, first_layers: list[int]) -> No
     own.input_ids.copy_(batch.input_ids)
     own.positions.copy_(batch.positions)
     for layer in first_layers:
-        target, source = own.attention[layer], batch.attention[layer]
-        target.block_table[:, : source.block_table.shape[1]].copy_(source.block_table)
-        target.slot_mapping.copy_(source.slot_mapping)
-        target.seq_lens.copy_(source.seq_lens)
+        target = _tensors(own.metadata[layer])
+        for name, source in _tensors(batch.metadata[layer]).items():
+            # A block table is as wide as the longest row of the step.
+            (target[name][:, : source.shape[1]] if source.dim() == 2 else target[name]).copy_(source)
+
+
+def _tensors(metadata: Metadata) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(metadata).items() if isinstance(value, torch.Tensor)}

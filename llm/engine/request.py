@@ -26,6 +26,7 @@ class Request:
         draft_token_ids: tokens to verify in the next step that computes its last known one.
         num_cached_tokens: of the prompt, how many came from the prefix cache at first admission.
         blocks: block ids per KV group, in order of position; owned by the block manager. 0: freed, out of the window.
+        slot: where its recurrent states are; owned by the block manager. 0: it has none.
         block_hashes: chain hashes of the full blocks so far; owned by the block manager.
         num_findable_blocks: leading blocks that the prefix cache was told of; owned by the block manager.
         cache_key: extra bytes in the hash chain, so that only requests with equal keys share blocks; None: share none.
@@ -62,6 +63,7 @@ class Request:
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.blocks: list[list[int]] = []
+        self.slot = 0
         self.block_hashes: list[bytes] = []
         self.num_findable_blocks = 0
         wanted = params.prompt_logprobs is not None and sample_index == 0

@@ -156,6 +156,7 @@ class Scheduler:
                 request.num_prompt_tokens,
                 request.num_computed_tokens,
                 [list(blocks) for blocks in request.blocks],
+                request.slot,
                 request.params,
                 request.seed,
                 request.sample_index,

@@ -24,6 +24,7 @@ class NewRow:
     """A request that enters the runner's batch: new, or resumed after preemption (then `token_ids` has outputs too).
 
     Attributes:
+        blocks, slot: as in `Request`.
         prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
             where none is.
     """
@@ -33,6 +34,7 @@ class NewRow:
     num_prompt_tokens: int
     num_computed_tokens: int
     blocks: list[list[int]]
+    slot: int
     params: SamplingParams
     seed: int
     sample_index: int

@@ -64,7 +64,7 @@ def gemma_decoder(
         vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden_size,
         max_position_embeddings=positions,
-        layers=tuple(LayerConfig(part, mlp, PreAndPostNorms(norm)) for part in attention),
+        layers=tuple(LayerConfig(attention=part, mlp=mlp, norms=PreAndPostNorms(norm)) for part in attention),
         final_norm=norm,
         embedding_multiplier=hidden_size**0.5,
         logits_soft_cap=logits_soft_cap,

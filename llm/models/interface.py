@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from llm.forward import ForwardBatch, KVCacheSpec
+from llm.forward import ForwardBatch, StateSpec
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.quantization.base import QuantizationConfig
@@ -63,8 +63,11 @@ class CausalLM(Protocol):
         """Read config.json; must end with `reader.finish()`."""
 
     @classmethod
-    def kv_cache_specs(cls, config: Any, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> Sequence[KVCacheSpec]:
-        """What one rank's attention layers keep, one spec each, in order of `layer_index`."""
+    def kv_cache_specs(cls, config: Any, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> Sequence[StateSpec]:
+        """What the layers keep of a request on one rank, in the order of their places in `ForwardBatch.states`.
+
+        A layer without state has no entry; one that keeps several states has several.
+        """
 
     def __init__(self, config: Any, options: BuildOptions) -> None: ...
 

@@ -27,7 +27,9 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
             hidden_size=reader.positive("hidden_size"),
             max_position_embeddings=longest_sequence(reader, rope, 32768),
             layers=tuple(
-                LayerConfig(AttentionConfig(heads, rope, window, qkv_bias=True), mlp, PreNorms(norm))
+                LayerConfig(
+                    attention=AttentionConfig(heads, rope, window, qkv_bias=True), mlp=mlp, norms=PreNorms(norm)
+                )
                 for window in qwen_windows(reader)
             ),
             final_norm=norm,

@@ -27,7 +27,7 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
 
         def layer(window: int | None) -> LayerConfig:
             attention = AttentionConfig(heads, rope, window, qkv_bias=bias, out_bias=bias, qk_norm=norm)
-            return LayerConfig(attention, mlp, PreNorms(norm))
+            return LayerConfig(attention=attention, mlp=mlp, norms=PreNorms(norm))
 
         config = DecoderConfig(
             vocab_size=reader.positive("vocab_size"),

@@ -33,7 +33,7 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
 
         def layer(window: int | None, rotates: int) -> LayerConfig:
             attention = AttentionConfig(heads, rope if rotates else None, window, qkv_bias=bias, out_bias=bias)
-            return LayerConfig(attention, mlp, PreNorms(norm))
+            return LayerConfig(attention=attention, mlp=mlp, norms=PreNorms(norm))
 
         config = DecoderConfig(
             vocab_size=reader.positive("vocab_size"),

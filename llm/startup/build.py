@@ -23,7 +23,7 @@ from llm.engine.extensions import (
     reasons_of_update,
     without_broken_platforms,
 )
-from llm.engine.kv_cache import group_layers
+from llm.engine.kv_cache import group_states
 from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
 from llm.kernels.backend import backend_for
@@ -104,10 +104,12 @@ def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform
 def _scheduler_maker(plan: RunnerPlan) -> Callable[[], Scheduler]:
     """What makes a scheduler with every block free."""
     config = plan.config
-    windows = [spec.sliding_window for spec in group_layers(plan.kv_cache_specs)[0]]
+    windows = [spec.sliding_window for spec in group_states(plan.kv_cache_specs)[0]]
+    cache = config.cache_config
+    num_slots = cache.num_state_slots and cache.num_state_slots + 1
 
     def make_scheduler() -> Scheduler:
-        blocks = BlockManager(config.cache_config.num_blocks + 1, windows, config.cache_config.block_size)
+        blocks = BlockManager(cache.num_blocks + 1, windows, cache.block_size, num_slots)
         return Scheduler(config.scheduler_config, blocks)
 
     return make_scheduler

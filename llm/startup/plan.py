@@ -27,7 +27,7 @@ from llm.config.engine import (
 from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resolve_dtype
 from llm.engine.boundary import RunnerPlan
 from llm.engine.extensions import kv_cache_specs
-from llm.forward import KVCacheSpec
+from llm.forward import StateSpec
 from llm.kernels.backend import Backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.loader import stored_as
@@ -68,6 +68,8 @@ def make_plan(
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend)
     reasons["kv_cache_dtype"] = "the weights' type" if kv_reason == "auto" else kv_reason
     reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
+    if memory.num_state_slots:
+        reasons["enable_prefix_caching"] = "recurrent states are those of a request's last token, not of a prefix"
     seed = args.seed
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
@@ -139,7 +141,8 @@ def _cache_config(args: EngineArgs, memory: MemoryPlan, dtype: torch.dtype) -> C
         num_blocks=memory.num_blocks,
         kv_cache_memory_bytes=memory.kv_cache_memory_bytes,
         kv_cache_dtype=dtype,
-        enable_prefix_caching=args.enable_prefix_caching,
+        enable_prefix_caching=args.enable_prefix_caching and not memory.num_state_slots,
+        num_state_slots=memory.num_state_slots,
     )
 
 
@@ -188,7 +191,7 @@ def _rope_note(model: ReadModel, max_model_len: int) -> str:
 
 
 def _plan_memory(
-    args: EngineArgs, model: ReadModel, dtypes: Dtypes, specs: Sequence[KVCacheSpec], free: int
+    args: EngineArgs, model: ReadModel, dtypes: Dtypes, specs: Sequence[StateSpec], free: int
 ) -> MemoryPlan:
     weights = _weight_bytes(model, dtypes)
     if weights > free:
@@ -198,6 +201,7 @@ def _plan_memory(
         )
     return plan_memory(
         bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
+        bytes_per_request=sum(spec.bytes_per_request() for spec in specs),
         block_size=args.block_size or DEFAULT_BLOCK_SIZE,
         max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         max_model_len=args.max_model_len,

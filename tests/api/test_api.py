@@ -557,7 +557,7 @@ def test_outputs_are_plain_data(llm: LLM) -> None:
 def test_outputs_keep_no_model_alive() -> None:
     with open_llm() as llm:
         outputs = run(llm, PROMPTS)
-        kept = weakref.ref(engine_of(llm)), weakref.ref(engine_of(llm).runner.kv_caches[0][0])
+        kept = weakref.ref(engine_of(llm)), weakref.ref(engine_of(llm).runner.states[0][0])
     del llm
     assert [reference() for reference in kept] == [None, None]
     assert len(outputs) == 3
@@ -565,7 +565,7 @@ def test_outputs_keep_no_model_alive() -> None:
 
 def test_deleting_the_last_reference_frees_the_memory_at_once() -> None:
     llm = LLM()
-    held = [*engine_of(llm).runner.model.parameters(), *engine_of(llm).runner.kv_caches[0]]
+    held = [*engine_of(llm).runner.model.parameters(), *engine_of(llm).runner.states[0]]
     assert all(tensor.numel() for tensor in held)
     gc.disable()
     try:

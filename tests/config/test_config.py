@@ -142,6 +142,38 @@ def test_a_small_budget_still_serves_the_longest_sequence() -> None:
         assert [len(output.outputs[0].token_ids) for output in outputs] == [60, 60]
 
 
+def test_recurrent_states_of_every_sequence_where_all_fits() -> None:
+    decided = plan(bytes_per_request=1000)
+    assert (decided.num_state_slots, decided.num_blocks) == (4, 4 * 64)
+    assert decided.kv_cache_memory_bytes == 4 * MIB + 4000
+    assert "1,000 bytes" in decided.reasons["num_state_slots"]
+    assert plan().num_state_slots == 0 and "no layer" in plan().reasons["num_state_slots"]
+
+
+def test_recurrent_states_take_half_where_not_all_fits() -> None:
+    decided = plan(bytes_per_request=MIB // 2, requested_bytes=2 * MIB)
+    assert (decided.num_state_slots, decided.num_blocks) == (2, 64)
+    assert decided.max_model_len == 1024
+    # The longest sequence comes first, when it was asked for.
+    longest = plan(bytes_per_request=MIB // 2, requested_bytes=MIB + MIB // 2, max_model_len=1024)
+    assert (longest.num_state_slots, longest.num_blocks) == (1, 64)
+    with pytest.raises(OutOfMemoryError, match=f"kv_cache_memory_bytes={MIB + MIB // 2} would be enough"):
+        plan(bytes_per_request=MIB // 2, requested_bytes=MIB + MIB // 2 - 1, max_model_len=1024)
+    with pytest.raises(OutOfMemoryError, match=f"one block .* needs {MIB + 16384} bytes"):
+        plan(bytes_per_request=MIB, requested_bytes=MIB)
+
+
+def test_a_model_that_keeps_nothing_of_a_token_has_no_blocks() -> None:
+    decided = plan(bytes_per_token=0, bytes_per_request=1000)
+    assert (decided.num_blocks, decided.num_state_slots, decided.max_model_len) == (0, 4, 1024)
+    assert decided.kv_cache_memory_bytes == 4000
+    assert plan(bytes_per_token=0, bytes_per_request=1000, requested_bytes=2999).num_state_slots == 2
+    with pytest.raises(OutOfMemoryError, match="any length needs 1000 bytes"):
+        plan(bytes_per_token=0, bytes_per_request=1000, requested_bytes=999)
+    stateless = plan(bytes_per_token=0)
+    assert (stateless.num_blocks, stateless.num_state_slots, stateless.kv_cache_memory_bytes) == (0, 0, 0)
+
+
 # Scheduling
 
 

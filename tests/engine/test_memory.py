@@ -73,7 +73,7 @@ def test_close_frees_what_somebody_still_refers_to() -> None:
     with open_llm() as llm:
         run(llm, PROMPTS)
         engine = engine_of(llm)
-        runner, model, caches = engine.runner, engine.runner.model, list(engine.runner.kv_caches)
+        runner, model, caches = engine.runner, engine.runner.model, list(engine.runner.states)
         held = [*model.parameters(), *model.buffers(), *(tensor for layer in caches for tensor in layer)]
         assert all(tensor.numel() for tensor in held)
         gc.disable()
@@ -83,7 +83,7 @@ def test_close_frees_what_somebody_still_refers_to() -> None:
             gc.enable()
     assert [tensor.untyped_storage().nbytes() for tensor in held] == [0] * len(held)
     assert [tensor._base for tensor in held] == [None] * len(held)  # a view would keep the memory
-    assert runner.kv_caches == []
+    assert runner.states == []
 
 
 def test_close_twice() -> None:

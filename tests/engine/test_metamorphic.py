@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from embedded import engine_of
 from kernel_sets import has_kernels
 from tiny_models import TINY_MODELS, TinyModel, make_prompts, one_thread, tiny_checkpoint
+from toy_models import TOYS, toy_model
 
 from llm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from llm.engine.batch import InputBatch
-from llm.engine.block_manager import BlockPool
+from llm.engine.block_manager import BlockManager, BlockPool
 from llm.quantization.unquantized import UnquantizedLinearMethod
 from llm.sampling.sampler import SamplingRows
 
@@ -52,6 +54,7 @@ PREEMPTED: dict[str, Mapping[str, Any]] = {
     },
 }
 SPARE_TOKENS = 8
+SPARE_SLOTS = 4
 # A step computes so little here that these take long: they get half of the requests.
 SLOW = {"chunks-of-1-blocks-of-4", "one-row-blocks-of-4", "preempted-blocks-of-4", "preempted-blocks-of-1"}
 
@@ -96,10 +99,11 @@ class Case:
             return [generate(llm, [request])[0] for request in self.requests]
 
     @cached_property
-    def bytes_per_token(self) -> int:
+    def state_bytes(self) -> tuple[int, int]:
+        """Of all layers together: (per token, per request)."""
         with self.load({}) as llm:
-            cache = llm.config.cache_config
-            return cache.kv_cache_memory_bytes // (cache.num_blocks * cache.block_size)
+            specs = engine_of(llm).runner.plan.kv_cache_specs
+        return sum(spec.bytes_per_token() for spec in specs), sum(spec.bytes_per_request() for spec in specs)
 
     def load(self, setting: Mapping[str, Any]) -> LLM:
         # A bf16 cache would turn a rounding difference into one of a whole bf16 step; invariant kernels make none.
@@ -108,14 +112,20 @@ class Case:
         return LLM(self.folder, skip_tokenizer_init=True, **arguments)
 
     def load_tight(self, setting: Mapping[str, Any]) -> LLM:
-        """With a KV cache of one longest sequence and a little more."""
+        """With a KV cache of one longest sequence and a little more, and a few slots."""
         block_size = setting["block_size"]
         blocks = -(-(self.max_model_len + SPARE_TOKENS) // block_size)
-        return self.load({"kv_cache_memory_bytes": blocks * block_size * self.bytes_per_token, **setting})
+        per_token, per_request = self.state_bytes
+        memory = blocks * block_size * per_token + SPARE_SLOTS * per_request
+        return self.load({"kv_cache_memory_bytes": memory, **setting})
 
 
-@pytest.fixture(scope="module", params=[*TINY_MODELS, *QUANTIZED])
+@pytest.fixture(scope="module", params=[*TINY_MODELS, *QUANTIZED, *(f"toy {name}" for name in TOYS)])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    if request.param.startswith("toy "):
+        with toy_model(request.param.removeprefix("toy "), tmp_path_factory) as made, one_thread():
+            yield Case(*made)
+        return
     name, _, quantization = request.param.partition("+")
     row = TINY_MODELS[name]
     if quantization:
@@ -129,6 +139,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     """For what needs no more than one row."""
     with one_thread():
         yield Case(TINY_MODELS["llama"], tiny_checkpoint("llama", tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    """A model with recurrent states."""
+    with toy_model("recurrent", tmp_path_factory) as made, one_thread():
+        yield Case(*made)
 
 
 def generate(llm: LLM, requests: Sequence[Request]) -> list[RequestOutput]:
@@ -173,11 +190,11 @@ def assert_idle(llm: LLM) -> None:
     scheduler.check_integrity()
     assert not scheduler.has_unfinished()
     assert scheduler.blocks.num_free_blocks() == llm.config.cache_config.num_blocks
+    assert scheduler.blocks.num_free_slots() == llm.config.cache_config.num_state_slots
 
 
 def _scheduler(llm: LLM) -> Any:
-    engine: Any = llm._engine
-    return engine.scheduler
+    return engine_of(llm).scheduler
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -191,7 +208,7 @@ def test_answers_do_not_depend_on(case: Case, name: str) -> None:
 def test_answers_do_not_depend_on_being(case: Case, name: str) -> None:
     with case.load_tight(PREEMPTED[name]) as llm:
         check_orders(case, llm, name)
-        assert _scheduler(llm).num_preemptions > 0
+        assert (_scheduler(llm).num_preemptions > 0) == (case.state_bytes[0] > 0)
 
 
 def test_completions_of_one_prompt(case: Case) -> None:
@@ -314,6 +331,80 @@ def test_planted_defects_are_seen(llama: Case, plant: Plant, monkeypatch: pytest
         # The kernels refuse what reaches beyond a row's blocks; the comparison sees the rest.
         with pytest.raises((AssertionError, IndexError)):
             check_orders(llama, llm)
+
+
+def moved_row_leaves_its_slot_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = InputBatch._move
+
+    def planted(self: InputBatch, source: int, target: int) -> None:
+        kept = self.slots[target]
+        move(self, source, target)
+        self.slots[target] = kept
+
+    monkeypatch.setattr(InputBatch, "_move", planted)
+
+
+def two_rows_have_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    _patch_recurrent(monkeypatch, lambda metadata: metadata.slots.clamp_(max=2))
+
+
+def a_slot_is_taken_over_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(metadata: Any) -> None:
+        metadata.seq_lens_list = [length + 1 for length in metadata.seq_lens_list]
+
+    _patch_recurrent(monkeypatch, change)
+
+
+def every_chunk_starts_from_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(metadata: Any) -> None:
+        metadata.seq_lens_list = metadata.query_lens_list
+
+    _patch_recurrent(monkeypatch, change)
+
+
+def prefixes_are_shared_without_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockManager, "_shares", lambda self, request: True)
+
+
+def _patch_recurrent(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:
+    build = InputBatch._recurrent
+
+    def planted(self: InputBatch, *args: Any) -> Any:
+        metadata = build(self, *args)
+        change(metadata)
+        return metadata
+
+    monkeypatch.setattr(InputBatch, "_recurrent", planted)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        moved_row_leaves_its_slot_behind,
+        two_rows_have_one_slot,
+        a_slot_is_taken_over_with_what_is_in_it,
+        every_chunk_starts_from_zeros,
+        prefixes_are_shared_without_their_state,
+    ],
+)
+def test_planted_defects_of_recurrent_states_are_seen(
+    recurrent: Case, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert recurrent.alone
+    with recurrent.load({}) as llm:
+        plant(monkeypatch)
+        with pytest.raises(AssertionError):
+            check_orders(recurrent, llm)
+            check_orders(recurrent, llm)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_requests_wait_for_a_slot(recurrent: Case, slots: int) -> None:
+    per_token, per_request = recurrent.state_bytes
+    blocks = -(-recurrent.max_model_len // 16)
+    with recurrent.load({"kv_cache_memory_bytes": 16 * blocks * per_token + slots * per_request}) as llm:
+        assert llm.config.cache_config.num_state_slots == slots
+        check_orders(recurrent, llm)
 
 
 def test_the_comparison_sees_one_logprob(llama: Case) -> None:

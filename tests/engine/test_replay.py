@@ -120,7 +120,7 @@ def test_recording_imports_no_compiler() -> None:
 def test_memory_of_what_was_let_go_is_used_again(llm: LLM) -> None:
     answers(llm, PROMPTS, params(8))
     program = replays(llm)._steps[(4, 1, torch.get_num_threads())].program
-    layers = len(engine_of(llm).runner.kv_caches)
+    layers = len(engine_of(llm).runner.states)
     assert len(program) > 4 * layers
     assert program._pool.made < 15
 

@@ -91,6 +91,7 @@ class Row:
     tokens: list[int]
     computed: int
     tables: list[list[int]]
+    slot: int
     owner: str
     drafts: list[int] = field(default_factory=list)
 
@@ -105,12 +106,16 @@ class FakeRunner:
         owner_of: request id -> equal for requests that may share blocks, and for no others.
     """
 
-    def __init__(self, block_size: int, windows: list[int | None], owner_of: Callable[[str], str]) -> None:
+    def __init__(
+        self, block_size: int, windows: list[int | None], owner_of: Callable[[str], str], has_states: bool
+    ) -> None:
         self.block_size = block_size
         self.windows = windows
         self.owner_of = owner_of
         self.rows: dict[str, Row] = {}
         self.slots: list[dict[tuple[int, int], Any]] = [{} for _ in windows]
+        self.has_states = has_states
+        self.states: dict[int, Any] = {}  # slot -> what its state has seen
 
     def execute(self, plan: SchedulerOutput, random: Random) -> RunnerOutput:
         """Compute a step; which drafts are right, what is drawn and what is drafted next is left to chance."""
@@ -123,15 +128,25 @@ class FakeRunner:
                 self._write(group, row, count, written)
             for row, count in steps:
                 self._read(group, row, count)
+        for row, count in steps if self.has_states else ():
+            self._advance_state(row, count)
         result = RunnerOutput()
         for request_id, count in plan.num_scheduled_tokens.items():
             row = self.rows[request_id]
             row.computed += count
             if row.computed == len(row.tokens) + len(row.drafts):
                 result.sampled_token_ids[request_id] = self._draw(row, random)
-                if random.random() < 0.5:
+                if not self.has_states and random.random() < 0.5:
                     result.draft_token_ids[request_id] = random.choices(range(VOCAB), k=random.randint(1, 6))
         return result
+
+    def _advance_state(self, row: Row, count: int) -> None:
+        """As a recurrent layer does: from zeros with a sequence's first token, else on from the one before."""
+        assert sum(other.slot == row.slot for other in self.rows.values()) == 1, "two rows have one slot"
+        assert row.slot != NULL_BLOCK
+        if row.computed:
+            assert self.states[row.slot] == row.content(row.computed - 1)
+        self.states[row.slot] = row.content(row.computed + count - 1)
 
     def _draw(self, row: Row, random: Random) -> list[int]:
         """Some drafts and one token more; the others are forgotten, with the blocks that held nothing else."""
@@ -150,7 +165,7 @@ class FakeRunner:
             assert new.request_id not in self.rows
             tables = [list(blocks) for blocks in new.blocks]
             owner = self.owner_of(new.request_id)
-            self.rows[new.request_id] = Row(list(new.token_ids), new.num_computed_tokens, tables, owner)
+            self.rows[new.request_id] = Row(list(new.token_ids), new.num_computed_tokens, tables, new.slot, owner)
         for request_id, groups in plan.new_blocks.items():
             for table, blocks in zip(self.rows[request_id].tables, groups, strict=True):
                 table.extend(blocks)
@@ -192,6 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(3, 20),
         windows=st.sampled_from([[None], [3], [None, 1], [None, 4], [5, 2]]),
         spare=st.integers(0, 8),
+        num_slots=st.sampled_from([0, 0, 1, 2, 6]),
         budget=st.integers(1, 16),
         max_num_seqs=st.integers(1, 5),
         chunked=st.booleans(),
@@ -203,6 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         windows: list[int | None],
         spare: int,
+        num_slots: int,
         budget: int,
         max_num_seqs: int,
         chunked: bool,
@@ -214,8 +231,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget = budget if chunked else max(budget, max_model_len)
         self.config = SchedulerConfig(max_num_seqs, budget, chunked)
         self.num_blocks = -(-max_model_len // block_size) + spare + 1
-        self.scheduler = Scheduler(self.config, BlockManager(self.num_blocks, windows, block_size))
-        self.runner = FakeRunner(block_size, windows, lambda request_id: self.owners[request_id])
+        self.num_slots = num_slots
+        blocks = BlockManager(self.num_blocks, windows, block_size, num_slots + 1 if num_slots else 0)
+        self.scheduler = Scheduler(self.config, blocks)
+        self.runner = FakeRunner(block_size, windows, lambda request_id: self.owners[request_id], num_slots > 0)
         self.owners: dict[str, str] = {}
         self.prompts: list[list[int]] = [[]]
         self.added: list[Request] = []
@@ -279,6 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if getattr(self, "sound", False):
             self._run_dry()
             assert self.scheduler.blocks.num_free_blocks() == self.num_blocks - 1
+            assert self.scheduler.blocks.num_free_slots() == self.num_slots
             assert not self.runner.rows
 
     def _run_dry(self) -> None:
@@ -419,6 +439,26 @@ def plant_oldest_preempted(scheduler: Scheduler) -> None:
         return preempt()
 
     scheduler._preempt_last = first  # type: ignore[method-assign]
+
+
+def plant_slot_leaked(scheduler: Scheduler) -> None:
+    free = scheduler.blocks.free
+
+    def leaky(request: Request) -> None:
+        request.slot = NULL_BLOCK
+        free(request)
+
+    scheduler.blocks.free = leaky  # type: ignore[method-assign]
+
+
+def plant_slot_taken_back_early(scheduler: Scheduler) -> None:
+    if scheduler.blocks.slots is not None:
+        slots = scheduler.blocks.slots
+        slots.allocate = lambda count: [1]  # type: ignore[method-assign]
+
+
+def plant_prefix_shared_without_its_state(scheduler: Scheduler) -> None:
+    scheduler.blocks._shares = lambda request: request.cache_key is not None  # type: ignore[method-assign]
 
 
 def plant_removal_untold(scheduler: Scheduler) -> None:

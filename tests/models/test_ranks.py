@@ -20,6 +20,7 @@ from llm.base.construction import constructing_for
 from llm.config.compilation import CompilationConfig
 from llm.engine.kv_cache import allocate_kv_caches
 from llm.forward import AttentionMetadata, ForwardBatch
+from llm.kernels.backend import backend_for
 from llm.layers.attention import attention_backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.checkpoint import Checkpoint
@@ -95,8 +96,8 @@ def one_row(prompt: list[int], specs: list[Any]) -> ForwardBatch:
     return ForwardBatch(
         input_ids=torch.tensor(prompt),
         positions=torch.arange(count),
-        attention=[metadata] * len(specs),
-        kv_caches=allocate_kv_caches(specs, blocks + 1, BLOCK_SIZE, shapes),
+        metadata=[metadata] * len(specs),
+        states=allocate_kv_caches(specs, blocks + 1, BLOCK_SIZE, shapes, backend_for(platform)),
         logits_indices=torch.arange(count),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.forward import KVCacheSpec
+from llm.forward import StateSpec
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters
 from llm.models.decoder.layer import LayerConfig
@@ -46,7 +46,7 @@ class DecoderConfig:
     logits_soft_cap: float | None = None
     tie_word_embeddings: bool = False
 
-    def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[KVCacheSpec]:
+    def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[StateSpec]:
         """Every state of every layer on one rank, in the order in which the parts number them."""
         return [spec for layer in self.layers for spec in layer.states(dtype, tp)]
 

@@ -15,30 +15,31 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llm.forward import ForwardBatch, KVCacheSpec
+from llm.forward import ForwardBatch, StateSpec
 from llm.layers.parallel import TensorParallel
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
 
 Stream = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One layer: what mixes tokens, what transforms each of them, and how both are joined.
 
-    A kind of layer with other parts derives from it, names them in `parts` and brings the `Norms` that join them.
+    A kind of layer with further parts derives from it, names them in `parts` and brings the `Norms` that join them.
     """
 
-    attention: PartConfig
-    mlp: PartConfig
+    attention: PartConfig | None = None
+    mlp: PartConfig | None = None
     norms: Norms
 
     @property
     def parts(self) -> Mapping[str, PartConfig]:
         """By the names that they have as modules of the layer, in the order in which they are built."""
-        return {"self_attn": self.attention, "mlp": self.mlp}
+        parts = {"self_attn": self.attention, "mlp": self.mlp}
+        return {name: part for name, part in parts.items() if part is not None}
 
-    def states(self, dtype: torch.dtype, tp: TensorParallel) -> Sequence[KVCacheSpec]:
+    def states(self, dtype: torch.dtype, tp: TensorParallel) -> Sequence[StateSpec]:
         return [spec for part in self.parts.values() for spec in part.states(dtype, tp)]
 
     def build(self, context: BuildContext, prefix: str) -> DecoderLayer:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from llm.forward import ForwardBatch, KVCacheSpec
+from llm.forward import ForwardBatch, StateSpec
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.logits import LogitsProcessor
 from llm.layers.parallel import SINGLE, TensorParallel
@@ -56,9 +56,7 @@ class DecoderForCausalLM(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def kv_cache_specs(
-        cls, config: DecoderConfig, dtype: torch.dtype, tp: TensorParallel = SINGLE
-    ) -> list[KVCacheSpec]:
+    def kv_cache_specs(cls, config: DecoderConfig, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> list[StateSpec]:
         return config.states(dtype, tp)
 
     def __init__(self, config: DecoderConfig, options: BuildOptions) -> None:

@@ -13,7 +13,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from llm.forward import KVCacheSpec
+from llm.forward import StateSpec
 from llm.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters, RotaryEmbedding
@@ -82,7 +82,7 @@ class PartConfig:
         """The module, whose path in the model is `prefix`."""
         raise NotImplementedError
 
-    def states(self, dtype: torch.dtype, tp: TensorParallel) -> Sequence[KVCacheSpec]:
+    def states(self, dtype: torch.dtype, tp: TensorParallel) -> Sequence[StateSpec]:
         """What the module keeps on one rank, `dtype` being that of the KV cache: one per `BuildContext.next_state`."""
         return ()
 
