@@ -183,7 +183,7 @@ class Backend:
         return (tensor.pin_memory() if self._pins else tensor).to(self.device, non_blocking=self._pins)
 
     def clear(self) -> None:
-        """Let go of the memory that is kept for later results."""
+        """Free the memory that is kept for later results, and end the threads; both come again with the next call."""
 
     # --- Recording. ---
 

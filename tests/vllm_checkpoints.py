@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tiny_models import TinyModel, write_checkpoint
 
 from llm.api import EMBEDDED_MODEL
 
+FIXTURES = Path(__file__).parent / "fixtures"
 # vLLM's attention on a CPU takes a head_dim of 32 and up. The vocabulary is that of the embedded model's tokenizer.
 _SIZES: Mapping[str, Any] = {
     "vocab_size": 2304,
@@ -119,3 +121,10 @@ _QUANTIZATION_CONFIG: Mapping[str, Any] = {
 def _moments(values: torch.Tensor) -> list[float]:
     ramp = torch.arange(1, len(values) + 1, dtype=torch.float64) / len(values)
     return [float(values.sum()), float(values.abs().sum()), float(values @ ramp)]
+
+
+@lru_cache
+def fixture(name: str) -> dict[str, Any]:
+    """What vLLM answered with the checkpoint `name`."""
+    saved: dict[str, Any] = json.loads((FIXTURES / f"vllm_{name}.json").read_text())
+    return saved

@@ -53,6 +53,7 @@ class CpuBackend(Backend):
 
     def clear(self) -> None:
         self.library.pool.clear()
+        self.library.end_threads()
 
     def record(self) -> AbstractContextManager[Program]:
         return record(self.library)

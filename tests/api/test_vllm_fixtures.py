@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from embedded import open_llm
-from vllm_checkpoints import VLLM_MODELS, W8A8, fingerprint, same_fingerprint, write_vllm_checkpoint
+from vllm_checkpoints import VLLM_MODELS, W8A8, fingerprint, fixture, same_fingerprint, write_vllm_checkpoint
 
 from llm import LLM, LLMError, RequestOutput, SamplingParams, StructuredOutputsParams
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 TOLERANCE = 1e-4
 DEFAULTS = {"temperature": 0.0, "max_tokens": 12, "logprobs": 5}
 # Where vLLM refuses and we do not, and why.
@@ -26,12 +24,6 @@ ALLOWED_HERE = {
     "n_greedy": "greedy n > 1 gives n equal outputs",
     "logprobs_too_many": "max_logprobs has no limit by default",
 }
-
-
-@lru_cache
-def fixture(name: str) -> dict[str, Any]:
-    saved: dict[str, Any] = json.loads((FIXTURES / f"vllm_{name}.json").read_text())
-    return saved
 
 
 def sampling_params(recorded: dict[str, Any]) -> SamplingParams:

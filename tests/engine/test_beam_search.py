@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from embedded import assert_idle, engine_of
-from test_vllm_fixtures import fixture
 from tiny_models import TINY_MODELS, make_prompts, one_thread, reference_model, tiny_checkpoint
-from vllm_checkpoints import write_vllm_checkpoint
+from vllm_checkpoints import fixture, write_vllm_checkpoint
 
 from llm import LLM, BeamSearchOutput, BeamSearchParams, GenerationInterrupted, ValidationError
 from llm.engine.beam_search import PromptSearch
