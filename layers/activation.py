@@ -48,8 +48,8 @@ class GeluAndMul(KernelOp):
 
     operations = ("gelu_and_mul",)
 
-    def __init__(self, approximate: str = "none") -> None:
-        super().__init__()
+    def __init__(self, approximate: str = "none", *, enforce_enable: bool = False) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         self.approximate = _check_approximate(approximate)
 
     def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
@@ -71,8 +71,8 @@ class GeluAndMulSparse(CustomOp):
         approximate: "none" or "tanh".
     """
 
-    def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
-        super().__init__()
+    def __init__(self, activation_sparsity: float, approximate: str = "none", *, enforce_enable: bool = False) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         if not 0.0 < activation_sparsity < 1.0:
             raise ValidationError(
                 f"activation_sparsity={activation_sparsity!r} is out of range; use a share between 0 and 1, or "
@@ -167,8 +167,10 @@ class XIELU(CustomOp):
         beta: float = 0.5,
         eps: float = -1e-6,
         dtype: torch.dtype | None = None,
+        *,
+        enforce_enable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(enforce_enable=enforce_enable)
         self.alpha_p = self._slope(alpha_p_init, dtype)
         self.alpha_n = self._slope(alpha_n_init - beta, dtype)
         self.beta = beta
@@ -192,8 +194,8 @@ class SwigluOAIAndMul(CustomOp):
     Gate and value are interleaved, channel by channel.
     """
 
-    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
-        super().__init__()
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0, *, enforce_enable: bool = False) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         self.alpha = alpha
         self.limit = limit
 
@@ -211,8 +213,10 @@ class SiluAndMulWithClamp(CustomOp):
     With the defaults silu(g) u, the shared experts of DeepSeek V4.
     """
 
-    def __init__(self, swiglu_limit: float, alpha: float = 1.0, beta: float = 0.0) -> None:
-        super().__init__()
+    def __init__(
+        self, swiglu_limit: float, alpha: float = 1.0, beta: float = 0.0, *, enforce_enable: bool = False
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         self.swiglu_limit = swiglu_limit
         self.alpha = alpha
         self.beta = beta
@@ -228,8 +232,8 @@ class SiluAndMulWithClamp(CustomOp):
 class SwigluStepAndMul(CustomOp):
     """min(silu(x[..., :d]), limit) * (x[..., d:] within +-limit): Step 3.5. Here the clamp follows silu."""
 
-    def __init__(self, limit: float = 7.0) -> None:
-        super().__init__()
+    def __init__(self, limit: float = 7.0, *, enforce_enable: bool = False) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         self.limit = limit
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
@@ -243,8 +247,8 @@ class SwigluStepAndMul(CustomOp):
 class FatreluAndMul(CustomOp):
     """(x[..., :d] where it exceeds `threshold`, else 0) * x[..., d:]: MiniCPM-S (arXiv:2402.13516)."""
 
-    def __init__(self, threshold: float = 0.0) -> None:
-        super().__init__()
+    def __init__(self, threshold: float = 0.0, *, enforce_enable: bool = False) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         self.threshold = threshold
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:

@@ -53,8 +53,10 @@ class RMSNorm(KernelOp):
         var_hidden_size: int | None = None,
         has_weight: bool = True,
         dtype: torch.dtype | None = None,
+        *,
+        enforce_enable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(enforce_enable=enforce_enable)
         if var_hidden_size is not None and not 0 < var_hidden_size <= hidden_size:
             raise ValidationError(
                 f"var_hidden_size={var_hidden_size} must be from 1 to the {hidden_size} channels.",
@@ -81,8 +83,10 @@ class GemmaRMSNorm(KernelOp):
 
     operations = ("rms_norm", "add_rms_norm")
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, dtype: torch.dtype | None = None, *, enforce_enable: bool = False
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
         self.weight = _filled(hidden_size, 0.0, dtype)
@@ -108,8 +112,10 @@ class LayerNorm(KernelOp):
 
     operations = ("layer_norm", "add_layer_norm")
 
-    def __init__(self, dim: int, eps: float = 1e-6, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, dim: int, eps: float = 1e-6, dtype: torch.dtype | None = None, *, enforce_enable: bool = False
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         self.dim = dim
         self.eps = eps
         self.weight = _filled(dim, 1.0, dtype)
@@ -150,8 +156,10 @@ class RMSNormGated(CustomOp):
         norm_before_gate: bool = False,
         dtype: torch.dtype | None = None,
         activation: str = "swish",
+        *,
+        enforce_enable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(enforce_enable=enforce_enable)
         _check_divides("group_size", hidden_size if group_size is None else group_size, hidden_size)
         if activation not in _GATES:
             raise ValidationError(
@@ -200,8 +208,10 @@ class Mixer2RMSNormGated(CustomOp):
         use_rms_norm: bool = True,
         eps: float = 1e-6,
         dtype: torch.dtype | None = None,
+        *,
+        enforce_enable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(enforce_enable=enforce_enable)
         _check_divides("full_n_groups", full_n_groups, full_hidden_size)
         self.n_groups = full_n_groups
         self.variance_epsilon = eps

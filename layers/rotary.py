@@ -176,8 +176,16 @@ class RotaryEmbedding(KernelOp):
     cos_sin_cache: torch.Tensor
     pair_axis: torch.Tensor
 
-    def __init__(self, head_size: int, max_model_len: int, rope: RopeParameters, is_neox_style: bool = True) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        head_size: int,
+        max_model_len: int,
+        rope: RopeParameters,
+        is_neox_style: bool = True,
+        *,
+        enforce_enable: bool = False,
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
         self.head_size = head_size
         self.rotary_dim = int(head_size * rope.partial_rotary_factor)
         self.is_neox_style = is_neox_style
@@ -290,8 +298,9 @@ class DualChunkRotaryEmbedding(CustomOp):
         *,
         chunk_size: int,
         local_size: int,
+        enforce_enable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(enforce_enable=enforce_enable)
         if not 0 <= local_size < chunk_size:
             raise ValidationError(
                 f"local_size={local_size} must be from 0 to below chunk_size={chunk_size}.",

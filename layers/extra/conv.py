@@ -41,8 +41,9 @@ class ConvLayerBase(CustomOp):
         padding_mode: str = "zeros",
         *,
         params_dtype: torch.dtype | None = None,
+        enforce_enable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(enforce_enable=enforce_enable)
         if padding_mode != "zeros":
             raise ValidationError(
                 f"padding_mode={padding_mode!r} is not supported; use 'zeros'.",

@@ -20,6 +20,7 @@ class MMEncoderAttention(CustomOp):
         scale: of the scores; None: head_size ** -0.5.
         num_kv_heads: of key and value, a divisor of `num_heads`; None: as many.
         prefix: dotted path of the layer in the model.
+        multimodal_config: vLLM's, which chooses among its implementations; here there is one, and it is not read.
     """
 
     def __init__(
@@ -29,8 +30,11 @@ class MMEncoderAttention(CustomOp):
         scale: float | None = None,
         num_kv_heads: int | None = None,
         prefix: str = "",
+        multimodal_config: object = None,
+        *,
+        enforce_enable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(enforce_enable=enforce_enable)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale

@@ -49,8 +49,10 @@ class QuantFP8(CustomOp):
         num_token_padding: int | None = None,
         column_major_scales: bool = False,
         use_ue8m0: bool = False,
+        *,
+        enforce_enable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(enforce_enable=enforce_enable)
         self.group_shape = GroupShape(*group_shape)
         if any(size != -1 and size < 1 for size in self.group_shape):
             raise ValidationError(

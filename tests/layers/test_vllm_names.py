@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import Any
 
 import pytest
+import torch
 
 import llm.layers
 from llm.base import replacement
+from llm.base.construction import constructing_for
 from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
 from llm.base.replacement import op_registry
+from llm.config.compilation import CompilationConfig
 from llm.layers import rotary
+from llm.layers.extra.mm_encoder import MMEncoderAttention
+from llm.platforms.cpu import CpuPlatform
 
 for _module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
     importlib.import_module(_module.name)
@@ -58,3 +64,40 @@ def test_a_class_of_vllm_that_is_not_here_cannot_be_replaced(name: str) -> None:
     with pytest.raises(ValidationError, match=f"there is no {name} to replace; ") as error:
         CustomOp.register_oot(name=name)(type("Theirs", (rotary.RotaryEmbedding,), {}))
     assert error.value.parameter == "name"
+
+
+# Arguments without a default.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "gelu_and_mul_sparse": {"activation_sparsity": 0.95},
+    "silu_and_mul_with_clamp": {"swiglu_limit": 7.0},
+    **{key: {"hidden_size": 8} for key in ("rms_norm", "gemma_rms_norm", "rms_norm_gated")},
+    "layer_norm": {"dim": 8},
+    "mixer2_gated_rms_norm": {"full_hidden_size": 8, "full_n_groups": 2},
+    "rotary_embedding": {"head_size": 8, "max_model_len": 9, "rope": rotary.RopeParameters()},
+    "dual_chunk_rotary_embedding": {
+        **{"head_size": 8, "rotary_dim": 8, "max_position_embeddings": 9, "base": 1e4},
+        **{"chunk_size": 4, "local_size": 1},
+    },
+    **{key: {"in_channels": 3, "out_channels": 4, "kernel_size": 2} for key in ("conv2d", "conv3d")},
+    "quant_fp8": {"static": False},
+    "mm_encoder_attn": {"num_heads": 2, "head_size": 4},
+}
+OPERATIONS = sorted(name for name in VLLM_CLASSES if issubclass(op_registry[name], CustomOp))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_can_be_enforced(name: str) -> None:
+    """vLLM's keyword: on, whatever `custom_ops` says."""
+    make: Any = op_registry[name]
+    with constructing_for(CpuPlatform(), CompilationConfig.of({"custom_ops": ["none"]})):
+        bindings = [make(**REQUIRED.get(name, {}), **more).binding for more in ({}, {"enforce_enable": True})]
+    assert [binding.is_off for binding in bindings] == [True, False]
+    assert ["enforced" in binding.reason for binding in bindings] == [False, True]
+
+
+def test_attention_of_encoders_takes_vllms_arguments() -> None:
+    op = MMEncoderAttention(
+        num_heads=2, head_size=4, scale=0.5, num_kv_heads=2, prefix="visual", multimodal_config=None
+    )
+    x = torch.randn(1, 3, 8)
+    assert torch.equal(op(x, x, x), MMEncoderAttention(2, 4, 0.5)(x, x, x))
