@@ -63,30 +63,30 @@ def frequencies(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tu
     return RECIPES[rope.rope_type](rope, rotary_dim, max_model_len)
 
 
-def _base(theta: float, rotary_dim: int) -> torch.Tensor:
+def base_wavelengths(theta: float, rotary_dim: int) -> torch.Tensor:
     """theta ** (2i / d): the wavelengths over 2 pi."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     return theta**exponents
 
 
 def _default(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
-    return 1.0 / _base(rope.theta, rotary_dim), 1.0
+    return 1.0 / base_wavelengths(rope.theta, rotary_dim), 1.0
 
 
 def _linear(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
-    return 1.0 / _base(rope.theta, rotary_dim) / rope.factor, 1.0
+    return 1.0 / base_wavelengths(rope.theta, rotary_dim) / rope.factor, 1.0
 
 
 def _dynamic(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
     """NTK-aware scaling of the base, once, for the longest sequence that will be served."""
     original = rope.max_position_embeddings
     stretch = rope.factor * max(max_model_len, original) / original - (rope.factor - 1)
-    return 1.0 / _base(rope.theta * stretch ** (rotary_dim / (rotary_dim - 2)), rotary_dim), 1.0
+    return 1.0 / base_wavelengths(rope.theta * stretch ** (rotary_dim / (rotary_dim - 2)), rotary_dim), 1.0
 
 
 def _llama3(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
     """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
-    plain = 1.0 / _base(rope.theta, rotary_dim)
+    plain = 1.0 / base_wavelengths(rope.theta, rotary_dim)
     wavelengths = 2 * math.pi / plain
     original = rope.original_max_position_embeddings
     longest = original / rope.low_freq_factor
@@ -111,7 +111,7 @@ def _deepseek_yarn(rope: RopeParameters, rotary_dim: int, max_model_len: int) ->
 
 
 def _yarn_frequencies(rope: RopeParameters, rotary_dim: int) -> torch.Tensor:
-    base = _base(rope.theta, rotary_dim)
+    base = base_wavelengths(rope.theta, rotary_dim)
     low, high = (_yarn_channel(rope, rotary_dim, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -146,7 +146,7 @@ def _longrope(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tupl
     factor = rope.attention_factor
     if factor is None:
         factor = 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
-    return 1.0 / (divisors * _base(rope.theta, rotary_dim)), factor
+    return 1.0 / (divisors * base_wavelengths(rope.theta, rotary_dim)), factor
 
 
 RECIPES: dict[str, Callable[[RopeParameters, int, int], tuple[torch.Tensor, float]]] = {
@@ -191,7 +191,7 @@ class RotaryEmbedding(KernelOp):
         self.is_neox_style = is_neox_style
         per_position, factor = frequencies(rope, self.rotary_dim, max_model_len)
         # float32 [max_model_len, rotary_dim]: cosines, then sines.
-        self.register_buffer("cos_sin_cache", _cos_sin(per_position, max_model_len) * factor, persistent=False)
+        self.register_buffer("cos_sin_cache", cos_sin_table(per_position, max_model_len) * factor, persistent=False)
         self.has_sections = bool(rope.mrope_section)
         if self.has_sections:
             self.register_buffer("pair_axis", _pair_axis(rope, self.rotary_dim), persistent=False)
@@ -225,7 +225,7 @@ class RotaryEmbedding(KernelOp):
         return f"{table}, is_neox_style={self.is_neox_style}"
 
 
-def _cos_sin(per_position: torch.Tensor, length: int) -> torch.Tensor:
+def cos_sin_table(per_position: torch.Tensor, length: int) -> torch.Tensor:
     angles = torch.outer(torch.arange(length).float(), per_position)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
@@ -250,91 +250,3 @@ def _pair_axis(rope: RopeParameters, rotary_dim: int) -> torch.Tensor:
             value=sections,
         )
     return axis
-
-
-@CustomOp.register("apply_rotary_emb")
-class ApplyRotaryEmb(CustomOp):
-    """Rotation by given cosines and sines, as vision encoders use it.
-
-    Args:
-        enforce_enable: on, whatever `custom_ops` says.
-        is_neox_style: as in `RotaryEmbedding`.
-    """
-
-    def __init__(self, enforce_enable: bool = False, is_neox_style: bool = True) -> None:
-        super().__init__(enforce_enable=enforce_enable)
-        self.is_neox_style = is_neox_style
-
-    def forward_native(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x float [(batch,) N, heads, head_size], cos and sin [N, d] with 2d <= head_size -> the shape of x."""
-        return apply_rotary(x, cos.float(), sin.float(), self.is_neox_style)
-
-
-@CustomOp.register("dual_chunk_rotary_embedding")
-class DualChunkRotaryEmbedding(CustomOp):
-    """Rotary embedding for dual chunk attention (arXiv:2402.17463): keys by their place in a chunk, queries five times.
-
-    With L = chunk_size - local_size and p the place in the chunk, position mod L, a query is rotated by
-    p (keys of its own chunk), min(p + L, chunk_size) (the chunk before), min(2L - 1, chunk_size) (earlier ones),
-    p + L and p + chunk_size (the same two for the sparse pattern, not clamped).
-
-    Args:
-        head_size, rotary_dim: channels of a head, and how many of them are rotated.
-        max_position_embeddings: the longest sequence; the tables wrap, so it does not size them.
-        base: theta of the frequencies.
-        is_neox_style: as in `RotaryEmbedding`.
-        chunk_size, local_size: of dual chunk attention, local_size < chunk_size.
-    """
-
-    cos_sin_cache: torch.Tensor
-
-    def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: float,
-        is_neox_style: bool = True,
-        *,
-        chunk_size: int,
-        local_size: int,
-        enforce_enable: bool = False,
-    ) -> None:
-        super().__init__(enforce_enable=enforce_enable)
-        if not 0 <= local_size < chunk_size:
-            raise ValidationError(
-                f"local_size={local_size} must be from 0 to below chunk_size={chunk_size}.",
-                parameter="local_size",
-                value=local_size,
-            )
-        self.head_size = head_size
-        self.rotary_dim = rotary_dim
-        self.max_position_embeddings = max_position_embeddings
-        self.is_neox_style = is_neox_style
-        self.chunk_size = chunk_size
-        self.chunk_len = chunk_size - local_size
-        cache = _cos_sin(1.0 / _base(base, rotary_dim), chunk_size + self.chunk_len)
-        self.register_buffer("cos_sin_cache", cache, persistent=False)
-
-    def forward_native(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, offsets: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [N], query [N, heads * head_size], key [N, kv_heads * head_size], offsets added to positions.
-
-        Returns the five queries side by side, [N, 5 * heads * head_size] in the order above, and the key.
-        """
-        place = (positions if offsets is None else positions + offsets) % self.chunk_len
-        last = min(2 * self.chunk_len - 1, self.chunk_size)
-        of_queries = (
-            place,
-            (place + self.chunk_len).clamp(max=self.chunk_size),
-            torch.full_like(place, last),
-            place + self.chunk_len,
-            place + self.chunk_size,
-        )
-        return torch.cat([self._rotate(query, rows) for rows in of_queries], dim=-1), self._rotate(key, place)
-
-    def _rotate(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        cos, sin = self.cos_sin_cache.index_select(0, rows).chunk(2, dim=-1)
-        heads = x.view(x.shape[0], x.shape[1] // self.head_size, self.head_size)
-        return apply_rotary(heads, cos, sin, self.is_neox_style).view(x.shape)

@@ -1,1 +1,4 @@
-"""Operations that no model here uses, for models of your own: each a definition in PyTorch, without a kernel."""
+"""Operations that no model here uses, for models of your own; most are a definition in PyTorch without a kernel.
+
+Import them by vLLM's paths, `llm.model_executor.layers.*`: they do not move when a model comes that uses them.
+"""

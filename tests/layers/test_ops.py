@@ -26,7 +26,9 @@ from llm.base.errors import ValidationError
 from llm.base.replacement import op_registry
 from llm.config.compilation import CompilationConfig
 from llm.layers import activation, norm, rotary
-from llm.layers.extra import conv, mm_encoder, quant_fp8, rel_pos
+from llm.layers.extra import activation as extra_activation
+from llm.layers.extra import conv, gated_norm, mm_encoder, quant_fp8, rel_pos
+from llm.layers.extra import rotary as extra_rotary
 from llm.layers.rotary import RopeParameters
 from llm.platforms.cpu import CpuPlatform
 
@@ -223,7 +225,7 @@ def test_a_planted_defect_is_caught(name: str) -> None:
     """Halves exchanged; a mean over one channel too few."""
     case = CASES[name][0]
     wrong = {
-        "silu_and_mul": lambda dtype: activation.MulAndSilu(),
+        "silu_and_mul": lambda dtype: extra_activation.MulAndSilu(),
         "rms_norm": lambda dtype: norm.RMSNorm(66, 1e-5, var_hidden_size=65, dtype=dtype),
     }[name]
     reference = case.build(torch.float32)
@@ -239,13 +241,13 @@ def test_a_planted_defect_is_caught(name: str) -> None:
     ("build", "parameter"),
     [
         (lambda: activation.GeluAndMul("erf"), "approximate"),
-        (lambda: activation.GeluAndMulSparse(0.5, "erf"), "approximate"),
-        (lambda: activation.GeluAndMulSparse(0.0), "activation_sparsity"),
-        (lambda: activation.GeluAndMulSparse(1.0), "activation_sparsity"),
+        (lambda: extra_activation.GeluAndMulSparse(0.5, "erf"), "approximate"),
+        (lambda: extra_activation.GeluAndMulSparse(0.0), "activation_sparsity"),
+        (lambda: extra_activation.GeluAndMulSparse(1.0), "activation_sparsity"),
         (lambda: norm.RMSNorm(8, var_hidden_size=9), "var_hidden_size"),
-        (lambda: norm.RMSNormGated(8, group_size=3), "group_size"),
-        (lambda: norm.RMSNormGated(8, activation="relu"), "activation"),
-        (lambda: norm.Mixer2RMSNormGated(8, 3), "full_n_groups"),
+        (lambda: gated_norm.RMSNormGated(8, group_size=3), "group_size"),
+        (lambda: gated_norm.RMSNormGated(8, activation="relu"), "activation"),
+        (lambda: gated_norm.Mixer2RMSNormGated(8, 3), "full_n_groups"),
         (lambda: quant_fp8.QuantFP8(False, (0, 1)), "group_shape"),
         (lambda: quant_fp8.QuantFP8(True, use_ue8m0=True), "use_ue8m0"),
         (lambda: conv.Conv2dLayer(4, 4, 3, padding_mode="reflect"), "padding_mode"),
@@ -260,7 +262,7 @@ def test_a_planted_defect_is_caught(name: str) -> None:
             lambda: rotary.RotaryEmbedding(8, 9, RopeParameters(mrope_section=(0, 2, 2), mrope_interleaved=True)),
             "mrope_section",
         ),
-        (lambda: rotary.DualChunkRotaryEmbedding(8, 8, 9, 1e4, chunk_size=4, local_size=4), "local_size"),
+        (lambda: extra_rotary.DualChunkRotaryEmbedding(8, 8, 9, 1e4, chunk_size=4, local_size=4), "local_size"),
     ],
 )
 def test_a_constructor_names_what_is_wrong(build: Any, parameter: str) -> None:
@@ -270,7 +272,7 @@ def test_a_constructor_names_what_is_wrong(build: Any, parameter: str) -> None:
 
 
 def test_a_gated_activation_needs_two_halves() -> None:
-    for op in (activation.SiluAndMul(), activation.SwigluOAIAndMul()):
+    for op in (activation.SiluAndMul(), extra_activation.SwigluOAIAndMul()):
         with pytest.raises(ValueError, match="even"):
             op.forward_native(torch.zeros(2, 5))
 
@@ -323,5 +325,5 @@ def test_a_convolution_takes_a_batch(op: conv.ConvLayerBase) -> None:
 
 def test_a_rotation_can_be_enforced() -> None:
     with constructing_for(CpuPlatform(), CompilationConfig.of({"custom_ops": ["none"]})):
-        bindings = [rotary.ApplyRotaryEmb(enforce_enable=enforce).binding for enforce in (True, False)]
+        bindings = [extra_rotary.ApplyRotaryEmb(enforce_enable=enforce).binding for enforce in (True, False)]
     assert ["enforced" in binding.reason for binding in bindings] == [True, False]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from llm.layers import activation
+from llm.layers.extra import activation as extra_activation
 from op_cases.base import Case, tensors
 
 WIDTH = 2 * 37
@@ -100,33 +101,33 @@ def act(build: Callable[[torch.dtype], nn.Module], reference: Callable[..., Any]
 ACTIVATIONS: dict[str, list[Case]] = {
     "silu_and_mul": [act(lambda _: activation.SiluAndMul(), gated_transformers_activation("silu"))],
     "mul_and_silu": [
-        act(lambda _: activation.MulAndSilu(), lambda op, x: split(x)[0] * split(x)[1] * sigmoid(split(x)[1]))
+        act(lambda _: extra_activation.MulAndSilu(), lambda op, x: split(x)[0] * split(x)[1] * sigmoid(split(x)[1]))
     ],
     "gelu_and_mul": [
         act(lambda _: activation.GeluAndMul(), lambda op, x: erf_gelu(split(x)[0]) * split(x)[1]),
         act(lambda _: activation.GeluAndMul("tanh"), gated_transformers_activation("gelu_pytorch_tanh")),
     ],
     "gelu_and_mul_sparse": [
-        act(lambda _: activation.GeluAndMulSparse(0.95), gemma3n_reference),
-        act(lambda _: activation.GeluAndMulSparse(0.3, "tanh"), gemma3n_reference),
+        act(lambda _: extra_activation.GeluAndMulSparse(0.95), gemma3n_reference),
+        act(lambda _: extra_activation.GeluAndMulSparse(0.3, "tanh"), gemma3n_reference),
     ],
-    "gelu": [act(lambda _: activation.GELU(), lambda op, x: erf_gelu(x))],
-    "gelu_tanh": [act(lambda _: activation.GELUTanh(), transformers_activation("gelu_pytorch_tanh"))],
+    "gelu": [act(lambda _: extra_activation.GELU(), lambda op, x: erf_gelu(x))],
+    "gelu_tanh": [act(lambda _: extra_activation.GELUTanh(), transformers_activation("gelu_pytorch_tanh"))],
     "gelu_new": [act(lambda _: activation.NewGELU(), transformers_activation("gelu_new"))],
-    "gelu_fast": [act(lambda _: activation.FastGELU(), transformers_activation("gelu_fast"))],
-    "quick_gelu": [act(lambda _: activation.QuickGELU(), transformers_activation("quick_gelu"))],
+    "gelu_fast": [act(lambda _: extra_activation.FastGELU(), transformers_activation("gelu_fast"))],
+    "quick_gelu": [act(lambda _: extra_activation.QuickGELU(), transformers_activation("quick_gelu"))],
     "relu": [act(lambda _: activation.ReLU(), transformers_activation("relu"))],
-    "relu2": [act(lambda _: activation.ReLUSquaredActivation(), transformers_activation("relu2"))],
-    "xielu": [act(lambda dtype: activation.XIELU(dtype=dtype), xielu_reference)],
-    "swigluoai_and_mul": [act(lambda _: activation.SwigluOAIAndMul(), gpt_oss_reference)],
+    "relu2": [act(lambda _: extra_activation.ReLUSquaredActivation(), transformers_activation("relu2"))],
+    "xielu": [act(lambda dtype: extra_activation.XIELU(dtype=dtype), xielu_reference)],
+    "swigluoai_and_mul": [act(lambda _: extra_activation.SwigluOAIAndMul(), gpt_oss_reference)],
     "silu_and_mul_with_clamp": [
-        act(lambda _: activation.SiluAndMulWithClamp(2.0), clamped_reference),
-        act(lambda _: activation.SiluAndMulWithClamp(7.0, alpha=1.702, beta=1.0), clamped_reference),
+        act(lambda _: extra_activation.SiluAndMulWithClamp(2.0), clamped_reference),
+        act(lambda _: extra_activation.SiluAndMulWithClamp(7.0, alpha=1.702, beta=1.0), clamped_reference),
     ],
-    "swiglustep_and_mul": [act(lambda _: activation.SwigluStepAndMul(2.0), step_reference)],
+    "swiglustep_and_mul": [act(lambda _: extra_activation.SwigluStepAndMul(2.0), step_reference)],
     "fatrelu_and_mul": [
         act(
-            lambda _: activation.FatreluAndMul(0.5),
+            lambda _: extra_activation.FatreluAndMul(0.5),
             lambda op, x: torch.where(split(x)[0] > op.threshold, split(x)[0], 0.0) * split(x)[1],
         )
     ],

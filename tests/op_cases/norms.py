@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llm.layers import norm
+from llm.layers.extra.gated_norm import Mixer2RMSNormGated, RMSNormGated
 from op_cases.activations import sigmoid
 from op_cases.base import Case, tensors
 
@@ -82,19 +83,19 @@ NORMS: dict[str, list[Case]] = {
         lambda dtype: norm.LayerNorm(NORM_WIDTH, 1e-5, dtype=dtype), layer_norm_reference
     ),
     "rms_norm_gated": [
-        gated_norm(rms_norm_gated_reference, lambda dtype: norm.RMSNormGated(NORM_WIDTH, dtype=dtype)),
-        gated_norm(rms_norm_gated_reference, lambda dtype: norm.RMSNormGated(NORM_WIDTH, dtype=dtype), inputs=1),
+        gated_norm(rms_norm_gated_reference, lambda dtype: RMSNormGated(NORM_WIDTH, dtype=dtype)),
+        gated_norm(rms_norm_gated_reference, lambda dtype: RMSNormGated(NORM_WIDTH, dtype=dtype), inputs=1),
         gated_norm(
             rms_norm_gated_reference,
-            lambda dtype: norm.RMSNormGated(NORM_WIDTH, group_size=22, norm_before_gate=True, dtype=dtype),
+            lambda dtype: RMSNormGated(NORM_WIDTH, group_size=22, norm_before_gate=True, dtype=dtype),
         ),
         gated_norm(
             rms_norm_gated_reference,
-            lambda dtype: norm.RMSNormGated(NORM_WIDTH, group_size=11, activation="sigmoid", dtype=dtype),
+            lambda dtype: RMSNormGated(NORM_WIDTH, group_size=11, activation="sigmoid", dtype=dtype),
         ),
     ],
     "mixer2_gated_rms_norm": [
-        gated_norm(mixer2_reference, lambda dtype: norm.Mixer2RMSNormGated(NORM_WIDTH, 3, dtype=dtype)),
-        gated_norm(mixer2_reference, lambda dtype: norm.Mixer2RMSNormGated(NORM_WIDTH, 1, use_rms_norm=False)),
+        gated_norm(mixer2_reference, lambda dtype: Mixer2RMSNormGated(NORM_WIDTH, 3, dtype=dtype)),
+        gated_norm(mixer2_reference, lambda dtype: Mixer2RMSNormGated(NORM_WIDTH, 1, use_rms_norm=False)),
     ],
 }

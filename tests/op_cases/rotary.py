@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from llm.layers import rotary
+from llm.layers.extra import rotary as extra_rotary
 from llm.layers.rotary import RopeParameters
 from op_cases.base import Case, Inputs, normal
 
@@ -153,7 +154,7 @@ def apply_reference(op: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
 
 def dual_chunk(is_neox_style: bool, rotary_dim: int, chunk_size: int, local_size: int) -> Callable[[Any], nn.Module]:
     def build(_: torch.dtype) -> nn.Module:
-        return rotary.DualChunkRotaryEmbedding(
+        return extra_rotary.DualChunkRotaryEmbedding(
             HEAD, rotary_dim, LONGEST, 10000.0, is_neox_style, chunk_size=chunk_size, local_size=local_size
         )
 
@@ -206,8 +207,8 @@ ROTARY: dict[str, list[Case]] = {
         rotary_case(RopeParameters(mrope_section=tuple(SECTIONS)), sections_reference("qwen2_vl", SECTIONS)),
     ],
     "apply_rotary_emb": [
-        Case(lambda _: rotary.ApplyRotaryEmb(), apply_inputs(), apply_reference),
-        Case(lambda _: rotary.ApplyRotaryEmb(is_neox_style=False), apply_inputs(2), apply_reference),
+        Case(lambda _: extra_rotary.ApplyRotaryEmb(), apply_inputs(), apply_reference),
+        Case(lambda _: extra_rotary.ApplyRotaryEmb(is_neox_style=False), apply_inputs(2), apply_reference),
     ],
     "dual_chunk_rotary_embedding": [
         Case(dual_chunk(True, HEAD, 24, 8), token_inputs, dual_chunk_reference, 2e-5),

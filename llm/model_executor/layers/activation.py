@@ -3,19 +3,17 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.activation import (
+from llm.layers.activation import GeluAndMul, NewGELU, SiluAndMul
+from llm.layers.extra.activation import (
     GELU,
     XIELU,
     FastGELU,
     FatreluAndMul,
-    GeluAndMul,
     GeluAndMulSparse,
     GELUTanh,
     MulAndSilu,
-    NewGELU,
     QuickGELU,
     ReLUSquaredActivation,
-    SiluAndMul,
     SiluAndMulWithClamp,
     SwigluOAIAndMul,
     SwigluStepAndMul,

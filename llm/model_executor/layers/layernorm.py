@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm, RMSNormGated
+from llm.layers.extra.gated_norm import RMSNormGated
+from llm.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
 
 __all__ = [
     "GemmaRMSNorm",

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.norm import Mixer2RMSNormGated
+from llm.layers.extra.gated_norm import Mixer2RMSNormGated
 
 __all__ = [
     "Mixer2RMSNormGated",

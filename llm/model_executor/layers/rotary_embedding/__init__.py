@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.rotary import ApplyRotaryEmb, DualChunkRotaryEmbedding, RotaryEmbedding
+from llm.layers.extra.rotary import ApplyRotaryEmb, DualChunkRotaryEmbedding
+from llm.layers.rotary import RotaryEmbedding
 from llm.layers.rotary import RotaryEmbedding as RotaryEmbeddingBase
 
 __all__ = [

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.rotary import ApplyRotaryEmb
+from llm.layers.extra.rotary import ApplyRotaryEmb
 
 __all__ = [
     "ApplyRotaryEmb",
