@@ -77,13 +77,13 @@ class Explanation:
         return [f"custom_ops names {', '.join(self.unused)}: this model has no such operation."] if self.unused else []
 
 
-def explain_runner(runner: type, platform: Platform, model: nn.Module, config: EngineConfig) -> Explanation:
-    """What the engine is made of, and the parts of its model; `runner` is the model runner's class."""
+def explain_runner(runner_class: type, platform: Platform, model: nn.Module, config: EngineConfig) -> Explanation:
+    """What the engine is made of, and the parts of its model; `runner_class` is the model runner's."""
     reasons = config.reasons
     around = (
         Part("platform", platform.name, 1, type(platform).__name__, platform.device_type, reasons["device"]),
         Part("model", config.model_config.model_type, 1, type(model).__name__, "forward", _origin(type(model))),
-        Part("model runner", "model_runner", 1, runner.__name__, "execute", _origin(runner)),
+        Part("model runner", "model_runner", 1, runner_class.__name__, "execute", _origin(runner_class)),
     )
     explained = explain_model(model, config)
     return replace(explained, parts=around + explained.parts)

@@ -241,11 +241,37 @@ def does_nothing(body: list[ast.stmt]) -> bool:
     )
 
 
+def runner_methods() -> frozenset[str]:
+    """The methods of the boundary, `llm.engine.runner.Runner`."""
+    (text,) = (item.text for item in SOURCES if item.module == "llm.engine.runner")
+    (protocol,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    return frozenset(node.name for node in protocol.body if isinstance(node, ast.FunctionDef))
+
+
+def looks_into_the_runner(item: Source) -> list[str]:
+    """`engine.runner.model` and its like: a runner may live in another process, and is asked by its methods alone."""
+    allowed = RUNNER_METHODS
+    return [
+        item.at(node, f"looks at the runner's {node.attr}; ask it by a method of llm.engine.runner.Runner")
+        for node in ast.walk(item.tree)
+        if isinstance(node, ast.Attribute) and node.attr not in allowed and is_runner(node.value)
+        # What a runner is made of may look at it.
+        if item.module not in ("llm.engine.profile", "llm.engine.model_runner")
+    ]
+
+
+def is_runner(node: ast.AST) -> bool:
+    return getattr(node, "attr", getattr(node, "id", "")) in {"runner", "_runner"}
+
+
+RUNNER_METHODS = runner_methods()
+
+
 def missing_docstring(item: Source) -> list[str]:
     return [] if ast.get_docstring(item.tree) else [item.at(item.tree, "does not open with a docstring")]
 
 
-RULES = [upward_imports, unprefixed_imports, unsafe_uses, quiet_failures, missing_docstring]
+RULES = [looks_into_the_runner, upward_imports, unprefixed_imports, unsafe_uses, quiet_failures, missing_docstring]
 
 
 def test_the_walk_goes_through_the_links() -> None:
@@ -368,6 +394,26 @@ def test_a_quiet_failure_is_caught(text: str) -> None:
 def test_a_loud_failure_passes() -> None:
     text = "try:\n    f()\nexcept OSError:\n    pass\nexcept Exception:\n    close()\n    raise"
     assert quiet_failures(source("engine/engine.py", text)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "llm._engine.runner.model",
+        "self.runner.batch.num_tokens",
+        "runner = engine.runner\nrunner.sampler = None",
+        "def f(runner):\n    return runner.platform.name",
+        "del self._runner.kv_caches",
+    ],
+)
+def test_a_look_into_the_runner_is_caught(text: str) -> None:
+    assert len(looks_into_the_runner(source("api.py", text))) == 1
+
+
+def test_asking_the_runner_passes() -> None:
+    text = "self.runner.execute(plan)\nengine.runner.describe().parts\nrunner = engine.runner\nargs.runner"
+    assert looks_into_the_runner(source("api.py", text)) == []
+    assert {"load", "execute", "describe", "save", "set_processors", "close"} <= RUNNER_METHODS
 
 
 def test_a_missing_docstring_is_caught() -> None:

@@ -15,7 +15,7 @@ from time import perf_counter
 
 import torch
 
-from llm.bench.cost import Rates
+from llm.engine.cost import Rates
 from llm.platforms import select_platform
 
 # Larger than the caches of most machines; on small machines a share of the free memory.

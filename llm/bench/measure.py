@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from llm.api import LLM
 from llm.bench.calibrate import CpuWatch
-from llm.bench.cost import ModelCost, Rates, decode_cost, prefill_cost
+from llm.bench.cost import decode_cost, prefill_cost
 from llm.bench.workloads import PREFILL_REPS, Workload, make_workload
+from llm.engine.cost import ModelCost, Rates
 from llm.engine.engine import EngineStats
 from llm.sampling_params import SamplingParams
 

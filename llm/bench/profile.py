@@ -1,62 +1,22 @@
 """A profile: a table of time per operation, and of the time outside of operations.
 
-Owns the instruments. While a profile runs, the operations of one live engine are patched; afterwards the patches are
-removed. Every table row is exclusive time, so the rows add up to the wall time by construction, whether PyTorch, a
-kernel of this package or a plugin computes. Patched are each layer's `quant_method.apply`, `CustomOp`s, attention
-backends and all other modules without children. Time that a model spends elsewhere is "between operations". A patch
-costs about a microsecond per call. On a device that computes asynchronously the times would be those of launches.
+Owns the engine's part; the runner's is `llm.engine.profile`'s. Every table row is exclusive time, so the rows add up to
+the wall time by construction, whether PyTorch, a kernel of this package or a plugin computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import ParamSpec, TypeVar
 
-import torch
-from torch import nn
-
-from llm.base.custom_op import CustomOp
-from llm.bench.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
 from llm.engine.engine import Engine
+from llm.engine.profile import ENGINE, ProfileRow, Recorder, replaced
 from llm.engine.scheduler import Scheduler
 from llm.engine.step import SchedulerOutput
-from llm.layers.attention import Attention
 
-OPERATION, MODEL, ENGINE = "operation", "model", "engine"
-PREFILL, DECODE = "prefill", "decode"
-
-_ABSENT = object()
-
-# The cost of a call, from its positional arguments.
-Work = Callable[[tuple[object, ...]], Phase]
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-@dataclass
-class PhaseTime:
-    """One table row in one phase. A step is prefill if any of its requests computes more than one token."""
-
-    calls: int = 0
-    seconds: float = 0.0
-    work: Phase = field(default_factory=Phase)
-
-
-@dataclass
-class ProfileRow:
-    """A table row. `kind`: "operation", "model" (between operations) or "engine" (scheduler, batches, outputs)."""
-
-    name: str
-    kind: str
-    prefill: PhaseTime = field(default_factory=PhaseTime)
-    decode: PhaseTime = field(default_factory=PhaseTime)
-
-    @property
-    def seconds(self) -> float:
-        return self.prefill.seconds + self.decode.seconds
+_RUNNER = "runner"
 
 
 @dataclass(frozen=True)
@@ -74,183 +34,49 @@ class Profile:
 
 def profile(engine: Engine, work: Callable[[], object]) -> Profile:
     """Run `work`, which drives `engine`, and profile it."""
-    recorder = _Recorder()
-    with _instruments(engine, recorder):
-        started = perf_counter()
-        recorder.wrap(work, "outside of steps", ENGINE)()
-        seconds = perf_counter() - started
-    rows = [row for row in recorder.rows.values() if row.prefill.calls or row.decode.calls]
+    recorder = Recorder()
+    engine.runner.start_profile()
+    try:
+        with _instruments(engine, recorder):
+            started = perf_counter()
+            recorder.wrap(work, "outside of steps", ENGINE)()
+            seconds = perf_counter() - started
+    finally:
+        inside = engine.runner.stop_profile()
+    _take_from(recorder.rows[_RUNNER], inside)
+    rows = [row for row in (*recorder.rows.values(), *inside) if row.prefill.calls or row.decode.calls]
     return Profile(seconds, sorted(rows, key=lambda row: -row.seconds))
 
 
-class _Recorder:
-    """Exclusive time by table row: a stack holds, for each call in progress, the time of the calls inside it.
-
-    Attributes:
-        spans: the positions (start, end) that each request computes in the current step.
-    """
-
-    def __init__(self) -> None:
-        self.rows: dict[str, ProfileRow] = {}
-        self.phase = PREFILL
-        self.spans: list[tuple[int, int]] = []
-        self._attention: dict[int | None, tuple[int, int]] = {}
-        self._inside = [0.0]
-
-    def wrap(self, function: Callable[P, R], name: str, kind: str, work: Work | None = None) -> Callable[P, R]:
-        row = self.rows.setdefault(name, ProfileRow(name, kind))
-        inside = self._inside
-
-        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
-            inside.append(0.0)
-            started = perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds = perf_counter() - started
-                time = row.prefill if self.phase == PREFILL else row.decode
-                time.calls += 1
-                time.seconds += seconds - inside.pop()
-                inside[-1] += seconds
-                if work is not None:
-                    time.work += work(args)
-
-        return timed
-
-    def note_step(self, scheduler: Scheduler) -> Callable[[], SchedulerOutput]:
-        """Wrap `Scheduler.schedule`, which begins a step and whose plan determines the phase."""
-        schedule = scheduler.schedule
-
-        def noted() -> SchedulerOutput:
-            plan = schedule()
-            counts = plan.num_scheduled_tokens
-            starts = {request_id: scheduler.requests[request_id].num_computed_tokens for request_id in counts}
-            self.spans = [(starts[request_id], starts[request_id] + count) for request_id, count in counts.items()]
-            drafts = plan.draft_token_ids
-            known = (count - len(drafts.get(request_id, ())) for request_id, count in counts.items())
-            self.phase = PREFILL if any(count > 1 for count in known) else DECODE
-            self._attention.clear()
-            return plan
-
-        return noted
-
-    def seen(self, window: int | None) -> tuple[int, int]:
-        """(query-key pairs, keys that any query attends to) of the current step."""
-        if window not in self._attention:
-            every = sum(pairs(start, end, window) for start, end in self.spans)
-            keys = sum(end if window is None else min(end, end - start + window - 1) for start, end in self.spans)
-            self._attention[window] = (every, keys)
-        return self._attention[window]
+def _take_from(table_row: ProfileRow, inside: list[ProfileRow]) -> None:
+    """The time of the runner's calls that the runner's own table rows tell is not the runner's own."""
+    for row in inside:
+        table_row.prefill.seconds -= row.prefill.seconds
+        table_row.decode.seconds -= row.decode.seconds
 
 
 @contextmanager
-def _instruments(engine: Engine, recorder: _Recorder) -> Iterator[None]:
+def _instruments(engine: Engine, recorder: Recorder) -> Iterator[None]:
     """Patch `engine`; the patches are removed in reverse order."""
-    runner, scheduler = engine.runner, engine.scheduler
+    scheduler = engine.scheduler
     with ExitStack() as stack:
-        stack.enter_context(_replaced(scheduler, "schedule", recorder.note_step(scheduler)))
-        # A replayed step calls no operations: replay is off.
-        stack.enter_context(_replaced(runner, "replay", None))
-        for target, attribute, name, work in _operations(engine, recorder):
-            wrapped = recorder.wrap(getattr(target, attribute), name, OPERATION, work)
-            stack.enter_context(_replaced(target, attribute, wrapped))
-        stack.enter_context(_matrices(runner.model, recorder))
-        for target, attribute, name, kind in (
-            (runner.model, "forward", "between operations", MODEL),
-            (runner.model, "compute_logits", "between operations", MODEL),
-            (runner, "sampler", "sampler", OPERATION),
-            (scheduler, "schedule", "scheduler", ENGINE),
-            (runner.batch, "update", "batch: rows in and out", ENGINE),
-            (runner.batch, "build", "batch: input of a step", ENGINE),
-            (runner.batch, "append", "batch: sampled tokens", ENGINE),
-            (runner.batch, "settle", "batch: counts of a step", ENGINE),
-            (runner, "execute", "runner", ENGINE),
-            (engine, "step", "rest of a step", ENGINE),
+        stack.enter_context(replaced(scheduler, "schedule", _telling_the_phase(scheduler, recorder)))
+        for target, attribute, name in (
+            (scheduler, "schedule", "scheduler"),
+            (engine.runner, "execute", _RUNNER),
+            (engine, "step", "rest of a step"),
         ):
-            wrapped = recorder.wrap(getattr(target, attribute), name, kind)
-            stack.enter_context(_replaced(target, attribute, wrapped))
+            stack.enter_context(replaced(target, attribute, recorder.wrap(getattr(target, attribute), name, ENGINE)))
         yield
 
 
-def _operations(engine: Engine, recorder: _Recorder) -> Iterator[tuple[object, str, str, Work | None]]:
-    """(target, attribute, table row, work) of every operation except GEMMs with weights, see `_matrices`."""
-    kv_cache_dtype = engine.config.cache_config.kv_cache_dtype
-    for module in engine.runner.model.modules():
-        if isinstance(module, Attention):
-            work = _attention_work(module, kv_cache_dtype, recorder)
-            yield module.backend, "attend", "attention", work
-            yield module.backend, "write", "KV cache", None
-        elif isinstance(module, CustomOp):
-            yield module, "forward", module.name, None
-        elif getattr(module, "quant_kind", "") == "embedding":
-            yield module, "forward", "embedding", None
-        elif not hasattr(module, "quant_kind") and not any(True for _ in module.children()):
-            yield module, "forward", type(module).__name__, None
+def _telling_the_phase(scheduler: Scheduler, recorder: Recorder) -> Callable[[], SchedulerOutput]:
+    """`Scheduler.schedule`, which begins a step."""
+    schedule = scheduler.schedule
 
+    def told() -> SchedulerOutput:
+        plan = schedule()
+        recorder.begin_step(plan)
+        return plan
 
-@contextmanager
-def _matrices(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Patch the `apply` of every quant method."""
-    methods = {id(method): method for module in model.modules() if (method := getattr(module, "quant_method", None))}
-    with ExitStack() as stack:
-        for method in methods.values():
-            stack.enter_context(_replaced(method, "apply", _by_layer(method.apply, recorder)))
-        yield
-
-
-def _by_layer(apply: Callable[..., torch.Tensor], recorder: _Recorder) -> Callable[..., torch.Tensor]:
-    """Layers may share a method, so the table row depends on its first argument, the layer."""
-    timed: dict[int, Callable[..., torch.Tensor]] = {}
-
-    def called(layer: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        if id(layer) not in timed:
-            timed[id(layer)] = recorder.wrap(apply, _matrix_name(layer), OPERATION, _matrix_work(layer))
-        return timed[id(layer)](layer, x, *args, **kwargs)
-
-    return called
-
-
-def _matrix_name(layer: nn.Module) -> str:
-    """The table row of a layer, shared by layers with the same role and shape."""
-    kind, prefix = getattr(layer, "quant_kind", ""), getattr(layer, "prefix", "")
-    role = "lm head" if kind == "embedding" else f"{kind} {prefix.rpartition('.')[2]}"
-    sizes = matrix_sizes(layer)
-    return f"{role} {sizes[0]} -> {sizes[1]}" if sizes else role
-
-
-def _matrix_work(layer: nn.Module) -> Work | None:
-    sizes = matrix_sizes(layer)
-    if sizes is None:
-        return None
-    per_row, stored = 2 * sizes[0] * sizes[1], sum(tensor.nbytes for tensor in stored_tensors(layer))
-
-    def work(args: tuple[object, ...]) -> Phase:
-        x = args[1]
-        rows = x.shape[:-1].numel() if isinstance(x, torch.Tensor) else 0
-        return Phase(per_row * rows, stored)
-
-    return work
-
-
-def _attention_work(layer: Attention, kv_cache_dtype: torch.dtype, recorder: _Recorder) -> Work:
-    cost = attention_cost(layer, kv_cache_dtype)
-
-    def work(args: tuple[object, ...]) -> Phase:
-        every, keys = recorder.seen(cost.window)
-        return Phase(cost.operations_per_pair * every, cost.bytes_per_token * keys)
-
-    return work
-
-
-@contextmanager
-def _replaced(target: object, attribute: str, value: object) -> Iterator[None]:
-    """Patch an attribute of one instance; at the end restore it, or delete it if the instance had none."""
-    before = vars(target).get(attribute, _ABSENT)
-    setattr(target, attribute, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(target, attribute)
-        else:
-            setattr(target, attribute, before)
+    return told

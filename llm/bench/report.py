@@ -31,10 +31,12 @@ import torch
 from llm import __version__
 from llm.base.types import JsonObject
 from llm.bench.compare import Transformers, advantage
-from llm.bench.cost import Phase, Rates, decode_cost, prefill_cost
+from llm.bench.cost import decode_cost, prefill_cost
 from llm.bench.measure import Figure, Ours
-from llm.bench.profile import PhaseTime, Profile
+from llm.bench.profile import Profile
 from llm.bench.session import BenchResult, WorkloadResult
+from llm.engine.cost import Phase, Rates
+from llm.engine.profile import PhaseTime
 
 SCHEMA = 1
 

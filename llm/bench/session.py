@@ -21,13 +21,13 @@ from llm.base.types import JsonObject
 from llm.bench.calibrate import Calibration, busy_warning, calibrate
 from llm.bench.command import WEIGHT_DTYPES, BenchOptions
 from llm.bench.compare import Agreement, Transformers, agreement
-from llm.bench.cost import ModelCost, Rates, count_model
 from llm.bench.measure import Contestant, Figure, Ours, Run, engine_figures, run_workload, speed_figures
 from llm.bench.memory import PeakMemory, private_bytes
 from llm.bench.profile import Profile, profile
 from llm.bench.shapes import write_config
 from llm.bench.workloads import find_recipe, make_workload
 from llm.config.engine import DTYPES, EngineConfig
+from llm.engine.cost import ModelCost, Rates
 from llm.loading.resolve import resolve_folder
 
 Say = Callable[[str], None]
@@ -102,7 +102,7 @@ def run_session(options: BenchOptions, imports: dict[str, float], say: Say) -> B
         memory = stack.enter_context(PeakMemory())
         llm, rival = _open(options, say)
         stack.enter_context(llm)
-        cost = count_model(llm._open_engine().runner.model, llm.config.cache_config.kv_cache_dtype)
+        cost = llm._open_engine().runner.cost()
         first_tokens = _first_tokens(Ours(llm), rival)
         result = BenchResult(
             options, calibration, imports, dict(llm.startup), first_tokens, llm.config, cost, memory_before

@@ -1,6 +1,6 @@
 """The loop: schedule, execute, append, check, finish.
 
-Owns the requests in flight and nothing that a worker owns: the runner is reached only through `execute`. The engine
+Owns the requests in flight and nothing that a runner owns (`llm.engine.runner.Runner`). The engine
 runs in the caller's thread; between calls nothing runs at all.
 """
 
@@ -12,10 +12,10 @@ from time import perf_counter
 
 from llm.base.errors import LogitsProcessorError
 from llm.config.engine import EngineConfig
-from llm.engine.model_runner import ModelRunner
 from llm.engine.output import Completion, PromptState
 from llm.engine.preprocess import Row
 from llm.engine.request import Request
+from llm.engine.runner import Runner
 from llm.engine.scheduler import Scheduler
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class Engine:
         self,
         config: EngineConfig,
         make_scheduler: Callable[[], Scheduler],
-        runner: ModelRunner,
+        runner: Runner,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
     ) -> None:

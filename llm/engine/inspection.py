@@ -14,7 +14,9 @@ import torch
 
 from llm.config.defaults import library_defaults
 from llm.engine.boundary import RunnerPlan
+from llm.engine.cost import ModelCost, count_model
 from llm.engine.observe import Captured, InputObserver, LayerCapture, layer_noise
+from llm.engine.profile import ProfileRow, RunnerProfile
 from llm.explain import Explanation, explain_runner
 from llm.loading.weight_map import Target
 from llm.platforms.interface import Platform
@@ -56,6 +58,7 @@ class ModelInspection:
     targets: Mapping[str, Target]
     _observer: InputObserver
     _capture: LayerCapture
+    _profile: RunnerProfile
 
     def describe(self) -> Explanation:
         """What the model computes with, and why."""
@@ -71,13 +74,29 @@ class ModelInspection:
 
         return save_quantized(self.model, self.targets, self.plan.source.folder, self.plan.hf_config, path, format)
 
+    def cost(self) -> ModelCost:
+        """What a step reads and computes."""
+        return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype)
+
+    def start_profile(self) -> None:
+        """From now on time every operation."""
+        self._profile = RunnerProfile(self, self.plan.config.cache_config.kv_cache_dtype)
+
+    def stop_profile(self) -> list[ProfileRow]:
+        """The table rows of what was computed since `start_profile`, of exclusive times."""
+        rows = self._profile.stop()
+        del self._profile
+        return rows
+
     def start_observing(self) -> None:
         """From now on sum up what goes into each linear layer."""
         self._observer = InputObserver(self.model)
 
     def stop_observing(self) -> dict[str, ActivationStatistics]:
         """What went into each linear layer since `start_observing`, by dotted path."""
-        return self._observer.stop()
+        statistics = self._observer.stop()
+        del self._observer
+        return statistics
 
     def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]:
         """From now on keep what goes into and comes out of linear layers, for `take_captured` after each step.
@@ -94,6 +113,7 @@ class ModelInspection:
 
     def stop_capturing(self) -> None:
         self._capture.stop()
+        del self._capture
 
     @library_defaults()
     def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]:

@@ -23,7 +23,7 @@ from embedded import copy_model, engine_of, open_llm, python
 
 from llm.bench import calibrate, session, shapes
 from llm.bench.compare import Transformers, agreement
-from llm.bench.cost import AttentionCost, ModelCost, Phase, Rates, count_model, decode_cost, pairs, prefill_cost
+from llm.bench.cost import decode_cost, prefill_cost
 from llm.bench.measure import Ours, Run, engine_figures, speed_figures
 from llm.bench.memory import PeakMemory, private_bytes
 from llm.bench.profile import profile
@@ -31,6 +31,7 @@ from llm.bench.shapes import SHAPES
 from llm.bench.tables import as_text
 from llm.bench.workloads import RECIPES, make_workload
 from llm.cli import main
+from llm.engine.cost import AttentionCost, ModelCost, Phase, Rates, count_model, pairs
 from llm.engine.engine import EngineStats
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -120,18 +121,24 @@ class Case:
         return self.load({"kv_cache_memory_bytes": memory, **setting})
 
 
-@pytest.fixture(scope="module", params=[*TINY_MODELS, *QUANTIZED, *(f"toy {name}" for name in TOYS)])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    if request.param.startswith("toy "):
-        with toy_model(request.param.removeprefix("toy "), tmp_path_factory) as made, one_thread():
+@contextmanager
+def made_case(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    """The case of a row of the table, `row+scheme`, or `toy name`."""
+    if name.startswith("toy "):
+        with toy_model(name.removeprefix("toy "), tmp_path_factory) as made:
             yield Case(*made)
         return
-    name, _, quantization = request.param.partition("+")
+    name, _, quantization = name.partition("+")
     row = TINY_MODELS[name]
     if quantization:
         row = replace(row, engine={**row.engine, "quantization": quantization})
-    with one_thread():
-        yield Case(row, tiny_checkpoint(name, tmp_path_factory))
+    yield Case(row, tiny_checkpoint(name, tmp_path_factory))
+
+
+@pytest.fixture(scope="module", params=[*TINY_MODELS, *QUANTIZED, *(f"toy {name}" for name in TOYS)])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    with made_case(request.param, tmp_path_factory) as case, one_thread():
+        yield case
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,14 @@ regular expression or a choice, a `Language` that gives the number of bytes that
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,7 @@ class Structure:
         prototype: llguidance's matcher at the beginning of an answer, to be copied.
         language: None if the number of bytes an answer needs is not known; `why_unknown` then says why.
         root: the language's node of all answers.
+        constraint: what was compiled: kind (json, regex, choice or grammar) and value.
     """
 
     vocabulary: Vocabulary
@@ -57,10 +60,16 @@ class Structure:
     language: Language | None
     root: int
     why_unknown: str
+    constraint: tuple[str, Any]
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._needs = None if self.language is None else Needs(self.language, self.vocabulary.reader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It is compiled again where it is unpickled, once."""
+        vocabulary = self.vocabulary
+        return _received, (vocabulary.folder, vocabulary.size, tuple(vocabulary.eos_token_ids), *self.constraint)
 
     @property
     def tokens_needed(self) -> int | None:
@@ -128,7 +137,7 @@ class Vocabulary:
         if not self.eos_token_ids:
             raise _refused("the model has no EOS token to end an answer with")
         definition = None if tokenizer is None else tokenizer.to_json()
-        if definition is None:
+        if tokenizer is None or definition is None:
             raise _refused("it needs a tokenizer that has a tokenizer.json")
         self.llguidance = _import_llguidance()
         try:
@@ -140,6 +149,7 @@ class Vocabulary:
         self.token_bytes = texts
         self.reader = TokenReader(texts, vocab_size)
         self.size = vocab_size
+        self.folder = tokenizer.folder
 
     @property
     def writes_every_byte(self) -> bool:
@@ -161,7 +171,11 @@ class StructureCompiler:
     def compile(self, params: StructuredOutputsParams) -> Structure:
         """The structure of `params`; raises `ValidationError` if the schema, pattern or grammar is not usable."""
         kind, value = _kind(params)
-        key = json.dumps([kind, value, params.disable_additional_properties], default=repr)
+        return self.get(kind, value)
+
+    def get(self, kind: str, value: Any) -> Structure:
+        """As `compile`, for a constraint as json, regex, choice or grammar."""
+        key = json.dumps([kind, value], default=repr)
         if key not in self._kept or self._kept[key].is_large:
             self._kept[key] = self._compile(kind, value)
             if len(self._kept) > _KEPT:
@@ -187,7 +201,17 @@ class StructureCompiler:
         language, root, why = _language(kind, value)
         if language is not None and not vocabulary.writes_every_byte:
             language, why = None, "the vocabulary has no token for every byte"
-        return Structure(vocabulary, prototype, language, root, why)
+        return Structure(vocabulary, prototype, language, root, why, (kind, value))
+
+
+@functools.lru_cache(maxsize=2)
+def _compiler(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> StructureCompiler:
+    """For structures that come from another process."""
+    return StructureCompiler(lambda: Vocabulary(Tokenizer(folder), vocab_size, eos_token_ids))
+
+
+def _received(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], kind: str, value: Any) -> Structure:
+    return _compiler(folder, vocab_size, eos_token_ids).get(kind, value)
 
 
 def _import_llguidance() -> ModuleType:

@@ -1,0 +1,152 @@
+"""The sizes of a built model: what a step reads and computes, whatever computes it.
+
+Owns the counting. Every step reads all GEMM weights (linear layers and LM head, a tied table once) and the KV cache of
+its requests. Every token goes through every linear layer, every sampled position through the LM head. Norms, rotary
+embeddings and softmax count as free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from llm.layers.attention import Attention
+from llm.layers.embedding import VocabParallelEmbedding
+from llm.layers.linear import LinearBase
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The machine's rates: bytes read per second, float32 operations per second (a multiply-add is two)."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The cost of one phase (prefill or decode) of a workload."""
+
+    operations: int = 0
+    bytes_read: int = 0
+
+    def __add__(self, other: Phase) -> Phase:
+        return Phase(self.operations + other.operations, self.bytes_read + other.bytes_read)
+
+    def floor_seconds(self, rates: Rates) -> float:
+        return max(self.operations / rates.operations_per_s, self.bytes_read / rates.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """One attention layer: operations per query-key pair, KV cache bytes per token, sliding window."""
+
+    operations_per_pair: int
+    bytes_per_token: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """The sizes of a model.
+
+    Attributes:
+        parameters: elements of all weights, a tied table once.
+        linear_weights: elements of the linear layers' weights.
+        head_weights: elements of the LM head's weight.
+        bytes_per_step: stored bytes that each step reads, whatever its batch size: all but an untied embedding.
+        weight_bytes: stored bytes of all weights.
+        attention: number of layers of each kind of attention.
+    """
+
+    parameters: int
+    linear_weights: int
+    head_weights: int
+    bytes_per_step: int
+    weight_bytes: int
+    attention: Counter[AttentionCost] = field(default_factory=Counter)
+
+    def operations(self, spans: list[tuple[int, int]], sampled: int) -> int:
+        """Operations for requests that compute positions start to end - 1 and sample `sampled` tokens in all."""
+        tokens = sum(end - start for start, end in spans)
+        scores = sum(
+            count * layer.operations_per_pair * pairs(*span, layer.window)
+            for layer, count in self.attention.items()
+            for span in spans
+        )
+        return 2 * (self.linear_weights * tokens + self.head_weights * sampled) + scores
+
+    def kv_bytes(self, spans: list[tuple[int, int]]) -> int:
+        """KV cache bytes read when these positions are computed one by one."""
+        return sum(
+            count * layer.bytes_per_token * pairs(*span, layer.window)
+            for layer, count in self.attention.items()
+            for span in spans
+        )
+
+
+def count_model(model: nn.Module, kv_cache_dtype: torch.dtype) -> ModelCost:
+    """The sizes of a built model, quantized or not."""
+    head = getattr(model, "lm_head", None)
+    layers = [module for module in model.modules() if hasattr(module, "quant_kind")]
+    lookup_only = [module for module in layers if module.quant_kind == "embedding" and module is not head]
+    attention = [module for module in model.modules() if isinstance(module, Attention)]
+    total = _stored_bytes(model.modules())
+    return ModelCost(
+        parameters=sum(_elements(module) for module in model.modules()),
+        linear_weights=sum(_matrix_elements(module) for module in layers if module.quant_kind != "embedding"),
+        head_weights=0 if head is None else _matrix_elements(head),
+        bytes_per_step=total - _stored_bytes(iter(lookup_only)),
+        weight_bytes=total,
+        attention=Counter(attention_cost(module, kv_cache_dtype) for module in attention),
+    )
+
+
+def stored_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The weights that a module itself holds. Packed weights may be attributes instead of parameters."""
+    found: list[torch.Tensor] = list(module.parameters(recurse=False))
+    if hasattr(module, "quant_kind"):
+        found += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        found += list(module.buffers(recurse=False))
+    return found
+
+
+def matrix_sizes(layer: nn.Module) -> tuple[int, int] | None:
+    """(inputs, outputs) of a layer with a `quant_method`; None if its weight is not a single matrix."""
+    if isinstance(layer, VocabParallelEmbedding):
+        return layer.embedding_dim, layer.num_embeddings
+    return (layer.input_size, layer.output_size) if isinstance(layer, LinearBase) else None
+
+
+def attention_cost(layer: Attention, kv_cache_dtype: torch.dtype) -> AttentionCost:
+    bytes_per_token = layer.kv_cache_spec(kv_cache_dtype).bytes_per_token()
+    return AttentionCost(4 * layer.num_heads * layer.head_size, bytes_per_token, layer.sliding_window)
+
+
+def pairs(start: int, end: int, window: int | None) -> int:
+    """Query-key pairs of positions start to end - 1; position p attends to min(p + 1, window) keys."""
+    bend = end if window is None else min(max(window, start), end)
+    triangle = (bend * (bend + 1) - start * (start + 1)) // 2
+    return triangle + (end - bend) * (window or 0)
+
+
+def _stored_bytes(modules: Iterator[nn.Module]) -> int:
+    tensors = {id(tensor): tensor for module in modules for tensor in stored_tensors(module)}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _elements(module: nn.Module) -> int:
+    """Number of logical weights that a module itself holds, however they are stored."""
+    if not hasattr(module, "quant_kind"):
+        return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    bias = getattr(module, "bias", None)
+    return _matrix_elements(module) + (0 if bias is None else bias.numel())
+
+
+def _matrix_elements(layer: nn.Module) -> int:
+    sizes = matrix_sizes(layer)
+    return sizes[0] * sizes[1] if sizes else sum(tensor.numel() for tensor in stored_tensors(layer))
