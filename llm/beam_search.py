@@ -1,12 +1,11 @@
-"""What goes into `LLM.beam_search` and what comes out: plain data, under vLLM's names.
+"""The parameters and outputs of `LLM.beam_search`: plain data, under vLLM's names.
 
-Does not own the search: see `llm/engine/beam_search.py`.
+The search is in `llm/engine/beam_search.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from llm.base.checks import check_flag, check_integer, check_real, refuse
 from llm.base.names import known_fields
@@ -19,24 +18,24 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 @known_fields({"n": "beam_width sequences are returned"})
 @dataclass
 class BeamSearchParams:
-    """How to search.
+    """The parameters of a beam search.
 
-    A sequence's score is the sum of its tokens' logprobs / (how many they are, EOS included) ** `length_penalty`, the
-    prompt's tokens not counted: the score of transformers and of vLLM.
+    The score of a sequence is the sum of the logprobs of its generated tokens / (their number, EOS included) **
+    `length_penalty`: the score of transformers and of vLLM.
 
     Args:
-        beam_width: sequences kept at each step, and returned.
-        max_tokens: most tokens to generate.
-        ignore_eos: do not end at the model's EOS.
-        temperature: 0.0 only, for beams are ranked by the model's own logprobs.
-        length_penalty: above 0 long sequences are favoured (scores are negative), below 0 short ones.
+        beam_width: number of sequences kept at each step, and returned.
+        max_tokens: maximum number of generated tokens.
+        ignore_eos: do not stop at the model's EOS.
+        temperature: 0.0 only, because beams are ranked by the model's own logprobs.
+        length_penalty: above 0 favours long sequences (scores are negative), below 0 short ones.
         include_stop_str_in_output: keep the EOS that ended a sequence in its `tokens` and `text`.
         structured_outputs, watermarking: None only.
         skip_special_tokens: leave special tokens out of `text`.
-        allowed_token_ids: the only token ids that beams may grow by; logprobs are not renormalised over them.
-        early_stopping: when a prompt's search ends, as in transformers. True: once `beam_width` sequences have ended;
-            False: also when the best running beam, at its present length, scores no better than the worst ended one;
-            "never": with `length_penalty` above 0, the best running beam is given the length it could at most reach.
+        allowed_token_ids: the only token ids that beams may be extended by; logprobs are not renormalised over them.
+        early_stopping: when the search of a prompt ends, as in transformers. True: once `beam_width` sequences have
+            ended. False: also when the best running beam, at its current length, scores no better than the worst
+            finished one. "never": as False, but with `length_penalty` above 0 at the maximum length of the beam.
 
     Raises:
         ValidationError: a field is out of its range (`.parameter`, `.value`).
@@ -48,9 +47,9 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
-    structured_outputs: Any = None
+    structured_outputs: None = None
     skip_special_tokens: bool = True
-    watermarking: Any = None
+    watermarking: None = None
     allowed_token_ids: list[int] | None = None
     early_stopping: bool | str = False
 
@@ -65,7 +64,7 @@ class BeamSearchParams:
             check_flag(name, getattr(self, name))
         check_real("length_penalty", self.length_penalty, -_MOST_PENALTY, _MOST_PENALTY)
         if self.temperature != 0:
-            refuse("temperature", self.temperature, "0.0, for beams are ranked by the model's own logprobs")
+            refuse("temperature", self.temperature, "0.0, as beams are ranked by the model's own logprobs")
         for name in ("structured_outputs", "watermarking"):
             if getattr(self, name) is not None:
                 refuse(name, getattr(self, name), "None in a beam search")
@@ -80,12 +79,12 @@ class BeamSearchParams:
 
 @dataclass
 class BeamSearchSequence:
-    """One sequence that a search found.
+    """One sequence found by a search.
 
     Attributes:
         orig_prompt: the prompt as it was passed.
         tokens: the prompt's ids and the generated ones, without the EOS unless `include_stop_str_in_output`.
-        logprobs: per generated token, an EOS included, the logprobs that the search looked at.
+        logprobs: per generated token, an EOS included, the logprobs that the search considered.
         cum_logprob: sum over the generated tokens, an EOS included.
         score: `cum_logprob` / (number of generated tokens, an EOS included) ** length_penalty.
         text: `tokens` as text; None without a tokenizer.
@@ -93,7 +92,7 @@ class BeamSearchSequence:
         stop_reason: the id of the EOS that ended it, None for "length".
     """
 
-    orig_prompt: Any
+    orig_prompt: object
     tokens: list[int]
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     lora_request: None = None

@@ -1,6 +1,6 @@
-"""What a loaded model computes with, and why: the table behind `LLM.explain()` and `python -m llm explain`.
+"""The implementation of each part of a loaded model, and why: `LLM.explain()` and `python -m llm explain`.
 
-Owns collecting the facts and showing them. It decides nothing: every reason was recorded where the choice was made
+Owns collecting and showing them. Decides nothing: every reason was recorded where the choice was made
 (`CustomOp.binding`, `QuantizeMethodBase.reason`, `EngineConfig.reasons`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -20,6 +20,9 @@ from llm.layers.attention import AttentionBackend
 from llm.platforms.interface import Platform
 from llm.plugins import plugin_of
 
+if TYPE_CHECKING:
+    from llm.quantization.base import QuantizeMethodBase
+
 _UNQUANTIZED = "unquantized"
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
 KINDS = ("platform", "model", "model runner", "attention", "CustomOp", "PluggableLayer", "quant method")
@@ -27,15 +30,15 @@ KINDS = ("platform", "model", "model runner", "attention", "CustomOp", "Pluggabl
 
 @dataclass(frozen=True)
 class Part:
-    """One line: parts of a model that are alike.
+    """One table row: identical parts of a model.
 
     Attributes:
         kind: one of `KINDS`.
-        name: the registered name, or the kind of layer that a quant method serves.
-        count: how many instances the model has.
+        name: the registered name, or the class of the layers of a quant method.
+        count: number of instances in the model.
         implementation: name of the class in use.
-        runs: the method that was bound, or the quantization scheme.
-        reason: why; of a quant method in a quantized model also which layers.
+        runs: the bound method, or the quantization scheme.
+        reason: why; for a quant method of a quantized model also the layers.
     """
 
     kind: str
@@ -51,8 +54,8 @@ class Explanation:
     """The parts of a loaded model. `str()` is a table; a notebook shows it as HTML.
 
     Attributes:
-        parts: every one, in the order of `KINDS`.
-        unused: operations that `custom_ops` names and the model does not have.
+        parts: in the order of `KINDS`.
+        unused: operations that `custom_ops` names but the model does not have.
     """
 
     parts: tuple[Part, ...]
@@ -67,7 +70,7 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows."""
+        """The HTML for Jupyter."""
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
         head = _html_row(HEADINGS, "th")
         body = "".join(_html_row(astuple(part), "td") for part in self.parts)
@@ -78,7 +81,7 @@ class Explanation:
 
 
 def explain_runner(runner_class: type, platform: Platform, model: nn.Module, config: EngineConfig) -> Explanation:
-    """What the engine is made of, and the parts of its model; `runner_class` is the model runner's."""
+    """The platform, the model, the model runner's class and the parts of the model."""
     reasons = config.reasons
     around = (
         Part("platform", platform.name, 1, type(platform).__name__, platform.device_type, reasons["device"]),
@@ -90,7 +93,7 @@ def explain_runner(runner_class: type, platform: Platform, model: nn.Module, con
 
 
 def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
-    """The parts of `model`; tied and shared modules are counted once."""
+    """The parts of `model`; tied and shared modules count once."""
     found: dict[tuple[str, str, str, str, str], list[str]] = {}
     for path, module in model.named_modules():
         for described in _describe(module):
@@ -107,7 +110,7 @@ def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
 
 
 def paths_in_short(paths: Sequence[str]) -> str:
-    """Dotted paths, those that differ in their first number as one: "l.0.mlp", "l.1.mlp" -> "l.0-1.mlp"."""
+    """Join dotted paths that differ in their first number: "l.0.mlp", "l.1.mlp" -> "l.0-1.mlp"."""
     alike: dict[str, list[int]] = {}
     for path in paths:
         segments = path.split(".")
@@ -148,24 +151,25 @@ def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def _origin(cls: type) -> str:
-    """Whose class it is."""
+    """The origin of a class: a plugin, this package, or its module."""
     plugin = plugin_of(cls)
     return f"plugin {plugin}" if plugin else "in-tree" if cls.__module__.startswith("llm.") else cls.__module__
 
 
-def _name(cls: Any) -> str:
-    """The registered name, of the nearest ancestor that has one; without any, the class's own."""
-    return cls.name or (replaced_class(cls) or cls).__name__
+def _name(cls: type) -> str:
+    """The registered name, inherited if need be; else the name of the class, or of the class that it replaces."""
+    registered: str = getattr(cls, "name", "")
+    return registered or (replaced_class(cls) or cls).__name__
 
 
-def _scheme(method: Any) -> str:
+def _scheme(method: QuantizeMethodBase) -> str:
     return getattr(method, "scheme", "") or _UNQUANTIZED
 
 
-def _quant_reason(method: Any) -> str:
+def _quant_reason(method: QuantizeMethodBase) -> str:
     known = (getattr(method, name, "") for name in ("reason", "source", "kernel"))
     return ", ".join(item for item in known if item) or "no quantization asked for"
 
 
-def _html_row(cells: Sequence[Any], tag: str) -> str:
+def _html_row(cells: Sequence[object], tag: str) -> str:
     return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"

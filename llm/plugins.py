@@ -1,36 +1,36 @@
-"""Plugins: installed packages that extend this one through entry points, and the contract they are written against.
+"""Plugins: installed packages that extend this one through entry points, and their contract.
 
-Owns discovery, the allow-list, loading each plugin once, and `CONTRACT_VERSION`. Nothing is imported before it is asked
-for: a platform is found by a function that answers with a class path, and only the chosen platform's class is imported.
+Owns discovery, the allow-list, loading each plugin once, and `CONTRACT_VERSION`. Imports are lazy: a platform's entry
+point is a function that returns a class path, and only the class of the chosen platform is imported.
 
 The groups:
     llm.platform_plugins    a function without arguments that returns the class path of a `Platform`, or None where its
-                            device is absent. At most one may be active. Its name is what `LLM_PLATFORM` takes.
+                            device is absent. At most one may be active. `LLM_PLATFORM` takes its name.
     llm.general_plugins     a function without arguments, called once per process before a config is read: registers
                             models, quantization methods, operations.
     llm.logits_processors   a class of `llm.v1.sample.logits_processor.LogitsProcessor`.
 
 The contract of an out-of-tree accelerator, version 1. The host promises, until `CONTRACT_VERSION` changes:
-    1. The platform: `llm.platforms.interface.Platform`, by class path. Its class says `contract_version = 1`; any other
-       number is refused, and so is a class that says none.
-    2. Two config hooks: `Platform.pre_register_and_update` before anything is read; `check_and_update_config`, which
-       returns the `EngineArgs` to go on with, before they are resolved.
+    1. The platform: `llm.platforms.interface.Platform`, by class path. Its class states `contract_version = 1`; any
+       other number is refused, and so is a class without one.
+    2. Two config hooks: `Platform.pre_register_and_update`, before any file is read; `check_and_update_config`, which
+       returns the `EngineArgs` to use, before they are resolved.
     3. The model runner: `Platform.get_model_runner_cls` names a subclass of `llm.engine.model_runner.ModelRunner`,
        whose methods `place_model`, `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and
-       `compute_logits` are made to be overridden one by one. A model is built and loaded in the CPU's memory.
+       `compute_logits` can be overridden one by one. A model is built and loaded in CPU memory.
     4. Attention: `Platform.get_attn_backend_cls` names an `llm.layers.attention.AttentionBackend`; it owns the layout
-       of the cache and the two operations on it.
+       of the KV cache and the two operations on it.
     5. Operations and layers: `@CustomOp.register_oot` and `@PluggableLayer.register_oot` (`llm.layers.custom_op`),
-       keyed by the in-tree class name. `forward_oot` is bound first; inherited code never hides the replacement's.
-       What a platform plugin's hook or a module of its package registers applies on that platform alone; what anybody
-       else registers, a general plugin for one, on every platform.
-    6. Quantization: `llm.quantization.registry.register_quantization_config` comes before the built-in methods;
-       `Platform.verify_quantization` and `supported_quantization` refuse what the device cannot compute.
+       keyed by the in-tree class name. `forward_oot` is bound first; an inherited forward never overrides the
+       replacement's. A class registered by a platform plugin's hook or package replaces on that platform alone; any
+       other class, such as a general plugin's, on every platform.
+    6. Quantization: `llm.quantization.registry.register_quantization_config` takes precedence over the built-in
+       methods; `Platform.verify_quantization` and `supported_quantization` refuse methods that the device lacks.
     7. State: a layer declares an `llm.forward.StateSpec`, for attention a `KVCacheSpec`;
        `Platform.update_kv_cache_specs` may replace the specs by its own subclasses, whose `bytes_per_token` and
-       `bytes_per_request` the memory plan asks.
+       `bytes_per_request` the memory plan uses.
     8. Models: `llm.models.registry.register_model`.
-    9. Per step: whatever `ModelRunner.extend_context` puts into `ForwardBatch.extensions` reaches the model, its layers
+    9. Per step: entries that `ModelRunner.extend_context` adds to `ForwardBatch.extensions` reach the model, its layers
        and the attention backend.
 """
 
@@ -47,7 +47,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from llm.base.errors import LLMError, PluginError, ValidationError, nearest
 from llm.base.missing import missing_names
@@ -64,11 +64,13 @@ _ADVICE = "repair or uninstall it, leave it out of LLM_PLUGINS, or set LLM_PLUGI
 
 logger = logging.getLogger("llm")
 C = TypeVar("C", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One entry point. `package` is the distribution that brings it, with its version; `module` the top-level name."""
+    """One entry point. `package`: its distribution, with the version; `module`: the top-level module."""
 
     group: str
     name: str
@@ -83,19 +85,19 @@ class Plugin:
         return f"plugin {self.name!r} of {self.package}"
 
 
-# What was loaded, in order; a plugin that failed under LLM_PLUGIN_ERRORS=warn is there with None.
-_loaded: dict[Plugin, Any] = {}
+# The loaded objects, in order; None for a plugin that failed under LLM_PLUGIN_ERRORS=warn.
+_loaded: dict[Plugin, object] = {}
 _called: set[Plugin] = set()
-# Platform plugin -> the environment it was last asked in, which may switch its device on or off, and its answer.
+# Platform plugin -> (environment of the last call, its answer). The environment may enable or hide its device.
 _answers: dict[Plugin, tuple[dict[str, str], str | None]] = {}
 _lock = threading.RLock()
 _acting: ContextVar[Plugin | None] = ContextVar("llm_acting_plugin", default=None)
 
 
 def installed(group: str) -> tuple[Plugin, ...]:
-    """The plugins of a group that may be loaded: those in `LLM_PLUGINS`, all when it is unset.
+    """The plugins of a group that may be loaded: those in `LLM_PLUGINS`; all, if it is unset.
 
-    Raises `ValidationError` when `LLM_PLUGINS` names one that no group has.
+    Raises `ValidationError` if `LLM_PLUGINS` names an unknown plugin.
     """
     allowed = env.get_list("LLM_PLUGINS")
     everything = _scan(tuple(sys.path))
@@ -114,9 +116,9 @@ def installed(group: str) -> tuple[Plugin, ...]:
 
 
 def load(plugins: Iterable[Plugin]) -> dict[Plugin, Any]:
-    """Import what the plugins point at, each once per process.
+    """Import the objects of the plugins' entry points, each once per process.
 
-    Raises `PluginError` naming the first that cannot be imported; under LLM_PLUGIN_ERRORS=warn it is left out.
+    Raises `PluginError` for the first that cannot be imported; with LLM_PLUGIN_ERRORS=warn it is left out.
     """
     with _lock:
         for plugin in (plugins := tuple(plugins)):
@@ -126,7 +128,7 @@ def load(plugins: Iterable[Plugin]) -> dict[Plugin, Any]:
 
 
 def load_general_plugins() -> None:
-    """Call every general plugin that was not called before in this process. Raises as `load`."""
+    """Call every general plugin once per process. Raises as `load`."""
     with _lock:
         for plugin, function in load(installed(GENERAL_PLUGINS)).items():
             if plugin not in _called:
@@ -135,11 +137,12 @@ def load_general_plugins() -> None:
 
 
 def ask_platform_plugins(plugins: Iterable[Plugin] | None = None) -> dict[Plugin, str | None]:
-    """The class path that each platform plugin answers with, None where its device is absent. Raises as `load`.
+    """The class path that each platform plugin returns, None if its device is absent. Raises as `load`.
 
-    A plugin is asked once per process, and again when the environment has changed.
+    A plugin's function is called once per process, and again if the environment has changed.
 
-    `plugins`: those to ask; None: every one that may be loaded.
+    Args:
+        plugins: the plugins to ask; None: all that may be loaded.
     """
     environment = dict(os.environ)
     with _lock:
@@ -151,7 +154,7 @@ def ask_platform_plugins(plugins: Iterable[Plugin] | None = None) -> dict[Plugin
 
 
 def plugin_of(cls: type) -> str | None:
-    """The name of the loaded plugin whose package defines `cls`, None when no plugin's does."""
+    """The name of the loaded plugin whose package defines `cls`, None if there is none."""
     module = cls.__module__.partition(".")[0]
     return next(
         (plugin.name for plugin, value in _loaded.items() if value is not None and plugin.module == module), None
@@ -159,9 +162,9 @@ def plugin_of(cls: type) -> str | None:
 
 
 def platforms_owning(cls: type) -> tuple[str, ...]:
-    """The platforms that a replacement registered now is meant for, by name; none: for every platform.
+    """The names of the platforms that a replacement registered now applies to; (): every platform.
 
-    The plugin whose hook is running says it; when none is, the package that defines the class.
+    That is the platform of the plugin whose hook is running; else of the plugin whose package defines the class.
     """
     acting = _acting.get()
     if acting is not None and acting.group == GENERAL_PLUGINS:
@@ -175,8 +178,8 @@ def platforms_owning(cls: type) -> tuple[str, ...]:
     return (acting.name,)
 
 
-def check_contract(version: Any, who: str) -> None:
-    """Raise `PluginError` unless `version`, which a plugin was written against, is the one of this release."""
+def check_contract(version: object, who: str) -> None:
+    """Raise `PluginError` unless `version`, which a plugin was written for, is the one of this release."""
     if version != CONTRACT_VERSION:
         said = "says no contract_version" if version is None else f"was written for version {version!r}"
         raise PluginError(
@@ -186,16 +189,21 @@ def check_contract(version: Any, who: str) -> None:
 
 
 def load_class(path: str, base: C, who: str, plugin: Plugin | None = None) -> C:
-    """The class at "package.module.Class" or "package.module:Class"; `who` names it, as messages say.
+    """The class at "package.module.Class" or "package.module:Class".
 
-    Raises `PluginError`, of `plugin`, when it cannot be imported or does not derive from `base`.
+    Args:
+        who: the origin of the path, for messages.
+        plugin: the plugin of the `PluginError`.
+
+    Raises:
+        PluginError: the class cannot be imported or does not derive from `base`.
     """
     module, _, name = path.rpartition(":" if ":" in path else ".") if isinstance(path, str) else ("", "", "")
     if not module or not name:
         message = f"{who} must answer with a class path such as 'acme.runner.AcmeRunner', got {path!r}."
         raise PluginError(message, plugin=plugin)
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        found: object = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         message = f"{who} names {path!r}, which cannot be imported: {_summary(error)}."
         raise PluginError(message, plugin=plugin) from error
@@ -207,7 +215,7 @@ def load_class(path: str, base: C, who: str, plugin: Plugin | None = None) -> C:
 
 @functools.lru_cache(maxsize=4)
 def _scan(path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Every entry point of ours on `path`, sorted; reading all packages' metadata takes some ten milliseconds."""
+    """The entry points of `GROUPS` on `path`, sorted. Cached: reading all metadata takes some ten milliseconds."""
     found = {_plugin(entry) for group in GROUPS for entry in entry_points(group=group)}
     return tuple(sorted(found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name, plugin.package)))
 
@@ -217,15 +225,15 @@ def _plugin(entry: EntryPoint) -> Plugin:
     return Plugin(entry.group, entry.name, package, entry.value)
 
 
-def _import_entry(plugin: Plugin) -> Any:
+def _import_entry(plugin: Plugin) -> object:
     return EntryPoint(plugin.name, plugin.value, plugin.group).load()
 
 
-def guarded(plugin: Plugin, what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call into a plugin: what goes wrong there is told with its name and package, see LLM_PLUGIN_ERRORS."""
+def guarded(plugin: Plugin, what: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """Call a plugin's function. An exception becomes a `PluginError`, or a warning and None: LLM_PLUGIN_ERRORS."""
     try:
         with _on_behalf_of(plugin):
-            return function(*args)
+            return function(*args, **kwargs)
     except (Exception, SystemExit) as error:
         message = str(error).rstrip(".") if isinstance(error, PluginError) else f"{plugin} {what}: {_summary(error)}"
         if _only_warns():
@@ -234,14 +242,14 @@ def guarded(plugin: Plugin, what: str, function: Callable[..., Any], *args: Any)
         raise PluginError(f"{message}; {_ADVICE}.") from error
 
 
-def hook(plugin: Plugin, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a plugin's platform, as the engine calls it: an exception becomes a `PluginError` of the plugin.
+def hook(plugin: Plugin, function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a method of a plugin's platform: an exception becomes a `PluginError` of the plugin.
 
-    Errors of `llm.base.errors` pass: by them a platform says that it does not compute what was asked for.
+    Errors of `llm.base.errors` pass: a platform raises them to refuse a request.
     """
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             with _on_behalf_of(plugin):
                 return function(*args, **kwargs)
@@ -255,7 +263,7 @@ def hook(plugin: Plugin, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_out(error: PluginError) -> bool:
-    """Whether to go on without the platform plugin that failed, as LLM_PLUGIN_ERRORS=warn says; warns then."""
+    """True if LLM_PLUGIN_ERRORS=warn allows to go on without the failed platform plugin; logs a warning then."""
     if error.plugin is None or not _only_warns():
         return False
     logger.warning("%s; it is left out.", str(error).removesuffix(".").removesuffix(f"; {_ADVICE}"))

@@ -100,8 +100,8 @@ class StructuredOutputsParams:
     """A constraint on the output: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar` or
     `json_object`. The other fields are settings of these, under vLLM's names.
 
-    JSON is generated without whitespace, whatever `disable_any_whitespace` says. `\\d`, `\\w` and `\\s` match ASCII
-    only. Needs llguidance. `CompletionOutput.structured` holds the outcome.
+    JSON has no whitespace, whatever `disable_any_whitespace` says. `\\d`, `\\w` and `\\s` match ASCII only. Needs
+    llguidance. `CompletionOutput.structured` holds the outcome.
     """
 
     json: str | Mapping[str, object] | None = None
@@ -146,8 +146,7 @@ class SamplingParams:
         flat_logprobs: return logprobs as `FlatLogprobs` (flat lists) instead of a list of dicts.
         detokenize: False leaves `text` empty.
         skip_special_tokens: leave special tokens out of `text`.
-        spaces_between_special_tokens: False has no effect with a tokenizer.json, which never writes such spaces, and is
-            refused with any other tokenizer.
+        spaces_between_special_tokens: False has no effect with a tokenizer.json, and is refused with other tokenizers.
         include_stop_str_in_output: keep the stop string or stop token in `text`.
         output_kind: accepted for compatibility with vLLM; `generate` returns final outputs.
         structured_outputs: a constraint on the output, a `StructuredOutputsParams`.

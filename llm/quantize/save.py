@@ -53,14 +53,7 @@ def save_quantized(
         LLMError: the format cannot store a layer's scheme, or the folder cannot be written.
     """
     path = Path(os.path.expanduser(path))
-    if format not in FORMATS:
-        raise ValidationError(
-            f"format={format!r} is not known; use one of {', '.join(map(repr, FORMATS))}.",
-            parameter="format",
-            value=format,
-        )
-    if path.exists():
-        raise ValidationError(f"{path} exists already; pass a new folder.", parameter="path", value=str(path))
+    _check(path, format)
     layers = stored_layers(model, targets)
     if not any(layer.is_quantized for layer in layers):
         raise ValidationError(
@@ -85,6 +78,17 @@ def save_quantized(
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
     return path
+
+
+def _check(path: Path, format: str) -> None:
+    if format not in FORMATS:
+        raise ValidationError(
+            f"format={format!r} is not known; use one of {', '.join(map(repr, FORMATS))}.",
+            parameter="format",
+            value=format,
+        )
+    if path.exists():
+        raise ValidationError(f"{path} exists already; pass a new folder.", parameter="path", value=str(path))
 
 
 def _tensors(writer: Writer, layers: list[StoredLayer]) -> Iterator[tuple[str, torch.Tensor]]:
