@@ -173,14 +173,11 @@ class LinearBase(PluggableLayer):
         return [size // self.output_size_per_partition for size in scaled]
 
     def forward(self, x: torch.Tensor) -> Output:
-        return self._result(self._product(x))
-
-    def _product(self, x: Any) -> torch.Tensor:
-        return self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+        y = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+        return self._result(y) if self.return_bias else y
 
     def _result(self, y: torch.Tensor) -> Output:
-        if not self.return_bias:
-            return y
+        """With `return_bias`: y, and the bias where it was not added."""
         return y, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:
@@ -229,8 +226,10 @@ class ColumnParallelLinear(LinearBase):
         self.gather_output = gather_output
 
     def forward(self, x: torch.Tensor) -> Output:
-        y = self._product(x)
-        return self._result(self.tp.all_gather(y) if self.gather_output else y)
+        y = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+        if self.gather_output:
+            y = self.tp.all_gather(y)
+        return self._result(y) if self.return_bias else y
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -320,4 +319,6 @@ class RowParallelLinear(LinearBase):
             x = x.narrow(-1, self.tp_rank * width, width)
         adds_bias = self.tp_rank == 0 and not self.skip_bias_add
         y = self.quant_method.apply(self, x, self.bias if adds_bias else None)
-        return self._result(self.tp.all_reduce(y) if self.reduce_results else y)
+        if self.reduce_results:
+            y = self.tp.all_reduce(y)
+        return self._result(y) if self.return_bias else y

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -478,7 +479,8 @@ class LLM(Scoring):
         try:
             for row in rows:
                 prompts.append(engine.add(row))
-            self._run_with_progress(engine, prompts, Progress(prompts, use_tqdm), guard)
+            with closing(Progress(prompts, use_tqdm)) as progress:
+                engine.run(prompts, self._between_steps(engine, prompts, progress, guard))
             outputs = [prompt.output() for prompt in prompts]
             warn_of_errors(outputs)
             return outputs
@@ -492,9 +494,9 @@ class LLM(Scoring):
         finally:
             self._abort_dropped(engine)
 
-    def _run_with_progress(
+    def _between_steps(
         self, engine: Engine, prompts: list[PromptState], progress: Progress, guard: InterruptGuard
-    ) -> None:
+    ) -> Callable[[], None]:
         def between_steps() -> None:
             self._abort_dropped(engine)
             progress.update()
@@ -502,10 +504,7 @@ class LLM(Scoring):
                 guard.end()
                 raise GenerationInterrupted([prompt.output() if prompt.finished else None for prompt in prompts])
 
-        try:
-            engine.run(prompts, between_steps)
-        finally:
-            progress.close()
+        return between_steps
 
     def _exclusive(self) -> Any:
         """The lock of a call: those of other threads wait, one from inside a call is refused.

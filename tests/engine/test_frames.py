@@ -1,0 +1,44 @@
+"""How far it is from `LLM.generate` to the GEMM: a request passes few functions in few files."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+from embedded import open_llm
+from kernel_sets import has_kernels, needs_compiler
+
+import llm
+from llm import SamplingParams
+from llm.kernels.cpu.library import Library
+
+PACKAGE = Path(llm.__file__).parent
+# The GEMM's own function is the last of them; the check of argument names around `LLM.generate` is not one.
+MOST_FRAMES, MOST_FILES = 12, 9
+pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
+
+
+def frames_to_first_gemm(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(file, function) of the package's own frames, from `LLM.generate` to the function that calls the kernel."""
+    found: list[tuple[str, str]] = []
+    call = Library.call
+
+    def traced(self: Library, kernel: object, *arguments: object) -> int:
+        if not found and "linear" in str(getattr(kernel, "name", "")):
+            stack = traceback.extract_stack()[:-1]
+            own = [(frame.filename, frame.name) for frame in stack if frame.filename.startswith(str(PACKAGE))]
+            found.extend(own[[name for _, name in own].index("generate") :])
+        return call(self, kernel, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Library, "call", traced)
+    with open_llm() as engine:
+        engine.generate("In the beginning", SamplingParams(max_tokens=1), use_tqdm=False)
+    return found
+
+
+def test_a_request_passes_few_frames_in_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = frames_to_first_gemm(monkeypatch)
+    assert frames[0][1] == "generate" and len(frames) > 5
+    assert len(frames) <= MOST_FRAMES, "\n".join(map(str, frames))
+    assert len({file for file, _ in frames}) <= MOST_FILES, "\n".join(map(str, frames))
