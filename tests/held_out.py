@@ -1,19 +1,16 @@
-"""Text the embedded model has never seen: every fifth of the chapters its recipe holds out of training.
+"""Text that the embedded model was not trained on: every fifth of the held-out chapters.
 
-`fixtures/held_out.txt` is written by `python tests/held_out.py`, which needs what the recipe needs (`train.py`: the
-`bible` program of the Debian packages bible-kjv and bible-kjv-text, King James Version, in the public domain). Chapters
-are separated by form feeds.
+`python tests/held_out.py` writes `fixtures/held_out.txt`. It needs the `bible` program of the Debian packages bible-kjv
+and bible-kjv-text (King James Version, in the public domain). Chapters are separated by form feeds.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
+
+from llm.assets.tiny.text import is_held_out, parse_chapters, read_text, render
 
 FILE = Path(__file__).parent / "fixtures" / "held_out.txt"
-RECIPE = Path(__file__).parent.parent / "llm" / "assets" / "tiny" / "train.py"
 EVERY = 5
 
 
@@ -21,16 +18,10 @@ def texts() -> list[str]:
     return FILE.read_text("ascii").split("\f")
 
 
-def from_the_recipe() -> list[str]:
-    spec = importlib.util.spec_from_file_location("tiny_recipe", RECIPE)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(RECIPE)
-    recipe: Any = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = recipe
-    spec.loader.exec_module(recipe)
-    held = [chapter for chapter in recipe.parse_chapters(recipe.read_text()) if recipe.is_held_out(chapter)]
-    return [recipe.render(chapter) for chapter in held[::EVERY]]
+def from_the_bible() -> list[str]:
+    held = [chapter for chapter in parse_chapters(read_text()) if is_held_out(chapter)]
+    return [render(chapter) for chapter in held[::EVERY]]
 
 
 if __name__ == "__main__":
-    FILE.write_text("\f".join(from_the_recipe()), "ascii")
+    FILE.write_text("\f".join(from_the_bible()), "ascii")
