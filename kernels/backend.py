@@ -129,7 +129,7 @@ class Backend:
     ) -> None:
         self.reason = reason
         self.device = device
-        self._pins = pins
+        self.pins = pins
         self._own = frozenset(kernels)
         self.ops = Operations({name: kernels.get(name) or definition(name) for name in OPERATIONS})
 
@@ -180,7 +180,7 @@ class Backend:
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor
-        return (tensor.pin_memory() if self._pins else tensor).to(self.device, non_blocking=self._pins)
+        return (tensor.pin_memory() if self.pins else tensor).to(self.device, non_blocking=self.pins)
 
     def clear(self) -> None:
         """Free the memory that is kept for later results, and end the threads; both come again with the next call."""

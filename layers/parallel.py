@@ -6,21 +6,32 @@ Owns no processes. A group of one needs no communicator; a larger one gets its p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from llm.base.errors import LLMError, ValidationError
+from llm.platforms.interface import Platform
+from llm.plugins import load_class
 
 
-class Communicator(Protocol):
-    """What layers ask of the processes of a group; the result is the same on every rank."""
+class Communicator:
+    """What layers ask of the processes of a group; the result is the same on every rank.
+
+    A platform names a subclass in `Platform.get_communicator_cls`.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's x."""
+        raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's x [..., n], side by side in the last dimension, in order of rank."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -61,3 +72,12 @@ class TensorParallel:
 
 
 SINGLE = TensorParallel()
+
+
+def tensor_parallel(platform: Platform, rank: int, size: int) -> TensorParallel:
+    """A place in a group of `size`, with the platform's communicator; `ValidationError` where it has none."""
+    if size == 1:
+        return SINGLE
+    who = f"{type(platform).__name__}.get_communicator_cls"
+    cls: Any = load_class(platform.get_communicator_cls(), Communicator, who, platform.plugin)
+    return TensorParallel(rank, size, cls(rank, size))

@@ -17,9 +17,11 @@ The contract of an out-of-tree accelerator, version 1. The host promises, until 
        returns the `EngineArgs` to use, before they are resolved.
     3. The model runner: `Platform.get_model_runner_cls` names a subclass of `llm.engine.model_runner.ModelRunner`,
        whose methods `place_model`, `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and
-       `compute_logits` can be overridden one by one. A model is built and loaded in CPU memory.
-    4. Attention: `Platform.get_attn_backend_cls` names an `llm.layers.attention.AttentionBackend`; it owns the layout
-       of the KV cache and the two operations on it.
+       `compute_logits` can be overridden one by one. A model is built and loaded in CPU memory;
+       `place_model` moves it to `Platform.device`.
+    4. Kernels: `Platform.get_backend_cls` names an `llm.kernels.backend.Backend`, which computes any of its
+       `OPERATIONS`; PyTorch computes the rest. `Platform.get_attn_backend_cls` names an
+       `llm.layers.attention.AttentionBackend`; it owns the layout of the KV cache and the two operations on it.
     5. Operations and layers: `@CustomOp.register_oot` and `@PluggableLayer.register_oot` (`llm.layers.custom_op`),
        keyed by the in-tree class name. `forward_oot` is bound first; an inherited forward never overrides the
        replacement's. A class registered by a platform plugin's hook or package replaces on that platform alone; any

@@ -1,4 +1,4 @@
-"""The CPU: memory and processors within the container's limits, instruction sets, dtypes."""
+"""The CPU: memory and processors within the container's limits, dtypes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,6 @@ import torch
 
 from llm.platforms.cgroup import cpu_quota, memory_limits
 from llm.platforms.interface import Platform, PlatformEnum
-
-# Instruction set that a kernel may need -> the flags that /proc/cpuinfo must show. From "neon" on: ARM.
-ISA_FLAGS: dict[str, frozenset[str]] = {
-    "avx2": frozenset({"avx2"}),
-    "fma": frozenset({"fma"}),
-    "f16c": frozenset({"f16c"}),
-    "avx512f": frozenset({"avx512f"}),
-    "avx512bw": frozenset({"avx512bw"}),
-    "avx512vl": frozenset({"avx512vl"}),
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
-    "avx_vnni": frozenset({"avx_vnni"}),
-    "avx512_vnni": frozenset({"avx512_vnni"}),
-    "avx512_bf16": frozenset({"avx512_bf16"}),
-    "amx_tile": frozenset({"amx_tile"}),
-    "amx_int8": frozenset({"amx_tile", "amx_int8"}),
-    "amx_bf16": frozenset({"amx_tile", "amx_bf16"}),
-    "neon": frozenset({"asimd"}),
-    "neon_dotprod": frozenset({"asimddp"}),
-    "neon_bf16": frozenset({"bf16", "asimd"}),
-    "sve": frozenset({"sve"}),
-}
 
 
 class CpuPlatform(Platform):
@@ -102,16 +81,6 @@ class CpuPlatform(Platform):
         finally:
             if has_too_many:
                 torch.set_num_threads(threads)
-
-    @functools.cached_property
-    def isa(self) -> frozenset[str]:
-        """The keys of `ISA_FLAGS` that every processor of the machine supports."""
-        flags: frozenset[str] | None = None
-        for line in _lines(self.root / "proc/cpuinfo"):
-            name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                flags = frozenset(value.split()) if flags is None else flags & frozenset(value.split())
-        return frozenset(name for name, needed in ISA_FLAGS.items() if needed <= (flags or frozenset()))
 
     def get_backend_cls(self) -> str:
         # A plugin's platform that derives from this one describes another device, which may have other memory.

@@ -271,7 +271,32 @@ def missing_docstring(item: Source) -> list[str]:
     return [] if ast.get_docstring(item.tree) else [item.at(item.tree, "does not open with a docstring")]
 
 
-RULES = [looks_into_the_runner, upward_imports, unprefixed_imports, unsafe_uses, quiet_failures, missing_docstring]
+# What a backend is made of: only kernels/ imports it or knows its names.
+BACKEND_PACKAGES = ("llm.kernels.cpu",)
+BACKEND_ATTRIBUTES = {"library", "has_tiles"}
+INSTRUCTION_SETS = {"avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx"}
+
+
+def backend_internals(item: Source) -> list[str]:
+    """Uses of a shared library, of matrix tiles or of an instruction set's name outside of kernels/."""
+    if covered(item.module, "llm.kernels"):
+        return []
+    problems = []
+    for node, name in imported_names(item):
+        if any(covered(name, package) for package in BACKEND_PACKAGES):
+            problems.append(item.at(node, f"imports {name}; ask llm.kernels.backend"))
+    for node in ast.walk(item.tree):
+        if isinstance(node, ast.Attribute) and node.attr.lstrip("_") in BACKEND_ATTRIBUTES:
+            problems.append(item.at(node, f"asks for .{node.attr}; ask the Backend what it promises"))
+        elif isinstance(node, ast.Constant) and node.value in INSTRUCTION_SETS:
+            problems.append(item.at(node, f"names the instruction set {node.value!r}"))
+    return problems
+
+
+RULES = [
+    *(looks_into_the_runner, backend_internals),
+    *(upward_imports, unprefixed_imports, unsafe_uses, quiet_failures, missing_docstring),
+]
 
 
 def test_the_walk_goes_through_the_links() -> None:
@@ -343,6 +368,25 @@ def test_a_downward_import_passes(path: str, text: str) -> None:
 @pytest.mark.parametrize("path", ["surprise.py", "surprises/inner.py"])
 def test_an_unplaced_file_is_caught(path: str) -> None:
     assert "place it in FLOORS" in upward_imports(source(path, ""), MADE_UP)[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from llm.kernels.cpu.library import Library",
+        "from llm.kernels import cpu",
+        "def f():\n    import llm.kernels.cpu.program",
+        "fast = backend.library is not None",
+        "fast = self._library.has_nothing",
+        "fast = target.has_tiles",
+        "fast = target == 'amx'",
+    ],
+)
+def test_a_look_inside_a_backend_is_caught(text: str) -> None:
+    assert len(backend_internals(source("engine/engine.py", text))) == 1
+    assert backend_internals(source("kernels/bench.py", text)) == []
+    asks = "from llm.kernels.backend import Backend\nx = 'amx or none'"
+    assert backend_internals(source("engine/engine.py", asks)) == []
 
 
 @pytest.mark.parametrize(

@@ -125,30 +125,32 @@ def _plan(metadata: AttentionMetadata, sliding_window: int | None, elements_per_
         for some in range(0, len(rows), at_once):
             decode.append(_decode_group(metadata, rows[some : some + at_once], starts, sliding_window))
     largest = max((len(group.slots) for group in decode), default=0) * elements_per_token
-    return _Plan(decode, prefill, (torch.empty(largest), torch.empty(largest)))
+    device = metadata.block_table.device
+    return _Plan(decode, prefill, (torch.empty(largest, device=device), torch.empty(largest, device=device)))
 
 
 def _decode_group(
     metadata: AttentionMetadata, rows: list[tuple[int, int, int]], starts: list[int], sliding_window: int | None
 ) -> _DecodeGroup:
     """`rows` as in `_plan`: (row, first block it sees, how many from there)."""
-    size = metadata.block_size
-    index, first, _ = torch.tensor(rows).unsqueeze(-1).unbind(1)  # int64 [R, 1] each
+    size, device = metadata.block_size, metadata.block_table.device
+    index, first, _ = torch.tensor(rows, device=device).unsqueeze(-1).unbind(1)  # int64 [R, 1] each
     width = max(width for _, _, width in rows)
-    columns = (first + torch.arange(width)).clamp_(max=metadata.block_table.shape[1] - 1)
+    columns = (first + torch.arange(width, device=device)).clamp_(max=metadata.block_table.shape[1] - 1)
     slots = _slots(metadata.block_table[index, columns], size)
-    positions = first * size + torch.arange(width * size)
+    positions = first * size + torch.arange(width * size, device=device)
     lengths = metadata.seq_lens[index]
     mask = positions < lengths
     if sliding_window is not None:
         mask &= positions >= lengths - sliding_window
     slots.masked_fill_(~mask, 0)  # slot 0: nobody writes it
-    return _DecodeGroup(torch.tensor([starts[row] for row, _, _ in rows]), slots.view(-1), mask.unsqueeze(1))
+    tokens = torch.tensor([starts[row] for row, _, _ in rows], device=device)
+    return _DecodeGroup(tokens, slots.view(-1), mask.unsqueeze(1))
 
 
 def _slots(blocks: torch.Tensor, size: int) -> torch.Tensor:
     """Block ids [..., blocks] -> int64 [..., blocks * size], the cache slots of their positions."""
-    return (blocks.long().unsqueeze(-1) * size + torch.arange(size)).flatten(-2)
+    return (blocks.long().unsqueeze(-1) * size + torch.arange(size, device=blocks.device)).flatten(-2)
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -198,13 +200,14 @@ def _attend_row(
     query = query.transpose(0, 1)
     if count == keys and sliding_window is None and soft_cap is None and sinks is None:
         return _sdpa(query, key, value, scale, None).transpose(0, 1)
+    seen = torch.arange(keys, device=query.device)
     chunks = []
     for start in range(0, count, _QUERY_CHUNK):
         end = min(start + _QUERY_CHUNK, count)
-        positions = torch.arange(keys - count + start, keys - count + end).unsqueeze(1)
-        mask = torch.arange(keys) <= positions
+        positions = seen[keys - count + start : keys - count + end].unsqueeze(1)
+        mask = seen <= positions
         if sliding_window is not None:
-            mask &= torch.arange(keys) > positions - sliding_window
+            mask &= seen > positions - sliding_window
         chunks.append(_attend_masked(query[:, start:end], key, value, mask, scale, soft_cap, sinks))
     return torch.cat(chunks, dim=1).transpose(0, 1)
 

@@ -91,5 +91,5 @@ def _relative(table: torch.Tensor, size: int) -> torch.Tensor:
     wanted = 2 * size - 1
     if table.shape[0] != wanted:
         table = F.interpolate(table.float().t()[None], size=wanted, mode="linear")[0].t()
-    places = torch.arange(size)
+    places = torch.arange(size, device=table.device)
     return table.float()[places[:, None] - places[None, :] + size - 1]

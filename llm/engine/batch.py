@@ -7,6 +7,7 @@ The changes of a step leave as a `BatchUpdate`, in the order its docstring state
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +88,23 @@ class InputBatch:
 
     `token_ids[row, :num_tokens[row]]` is everything known of a row; its first `num_computed[row]` are in the KV cache.
     The arrays are zero pages until written, so their width costs nothing.
+
+    Args:
+        upload: what makes an array a tensor on the device that computes.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int, *, has_slots: bool = False
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_groups: int,
+        block_size: int,
+        upload: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy,
+        *,
+        has_slots: bool = False,
     ) -> None:
         self.block_size = block_size
+        self._upload = upload
         self.max_blocks = -(-max_model_len // block_size)
         self.request_ids: list[str] = []
         self.index: dict[str, int] = {}
@@ -152,11 +164,11 @@ class InputBatch:
         if self.has_slots:  # last: `group_states` calls them `SLOTS`
             metadata.append(self._recurrent(rows, ends, counts, lengths))
         batch = ForwardBatch(
-            input_ids=torch.from_numpy(self.token_ids[row_of_token, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
+            input_ids=self._upload(self.token_ids[row_of_token, positions].astype(np.int64)),
+            positions=self._upload(positions),
             metadata=metadata,
             states=[],
-            logits_indices=torch.from_numpy(indices),
+            logits_indices=self._upload(indices),
         )
         return StepInput(rows, counts, lines, batch)
 
@@ -246,10 +258,10 @@ class InputBatch:
         widest = -(-int(lengths.max()) // self.block_size)
         slots = table[row_of_token, positions // self.block_size].astype(np.int64) * self.block_size
         return AttentionMetadata(
-            block_table=torch.from_numpy(table[rows, :widest]),
-            slot_mapping=torch.from_numpy(slots + positions % self.block_size),
-            query_start_loc=_starts(ends),
-            seq_lens=torch.from_numpy(lengths.astype(np.int32)),
+            block_table=self._upload(table[rows, :widest]),
+            slot_mapping=self._upload(slots + positions % self.block_size),
+            query_start_loc=self._upload(_starts(ends)),
+            seq_lens=self._upload(lengths.astype(np.int32)),
             block_size=self.block_size,
             query_lens_list=counts.tolist(),
             seq_lens_list=lengths.tolist(),
@@ -259,9 +271,9 @@ class InputBatch:
         self, rows: np.ndarray, ends: np.ndarray, counts: np.ndarray, lengths: np.ndarray
     ) -> RecurrentMetadata:
         return RecurrentMetadata(
-            slots=torch.from_numpy(self.slots[rows]),
-            query_start_loc=_starts(ends),
-            seq_lens=torch.from_numpy(lengths.astype(np.int32)),
+            slots=self._upload(self.slots[rows]),
+            query_start_loc=self._upload(_starts(ends)),
+            seq_lens=self._upload(lengths.astype(np.int32)),
             query_lens_list=counts.tolist(),
             seq_lens_list=lengths.tolist(),
         )
@@ -334,8 +346,8 @@ class InputBatch:
         self.index[self.request_ids[target]] = target
 
 
-def _starts(ends: np.ndarray) -> torch.Tensor:
+def _starts(ends: np.ndarray) -> np.ndarray:
     """int32 [R + 1]: where each row's tokens start, and the end of the last."""
     starts = np.zeros(len(ends) + 1, dtype=np.int32)
     starts[1:] = ends
-    return torch.from_numpy(starts)
+    return starts

@@ -35,6 +35,7 @@ class RunnerPlan:
         is_quantized: the checkpoint itself is.
         logits_processors: custom ones, in order.
         rank, tp_size: this runner's place in a tensor-parallel group.
+        device_index: which of the platform's devices it computes on.
     """
 
     config: EngineConfig
@@ -51,11 +52,10 @@ class RunnerPlan:
     logits_processors: tuple[type[LogitsProcessor], ...] = ()
     rank: int = 0
     tp_size: int = 1
+    device_index: int = 0
 
-    @property
-    def build_options(self) -> BuildOptions:
+    def build_options(self, tp: TensorParallel) -> BuildOptions:
         model = self.config.model_config
-        tp = TensorParallel(self.rank, self.tp_size)
         return BuildOptions(model.max_model_len, model.weight_dtype, self.config.quant_config, tp)
 
 

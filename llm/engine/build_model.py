@@ -14,6 +14,7 @@ import torch
 from llm.base.construction import constructing_for
 from llm.base.errors import OutOfMemoryError
 from llm.engine.boundary import RunnerPlan
+from llm.layers.parallel import tensor_parallel
 from llm.loading.loader import load_dummy_weights, load_weights
 from llm.loading.weight_map import Target, rename
 from llm.platforms.interface import Platform
@@ -28,7 +29,8 @@ def build_model(plan: RunnerPlan, platform: Platform) -> Any:
         quant_config.apply_mapper(lambda name: rename(name, back))
     may_round = plan.store_as is torch.bfloat16
     with constructing_for(platform, plan.config.compilation_config, may_round=may_round), _told_of_memory():
-        model = plan.model_class(plan.architecture, plan.build_options)
+        tp = tensor_parallel(platform, plan.rank, plan.tp_size)
+        model = plan.model_class(plan.architecture, plan.build_options(tp))
         if quant_config is not None:
             quant_config.check_used()
             quant_config.prepare_model(model)

@@ -65,6 +65,7 @@ class ModelRunner(ModelInspection):
         """
         times = PhaseTimes()
         self.plan = plan
+        self.platform.set_device(plan.device_index)
         with times.phase("build model"):
             self.platform.import_kernels()
             model = build_model(plan, self.platform)
@@ -92,11 +93,12 @@ class ModelRunner(ModelInspection):
             config.model_config.max_model_len,
             len(groups),
             cache.block_size,
+            self.backend.upload,
             has_slots=cache.num_state_slots > 0,
         )
         if config.invariant and self.backend.records:
             self.replay = DecodeReplay(self.model, self.backend, self.batch.max_blocks)
-        device, custom = torch.device(config.device), self.plan.logits_processors
+        device, custom = self.platform.device, self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)
         self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
         self._vocab_size = config.model_config.vocab_size
@@ -117,6 +119,7 @@ class ModelRunner(ModelInspection):
             hidden = self.forward(batch)
             result = RunnerOutput()
             self._read(hidden, step, result)
+            self.platform.synchronize()
             result.model_seconds = perf_counter() - started
             return result
 
@@ -143,15 +146,16 @@ class ModelRunner(ModelInspection):
             self.proposer.close()
         states = [tensor for state in self.states for tensor in state]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *states):
-            tensor.data = torch.empty(0)
+            tensor.data = torch.empty(0, device=tensor.device)
         self.model = self.replay = self.proposer = None
         self.states = []
         self.backend.clear()
         self.platform.release_memory()
 
     def place_model(self, model: Any) -> Any:
-        """The model where it computes; it comes with its weights loaded and processed, in the CPU's memory."""
-        return model
+        """The model on the platform's device; it comes with its weights loaded and processed, in the CPU's memory."""
+        device = self.platform.device
+        return model if device.type == "cpu" else model.to(device)
 
     def allocate_kv_caches(
         self, specs: Sequence[PagedSpec], num_blocks: int, block_size: int

@@ -28,7 +28,8 @@ from llm.layers.linear import (
     RowParallelLinear,
 )
 from llm.layers.logits import LogitsProcessor
-from llm.layers.parallel import TensorParallel
+from llm.layers.parallel import SINGLE, Communicator, TensorParallel, tensor_parallel
+from llm.platforms.cpu import CpuPlatform
 
 K = 24
 SIZES = (1, 2, 4)
@@ -307,6 +308,27 @@ def test_a_constructor_names_what_is_wrong(build: Any, parameter: str) -> None:
     with pytest.raises(ValidationError) as caught:
         build(TensorParallel(0, 2))
     assert caught.value.parameter == parameter
+
+
+class Doubling(Communicator):
+    """Two ranks with the same part."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.size
+
+
+class Connected(CpuPlatform):
+    def get_communicator_cls(self) -> str:
+        return f"{__name__}.Doubling"
+
+
+def test_a_group_has_the_communicator_of_its_platform() -> None:
+    tp = tensor_parallel(Connected(), 1, 2)
+    assert (tp.rank, tp.size) == (1, 2) and isinstance(tp.communicator, Doubling)
+    assert tp.all_reduce(torch.ones(1)) == 2
+    assert tensor_parallel(Connected(), 0, 1) is SINGLE
+    with pytest.raises(ValidationError, match="there is no communicator"):
+        tensor_parallel(CpuPlatform(), 0, 2)
 
 
 def test_a_group_without_a_communicator_does_not_pretend() -> None:

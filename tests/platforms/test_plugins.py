@@ -237,8 +237,10 @@ try:
     run(quantization="w8a8")
 except ValidationError as error:
     result["refused"] = str(error)
+from acme.kernels import AcmeBackend
 from acme.layers import AcmeRowParallelLinear
 from llm.platforms import current_platform
+result["kernel_calls"] = AcmeBackend.calls
 result["calls"] = AcmeRowParallelLinear.calls
 result["device"] = current_platform.get_device_name()
 result["loaded"] = "rival" in sys.modules
@@ -302,6 +304,7 @@ def test_the_parts_of_a_plugin_were_used(acme: dict[str, Any]) -> None:
     assert acme["plain"]["steps"] >= 12  # the runner's own `forward`
     assert acme["plain"]["placed"] > 0
     assert acme["calls"] > 0  # the layer's
+    assert acme["kernel_calls"] >= 3 * 12  # its argmax: once a step of the greedy runs
     assert "block_size               8  (set by platform acme)" in acme["plain"]["config"]
     # 4 layers, keys and values, 2 heads of 64 channels that are stored as 128, 4 bytes each, 8 tokens to a block
     assert f"({4 * 2 * 2 * 128 * 4 * 8:,} bytes each)" in acme["plain"]["config"]

@@ -82,7 +82,7 @@ class LogitsProcessors:
             self._make(PenaltiesLogitsProcessor),
         ]
         self.argmax_invariant = [
-            MinPLogitsProcessor(self._config, self._device, False, self._backend),
+            MinPLogitsProcessor(self._config, self._device, self._backend.pins, self._backend),
             *(processor for processor, skip in zip(custom, invariant, strict=True) if skip),
         ]
 
@@ -167,7 +167,7 @@ class LogitsProcessors:
         return whole.index_select(0, index) if partial else whole
 
     def _make(self, kind: type[LogitsProcessor]) -> LogitsProcessor:
-        return kind(self._config, self._device, False)
+        return kind(self._config, self._device, self._backend.pins)
 
 
 def _apply_one(processor: LogitsProcessor, logits: torch.Tensor) -> torch.Tensor:

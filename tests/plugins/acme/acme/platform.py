@@ -47,6 +47,9 @@ class AcmePlatform(CpuPlatform):
     def update_kv_cache_specs(self, specs: Sequence[KVCacheSpec]) -> Sequence[KVCacheSpec]:
         return [AcmeKVCacheSpec(s.num_kv_heads, s.head_size, s.dtype, s.sliding_window) for s in specs]
 
+    def get_backend_cls(self) -> str:
+        return "acme.kernels.AcmeBackend"
+
     def get_attn_backend_cls(self, head_size: int) -> str:
         return "acme.attention.AcmeAttention"
 
