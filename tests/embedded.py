@@ -1,6 +1,6 @@
-"""The embedded model for tests of the API: how it is opened, and what must hold whenever no call is running.
+"""Helpers for tests of the API on the embedded model: opening it, and the invariants between calls.
 
-Owns no tests. Tests that use it assert nothing about what the model says, only about how the engine says it.
+Owns no tests. Tests that use it assert properties of the engine, not the content of the model's text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=12)
 
 @contextmanager
 def open_llm(*args: Any, **kwargs: Any) -> Iterator[LLM]:
-    """An `LLM`, on one thread: for models this small more threads cost more than they save."""
+    """An `LLM` on one thread: for a model this small more threads are slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -43,7 +43,7 @@ def run(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[RequestOutput]:
 
 
 def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    """Ids of the first completion of each."""
+    """The token ids of each output's first completion."""
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -57,7 +57,7 @@ def free_blocks(llm: LLM) -> list[int]:
 
 
 def assert_idle(llm: LLM) -> None:
-    """No request, every block free, and the books add up."""
+    """Assert that there is no request, that every block is free, and that the scheduler is consistent."""
     engine = engine_of(llm)
     engine.scheduler.check_integrity()
     assert not engine.scheduler.requests

@@ -1,4 +1,4 @@
-"""The compiled kernels that this machine can run, one set per instruction set, for the tests that walk them."""
+"""The compiled kernels that this machine can run, one set per instruction set, for tests that run on all of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def has_compiler() -> bool:
 
 
 def has_kernels() -> bool:
-    """Whether an LLM made here computes with compiled kernels."""
+    """True if an `LLM` on this machine uses compiled kernels."""
     return has_compiler() and requested_isa() != "none"
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 _SUPPORTED = build.supported_targets()
-# Compiling one takes most of a minute of one core, so those between AVX2 and the best are left to TEST_ALL_ISAS=1:
-# for who changes a kernel.
+# Compiling one takes most of a minute of one core, so targets between AVX2 and the best are tested only with
+# TEST_ALL_ISAS=1: set it when you change a kernel.
 TARGETS = [
     target
     for target in _SUPPORTED

@@ -1,6 +1,6 @@
-"""Writes ModelSlim checkpoints from the formulas of the format, and says in float64 what each layer must compute.
+"""Writes ModelSlim checkpoints from the formulas of the format, and computes each layer's expected output in float64.
 
-Owns no tests, and shares no code with what it tests: packing and arithmetic are written out again here.
+Owns no tests. Shares no code with what it tests: packing and arithmetic are implemented again here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class ModelSlimFolder:
-    """How to write one.
+    """The options of a ModelSlim checkpoint.
 
     Attributes:
-        types: checkpoint module name -> type; FLOAT for what it does not name.
-        version: "1.0.0" is the new generation: packed int4, other file names.
+        types: checkpoint module name -> type.
+        version: "1.0.0" is the second generation: packed int4, other file names.
         group_size: of W4A8's second level; 0: per channel.
         int64_deq_scale: the storage form of float16 models.
         extra: further entries of the description.
@@ -141,7 +141,7 @@ def deq_scale(parts: Mapping[str, Any]) -> torch.Tensor:
 
 
 def float_weight(parts: Mapping[str, torch.Tensor], kind: str, version: str) -> torch.Tensor:
-    """The weight in float64 that a layer's tensors stand for."""
+    """The weight in float64 that a layer's tensors represent."""
     q = parts["weight"].double()
     if kind == "W4A8_DYNAMIC" and version == "1.0.0":
         byte = parts["weight"].to(torch.int16) & 255
@@ -155,7 +155,7 @@ def float_weight(parts: Mapping[str, torch.Tensor], kind: str, version: str) -> 
 
 
 def expected_output(parts: Mapping[str, torch.Tensor], kind: str, version: str, x: torch.Tensor) -> torch.Tensor:
-    """What one module computes on float32 x [M, K], in float64 on activations quantized as the format says."""
+    """The output of one module for float32 x [M, K], in float64, with activations quantized as the format defines."""
     bias = parts["bias"].double() if "bias" in parts else 0.0
     if kind in ("W8A8", "W8A8S"):
         xq = (torch.round(x / parts["input_scale"]) + parts["input_offset"]).clamp(-128, 127).double()

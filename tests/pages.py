@@ -1,6 +1,6 @@
-"""Rows in a paged cache, for every test of attention kernels; holds whichever layout the kernels under test have.
+"""Requests in a paged KV cache, for all tests of attention kernels, in any cache layout.
 
-Every slot that a row must not read is NaN, so one stray read shows in the result.
+Every slot that a request must not read is NaN, so one stray read shows in the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 @dataclass
 class Shape:
-    """What an attention layer is built with. `sinks`: whether every head has one."""
+    """The arguments of an attention layer. `sinks`: True if every head has a sink."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -38,10 +38,10 @@ class Shape:
 
 
 class Pages:
-    """Rows (tokens cached before, tokens of this step) in a paged cache with scattered blocks.
+    """Batch rows (tokens cached before, tokens of this step) in a paged KV cache with scattered blocks.
 
-    Slots that no row may read are NaN: blocks nobody owns, the ends of last blocks, what has left the window. Where a
-    whole block has left the window the table may hold the null block or the block's old id. Slot 0 holds zeros.
+    Slots that no row may read are NaN: free blocks, the ends of last blocks, positions outside the window. If a whole
+    block is outside the window, the block table may hold the null block or the block's old id. Slot 0 holds zeros.
     """
 
     def __init__(self, shape: Shape, rows: list[tuple[int, int]], seed: int, kernels: Backend = REFERENCE) -> None:
@@ -66,7 +66,7 @@ class Pages:
         return self.attend_again()
 
     def attend_again(self, metadata: AttentionMetadata | None = None) -> torch.Tensor:
-        """Attend over the cache as it is."""
+        """Attend over the cache without writing."""
         return self._attend(
             self.query,
             self.key_cache,
@@ -79,11 +79,11 @@ class Pages:
         )
 
     def refill(self) -> None:
-        """Write what earlier steps left, after `keys` and `values` were changed."""
+        """Write the keys and values of earlier steps again, after `keys` and `values` were changed."""
         self._fill()
 
     def expected(self) -> torch.Tensor:
-        """Row by row and token by token, dense, in float64 over what the cache's type can hold."""
+        """Reference: dense attention in float64, token by token, over values rounded to the cache's dtype."""
         lines = []
         queries = iter(self.query.double())
         for (cached, new), keys, values in zip(self.rows, self.keys, self.values, strict=True):
@@ -120,7 +120,7 @@ class Pages:
         return normal(seed, tokens, self.shape.kv_heads, self.shape.head_size)
 
     def _new(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """The tokens of this step, end to end."""
+        """The tokens of this step, concatenated."""
         return torch.cat([tensor[-new:] for tensor, (_, new) in zip(rows, self.rows, strict=True)])
 
     def _dense(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Pages:
         return torch.stack(heads)
 
     def _scatter(self, generator: torch.Generator) -> torch.Tensor:
-        """Distinct random blocks for every row; beyond its own a row's table holds ids of blocks it does not own."""
+        """Distinct random blocks for every row; beyond its own blocks a row's table holds ids of other blocks."""
         needed = [-(-(cached + new) // self.shape.block_size) for cached, new in self.rows]
         ids = iter((torch.randperm(sum(needed) + 5, generator=generator) + 1).tolist())
         self.num_blocks = sum(needed) + 6
@@ -158,7 +158,7 @@ class Pages:
         return keys, values
 
     def _fill(self) -> None:
-        """The keys and values of earlier steps that some token of this step sees."""
+        """Write the keys and values of earlier steps that some token of this step attends to."""
         for row, (cached, _) in enumerate(self.rows):
             seen = range(self.first_seen(cached), cached)
             slots = torch.tensor([self.slot(row, position) for position in seen], dtype=torch.int64)

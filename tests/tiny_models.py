@@ -1,9 +1,9 @@
 """Tiny random checkpoints, one per row of `TINY_MODELS`: what every family is tested on.
 
-Owns the table, the recipe that fills the weights, and transformers' side of every comparison. No tests.
+Owns the table, the random weights, and transformers' side of every comparison. No tests.
 
-A new family joins by one line: the name of its transformers config class and keyword arguments that are small, odd and
-cross the thresholds that matter (a window, an original context length) within the row's `lengths`.
+A new family is one line: the name of its transformers config class and keyword arguments that are small and odd, and
+that cross the thresholds that matter (a window, an original context length) within the prompts' `lengths`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LLAMA3 = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How to write one checkpoint.
+    """The options of one checkpoint.
 
     Attributes:
         config_class: a class of transformers, by name.

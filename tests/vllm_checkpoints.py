@@ -1,4 +1,4 @@
-"""The checkpoints that vLLM's recorded answers are about: how to write them again, and how to know they are the same.
+"""The checkpoints of vLLM's recorded answers: writing them again, and checking that they are the same.
 
 Owns no tests. `tests/fixtures/make_vllm_fixtures.py` recorded the answers; the tests rebuild the same weights from
 their seeds and compare fingerprints before they compare anything else.
