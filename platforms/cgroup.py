@@ -1,6 +1,6 @@
 """The memory and CPU limits of this process's control groups, versions 1 and 2.
 
-Owns reading them. Any group between the process's own and the root may set a limit, so all are read and the smallest
+Owns reading them. Each group from the process's own up to the root may set a limit, so all are read and the smallest
 applies. Paths are relative to `root`, "/" outside of tests.
 """
 

@@ -199,7 +199,7 @@ def compile_library(output: Path, target: str, compiler: str, extra_flags: tuple
         with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
         linked = Path(scratch, "library.so")
-        # OpenMP is not linked: the kernels are handed the runtime that PyTorch loaded (library.py).
+        # No OpenMP runtime is linked: the kernels have threads of their own (threads.cpp).
         _run([compiler, "-shared", *extra_flags, "-Wl,--as-needed", *map(str, objects), "-o", str(linked)])
         os.replace(linked, output)
 

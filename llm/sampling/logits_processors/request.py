@@ -42,7 +42,7 @@ class RequestLogitsProcessors(AdapterLogitsProcessor):
 
 
 def with_prompt(processor: Callable[..., torch.Tensor]) -> Callable[[list[int], list[int], torch.Tensor], torch.Tensor]:
-    """Any kind of request processor as a callable of (prompt ids, output ids, logits [vocab])."""
+    """A request processor of each kind as a callable of (prompt ids, output ids, logits [vocab])."""
     if is_hugging_face(processor):
 
         def whole_sequence(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
