@@ -32,6 +32,7 @@ from llm.kernels.backend import backend_for
 from llm.layers.attention import Attention
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.platforms import select_platform
+from llm.platforms.cpu import CpuPlatform
 from llm.sampling_params import StructuredOutputsParams
 from llm.startup.build import make_runner
 from llm.startup.plan import make_plan
@@ -166,9 +167,16 @@ def test_what_cannot_cross_is_told(pipe: Connection, monkeypatch: pytest.MonkeyP
         assert run(llm, PROMPTS, GREEDY)
 
 
+class ConnectedPlatform(CpuPlatform):
+    """A CPU whose ranks could combine their results; nothing is computed here."""
+
+    def get_communicator_cls(self) -> str:
+        return "llm.layers.parallel.Communicator"
+
+
 def test_a_plan_for_one_rank_of_two_holds_half_of_the_heads(tmp_path: Path) -> None:
     args = EngineArgs(model=EMBEDDED_MODEL, max_model_len=64)
-    platform, compilation = select_platform("cpu")[0], CompilationConfig()
+    platform, compilation = ConnectedPlatform(), CompilationConfig()
     read = read_model(args)
     whole, *halves = (
         make_plan(args, read, platform, compilation, backend_for(platform), (), tp)
