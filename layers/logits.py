@@ -11,8 +11,10 @@ from llm.layers.embedding import VocabParallelEmbedding
 
 
 @PluggableLayer.register("logits_processor")
-class LogitsProcessor(PluggableLayer):
+class LogitsLayer(PluggableLayer):
     """hidden [L, H] -> float32 logits [L, org_vocab_size], through the LM head's quant method, without padding.
+
+    vLLM calls it LogitsProcessor, as it calls what changes logits afterwards (`llm.sampling.logits_processors`).
 
     Args:
         vocab_size: ids of the LM head, added ones included.
@@ -21,6 +23,8 @@ class LogitsProcessor(PluggableLayer):
         logits_as_input: hidden are the logits already; only cap and scale are applied.
         soft_cap: logits become soft_cap * tanh(logits / soft_cap); None: they do not.
     """
+
+    vllm_name = "LogitsProcessor"
 
     def __init__(
         self,

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from llm.base.errors import GenerationInterrupted as GenerationInterrupted
     from llm.base.errors import LLMError as LLMError
     from llm.base.errors import ValidationError as ValidationError
-    from llm.beam_search import BeamSearchOutput as BeamSearchOutput
-    from llm.beam_search import BeamSearchParams as BeamSearchParams
-    from llm.beam_search import BeamSearchSequence as BeamSearchSequence
+    from llm.beam_params import BeamSearchParams as BeamSearchParams
     from llm.inputs import PromptType as PromptType
     from llm.inputs import TextPrompt as TextPrompt
     from llm.inputs import TokensPrompt as TokensPrompt
     from llm.models.registry import ModelRegistry as ModelRegistry
     from llm.models.registry import register_model as register_model
+    from llm.outputs import BeamSearchOutput as BeamSearchOutput
+    from llm.outputs import BeamSearchSequence as BeamSearchSequence
     from llm.outputs import CompletionOutput as CompletionOutput
     from llm.outputs import LoglikelihoodOutput as LoglikelihoodOutput
     from llm.outputs import Logprob as Logprob
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "LLM": "llm.api",
     "SamplingParams": "llm.sampling_params",
-    "BeamSearchParams": "llm.beam_search",
-    "BeamSearchOutput": "llm.beam_search",
-    "BeamSearchSequence": "llm.beam_search",
+    "BeamSearchParams": "llm.beam_params",
+    "BeamSearchOutput": "llm.outputs",
+    "BeamSearchSequence": "llm.outputs",
     "RequestOutputKind": "llm.sampling_params",
     "StructuredOutputsParams": "llm.sampling_params",
     "RequestOutput": "llm.outputs",

@@ -199,5 +199,38 @@ class RequestOutput:
             raise AttributeError(f"RequestOutput has no {name!r}{where}.")
 
 
+@dataclass
+class BeamSearchSequence:
+    """One sequence found by a search.
+
+    Attributes:
+        orig_prompt: the prompt as it was passed.
+        tokens: the prompt's ids and the generated ones, without the EOS unless `include_stop_str_in_output`.
+        logprobs: per generated token, an EOS included, the logprobs that the search considered.
+        cum_logprob: sum over the generated tokens, an EOS included.
+        score: `cum_logprob` / (number of generated tokens, an EOS included) ** length_penalty.
+        text: `tokens` as text; None without a tokenizer.
+        finish_reason: "stop" or "length".
+        stop_reason: the id of the EOS that ended it, None for "length".
+    """
+
+    orig_prompt: object
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    lora_request: None = None
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    score: float = 0.0
+
+
+@dataclass
+class BeamSearchOutput:
+    """A prompt's sequences, the best score first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
 if not TYPE_CHECKING:  # or mypy would take any name
     __getattr__ = missing_names(__name__)

@@ -47,8 +47,9 @@ from llm.base.checks import (
     plain_number,
     refuse,
 )
-from llm.base.missing import missing_name
+from llm.base.missing import missing_names
 from llm.base.names import known_fields
+from llm.beam_params import BeamSearchParams as BeamSearchParams  # vLLM has it here
 from llm.config.elsewhere import SAMPLING
 
 if TYPE_CHECKING:
@@ -390,11 +391,4 @@ _FIELDS: dict[str, object] = {item.name: item.default for item in dataclasses.fi
 
 
 if not TYPE_CHECKING:  # or mypy would take any name
-
-    def __getattr__(name: str) -> object:
-        """vLLM has `BeamSearchParams` here."""
-        if name != "BeamSearchParams":
-            raise missing_name(__name__, name)
-        from llm.beam_search import BeamSearchParams
-
-        return BeamSearchParams
+    __getattr__ = missing_names(__name__)

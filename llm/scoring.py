@@ -12,14 +12,14 @@ from llm.base.bar import UseTqdm
 from llm.base.checks import refuse
 from llm.base.errors import GenerationInterrupted
 from llm.base.names import known_names
-from llm.beam_search import BeamSearchOutput, BeamSearchParams
-from llm.engine.beam_search import BeamSearches
+from llm.beam_params import BeamSearchParams
+from llm.engine.beams import BeamSearches
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.progress import check_use_tqdm
 from llm.engine.scoring import continuation_rows, likelihood, perplexity_of, perplexity_rows
-from llm.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
+from llm.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
 
 
 class Host(Protocol):

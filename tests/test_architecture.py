@@ -22,6 +22,7 @@ ROOMS = ("layers", "quantization", "platforms", "kernels")
 FLOORS = {
     "llm.base": 1,
     "llm.config": 1,
+    "llm.beam_params": 1,
     "llm.beam_search": 1,
     "llm.forward": 1,
     "llm.inputs": 1,

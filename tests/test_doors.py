@@ -23,7 +23,7 @@ ROOMS = ("llm", "llm.config", "llm.inputs", "llm.outputs", "llm.platforms", "llm
 
 
 def doors() -> list[str]:
-    found = ["llm.layers.custom_op"]
+    found = ["llm.beam_search", "llm.layers.custom_op"]
     for name in DOOR_PACKAGES:
         package = importlib.import_module(name)
         found += [name, *(module.name for module in pkgutil.walk_packages(package.__path__, f"{name}."))]

@@ -1,6 +1,6 @@
 """`python -m llm bench`: arguments in, tables or JSON out.
 
-Owns the subcommand and the check of its arguments. Imports no PyTorch: the command imports it and the engine when it
+Owns the subcommand. Imports no PyTorch: the command imports it and the engine when it
 runs, and measures the time.
 """
 
@@ -11,57 +11,16 @@ import dataclasses
 import importlib
 import json
 import sys
-from dataclasses import dataclass, field
 from time import perf_counter
 
-from llm.base.errors import ValidationError
-from llm.base.types import Commands, JsonObject
-from llm.bench.shapes import SHAPES, find_shape
-from llm.bench.workloads import PREFILL_REPS, RECIPES, find_recipe
-
-WEIGHT_DTYPES = ("float32", "bfloat16")
-RIVALS = ("transformers",)
+from llm.base.types import Commands
+from llm.bench.options import BenchOptions, invalid
+from llm.bench.shapes import SHAPES
+from llm.bench.workloads import RECIPES
 
 _IMPORTS = ("torch", "llm.api")
 # Arguments of LLM that an option of the benchmark sets -> that option.
 _TAKEN = {"model": "--model", "load_format": "--shape", "dtype": "--dtype", "quantization": "--quantization"}
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """The command line's arguments; `add_command` documents each. `model` and `shape` None: the embedded model."""
-
-    model: str | None = None
-    shape: str | None = None
-    weight_dtype: str | None = None
-    workloads: tuple[str, ...] = ("w1", "w2")
-    reps: int = 3
-    threads: int | None = None
-    calibrate_seconds: float = 2.0
-    against: str | None = None
-    profile: bool = False
-    engine: JsonObject = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in self.workloads:
-            find_recipe(name)
-        if self.shape is not None:
-            find_shape(self.shape)
-            if self.model is not None:
-                raise _invalid("shape", self.shape, "left out when --model is given")
-        elif self.weight_dtype is not None:
-            right = "left out without --shape: a model's weights stay as stored"
-            raise _invalid("weight-dtype", self.weight_dtype, right)
-        if self.weight_dtype not in (None, *WEIGHT_DTYPES):
-            raise _invalid("weight-dtype", self.weight_dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
-        if self.against not in (None, *RIVALS):
-            raise _invalid("against", self.against, f"one of {', '.join(RIVALS)}")
-        if not 1 <= self.reps <= PREFILL_REPS:
-            raise _invalid("reps", self.reps, f"1 to {PREFILL_REPS}")
-        if self.threads is not None and self.threads < 1:
-            raise _invalid("threads", self.threads, "at least 1")
-        if not 0 <= self.calibrate_seconds < float("inf"):
-            raise _invalid("calibrate", self.calibrate_seconds, "a number of seconds, 0 for none")
 
 
 def add_command(commands: Commands) -> None:
@@ -141,7 +100,7 @@ def _bench_sampler(args: argparse.Namespace, options: BenchOptions) -> int:
     others = dataclasses.replace(options, reps=BenchOptions.reps, threads=None)
     if others != BenchOptions():
         name = next(item.name for item in dataclasses.fields(others) if getattr(others, item.name) != item.default)
-        raise _invalid("sampler", True, f"alone, with --reps, --threads and --json: {name} concerns a model")
+        raise invalid("sampler", True, f"alone, with --reps, --threads and --json: {name} concerns a model")
     import torch
 
     from llm.bench.sampler import as_line, as_object, run_sampler_bench
@@ -172,14 +131,10 @@ def _bench(args: argparse.Namespace) -> int:
 def _parse_option(text: str) -> tuple[str, object]:
     name, separator, value = text.partition("=")
     if not separator or not name:
-        raise _invalid("option", text, "NAME=VALUE")
+        raise invalid("option", text, "NAME=VALUE")
     if name in _TAKEN:
-        raise _invalid("option", text, f"left out: {_TAKEN[name]} sets it")
+        raise invalid("option", text, f"left out: {_TAKEN[name]} sets it")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-
-
-def _invalid(name: str, value: object, right: str) -> ValidationError:
-    return ValidationError(f"--{name} must be {right}, got {value!r}.", parameter=name, value=value)

@@ -19,10 +19,10 @@ import torch
 from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.types import JsonObject
 from llm.bench.calibrate import Calibration, busy_warning, calibrate
-from llm.bench.command import WEIGHT_DTYPES, BenchOptions
 from llm.bench.compare import Agreement, Transformers, agreement
 from llm.bench.measure import Contestant, Figure, Ours, Run, engine_figures, run_workload, speed_figures
 from llm.bench.memory import PeakMemory, private_bytes
+from llm.bench.options import WEIGHT_DTYPES, BenchOptions
 from llm.bench.profile import Profile, profile
 from llm.bench.shapes import write_config
 from llm.bench.workloads import find_recipe, make_workload

@@ -18,7 +18,7 @@ from tiny_models import TINY_MODELS, make_prompts, one_thread, reference_model, 
 from vllm_checkpoints import fixture, write_vllm_checkpoint
 
 from llm import LLM, BeamSearchOutput, BeamSearchParams, GenerationInterrupted, ValidationError
-from llm.engine.beam_search import PromptSearch
+from llm.engine.beams import PromptSearch
 from llm.outputs import Logprob
 
 MODELS = ("llama", "gemma3", "gpt2")

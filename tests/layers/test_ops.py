@@ -168,7 +168,7 @@ VLLM_LAYERS = {
     "row_parallel_linear": "RowParallelLinear",
     "vocab_parallel_embedding": "VocabParallelEmbedding",
     "parallel_lm_head": "ParallelLMHead",
-    "logits_processor": "LogitsProcessor",
+    "logits_processor": "LogitsLayer",
     "rel_pos_attention": "RelPosAttention",
 }
 

@@ -27,7 +27,7 @@ from llm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from llm.layers.logits import LogitsProcessor
+from llm.layers.logits import LogitsLayer
 from llm.layers.parallel import SINGLE, Communicator, TensorParallel, tensor_parallel
 from llm.platforms.cpu import CpuPlatform
 
@@ -274,9 +274,9 @@ def test_logits_of_ranks_are_in_order_of_ids(size: int, original: int) -> None:
         load(head, table, bias)
         given = torch.zeros(head.shard.rows)
         return (
-            LogitsProcessor(25)(head, hidden),
-            LogitsProcessor(25, original)(head, hidden),
-            LogitsProcessor(25)(head, hidden, given),
+            LogitsLayer(25)(head, hidden),
+            LogitsLayer(25, original)(head, hidden),
+            LogitsLayer(25)(head, hidden, given),
         )
 
     expected = nn.functional.linear(hidden, table, bias)
@@ -300,7 +300,7 @@ def test_logits_of_ranks_are_in_order_of_ids(size: int, original: int) -> None:
         (lambda tp: MergedColumnParallelLinear(K, [8, 8], gather_output=True, tp=tp), "gather_output"),
         (lambda tp: ColumnParallelLinear(K, 8, skip_bias_add=True, tp=tp), "skip_bias_add"),
         (lambda tp: VocabParallelEmbedding(8, K, org_num_embeddings=9, tp=tp), "org_num_embeddings"),
-        (lambda tp: LogitsProcessor(8, 9), "org_vocab_size"),
+        (lambda tp: LogitsLayer(8, 9), "org_vocab_size"),
         (lambda tp: TensorParallel(2, 2), "rank"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import nn
 
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ColumnParallelLinear, LinearBase, ReplicatedLinear, RowParallelLinear
-from llm.layers.logits import LogitsProcessor
+from llm.layers.logits import LogitsLayer
 from op_cases.base import Case, Inputs, normal
 
 K, N, VOCAB = 45, 38, 21
@@ -61,19 +61,19 @@ def embedding(reference: Callable[..., Any], **more: Any) -> Case:
 
 
 class HeadedLogits(nn.Module):
-    """A LogitsProcessor and the head it reads, to be called like an op of one input."""
+    """A LogitsLayer and the head it reads, to be called like an op of one input."""
 
     def __init__(self, dtype: torch.dtype, bias: bool, **arguments: Any) -> None:
         super().__init__()
         self.head = ParallelLMHead(VOCAB, K, bias, params_dtype=dtype)
-        self.processor = LogitsProcessor(VOCAB, **arguments)
+        self.processor = LogitsLayer(VOCAB, **arguments)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.processor(self.head, hidden)
 
 
 class Head(ParallelLMHead):
-    """An LM head called as its `LogitsProcessor` calls it."""
+    """An LM head called as its `LogitsLayer` calls it."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.quant_method.apply(self, hidden, self.bias)

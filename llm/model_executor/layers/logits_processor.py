@@ -6,7 +6,7 @@ What changes logits has the same name in vLLM: `llm.v1.sample.logits_processor.L
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.logits import LogitsProcessor
+from llm.layers.logits import LogitsLayer as LogitsProcessor
 
 __all__ = [
     "LogitsProcessor",

@@ -9,7 +9,7 @@ from torch import nn
 
 from llm.forward import ForwardBatch, StateSpec
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from llm.layers.logits import LogitsProcessor
+from llm.layers.logits import LogitsLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.config import DecoderConfig
@@ -70,7 +70,7 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = self.model.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix="lm_head", **context.common)
-        self.logits_processor = LogitsProcessor(
+        self.logits_processor = LogitsLayer(
             config.vocab_size, scale=1.0 / config.logits_divisor, soft_cap=config.logits_soft_cap
         )
 

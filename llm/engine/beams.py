@@ -19,12 +19,12 @@ from typing import Any
 
 from llm.base.bar import Bar
 from llm.base.checks import check_integer, refuse
-from llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from llm.beam_params import BeamSearchParams
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.prompts import list_prompts
 from llm.engine.scoring import check_logprobs_mode
-from llm.outputs import Logprob, RequestOutput
+from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
 
