@@ -1,6 +1,6 @@
 """How a platform computes: the one object that layers, quantization methods, sampler and runner ask for operations.
 
-Owns `Backend`, the table of operations and `backend_for`, which gives a platform's backend. An operation has one name
+Owns `Backend` and the table of operations; `llm.kernels.select` gives a platform's backend. An operation has one name
 and one signature. `kernels/reference` defines it in plain PyTorch, and a backend computes it with a kernel of its own
 or leaves it to the definition.
 
@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from llm.base.construction import construction
 from llm.platforms.interface import Platform
-from llm.plugins import load_class
 
 CPU = torch.device("cpu")
 
@@ -202,20 +200,3 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     storage = torch.from_numpy(np.zeros(count, dtype=np.uint8)).untyped_storage()
     # Not a view: a view holds its base, and `ModelRunner.close` could not free what somebody else refers to.
     return torch.empty(0, dtype=dtype).set_(storage).resize_(shape)
-
-
-def backend_for(platform: Platform | None) -> Backend:
-    """The backend of `platform`, its kernels compiled now if need be; None: the definitions in PyTorch."""
-    if platform is None:
-        from llm.kernels.reference.backend import REFERENCE
-
-        return REFERENCE
-    cls: Any = load_class(
-        platform.get_backend_cls(), Backend, f"{type(platform).__name__}.get_backend_cls", platform.plugin
-    )
-    return cls.of(platform)
-
-
-def backend_of_construction() -> Backend:
-    """The backend of the model under construction; layers and quantization methods keep it, or operations of it."""
-    return backend_for(construction().platform)

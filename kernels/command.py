@@ -26,8 +26,8 @@ def add_command(commands: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from llm.kernels.backend import backend_for
     from llm.kernels.bench import run
+    from llm.kernels.select import backend_for
     from llm.platforms import select_platform
 
     for line in run(backend_for(select_platform("cpu")[0]), args.seconds):

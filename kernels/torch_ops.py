@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from llm.kernels.backend import backend_for, definition
+from llm.kernels.backend import definition
 from llm.kernels.cpu.backend import CpuBackend, kernel
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.packed import PanelWeight
+from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 
 NAMESPACE = "offline_llm"

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from llm.base.custom_op import CustomOp
-from llm.kernels.backend import Operations, backend_of_construction
+from llm.kernels.backend import Operations
 from llm.kernels.reference.backend import REFERENCE
+from llm.kernels.select import backend_of_construction
 
 
 class KernelOp(CustomOp):

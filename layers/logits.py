@@ -6,7 +6,7 @@ import torch
 
 from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
-from llm.kernels.backend import backend_of_construction
+from llm.kernels.select import backend_of_construction
 from llm.layers.embedding import VocabParallelEmbedding
 
 

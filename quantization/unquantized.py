@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from llm.base.construction import construction
-from llm.kernels.backend import backend_of_construction
 from llm.kernels.reference.linear import embedding, linear
+from llm.kernels.select import backend_of_construction
 from llm.quantization.base import EmbeddingMethodBase, LinearMethodBase, WeightLoader
 
 

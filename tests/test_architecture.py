@@ -6,6 +6,7 @@ Owns the table of floors. A new file that no entry covers fails until it is plac
 from __future__ import annotations
 
 import ast
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Source:
     def is_init(self) -> bool:
         return self.path.endswith("__init__.py")
 
-    @property
+    @functools.cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text, filename=self.path)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
-from llm.kernels.backend import backend_for, backend_of_construction
+from llm.kernels.select import backend_for, backend_of_construction
 from llm.platforms.interface import Platform
 from llm.plugins import load_class
 

@@ -18,7 +18,7 @@ import torch
 
 from llm.base.types import JsonObject
 from llm.config.engine import SchedulerConfig
-from llm.kernels.backend import backend_for
+from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
 from llm.sampling.logits_processors.interface import BatchUpdate

@@ -27,7 +27,7 @@ from llm.engine.proposer import Proposer, propose
 from llm.engine.replay import DecodeReplay
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec
-from llm.kernels.backend import backend_for
+from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform
 from llm.sampling.logits_processors.interface import LogitsProcessor

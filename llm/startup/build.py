@@ -26,7 +26,7 @@ from llm.engine.extensions import (
 from llm.engine.kv_cache import group_states
 from llm.engine.model_runner import ModelRunner
 from llm.engine.scheduler import Scheduler
-from llm.kernels.backend import backend_for
+from llm.kernels.select import backend_for
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_class, load_general_plugins
 from llm.quantization.configs.online import OnlineConfig

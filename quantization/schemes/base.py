@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from llm.base.errors import CheckpointError
-from llm.kernels.backend import backend_of_construction
 from llm.kernels.reference.quantized import dequantize
+from llm.kernels.select import backend_of_construction
 from llm.quantization.base import EmbeddingMethodBase, WeightLoader
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.base import WeightStorage

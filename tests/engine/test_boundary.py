@@ -28,7 +28,7 @@ from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
 from llm.engine.model_runner import ModelRunner
 from llm.engine.runner import Runner
-from llm.kernels.backend import backend_for
+from llm.kernels.select import backend_for
 from llm.layers.attention import Attention
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.platforms import select_platform

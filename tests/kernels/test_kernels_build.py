@@ -16,9 +16,10 @@ import torch
 
 from llm.base.errors import ValidationError
 from llm.kernels import bench
-from llm.kernels.backend import OPERATIONS, backend_for
+from llm.kernels.backend import OPERATIONS
 from llm.kernels.cpu import backend, build, library, signatures
 from llm.kernels.reference.backend import REFERENCE
+from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 
 AVX2 = {"avx2", "fma", "f16c"}
@@ -211,7 +212,7 @@ def test_a_failing_compiler_is_reported_with_its_words(tmp_path: Path, monkeypat
 def test_without_a_compiler_one_warning_says_what_to_do(tmp_path: Path) -> None:
     code = (
         "import torch, warnings\n"
-        "from llm.kernels.backend import backend_for\n"
+        "from llm.kernels.select import backend_for\n"
         "from llm.platforms import select_platform\n"
         "for _ in range(2): kernels = backend_for(select_platform()[0])\n"
         "print(kernels.name, kernels.invariant)\n"

@@ -9,8 +9,8 @@ import torch
 from embedded import open_llm
 from kernel_sets import has_kernels, needs_compiler
 
-from llm.kernels.backend import backend_for
 from llm.kernels.cpu.memory import Pool, eighths
+from llm.kernels.select import backend_for
 from llm.platforms import current_platform
 
 LARGE = 1 << 21

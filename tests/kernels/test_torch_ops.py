@@ -15,8 +15,8 @@ from tiny_models import one_thread
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.kernels import torch_ops
-from llm.kernels.backend import backend_for
 from llm.kernels.reference.quantized import PackedWeight
+from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]

@@ -20,7 +20,7 @@ from llm.base.construction import constructing_for
 from llm.config.compilation import CompilationConfig
 from llm.engine.kv_cache import allocate_kv_caches
 from llm.forward import AttentionMetadata, ForwardBatch
-from llm.kernels.backend import backend_for
+from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.checkpoint import Checkpoint

@@ -17,8 +17,8 @@ from tiny_models import TinyModel, one_thread, write_checkpoint
 from vllm_checkpoints import W8A8, fingerprint, same_fingerprint, write_vllm_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.kernels.backend import backend_for
 from llm.kernels.reference import quantized as reference
+from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}

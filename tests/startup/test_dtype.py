@@ -14,7 +14,7 @@ from tiny_models import TINY_MODELS, make_prompts, reference_model, tiny_checkpo
 
 from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, OutOfMemoryError
-from llm.kernels.backend import backend_for
+from llm.kernels.select import backend_for
 from llm.platforms import current_platform
 from llm.platforms.cpu import CpuPlatform
 

@@ -1,0 +1,26 @@
+"""The backend of a platform: the one place where layers, quantization methods and the runner find theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llm.base.construction import construction
+from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import REFERENCE
+from llm.platforms.interface import Platform
+from llm.plugins import load_class
+
+
+def backend_for(platform: Platform | None) -> Backend:
+    """The backend of `platform`, its kernels compiled now if need be; None: the definitions in PyTorch."""
+    if platform is None:
+        return REFERENCE
+    cls: Any = load_class(
+        platform.get_backend_cls(), Backend, f"{type(platform).__name__}.get_backend_cls", platform.plugin
+    )
+    return cls.of(platform)
+
+
+def backend_of_construction() -> Backend:
+    """The backend of the model under construction; layers and quantization methods keep it, or operations of it."""
+    return backend_for(construction().platform)

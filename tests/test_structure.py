@@ -1,0 +1,188 @@
+"""More rules of the package's source: how large files and functions are, how often `Any` stands, no import cycles.
+
+Every rule has a negative control. Which way imports point is in `test_architecture.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from test_architecture import PACKAGE, SOURCES, Source, covered, imported_names, source
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+# Files and functions that are larger and are being cut; nothing may join them.
+LARGE_FILES = {"api.py", "assets/tiny/train.py", "kernels/cpu/attention.cpp", "kernels/cpu/gemm_int4.cpp"}
+LARGE_FUNCTIONS = {"api.py:__init__", "quantize/save.py:save_quantized", "startup/plan.py:make_plan"}
+# How often `Any` stands in the package; on its way to 250.
+MAX_ANY = 327
+
+
+def large_files(item: Source) -> list[str]:
+    lines = len(item.text.splitlines())
+    if lines <= MAX_FILE_LINES or item.path in LARGE_FILES:
+        return []
+    return [item.at(item.tree, f"{lines} lines; cut it, {MAX_FILE_LINES} are full")]
+
+
+def functions(item: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(item.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def large_functions(item: Source) -> list[str]:
+    """From `def` to the last line: the signature and the docstring count."""
+    problems = []
+    for node in functions(item):
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if lines > MAX_FUNCTION_LINES and f"{item.path}:{node.name}" not in LARGE_FUNCTIONS:
+            problems.append(item.at(node, f"{node.name} has {lines} lines; cut it, {MAX_FUNCTION_LINES} are full"))
+    return problems
+
+
+def untyped_self(item: Source) -> list[str]:
+    """`self: Any` gives up every check of a method's body."""
+    return [
+        item.at(node, f"{node.name}: self: Any; leave it without an annotation, or name a Protocol")
+        for node in functions(item)
+        for argument in [*node.args.posonlyargs, *node.args.args][:1]
+        if argument.arg == "self" and argument.annotation is not None and "Any" in ast.unparse(argument.annotation)
+    ]
+
+
+def count_any(item: Source) -> int:
+    """How often the name `Any` stands in the code, its import not counted."""
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(item.tree))
+
+
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything below `node` that runs: not what stands under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+            for other in child.orelse:
+                yield other
+                yield from running(other)
+        else:
+            yield child
+            yield from running(child)
+
+
+def imports_of(item: Source, modules: frozenset[str]) -> set[str]:
+    """The modules of the package that `item` imports, at once or later inside of a function."""
+    nodes = set(running(item.tree))
+    found = set()
+    for node, name in imported_names(item):
+        module = name
+        while module and module not in modules:
+            module = module.rpartition(".")[0]
+        if node in nodes and covered(module, "llm") and module != item.module:
+            found.add(module)
+    return found
+
+
+def reachable(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """Every module that importing `module` may import; itself only when it is in a circle."""
+    found: set[str] = set()
+    waiting = list(graph[module])
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += graph[name]
+    return found
+
+
+def import_cycles(sources: list[Source]) -> list[str]:
+    """Each set of modules that import each other in a circle. An import inside of a function counts: it hides one.
+
+    Not the imports of `llm` itself, which looks its public names up when they are asked for.
+    """
+    modules = frozenset(item.module for item in sources)
+    graph = {item.module: imports_of(item, modules) if item.module != "llm" else set() for item in sources}
+    reached = {module: reachable(module, graph) for module in graph}
+    circles = {frozenset(other for other in reached[module] if module in reached[other]) for module in graph}
+    return sorted(" <-> ".join(sorted(circle)) for circle in circles if circle)
+
+
+RULES = [large_files, large_functions, untyped_self]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_package_keeps_the_rule(rule) -> None:
+    problems = [problem for item in SOURCES for problem in rule(item)]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_cpp_files_are_small() -> None:
+    paths = [path for pattern in ("*.cpp", "*.h") for path in (PACKAGE / "kernels" / "cpu").glob(pattern)]
+    assert len(paths) > 10
+    sizes = {str(path.relative_to(PACKAGE)): len(path.read_text("utf-8").splitlines()) for path in paths}
+    assert not [path for path, lines in sizes.items() if lines > MAX_FILE_LINES and path not in LARGE_FILES]
+
+
+def test_any_is_rare() -> None:
+    counts = {item.path: count_any(item) for item in SOURCES}
+    most = sorted(counts, key=lambda path: -counts[path])[:5]
+    assert sum(counts.values()) <= MAX_ANY, f"most are in {', '.join(f'{path} ({counts[path]})' for path in most)}"
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    assert import_cycles(SOURCES) == []
+
+
+# Negative controls.
+
+
+def test_a_large_file_is_caught() -> None:
+    assert not large_files(source("engine/engine.py", "x = 1\n" * MAX_FILE_LINES))
+    assert "401 lines" in large_files(source("engine/engine.py", "x = 1\n" * (MAX_FILE_LINES + 1)))[0]
+
+
+@pytest.mark.parametrize("head", ["def f(a):", "@cached\nasync def f(a):", "class C:\n  def f(self):"])
+def test_a_large_function_is_caught(head: str) -> None:
+    body = "    x = 1\n"
+    assert not large_functions(source("engine/engine.py", f"{head}\n{body * (MAX_FUNCTION_LINES - 1)}\ny = 1"))
+    problems = large_functions(source("engine/engine.py", f"{head}\n{body * MAX_FUNCTION_LINES}"))
+    assert len(problems) == 1 and "f has 51 lines" in problems[0]
+
+
+def test_an_untyped_self_is_caught() -> None:
+    text = "class C:\n    def f(self{}, x: Any) -> Any: ..."
+    assert len(untyped_self(source("engine/engine.py", text.format(": Any")))) == 1
+    assert not untyped_self(source("engine/engine.py", text.format("")))
+
+
+def test_every_any_is_counted() -> None:
+    text = """from typing import Any
+def f(x: Any, *args: Any, y: dict[str, Any] | None = None) -> Any:
+    z: list[Any] = cast(Any, x)
+    Anything = "Any"  # Any
+"""
+    assert count_any(source("engine/engine.py", text)) == 6
+
+
+CIRCLES = [
+    {"a": "import llm.b", "b": "from llm import c", "c": "from llm.a import x"},
+    {"a": "from .b import x", "b": "from . import a"},
+    {"a": "import llm.b", "b": "def f():\n    from llm.a import x"},
+    {"a": "if not TYPE_CHECKING:\n    import llm.b", "b": "class C:\n    import llm.a"},
+    {"a": "import llm.b", "b": "if TYPE_CHECKING:\n    import llm.c\nelse:\n    import llm.a"},
+]
+NO_CIRCLES = [
+    {"a": "import llm.b", "b": "import llm.c", "c": "import os"},
+    {"a": "import llm.b", "b": "if TYPE_CHECKING:\n    from llm.a import x"},
+    {"a": "import llm.b\nimport llm.c", "b": "import llm.d", "c": "import llm.d", "d": ""},
+]
+
+
+@pytest.mark.parametrize("texts", CIRCLES)
+def test_a_circle_is_caught(texts: dict[str, str]) -> None:
+    sources = [source(f"{name}.py", text) for name, text in texts.items()]
+    circle = " <-> ".join(f"llm.{name}" for name in sorted(texts))
+    assert import_cycles([*sources, source("outside.py", "import llm.a")]) == [circle]
+
+
+@pytest.mark.parametrize("texts", NO_CIRCLES)
+def test_a_way_down_is_no_circle(texts: dict[str, str]) -> None:
+    assert import_cycles([source(f"{name}.py", text) for name, text in texts.items()]) == []
