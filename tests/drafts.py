@@ -1,4 +1,4 @@
-"""Fake proposers: they look the answer up in what an earlier run drew, and draft it rightly, wrongly or in part.
+"""Fake proposers: they look the answer up in what an earlier run sampled, and draft it rightly, wrongly or in part.
 
 Owns no tests. A proposer checks on the way that it is told the truth about its drafts.
 """
@@ -15,7 +15,7 @@ from embedded import engine_of
 
 from llm import LLM
 from llm.engine.batch import InputBatch
-from llm.engine.proposer import DrawnStep, Proposer
+from llm.engine.proposer import ComputedStep, Proposer
 from llm.engine.step import SchedulerOutput
 
 KINDS = ("right", "wrong", "partly", "random")
@@ -32,12 +32,12 @@ def key_of(batch: InputBatch, row: int) -> Any:
 
 
 class Recorder(Proposer):
-    """Drafts nothing and keeps what the rows draw."""
+    """Drafts nothing and keeps what the rows sample."""
 
     def __init__(self) -> None:
         self.answers: Answers = {}
 
-    def propose(self, step: DrawnStep) -> Mapping[str, Sequence[int]]:
+    def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
         for row in step.rows.tolist():
             self.answers[key_of(step.batch, row)] = list(step.batch.output_token_ids[row])
         return {}
@@ -65,17 +65,16 @@ class FakeProposer(Proposer):
             self._drafts.pop(request_id, None)
         self.alive |= {new.request_id for new in plan.new_rows}
 
-    def propose(self, step: DrawnStep) -> Mapping[str, Sequence[int]]:
+    def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
         batch = step.batch
         assert set(batch.request_ids) == self.alive
         assert len(step.hidden) == step.input.counts.sum()
-        drafts = {}
-        for row, num_drafts, num_drawn in zip(step.rows.tolist(), step.num_drafts, step.num_drawn, strict=True):
-            request_id = batch.request_ids[row]
+        for row, num_drafts, num_sampled in zip(step.rows.tolist(), step.num_drafts, step.num_sampled, strict=True):
             known = batch.token_ids[row, : batch.num_tokens[row]].tolist()
             assert known == batch.prompt_token_ids[row] + batch.output_token_ids[row]
-            self._check(self._drafts.pop(request_id, []), num_drafts, known[-num_drawn:])
-            drafts[request_id] = self._draft(batch, row)
+            self._check(self._drafts.pop(batch.request_ids[row], []), num_drafts, known[-num_sampled:])
+        # Rows that did not sample may be in prefill, and are given drafts too.
+        drafts = {request_id: self._draft(batch, row) for row, request_id in enumerate(batch.request_ids)}
         self._drafts |= drafts
         return drafts
 
@@ -83,14 +82,13 @@ class FakeProposer(Proposer):
         self.alive.clear()
         self._drafts.clear()
 
-    def _check(self, drafts: list[int], num_drafts: int, drawn: list[int]) -> None:
-        """It accepted the drafts up to the first wrong one, and of those it was given no more than it made."""
+    def _check(self, drafts: list[int], num_drafts: int, sampled: list[int]) -> None:
+        """The drafts up to the first wrong one were accepted, and no more were verified than were drafted."""
         assert num_drafts <= len(drafts)
-        verified = drafts[:num_drafts]
         right = 0
-        while right < min(num_drafts, len(drawn)) and verified[right] == drawn[right]:
+        while right < num_drafts and drafts[right] == sampled[right]:
             right += 1
-        assert len(drawn) == right + 1
+        assert len(sampled) == right + 1
         self.drafted += num_drafts
         self.accepted += right
 

@@ -26,12 +26,11 @@ _EMPTY = ""  # the request id of a place whose row has left, within `update`
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a step verifies.
+    """The drafts that a step verifies.
 
     Attributes:
-        firsts: int64 [rows that draw], where the lines of each begin.
-        tokens: int64 [sampled lines], the token that must be drawn at a line for the next line to count; -1 at a row's
-            last one.
+        firsts: int64 [rows that sample], the index of each one's first line.
+        tokens: int64 [sampled lines], the draft for the token after each line; -1 at a row's last line.
     """
 
     firsts: np.ndarray
@@ -40,15 +39,15 @@ class Drafts:
 
 @dataclass
 class Lines:
-    """The tokens of a step whose logits are needed, in the order of `ForwardBatch.logits_indices`.
+    """The (batch row, position) pairs whose logits a step needs, in the order of `ForwardBatch.logits_indices`.
 
-    A line is (batch row, position). The first `num_sampled` are drawn from: of each row that computes its last known
-    token that token's line, then the lines of its drafts, which count only if the drafts are drawn. The others are
-    scored: what is wanted is the logprob of the token that follows, which is known.
+    The first `num_sampled` lines are sampled, row by row: the row's last known token, then its drafts. A line after a
+    draft counts only if that draft is accepted. The other lines are scored: the token after them is known, and its
+    logprob is wanted.
 
     Attributes:
         rows, positions: int64 [L].
-        drafts: None where every row that draws has one line.
+        drafts: None if every row that samples has one line.
     """
 
     rows: np.ndarray
@@ -58,11 +57,11 @@ class Lines:
 
     @property
     def sampled_rows(self) -> np.ndarray:
-        """The rows that draw, each once."""
+        """The rows that sample, each once."""
         return self.rows[: self.num_sampled] if self.drafts is None else self.rows[self.drafts.firsts]
 
     def num_drafts(self) -> np.ndarray:
-        """int64, how many drafts each of `sampled_rows` has."""
+        """int64, the number of drafts of each of `sampled_rows`."""
         if self.drafts is None:
             return np.zeros(self.num_sampled, dtype=np.int64)
         return np.diff(self.drafts.firsts, append=self.num_sampled) - 1
@@ -173,14 +172,14 @@ class InputBatch:
         return StepInput(rows, counts, lines, batch)
 
     def append(self, rows: np.ndarray, tokens: list[int]) -> None:
-        """Add a drawn token to each of `rows`."""
+        """Append a sampled token to each of `rows`."""
         self.token_ids[rows, self.num_tokens[rows]] = tokens
         self.num_tokens[rows] += 1
         for row, token in zip(rows.tolist(), tokens, strict=True):
             self.output_token_ids[row].append(token)
 
     def settle(self, step: StepInput) -> None:
-        """Move the counts on once everything is drawn: what is computed beyond a row's last token but one is void."""
+        """Update the counts once all lines are sampled: rejected drafts are not computed tokens, and free blocks."""
         self.num_computed[step.rows] += step.counts
         if step.lines.drafts is not None:
             drafted = step.lines.sampled_rows[step.lines.num_drafts() > 0]
@@ -200,7 +199,10 @@ class InputBatch:
     def _lines(
         self, rows: np.ndarray, ends: np.ndarray, lengths: np.ndarray, drafts: dict[str, list[int]]
     ) -> tuple[Lines, np.ndarray]:
-        """The lines of a step, and where they are among its tokens; `lengths` and `ends`: of `rows`, with this step."""
+        """The lines of a step, and their indices among its tokens.
+
+        `ends`: cumulative token counts of `rows` in this step; `lengths`: their computed tokens after it.
+        """
         samples = lengths >= self.num_tokens[rows]
         lines = Lines(rows[samples], lengths[samples] - 1, 0)
         indices = ends[samples] - 1
@@ -212,11 +214,11 @@ class InputBatch:
         return lines, indices
 
     def _add_drafts(self, lines: Lines, indices: np.ndarray, drafts: dict[str, list[int]]) -> np.ndarray:
-        """From the last line of each row that draws to all of them; where they are among the step's tokens."""
+        """Replace the last line of each row that samples by all its lines; the indices of those."""
         for request_id, own in drafts.items():
             row = self.index[request_id]
             start = self.num_tokens[row]
-            # Behind the known tokens, where `append` overwrites them.
+            # After the known tokens, where `append` overwrites them.
             self.token_ids[row, start : start + len(own)] = own
         counts = lines.positions - self.num_tokens[lines.rows] + 2
         firsts = np.cumsum(counts) - counts
@@ -240,7 +242,7 @@ class InputBatch:
         spans = [np.arange(firsts[index], lasts[index]) for index in wanted]
         lines.rows = np.concatenate((lines.rows, np.repeat(rows[wanted], list(map(len, spans)))))
         lines.positions = np.concatenate((lines.positions, *spans))
-        # A position of a row, and where it is among the step's tokens, differ by as much as the row's ends do.
+        # ends - lengths: what to add to a position for its index among the step's tokens.
         shifted = [span + (ends[index] - lengths[index]) for span, index in zip(spans, wanted, strict=True)]
         return np.concatenate((indices, *shifted))
 

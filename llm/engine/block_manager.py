@@ -202,12 +202,12 @@ class BlockManager:
         request.num_findable_blocks = full
 
     def room(self, request: Request, reserve: int) -> int:
-        """How many tokens the request's blocks can hold when all free blocks but `reserve` are its own."""
+        """How many tokens the request can hold if it is given all free blocks but `reserve`."""
         held = len(request.blocks[0]) if request.blocks else 0
         return (held + max(0, self.num_free_blocks() - reserve)) * self.block_size
 
     def trim(self, request: Request) -> None:
-        """Take back the blocks beyond the computed tokens, which held rejected drafts."""
+        """Release the blocks after the computed tokens, which held rejected drafts only."""
         kept = -(-request.num_computed_tokens // self.block_size)
         for pool, blocks in zip(self.pools, request.blocks, strict=True):
             while len(blocks) > kept:

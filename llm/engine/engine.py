@@ -26,7 +26,7 @@ class EngineStats:
     """Counts since the engine was built.
 
     Attributes:
-        drafted_tokens, accepted_tokens: drafts that were verified, and those of them that were drawn.
+        drafted_tokens, accepted_tokens: drafts that were verified, and how many of them were accepted.
         seconds: in `step`, of which `model_seconds` in forward, LM head and sampler; the rest is the engine's own.
     """
 
@@ -176,7 +176,7 @@ class Engine:
                 if completion.incremental:
                     completion.push(token)
                 if request.finish_reason is not None:
-                    # In a step with drafts more may have been drawn: it is not of this request.
+                    # Tokens sampled after the last one, in a step with drafts, are dropped.
                     count = len(request.token_ids) - first
                     del tokens[count:], result.logprobs.get(request_id, [])[count:]
                     any_finished = True
@@ -187,7 +187,7 @@ class Engine:
                 self._finish(completion)
         for request_id, error in result.errors.items():
             if request_id not in self._completions:
-                continue  # it has ended before the token that could not be drawn
+                continue  # it ended before the token that could not be sampled
             if isinstance(error, LogitsProcessorError):
                 raise error
             any_finished = True

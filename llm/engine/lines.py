@@ -1,13 +1,14 @@
-"""What a step's lines come to: tokens that are drawn, drafts that are accepted, logprobs that are scored.
+"""What a step's lines give: sampled tokens, accepted drafts, logprobs of prompt tokens.
 
-Owns verification. The draw behind position p is a function of the row's logits, its parameters and (seed, p) alone, so
-that the token a row would draw without drafts is known: a draft is right if it is that token. A row takes the tokens it
-draws, line by line, up to the first that was not drafted; the lines behind it followed a wrong token and are void.
+Owns verification. The token sampled at a position depends on the row's logits, its parameters and (seed, position)
+alone. So the token that a row would sample without drafts is known, and a draft is right if it equals that token: no
+rejection sampling, and the same distribution and bits as without drafts. A row takes the sampled token of each of its
+lines, up to and including the first that differs from the draft. The logits of later lines followed a wrong token.
 
-Processors see one token more with every line: their lists of output tokens grow, and `update_state(None)` is called, as
-between steps. So lines are drawn in rounds, the rows' first lines, then the second lines of those that accepted; to a
-processor a round is a step in which the other rows are not scheduled, and nothing is ever taken back. Where none can
-have a say, all lines are drawn at once.
+Logits processors see the output tokens up to their line. So lines are sampled in rounds: the first line of every row,
+then the second line of the rows whose first draft was right, and so on. Between rounds the accepted tokens are appended
+and `update_state(None)` is called, as between steps; to a processor a round is a step in which the other rows are not
+scheduled. No state is ever rolled back. Without active processors one round samples all lines.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ _MANY = 2**31  # more logprobs than any vocabulary has tokens
 
 
 @dataclass
-class _Drawn:
-    """Of some lines: the token of each, and by their index what was asked for and what went wrong."""
+class _Sampled:
+    """The token of each line, and line -> requested logprobs, line -> error; lines are counted from the first."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def add(self, start: int, found: SamplerOutput) -> None:
-        """The lines from `start` on."""
+        """Append the sampler's output for the lines from `start` on."""
         self.tokens += found.tokens.tolist()
         for line, logprobs in found.logprobs.items():
             self.logprobs[start + line] = logprobs
         for line, error in found.errors.items():
             self.errors[start + line] = error
 
-    def of(self, lines: list[int]) -> _Drawn:
-        """As if only these lines had been drawn."""
-        found = _Drawn([self.tokens[line] for line in lines])
+    def of(self, lines: list[int]) -> _Sampled:
+        """The same for these lines only."""
+        found = _Sampled([self.tokens[line] for line in lines])
         for index, line in enumerate(lines):
             if line in self.logprobs:
                 found.logprobs[index] = self.logprobs[line]
@@ -57,12 +58,12 @@ class _Drawn:
 
 @dataclass
 class LineReader:
-    """Reads the hidden states of one step's lines.
+    """Turns the hidden states of one step's lines into the runner's answer.
 
     Attributes:
-        batch: whose rows grow by what is drawn.
+        batch: sampled tokens are appended to its rows.
         compute_logits: hidden states [L, H] -> float32 [L, vocab].
-        lines_at_once: for how many lines there is memory for logits.
+        lines_at_once: most lines whose logits may be in memory at once.
     """
 
     batch: InputBatch
@@ -72,71 +73,73 @@ class LineReader:
     lines_at_once: int
 
     def read(self, hidden: torch.Tensor, lines: Lines, result: RunnerOutput) -> None:
-        """Hidden states [L, H] of all lines -> tokens, logprobs and errors in `result`; the rows grow."""
+        """Hidden states [L, H] of all lines -> tokens, logprobs and errors in `result`; tokens are also appended."""
         count = lines.num_sampled
         if count < len(lines.rows):
             self._score(hidden[count:], lines.rows[count:], lines.positions[count:], result)
             hidden, lines = hidden[:count], replace(lines, rows=lines.rows[:count], positions=lines.positions[:count])
         if lines.drafts is None:
-            self._take(lines.rows, self._draw(hidden, lines.rows, lines.positions), result)
+            self._take(lines.rows, self._sample(hidden, lines.rows, lines.positions), result)
         elif self.processors.is_idle() and not self.processors.custom:
             self._verify_at_once(hidden, lines, lines.drafts, result)
         else:
             self._verify_in_rounds(hidden, lines, lines.drafts, result)
 
     def _verify_at_once(self, hidden: torch.Tensor, lines: Lines, drafts: Drafts, result: RunnerOutput) -> None:
-        drawn = self._draw(hidden, lines.rows, lines.positions)
+        sampled = self._sample(hidden, lines.rows, lines.positions)
         current = drafts.firsts
         while len(current):
-            self._take(lines.rows[current], (own := drawn.of(current.tolist())), result)
+            self._take(lines.rows[current], (own := sampled.of(current.tolist())), result)
             current = _accepted(drafts, current, own)
 
     def _verify_in_rounds(self, hidden: torch.Tensor, lines: Lines, drafts: Drafts, result: RunnerOutput) -> None:
-        # One pass over the LM head for all rounds, if there is memory for it.
+        # One GEMM with the LM head for all rounds, if its result fits.
         logits = self.compute_logits(hidden) if len(lines.rows) <= self.lines_at_once else None
 
-        def draw(current: np.ndarray) -> np.ndarray:
+        def sample_round(current: np.ndarray) -> np.ndarray:
             own = select_lines(hidden if logits is None else logits, current)
-            drawn = self._draw(own, lines.rows[current], lines.positions[current], logits is not None)
-            self._take(lines.rows[current], drawn, result)
-            return _accepted(drafts, current, drawn)
+            sampled = self._sample(own, lines.rows[current], lines.positions[current], logits is not None)
+            self._take(lines.rows[current], sampled, result)
+            return _accepted(drafts, current, sampled)
 
-        current = draw(drafts.firsts)
+        current = sample_round(drafts.firsts)
         try:
             while len(current):
                 self.processors.update_state(None)
-                current = draw(current)
+                current = sample_round(current)
         except LogitsProcessorError as error:
-            # The tokens these rows have by now may end them: whether the call fails is for the engine to say.
+            # The accepted tokens may have ended these rows, so the engine decides whether the call fails.
             result.errors.update((self.batch.request_ids[row], error) for row in lines.rows[current].tolist())
 
-    def _draw(self, source: torch.Tensor, rows: np.ndarray, positions: np.ndarray, has_logits: bool = False) -> _Drawn:
-        """Sampler, and LM head before it, over chunks of lines, or all at once where a processor must see the batch.
+    def _sample(
+        self, source: torch.Tensor, rows: np.ndarray, positions: np.ndarray, has_logits: bool = False
+    ) -> _Sampled:
+        """LM head and sampler in chunks of lines; in one chunk if a processor is active, as it must see the batch.
 
-        `source`: hidden states [L, H], or, if `has_logits`, logits [L, vocab], which may be overwritten.
+        `source`: hidden states [L, H]; if `has_logits`, logits [L, vocab], which may be overwritten.
         """
         batch = self.batch
         processors = None if self.processors.is_idle() else self.processors
         size = len(rows) if processors is not None else self.lines_at_once
         outputs = positions + 1 - batch.num_prompt_tokens[rows]
-        drawn = _Drawn()
+        sampled = _Sampled()
         for start in range(0, len(rows), size or 1):
             part = slice(start, start + size)
             own = source if len(rows) <= size else source[part]
             logits = own if has_logits else self.compute_logits(own)
             found = self.sampler(logits, batch.sampling, rows[part], outputs[part], processors, len(batch.request_ids))
-            drawn.add(start, found)
-        return drawn
+            sampled.add(start, found)
+        return sampled
 
-    def _take(self, rows: np.ndarray, drawn: _Drawn, result: RunnerOutput) -> None:
-        """Give each row the token that was drawn for it, or note why there is none."""
-        batch, tokens = self.batch, drawn.tokens
+    def _take(self, rows: np.ndarray, sampled: _Sampled, result: RunnerOutput) -> None:
+        """Append to each row its sampled token, or record the error."""
+        batch, tokens = self.batch, sampled.tokens
         request_ids = [batch.request_ids[row] for row in rows.tolist()]
-        for index, logprobs in drawn.logprobs.items():
+        for index, logprobs in sampled.logprobs.items():
             result.logprobs.setdefault(request_ids[index], []).append(logprobs)
-        if drawn.errors:
-            result.errors.update((request_ids[index], error) for index, error in drawn.errors.items())
-            good = [index for index in range(len(rows)) if index not in drawn.errors]
+        if sampled.errors:
+            result.errors.update((request_ids[index], error) for index, error in sampled.errors.items())
+            good = [index for index in range(len(rows)) if index not in sampled.errors]
             rows, tokens, request_ids = rows[good], [tokens[index] for index in good], [request_ids[i] for i in good]
         batch.append(rows, tokens)
         if not result.sampled_token_ids:
@@ -148,7 +151,7 @@ class LineReader:
             result.sampled_token_ids[request_id].append(token)
 
     def _score(self, hidden: torch.Tensor, rows: np.ndarray, positions: np.ndarray, result: RunnerOutput) -> None:
-        """LM head and logprobs of the tokens that follow, over chunks of lines."""
+        """LM head and logprobs of the prompt tokens after these lines, in chunks of lines."""
         batch, size = self.batch, self.lines_at_once
         tokens = batch.token_ids[rows, positions + 1].astype(np.int64)
         counts = np.array([min(batch.params[row].prompt_logprobs or 0, _MANY) for row in rows.tolist()])
@@ -161,8 +164,8 @@ class LineReader:
             result.prompt_logprobs.setdefault(batch.request_ids[row], []).append(logprobs)
 
 
-def _accepted(drafts: Drafts, current: np.ndarray, drawn: _Drawn) -> np.ndarray:
-    """The lines behind those of the `current` ones whose row drew the draft."""
-    is_right = drafts.tokens[current] == drawn.tokens
-    is_right[list(drawn.errors)] = False
+def _accepted(drafts: Drafts, current: np.ndarray, sampled: _Sampled) -> np.ndarray:
+    """The next line of each row whose sampled token equals its draft."""
+    is_right = drafts.tokens[current] == sampled.tokens
+    is_right[list(sampled.errors)] = False
     return current[is_right] + 1

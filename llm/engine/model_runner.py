@@ -105,7 +105,7 @@ class ModelRunner(ModelInspection):
         self._lines_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
 
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
-        """Compute the scheduled tokens and draw from the rows that reached their last known token."""
+        """Compute the scheduled tokens and sample from the rows that reached their last known token."""
         with library_defaults(), self.platform.inference_mode():
             self.processors.update_state(self.batch.update(plan))
             if self.proposer is not None:
@@ -196,11 +196,11 @@ class ModelRunner(ModelInspection):
         return self.model.compute_logits(hidden)
 
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
-        """From the hidden states [N, H] to what the step's lines come to, and the drafts of the next step."""
+        """Sample and score the step's lines from the hidden states [N, H]; ask for the next step's drafts."""
         reader = LineReader(
             self.batch, self.sampler, self.processors, self.compute_logits, self._lines_per_logits_chunk
         )
         reader.read(hidden.index_select(0, step.forward_batch.logits_indices), step.lines, result)
         self.batch.settle(step)
-        if self.proposer is not None and result.sampled_token_ids:
+        if self.proposer is not None:
             result.draft_token_ids = propose(self.proposer, self.batch, step, hidden, result, self._vocab_size)

@@ -1,16 +1,16 @@
-"""Who drafts tokens: the interface between the runner and a proposer.
+"""The interface of a proposer, which drafts tokens for the runner to verify.
 
-A proposer stands in the runner, on its side of the boundary: it may have weights and a KV cache on the device (a draft
-model), read the hidden states of the step that has just been computed (multi-token prediction, EAGLE), or look at
-nothing but the rows' tokens (n-grams, the forced tokens of a grammar). Its drafts leave as plain data in
-`RunnerOutput.draft_token_ids`; the scheduler plans as many as budget, length and free blocks allow, and the next step
-verifies them. What is drafted changes no answer, only the number of steps. How many tokens to draft for which row is
-the proposer's to say; it is told what became of them.
+A proposer belongs to the runner and lives in its process. It may have weights and a KV cache on the device (a draft
+model), read the hidden states that the step has just computed (multi-token prediction, EAGLE), or look at the tokens
+only (n-grams, the forced tokens of a grammar). Its drafts leave as plain data in `RunnerOutput.draft_token_ids`. The
+scheduler plans as many of them as budget, length and free KV blocks allow, and the next step verifies those. Drafts
+change no answer, only the number of steps. How many tokens to draft for which row is up to the proposer; it is told how
+many were accepted.
 
 A step, as a proposer sees it:
- 1. `update(plan)`, before the forward, once the batch has changed: which rows left, came or were resumed;
- 2. `propose(step)`, after it, if any row drew: what was drawn, and where the tokens lie.
-`reset()` follows a step that failed: all rows are gone.
+ 1. `update(plan)` before the forward: which rows left the batch, which came or were resumed;
+ 2. `propose(step)` after it: the computed tokens, their hidden states, and what was sampled.
+`reset()` follows a step that failed: the batch is empty.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from llm.engine.step import RunnerOutput, SchedulerOutput
 
 
 @dataclass(frozen=True)
-class DrawnStep:
-    """What came of a step.
+class ComputedStep:
+    """A step that has been computed and sampled.
 
     Attributes:
-        batch: the rows as they are now, to be read only: `token_ids[row, :num_tokens[row]]` is all that is known of a
-            row, `params[row]` what it asked for. A row may have ended by what it drew; that is told in the next plan.
-        rows: int64 [R], the batch rows that drew and had no error, in the order of `StepInput.lines`.
+        batch: its rows as they are now, read only: `token_ids[row, :num_tokens[row]]` is all that is known of a row,
+            `params[row]` its parameters. A row may have ended with its last token; the next plan says so.
+        rows: int64 [R], the batch rows that sampled without an error.
         num_drafts: int64 [R], how many drafts of each were verified.
-        num_drawn: int64 [R], how many tokens each drew: the accepted drafts and, nearly always, one more.
-        input: the tokens that were computed, with block tables and slots of the target model.
-        hidden: float [N, H], the target's last hidden states of all of them; overwritten by the next step.
+        num_sampled: int64 [R], how many tokens each sampled: the accepted drafts and one more.
+        input: the computed tokens, with block tables and slots of the target model.
+        hidden: float [N, H], the target's last hidden states of all computed tokens, chunks of prompts included;
+            overwritten by the next step.
     """
 
     batch: InputBatch
     rows: np.ndarray
     num_drafts: np.ndarray
-    num_drawn: np.ndarray
+    num_sampled: np.ndarray
     input: StepInput
     hidden: torch.Tensor
 
@@ -52,18 +53,23 @@ class Proposer(ABC):
     """Drafts tokens for the rows of one runner."""
 
     def update(self, plan: SchedulerOutput) -> None:
-        """Follow the rows: `plan.removed` have left, `plan.new_rows` have come, new or after a preemption."""
+        """Follow the batch: `plan.removed` have left, `plan.new_rows` have come, new or after a preemption."""
 
     @abstractmethod
-    def propose(self, step: DrawnStep) -> Mapping[str, Sequence[int]]:
-        """Request id -> the tokens that may follow all that is known of it; none for those left out."""
+    def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
+        """Request id -> drafts of the tokens that follow its last known one.
+
+        Called after every step, whether a row sampled or not. Drafts wait until a step computes the last known token
+        of their request (a row may be in prefill, or not be scheduled), unless new ones replace them. A request that
+        is absent keeps those it has.
+        """
         raise NotImplementedError
 
     def reset(self) -> None:
         """Forget every row."""
 
     def close(self) -> None:
-        """Let go of everything large."""
+        """Free weights and caches."""
 
 
 def propose(
@@ -75,7 +81,7 @@ def propose(
         ValueError: a draft is for no row of the batch, or no token of the vocabulary, or the model has recurrent
             states, from which a rejected draft cannot be taken back.
     """
-    drafts = proposer.propose(_drawn_step(batch, step, hidden, result))
+    drafts = proposer.propose(_computed_step(batch, step, hidden, result))
     name = type(proposer).__name__
     if batch.has_slots and any(drafts.values()):
         raise ValueError(f"{name}.propose drafted for a model with recurrent states, which cannot be rolled back.")
@@ -84,12 +90,12 @@ def propose(
             raise ValueError(f"{name}.propose drafted for {request_id!r}, which is no request of the batch.")
         if any(not 0 <= token < vocab_size for token in tokens):
             raise ValueError(f"{name}.propose drafted {list(tokens)}; token ids are below {vocab_size}.")
-    return {request_id: list(tokens) for request_id, tokens in drafts.items() if tokens}
+    return {request_id: list(tokens) for request_id, tokens in drafts.items()}
 
 
-def _drawn_step(batch: InputBatch, step: StepInput, hidden: torch.Tensor, result: RunnerOutput) -> DrawnStep:
+def _computed_step(batch: InputBatch, step: StepInput, hidden: torch.Tensor, result: RunnerOutput) -> ComputedStep:
     rows, num_drafts = step.lines.sampled_rows, step.lines.num_drafts()
     request_ids = [batch.request_ids[row] for row in rows.tolist()]
-    good = np.array([request_id not in result.errors for request_id in request_ids])
-    drawn = np.array([len(result.sampled_token_ids.get(request_id, ())) for request_id in request_ids])
-    return DrawnStep(batch, rows[good], num_drafts[good], drawn[good], step, hidden)
+    good = np.array([request_id not in result.errors for request_id in request_ids], dtype=bool)
+    sampled = np.array([len(result.sampled_token_ids.get(name, ())) for name in request_ids], dtype=np.int64)
+    return ComputedStep(batch, rows[good], num_drafts[good], sampled[good], step, hidden)

@@ -23,12 +23,12 @@ class Request:
     Attributes:
         token_ids: prompt, then what was generated.
         num_computed_tokens: leading tokens whose keys and values are in the KV cache; moved on after each step.
-        draft_token_ids: tokens to verify in the next step that computes its last known one.
+        draft_token_ids: drafts, verified in the next step that computes the last known token.
         num_cached_tokens: of the prompt, how many came from the prefix cache at first admission.
         blocks: block ids per KV group, in order of position; owned by the block manager. 0: freed, out of the window.
         slot: where its recurrent states are; owned by the block manager. 0: it has none.
         block_hashes: chain hashes of the full blocks so far; owned by the block manager.
-        num_findable_blocks: leading blocks that the prefix cache was told of; owned by the block manager.
+        num_findable_blocks: leading blocks that are in the prefix cache; owned by the block manager.
         cache_key: extra bytes in the hash chain, so that only requests with equal keys share blocks; None: share none.
         prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
             where none is. Of the completions of one prompt the first has them computed.

@@ -74,16 +74,16 @@ class Scheduler:
         return plan
 
     def settle(self, plan: SchedulerOutput, result: RunnerOutput) -> int:
-        """Move the counts on after a step, by what it computed less the drafts it rejected; how many it accepted.
+        """Count what a step computed, less rejected drafts, and take back their blocks; the number of accepted drafts.
 
-        Called before the drawn tokens are appended to the requests.
+        Call it before the sampled tokens are appended to the requests.
         """
         requests, num_accepted = self.requests, 0
         for request_id, count in plan.num_scheduled_tokens.items():
             requests[request_id].num_computed_tokens += count
         for request_id, drafts in plan.draft_token_ids.items():
             request = requests[request_id]
-            # The last token that was drawn, or was not for an error, is in no cache.
+            # The last sampled token was no draft, or an error came instead of one more.
             accepted = max(0, len(result.sampled_token_ids.get(request_id, ())) - 1)
             request.num_computed_tokens -= len(drafts) - accepted
             num_accepted += accepted
@@ -96,7 +96,7 @@ class Scheduler:
         """Take a request whose `finish_reason` is set out of the engine and free its blocks."""
         if request.status is RequestStatus.RUNNING:
             self._removed.append(request.request_id)
-            # What was accepted in its last step is yet to be found; its last token is not, with drafts or without.
+            # Drafts accepted in its last step are not in the prefix cache yet. Its last token is never computed.
             self.blocks.remember(request, min(request.num_computed_tokens, request.num_tokens - 1))
         self.blocks.free(request)
         del self.requests[request.request_id]
@@ -125,15 +125,15 @@ class Scheduler:
             raise RuntimeError("a request is in no queue, or in two")
 
     def _schedule(self, plan: SchedulerOutput, request: Request, count: int, drafts: int = 0) -> None:
-        """`count` tokens, of which the last `drafts` may be rejected: they are not promised to others."""
+        """Plan `count` tokens; the last `drafts` may be rejected, so the prefix cache is not told of them."""
         plan.num_scheduled_tokens[request.request_id] = count
         self.blocks.remember(request, request.num_computed_tokens + count - drafts)
 
     def _verify(self, plan: SchedulerOutput, request: Request, count: int, budget: int, later: int) -> int:
-        """Plan a request's drafts, if its last known token is computed; how many.
+        """Plan the request's drafts if this step computes its last known token; returns their number.
 
-        They take what others leave: a token of the budget and a block are kept for each of the `later` running
-        requests, nothing is preempted for them, and the token that is drawn behind the last one is within the length.
+        Drafts never delay or preempt a running request: a token of the budget and a block are reserved for each of the
+        `later` ones. The token sampled after the last draft must be within the request's length.
         """
         if request.num_computed_tokens + count < request.num_tokens:
             return 0

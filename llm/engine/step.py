@@ -1,14 +1,14 @@
-"""What crosses the runner's boundary in a step: the scheduler's plan, and what the runner answers.
+"""What crosses the runner's boundary in a step: the scheduler's plan and the runner's answer.
 
-Owns no behaviour. Plain data that can be pickled, so that the runner may stand in another process.
+Owns no behaviour. Plain data that can be pickled, so that the runner may run in another process.
 
-A request's step, with T known tokens of which the last one or more are not in the KV cache yet:
+A row with T known tokens, of which the last is not in the KV cache yet, and two drafts:
 
-    plan     num_scheduled_tokens = uncomputed known tokens + drafts     draft_token_ids = [d0, d1]
-    runner   computes all of them in one forward, draws at T - 1; draws again behind d0 if d0 was drawn; and so on
-    answer   sampled_token_ids = [d0, x]     d0 was accepted, d1 was not: x was drawn in its place
+    plan     num_scheduled_tokens = 3, draft_token_ids = [d0, d1]
+    runner   computes positions T - 1, T, T + 1 in one forward; samples at T - 1; if that gave d0, samples at T; ...
+    answer   sampled_token_ids = [d0, x]: d0 was accepted; x was sampled where d1 had been drafted
 
-Afterwards all known tokens but the last drawn one are in the KV cache, as if they had been drawn one step each.
+Afterwards the KV cache holds all known tokens but x, as it would after two steps without drafts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SchedulerOutput:
         new_rows: requests that enter the batch this step.
         new_blocks: request id -> block ids per group appended to the table of a request already in the batch.
         removed: requests that left the batch since the last step (finished, aborted or preempted).
-        draft_token_ids: request id -> tokens to verify behind its last known one, which is computed in this step too.
+        draft_token_ids: request id -> drafts to verify after its last known token, which is computed in this step too.
     """
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
@@ -65,13 +65,14 @@ class RunnerOutput:
     """What a step produced.
 
     Attributes:
-        sampled_token_ids: request id -> the tokens it drew, those that had been drafted first; a request that drew
-            none is absent: it is still in its prompt, or ended with an error.
-        logprobs: request id -> one `TokenLogprobs` per drawn token, for requests that asked.
+        sampled_token_ids: request id -> the tokens it sampled, accepted drafts first. Requests that sampled none are
+            absent: they are in prefill, or ended with an error.
+        logprobs: request id -> one `TokenLogprobs` per sampled token, for requests that asked.
         prompt_logprobs: request id -> one `TokenLogprobs` per prompt token that follows one computed in this step.
-        errors: request id -> why it can have no token after those it drew: of its own processor, or none was left.
-            A `LogitsProcessorError` concerns all requests, unless the tokens before it end those it is reported for.
-        draft_token_ids: request id -> tokens to verify in its next step.
+        errors: request id -> why no token could be sampled after those in `sampled_token_ids`: its own processor
+            raised, or no token was left. A `LogitsProcessorError` fails the call, unless all requests that it is
+            reported for have ended with the tokens before.
+        draft_token_ids: request id -> drafts for its next step.
         model_seconds: time in forward, LM head and sampler; the rest of the step is the engine's own.
     """
 
