@@ -30,7 +30,7 @@ from toy_models import (
 )
 
 from llm import LLM, SamplingParams
-from llm.engine.proposer import DrawnStep, Proposer
+from llm.engine.proposer import ComputedStep, Proposer
 from llm.forward import KVCacheSpec, LatentCacheSpec, RecurrentSpec, StateSpec
 from llm.layers.parallel import SINGLE
 from llm.models.decoder import DecoderConfig, DecoderForCausalLM, LayerConfig
@@ -168,7 +168,7 @@ def answers(llm: LLM, row: TinyModel) -> list[list[int]]:
 
 
 class Eager(Proposer):
-    def propose(self, step: DrawnStep) -> Mapping[str, Sequence[int]]:
+    def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
         return {step.batch.request_ids[row]: [1] for row in step.rows.tolist()}
 
 
