@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from embedded import PROMPTS, engine_of, open_llm
-from test_lines import SCHEMA, Opened, Workload, assert_same
+from test_lines import SCHEMA, Opened, Workload, assert_same, second_turns
 
 from llm import SamplingParams, StructuredOutputsParams
 from llm.engine import lines
@@ -182,3 +182,19 @@ def test_planted_defects_are_seen(small: Opened, plant: Plant, kind: str, monkey
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         assert_same(small.plain, small.drafted(kind)[0])
     engine_of(small.llm).reset()
+
+
+def test_a_cached_hash_over_a_rejected_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are promised to the prefix cache; the block they shared with known tokens is then written over."""
+    plain = second_turns(None)
+    assert second_turns("wrong") == plain
+    schedule = Scheduler._schedule
+
+    def planted(self: Scheduler, plan: Any, request: Request, count: int, drafts: int = 0) -> None:
+        known = request.token_ids
+        request.token_ids = known + plan.draft_token_ids.get(request.request_id, [])
+        schedule(self, plan, request, count)
+        request.token_ids = known
+
+    monkeypatch.setattr(Scheduler, "_schedule", planted)
+    assert [answer for answer, _ in second_turns("wrong")] != [answer for answer, _ in plain]

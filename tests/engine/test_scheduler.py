@@ -118,7 +118,7 @@ class FakeRunner:
         self.states: dict[int, Any] = {}  # slot -> what its state has seen
 
     def execute(self, plan: SchedulerOutput, random: Random) -> RunnerOutput:
-        """Compute a step; which drafts are right, what is drawn and what is drafted next is left to chance."""
+        """Compute a step; which drafts are right, what is sampled and what is drafted next is left to chance."""
         self._update(plan)
         steps = [(self.rows[request_id], count) for request_id, count in plan.num_scheduled_tokens.items()]
         for group in range(len(self.windows)):
@@ -135,9 +135,10 @@ class FakeRunner:
             row = self.rows[request_id]
             row.computed += count
             if row.computed == len(row.tokens) + len(row.drafts):
-                result.sampled_token_ids[request_id] = self._draw(row, random)
-                if not self.has_states and random.random() < 0.5:
-                    result.draft_token_ids[request_id] = random.choices(range(VOCAB), k=random.randint(1, 6))
+                result.sampled_token_ids[request_id] = self._sample(row, random)
+            # Also while it is in prefill.
+            if not self.has_states and random.random() < 0.5:
+                result.draft_token_ids[request_id] = random.choices(range(VOCAB), k=random.randint(1, 6))
         return result
 
     def _advance_state(self, row: Row, count: int) -> None:
@@ -148,15 +149,15 @@ class FakeRunner:
             assert self.states[row.slot] == row.content(row.computed - 1)
         self.states[row.slot] = row.content(row.computed + count - 1)
 
-    def _draw(self, row: Row, random: Random) -> list[int]:
+    def _sample(self, row: Row, random: Random) -> list[int]:
         """Some drafts and one token more; the others are forgotten, with the blocks that held nothing else."""
-        drawn = [*row.drafts[: random.randint(0, len(row.drafts))], random.randrange(VOCAB)]
-        row.tokens += drawn
+        sampled = [*row.drafts[: random.randint(0, len(row.drafts))], random.randrange(VOCAB)]
+        row.tokens += sampled
         if row.drafts:
             row.computed, row.drafts = len(row.tokens) - 1, []
             for table in row.tables:
                 del table[-(-row.computed // self.block_size) :]
-        return drawn
+        return sampled
 
     def _update(self, plan: SchedulerOutput) -> None:
         for request_id in plan.removed:
@@ -237,6 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner = FakeRunner(block_size, windows, lambda request_id: self.owners[request_id], num_slots > 0)
         self.owners: dict[str, str] = {}
         self.prompts: list[list[int]] = [[]]
+        self.heads: list[list[int]] = [[]]  # prompts, and rows with what was drafted for them
         self.added: list[Request] = []
         self.sound = True
         if self.plant is not None:
@@ -250,10 +252,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
     )
     def add(self, like: int, keep: int, tail: list[int], own: SamplingParams, max_tokens: int) -> None:
-        """A prompt that begins like an earlier one, `n` times."""
-        tokens = ([*self.prompts[like % len(self.prompts)][:keep], *tail] or [0])[: self.max_model_len - 1]
+        """A prompt that begins like an earlier one or its answer, `n` times."""
+        tokens = ([*self.heads[-1 - like % len(self.heads)][:keep], *tail] or [0])[: self.max_model_len - 1]
         prompt_id = str(len(self.prompts))
         self.prompts.append(tokens)
+        self.heads.append(tokens)
         for index in range(own.n):
             request_id = f"{prompt_id}-{index}"
             key = cache_key(self.prefix_caching, prompt_id, own.n)
@@ -318,10 +321,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = {request.request_id: request.num_computed_tokens for request in self.scheduler.running}
         plan = self.scheduler.schedule()
         self._check_plan(plan, unfinished, before)
+        drafted = plan.draft_token_ids.items()
+        self.heads += [self.scheduler.requests[request_id].token_ids + drafts for request_id, drafts in drafted]
         result = self.runner.execute(plan, random)
         self.scheduler.settle(plan, result)
-        for request_id, drawn in result.sampled_token_ids.items():
-            self._append(self.scheduler.requests[request_id], drawn)
+        for request_id, sampled in result.sampled_token_ids.items():
+            self._append(self.scheduler.requests[request_id], sampled)
         self.scheduler.remove_finished()
         self._check_blocks()
         self.sound = True
@@ -345,10 +350,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             for new in plan.new_rows:
                 assert scheduled[new.request_id] == len(new.token_ids) - new.num_computed_tokens
 
-    def _append(self, request: Request, drawn: list[int]) -> None:
-        """As `Engine._update`: what is drawn behind the last token of a request is not of it any more."""
-        assert self.runner.rows[request.request_id].tokens == [*request.token_ids, *drawn]
-        for token in drawn:
+    def _append(self, request: Request, sampled: list[int]) -> None:
+        """As `Engine._update`: what is sampled after its last token is dropped."""
+        assert self.runner.rows[request.request_id].tokens == [*request.token_ids, *sampled]
+        for token in sampled:
             if request.append(token):
                 self.scheduler.finish(request)
                 return
@@ -497,19 +502,6 @@ def plant_block_taken_back_early(scheduler: Scheduler) -> None:
         request.num_computed_tokens += 1
 
     scheduler.blocks.trim = one_more  # type: ignore[method-assign]
-
-
-def plant_drafts_promised(scheduler: Scheduler) -> None:
-    """A hash over tokens that may be rejected."""
-    schedule = scheduler._schedule
-
-    def promised(plan: SchedulerOutput, request: Request, count: int, drafts: int = 0) -> None:
-        known = list(request.token_ids)
-        request.token_ids += plan.draft_token_ids.get(request.request_id, [])
-        schedule(plan, request, count)
-        request.token_ids = known
-
-    scheduler._schedule = promised  # type: ignore[method-assign]
 
 
 def plant_drafts_beyond_the_length(scheduler: Scheduler) -> None:
