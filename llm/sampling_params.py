@@ -204,7 +204,7 @@ class SamplingParams:
         # Set by the engine on its own copy: every id that ends the request, and bad_words as token ids.
         self.all_stop_token_ids: frozenset[int] = frozenset()
         self.bad_words_token_ids: list[list[int]] = []
-        self.structure: Any = None  # compiled `structured_outputs`, a llm.sampling.structured.compile.Structure
+        self.structure: Any = None  # compiled `structured_outputs`, a llm.sampling.structured.structure.Structure
         self._normalise()
         self.validate()
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))

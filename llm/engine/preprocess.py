@@ -18,7 +18,8 @@ from llm.engine.prompts import ParsedPrompt, check_text, list_conversations, lis
 from llm.inputs import TokensPrompt
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.request import check_request_processors
-from llm.sampling.structured.compile import Structure, StructureCompiler, Vocabulary
+from llm.sampling.structured.compile import StructureCompiler
+from llm.sampling.structured.structure import Structure, Vocabulary
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
 

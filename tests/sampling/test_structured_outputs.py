@@ -18,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
-from llm.sampling.structured.compile import Structure, StructureCompiler
-from llm.sampling.structured.json_schema import compile_schema, integer_range
+from llm.sampling.structured.compile import StructureCompiler
+from llm.sampling.structured.json_schema import TooManyChoices, compile_schema, integer_range
 from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
 from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex
+from llm.sampling.structured.schema import read_schema
+from llm.sampling.structured.structure import Answer, Structure
 from llm.sampling_params import RepetitionDetectionParams
 
 PERSON = {
@@ -206,14 +208,14 @@ def test_few_tokens_and_many_are_judged_alike(llm: LLM, monkeypatch: pytest.Monk
     params = [structured(27 + index, seed, json=PERSON) for index, seed in enumerate((0.0, 0.5, 1.0))]
     expected = tokens(run(llm, ["x"] * 3, params))
     for few in (0, 1 << 20):
-        monkeypatch.setattr("llm.sampling.structured.compile._FEW", few)
+        monkeypatch.setattr("llm.sampling.structured.structure._FEW", few)
         assert tokens(run(llm, ["x"] * 3, params)) == expected
 
 
 def test_a_structure_that_met_many_states_is_compiled_anew(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before = compiled(llm, json=TREE)
     assert compiled(llm, json=TREE) is before
-    monkeypatch.setattr("llm.sampling.structured.compile._MOST_NODES", 0)
+    monkeypatch.setattr("llm.sampling.structured.structure._MOST_NODES", -1)
     assert compiled(llm, json=TREE) is not before
 
 
@@ -423,3 +425,189 @@ def test_repetition_detection_can_cut_an_answer(llm: LLM) -> None:
     assert completion.finish_reason == "repetition" and completion.structured is not None
     assert not completion.structured.complete and not completion.structured.guaranteed
     assert "repetition_detection" in completion.structured.reason
+
+
+# --- What was promised holds ------------------------------------------------------------------------------------------
+
+INTEGER = {"type": "integer", "minimum": 0, "maximum": 99}
+# llguidance's lexer gives up on the first within an answer, its parser on the others.
+BEYOND_THE_LIMITS: list[dict[str, Any]] = [
+    {"regex": r"(.{0,200}\n?){0,50}"},
+    {"regex": r"(([ab]{0,50}c?){0,50}d?){0,50}x"},
+    {"choice": [f"value {index}" for index in range(3000)]},
+    {"json": {"enum": [f"value {index}" for index in range(3000)]}},
+    {"json": {"type": "object", "properties": {f"p{index}": INTEGER for index in range(505)}, "maxProperties": 505}},
+]
+BEYOND_THE_LIMITS[-1]["json"]["additionalProperties"] = False
+
+
+@pytest.mark.parametrize("kind", BEYOND_THE_LIMITS, ids=lambda kind: str(kind)[:30])
+def test_answers_beyond_the_librarys_limits_are_complete_and_each_rows_own(llm: LLM, kind: dict[str, Any]) -> None:
+    prompts = ["And he said", "In the land of", "Moses"]
+    params = [structured(45, **kind) for _ in prompts]
+    together = run(llm, prompts, params)
+    assert tokens(together[:2]) == tokens([run(llm, prompts[index], params[index])[0] for index in range(2)])
+    for output in together:
+        completion = output.outputs[0]
+        assert completion.error is None and completion.structured is not None
+        assert completion.structured.guaranteed and completion.structured.complete, completion.text
+        assert is_valid(completion.text, kind), completion.text
+
+
+def test_rows_of_a_demanding_expression_do_not_use_up_each_others_limits(llm: LLM) -> None:
+    """Where llguidance gives up is the same for each, also if the tokens are read at once; the language goes on."""
+    structure = compiled(llm, **BEYOND_THE_LIMITS[0])
+    text = b"and the lord said unto moses " * 5
+    one = {data[0]: token for token, data in structure.vocabulary.token_bytes.items() if len(data) == 1}
+    answers = [Answer(structure) for _ in range(2)]
+    read_by_llguidance = [0, 0]
+    for index, answer in enumerate(answers):
+        for byte in text:
+            assert answer.allowed(IMPOSSIBLE)[one[byte]]
+            answer.read(one[byte])
+            read_by_llguidance[index] += answer._matcher is not None
+    assert read_by_llguidance[0] == read_by_llguidance[1] < len(text)
+    replayed = Answer(structure)
+    for byte in text:
+        replayed.read(one[byte])
+    assert replayed._matcher is None
+    np.testing.assert_array_equal(replayed.allowed(500), answers[0].allowed(500))
+
+
+def test_an_answer_without_a_continuation_is_an_error_and_no_stop(llm: LLM) -> None:
+    """After the comma no name is left: the pattern's only one has been used."""
+    schema = {
+        "type": "object",
+        "properties": {"score": INTEGER},
+        "patternProperties": {"^score$": INTEGER},
+        "required": ["score"],
+        "additionalProperties": False,
+    }
+    structure = compiled(llm, json=schema)
+    one = {data[0]: token for token, data in structure.vocabulary.token_bytes.items() if len(data) == 1}
+    answer = Answer(structure)
+    for byte in b'{"score":25':
+        answer.read(one[byte])
+    if not answer.allowed(99)[one[ord(",")]]:
+        pytest.skip("this llguidance does not lead into the dead end")
+    answer.read(one[ord(",")])
+    with pytest.raises(RuntimeError, match="structured_outputs cannot go on with this answer: no token continues it"):
+        answer.allowed(99)
+    found = run(llm, [f"{index}" for index in range(40)], structured(40, json=schema))
+    ends = {output.outputs[0].finish_reason for output in found}
+    assert "error" in ends
+    for output in found:
+        completion = output.outputs[0]
+        assert completion.structured is not None
+        assert completion.structured.complete == (completion.finish_reason == "stop")
+
+
+def test_too_many_optional_properties_are_refused_before_the_start(llm: LLM) -> None:
+    properties = {f"p{index}": INTEGER for index in range(3000)}
+    schema = {"type": "object", "properties": properties}
+    with pytest.raises(ValidationError, match=r"has 3000 optional properties in a row and at most \d+") as error:
+        run(llm, "x", structured(json=schema))
+    assert error.value.parameter == "json" and "\n" not in str(error.value)
+    fewer = {name: INTEGER for name in list(properties)[:650]}
+    with pytest.raises(TooManyChoices):
+        compile_schema(Language(), {"type": "object", "properties": fewer})
+    compile_schema(Language(), {"type": "object", "properties": fewer, "required": [f"p{i}" for i in range(0, 650, 9)]})
+
+
+@pytest.mark.parametrize("depth", [128, 450, 900, 5000, 200_000])
+def test_deep_and_endless_schemas_are_refused_in_one_sentence(llm: LLM, depth: int) -> None:
+    schema: Any = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    endless: Any = {"type": "object"}
+    endless["properties"] = {"a": endless}
+    shared: Any = {"type": "integer"}
+    for _ in range(60):
+        shared = {"anyOf": [shared, shared]}
+    for item in (schema, '{"items":' * depth + "{}" + "}" * depth, endless):
+        with pytest.raises(ValidationError, match=r"nested too deeply.*objects inside each other\.$") as error:
+            run(llm, "x", structured(json=item))
+        assert error.value.parameter == "json" and "\n" not in str(error.value)
+    with pytest.raises(ValidationError, match=r"more than \d+ values\.$"):
+        run(llm, "x", structured(json=shared))
+
+
+TRIVIAL = [
+    {"properties": {"a": INTEGER}, "required": ["a"], "minProperties": 1},
+    {"properties": {"a": INTEGER}, "minProperties": 0},
+    {"properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False, "maxProperties": 2},
+    {"properties": {"a": {**INTEGER, "multipleOf": 1}}, "required": ["a"], "additionalProperties": False},
+    {"properties": {"a": {**INTEGER, "multipleOf": 0.1}}, "required": ["a"], "additionalProperties": False},
+    {"properties": {"minProperties": {"const": {"type": "object", "minProperties": 0}}}, "required": ["minProperties"]},
+]
+
+
+@pytest.mark.parametrize("schema", TRIVIAL, ids=str)
+def test_keywords_that_say_nothing_cost_no_guarantee(llm: LLM, schema: dict[str, Any]) -> None:
+    kind = {"json": {"type": "object", **schema}}
+    for output in run(llm, ["And he said"] * 4, [structured(60 + more, **kind) for more in range(4)]):
+        completion = output.outputs[0]
+        assert completion.structured is not None and completion.structured.guaranteed
+        assert completion.structured.complete and is_valid(completion.text, kind)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": INTEGER}, "required": ["a"], "minProperties": 2},
+        {"type": "object", "properties": {"a": INTEGER}, "required": ["a"], "maxProperties": 1},
+        {"type": "integer", "multipleOf": 2},
+        {"type": "number", "multipleOf": 1},
+        {"type": "integer", "multipleOf": 1.5},
+    ],
+    ids=str,
+)
+def test_keywords_that_say_something_are_kept(schema: dict[str, Any]) -> None:
+    assert read_schema(schema, closed=False) == schema
+
+
+def test_data_in_a_schema_is_not_taken_for_a_schema() -> None:
+    data = {"type": "object", "minProperties": 0, "pattern": r"\d"}
+    schema = {"properties": {"const": {"const": data}, "x": {"enum": [data], "default": data}}}
+    assert read_schema(schema, closed=True) == schema
+
+
+REPEATS = st.recursive(
+    st.sampled_from(["a", "[ab]", "b?", "(ab)?"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda pair: f"({pair[0]}|{pair[1]})"),
+        st.tuples(inner, st.sampled_from(["{0,2}", "{0,3}", "{1,3}", "{2,}", "*"])).map(lambda p: f"({p[0]}){p[1]}"),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=150)
+@given(pattern=REPEATS, text=st.text(alphabet="abc", max_size=9))
+def test_leaving_out_contained_alternatives_changes_no_language(pattern: str, text: str) -> None:
+    language, root = language_of({"regex": pattern})
+    plain = Language()
+    plain._without_contained = lambda nodes: nodes  # type: ignore[method-assign]
+    other = parse_regex(plain, pattern)
+    plain.close()
+    state, expected = root, other
+    for byte in text.encode():
+        state, expected = language.step(state, byte), plain.step(expected, byte)
+        assert language.needs[state] == plain.needs[expected] and language.nullable[state] == plain.nullable[expected]
+
+
+def test_nested_repetitions_have_few_states() -> None:
+    for pattern in (r"(.{0,200}\n?){0,50}", "(([ab]{0,50}c?){0,50}d?){0,50}"):
+        language, root = language_of({"regex": pattern})
+        state = language.read(root, b"abacabdabcdabbbbacabda" * 9)
+        assert state != EMPTY and len(language.kinds) < 3000
+
+
+@given(words=st.sets(st.text(alphabet="ab\u00e9", min_size=1, max_size=4), min_size=1, max_size=12), text=st.text("ab"))
+def test_tries_hold_exactly_their_words(words: set[str], text: str) -> None:
+    language = Language()
+    root = language.words(word.encode() for word in words)
+    for candidate in {*words, text}:
+        assert language.nullable[language.read(root, candidate.encode())] == (candidate in words)
+    assert language.needs[root] == min(len(word.encode()) for word in words)

@@ -30,6 +30,15 @@ _CONTROLS = (*range(0x20), 0x7F)
 _PLAIN: Ranges = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)]
 
 
+# Of optional properties in a row each can come next: the time of a mask grows with their number, that of compiling with
+# its square.
+_MOST_OPTIONAL = 600
+
+
+class TooManyChoices(ValueError):
+    """Masks for this schema would take too long; the message says what is too large."""
+
+
 # A JSON object. Values are of any JSON type; a shape that a keyword does not expect raises TypeError or ValueError,
 # which `compile.py` takes for an unknown length.
 Schema = Mapping[str, Any]
@@ -131,7 +140,7 @@ class _Compiler:
         # Such a character can also be written as a \u escape, and the literal would be one spelling only.
         if any(re.search(r'\\[^"\\]|\x7f', text) for text in texts):
             raise UnknownLength("a control character in a constant")
-        return self._language.alt(*(self._language.literal(text.encode()) for text in texts))
+        return self._language.words(text.encode() for text in texts)
 
     def _any(self) -> int:
         if "any" not in self._defined:
@@ -230,6 +239,7 @@ class _Compiler:
         for name in required:
             if name not in properties:
                 properties[name] = additional
+        _check_optional(properties, required)
         member = EMPTY if additional is False else self._member(sorted(properties), additional)
         comma, end = language.literal(b","), language.literal(b"}")
         more = language.cat(language.star(language.cat(comma, member)), end)
@@ -267,6 +277,18 @@ class _Compiler:
         if prefix not in names:
             choices.append(language.literal(b'"'))
         return language.alt(*choices)
+
+
+def _check_optional(properties: Iterable[str], required: Sequence[str]) -> None:
+    needed, run, longest = set(required), 0, 0
+    for name in properties:
+        run = 0 if name in needed else run + 1
+        longest = max(longest, run)
+    if longest > _MOST_OPTIONAL:
+        raise TooManyChoices(
+            f"an object has {longest} optional properties in a row and at most {_MOST_OPTIONAL} can be told apart in "
+            "time; list more of them in required or split the object"
+        )
 
 
 def integer_range(low: int | None, high: int | None) -> str:

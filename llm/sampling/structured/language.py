@@ -17,6 +17,7 @@ EMPTY = 0  # the node of no string at all
 DONE = 1  # the node of the empty string
 ALL_BYTES = (1 << 256) - 1
 _UNKNOWN = -1
+_MOST_COMPARED = 64  # alternatives of one alternation that are compared with each other
 
 
 class Language:
@@ -38,6 +39,7 @@ class Language:
         self.reach: list[int] = []
         self._index: dict[tuple, int] = {}
         self._moves: dict[tuple[int, int], int] = {}
+        self._contained: dict[tuple[int, int], bool] = {}
         self._definitions: dict[str, int] = {}
         self._closed = False
         self._node(("alt", ()), False)
@@ -71,8 +73,30 @@ class Language:
             flat.add(self.byte_set(bits))
         if len(flat) == 1:
             return flat.pop()
-        nodes = tuple(sorted(flat))
+        nodes = tuple(sorted(self._without_contained(flat)))
+        if len(nodes) == 1:
+            return nodes[0]
         return self._node(("alt", nodes), any(self.nullable[node] for node in nodes)) if nodes else EMPTY
+
+    def words(self, texts: Iterable[bytes]) -> int:
+        """One of these strings, as a trie: a byte leaves one alternative of each node."""
+        # Per byte of the last string, and for its end: what its prefix up to there can continue with.
+        open_nodes: list[list[int]] = [[]]
+        last = b""
+
+        def close(depth: int) -> None:
+            while len(open_nodes) > depth + 1:
+                node = self.alt(*open_nodes.pop())
+                open_nodes[-1].append(self._cat(self.byte_set(1 << last[len(open_nodes) - 1]), node))
+
+        for text in sorted(set(texts)):
+            shared = next((i for i, (a, b) in enumerate(zip(last, text, strict=False)) if a != b), len(last))
+            close(shared)
+            open_nodes += [[] for _ in range(len(text) - shared)]
+            open_nodes[-1].append(DONE)
+            last = text
+        close(0)
+        return self.alt(*open_nodes[0])
 
     def star(self, node: int) -> int:
         return DONE if node in (EMPTY, DONE) else self._node(("star", node), True)
@@ -154,6 +178,49 @@ class Language:
         return self.step(self._definitions[arguments[0]], byte) if kind == "ref" else EMPTY
 
     # --- Nodes ------------------------------------------------------------------------------------------------------
+
+    def _without_contained(self, nodes: set[int]) -> set[int]:
+        """Without the repetitions that another alternative contains.
+
+        A text splits into the repetitions of `(x{0,200}y?){0,50}` in as many ways as there are pairs of counts.
+        All but a few are contained in others; kept, they would make each state as large as the product of the counts.
+        """
+        if not 1 < len(nodes) <= _MOST_COMPARED:
+            return nodes
+        heads = {node: self._head(node) for node in nodes}
+        if not any(self.kinds[head][0] == "repeat" for head in heads.values()):
+            return nodes
+        compared = [node for node in nodes if self.nullable[heads[node]]]
+        kept = nodes
+        for node in sorted(compared):
+            others = [other for other in compared if other != node and other in kept]
+            if any(self._is_within(node, other) for other in others):
+                kept = kept - {node}
+        return kept
+
+    def _head(self, node: int) -> int:
+        return self.kinds[node][1] if self.kinds[node][0] == "cat" else node
+
+    def _is_within(self, node: int, other: int) -> bool:
+        """True if it is plain that every string of `node` is one of `other`."""
+        if node == other or (node == DONE and self.nullable[other]):
+            return True
+        found = self._contained.get((node, other))
+        if found is None:
+            found = self._contained[node, other] = self._find_within(node, other)
+        return found
+
+    def _find_within(self, node: int, other: int) -> bool:
+        kind, outer = self.kinds[node], self.kinds[other]
+        if outer[0] == "cat" and self.nullable[outer[1]] and self._is_within(node, outer[2]):
+            return True
+        if kind[0] == outer[0] == "cat":
+            return self._is_within(kind[1], outer[1]) and self._is_within(kind[2], outer[2])
+        if kind[0] == "repeat" and outer[0] == "star":
+            return kind[1] == outer[1]
+        if kind[0] == outer[0] == "repeat" and kind[1] == outer[1]:
+            return (kind[2] >= outer[2] or self.nullable[kind[1]]) and (outer[3] == -1 or -1 < kind[3] <= outer[3])
+        return False
 
     def _cat(self, head: int, tail: int) -> int:
         if head == EMPTY or tail == EMPTY:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,12 +21,10 @@ import torch
 
 from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor
 from llm.sampling.logits_processors.state import process_dict_updates
-from llm.sampling.structured.compile import Structure
+from llm.sampling.structured.structure import Answer, Structure
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from llm.config.engine import VllmConfig
 
 
@@ -37,31 +35,24 @@ class _Row:
     Attributes:
         output_ids: live list of the output's token ids.
         budget: maximum number of generated tokens.
-        state: node of the structure's language after `read` tokens.
+        answer: what the first `read` tokens came to; None until the first mask.
     """
 
     structure: Structure
     output_ids: list[int]
     budget: int
-    matcher: LLMatcher
-    state: int
+    answer: Answer | None = None
     read: int = 0
     allowed: Future[np.ndarray] | None = None
-    words: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     def compute(self) -> np.ndarray:
         """bool [vocab], True for tokens that may come next."""
-        vocabulary = self.structure.vocabulary
+        if self.answer is None:
+            self.answer = Answer(self.structure)
         for token in self.output_ids[self.read :]:
-            self.matcher.consume_token(token)
-            self.state = self.structure.read(self.state, token)
+            self.answer.read(token)
         self.read = len(self.output_ids)
-        if self.matcher.is_error():
-            raise RuntimeError(f"the grammar failed: {self.matcher.get_error().splitlines()[0]}")
-        self.matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
-        allowed = np.unpackbits(self.words.view(np.uint8), bitorder="little")[: vocabulary.size].astype(bool)
-        fitting = self.structure.fitting(self.state, self.budget - self.read - 1, allowed)
-        return fitting if fitting.any() else allowed
+        return self.answer.allowed(self.budget - self.read - 1)
 
 
 class StructuredOutputsLogitsProcessor(LogitsProcessor):
@@ -114,5 +105,4 @@ class StructuredOutputsLogitsProcessor(LogitsProcessor):
             return None
         room = self._max_model_len - len(prompt_ids or [])
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
-        words = np.zeros(-(-structure.vocabulary.size // 32), dtype=np.int32)
-        return _Row(structure, output_ids, budget, structure.matcher(), structure.root, words=words)
+        return _Row(structure, output_ids, budget)
