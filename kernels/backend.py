@@ -24,19 +24,11 @@ CPU = torch.device("cpu")
 
 # Operation -> the module of kernels/reference that defines it.
 OPERATIONS: dict[str, str] = {
-    "pack_float": "quantized",
-    "pack_int8": "quantized",
-    "pack_int4": "quantized",
-    "linear_float": "linear",
-    "embedding_float": "linear",
+    "pack": "linear",
+    "linear": "linear",
+    "embedding": "linear",
     "quantize_per_token": "quantized",
     "quantize_static": "quantized",
-    "linear_w8a8_dynamic": "quantized",
-    "linear_w8a8_static": "quantized",
-    "linear_w4a8": "quantized",
-    "linear_w8a16": "quantized",
-    "linear_w4a16": "quantized",
-    "embedding_int8": "quantized",
     "rms_norm": "norm",
     "add_rms_norm": "norm",
     "layer_norm": "norm",

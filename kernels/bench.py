@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from llm.kernels import bench_calls
 from llm.kernels.backend import Backend
+from llm.kernels.weight import FLOAT_KINDS, Weight
 
 # (outputs, inputs): the feed-forward of a 0.5 B model, both ways, and a square.
 SHAPES = ((4864, 896), (896, 4864), (2048, 2048))
@@ -54,7 +55,7 @@ HEADING = f"{'':<14}{'rows':>5}  {'weight':<11}{'G/s':>8} {'median':>8} {'GB/s':
 
 def run(backend: Backend, seconds: float) -> Iterator[str]:
     """Lines of the table, as they are measured; `seconds` for each entry."""
-    yield f"{backend.source('linear_float')}, {torch.get_num_threads()} threads; weights of N x K, float32 activations"
+    yield f"{backend.source('linear')}, {torch.get_num_threads()} threads; weights of N x K, float32 activations"
     yield f"reads {_read_rate() / 1e9:.1f} GB/s (torch.mv)"
     yield HEADING
     for shape in SHAPES:
@@ -71,46 +72,41 @@ Product = tuple[int, Calls]
 def _products(backend: Backend, shape: tuple[int, int], rows: int) -> Iterator[tuple[str, Product]]:
     """Name -> (bytes of one weight and its scales, the product with each of several weights)."""
     n, k = shape
-    floats = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    linear, dynamic, w4a8 = (backend.op(name) for name in ("linear_float", "linear_w8a8_dynamic", "linear_w4a8"))
-    w8a16, w4a16 = backend.op("linear_w8a16"), backend.op("linear_w4a16")
+    pack, linear = backend.op("pack"), backend.op("linear")
 
     def copies(nbytes: int, make: Callable[[], Any], call: Callable[[Any, torch.Tensor], Any]) -> Product:
         count = max(1, _COLD_BYTES // nbytes) if rows <= _FEW_ROWS else 1
         return nbytes, [functools.partial(call, make()) for _ in range(count)]
 
-    def ours(name: str, weight: torch.Tensor, call: Callable[[Any, torch.Tensor], Any]) -> Product:
-        pack = backend.op(name)
-        return copies(pack(weight).data.nbytes, lambda: pack(weight), call)
+    def ours(make: Callable[[], Weight]) -> Product:
+        weight = make()
+        nbytes = weight.data.nbytes + (0 if weight.scale is None else weight.scale.nbytes)
+        return copies(nbytes, make, lambda held, x: linear(x, held))
 
-    def scaled(name: str, groups: int, call: Callable[..., Any]) -> Product:
-        """Integers, each copy with scales of its own [N, G], which are read too."""
-        pack = backend.op(name)
+    def integers(kind: str, activations: str, group: int) -> Product:
+        values = torch.randint(-8, 8, (n, k), dtype=torch.int8)
 
-        def make() -> tuple[Any, torch.Tensor]:
-            return pack(integers), torch.rand(groups, n).t()
+        def make() -> Weight:
+            """Each copy has scales of its own, which are read too."""
+            packed: Weight = pack(values, kind).scaled(torch.rand(n, -(-k // group)), group_size=group)
+            return replace(packed, activations=activations)
 
-        return copies(pack(integers).data.nbytes + 4 * groups * n, make, lambda held, x: call(x, *held))
+        return ours(make)
 
-    for name, dtype in floats.items():
-        yield name, ours("pack_float", torch.randn(n, k).to(dtype), lambda held, x: linear(x, held))
-    integers = torch.randint(-8, 8, (n, k), dtype=torch.int8)
-    yield "w8a8", scaled("pack_int8", 1, lambda x, held, scale: dynamic(x, held, scale[:, 0]))
+    for dtype, name in FLOAT_KINDS.items():
+        floats = torch.randn(n, k).to(dtype)
+        yield name, ours(lambda floats=floats: pack(floats))  # type: ignore[misc]
+    yield "w8a8", integers("int8", "int8", k)
     for group in (k, 128, 32):
-        title = "w4a8" if group == k else f"w4a8 g={group}"
-        yield title, scaled("pack_int4", -(-k // group), _in_groups(w4a8, group))
-    yield "w8a16", scaled("pack_int8", 1, _in_groups(w8a16, k, None))
+        yield "w4a8" if group == k else f"w4a8 g={group}", integers("int4", "int8", group)
+    yield "w8a16", integers("int8", "float", k)
     for group in (128, 32):
-        yield f"w4a16 g={group}", scaled("pack_int4", -(-k // group), _in_groups(w4a16, group, None))
+        yield f"w4a16 g={group}", integers("int4", "float", group)
     weight = torch.randn(n, k)
     yield "torch float32", copies(weight.nbytes, weight.clone, lambda w, x: F.linear(x, w))
     if rows > _FEW_ROWS:
         quantized = _torch_int8(n, k)
         yield "torch int8", copies(n * k, lambda: quantized, lambda layer, x: layer(x))
-
-
-def _in_groups(product: Callable[..., torch.Tensor], group: int, *zero: None) -> Callable[..., torch.Tensor]:
-    return lambda x, held, scale: product(x, held, scale, *zero, group)
 
 
 def _torch_int8(n: int, k: int) -> Any:

@@ -7,6 +7,7 @@ kernel itself, its arguments unpacked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -46,15 +47,15 @@ def _best(call: Callable[[], Any], repetitions: int) -> float:
 
 def _calls(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, weight, scale = torch.randn(1, _WIDTH), torch.randn(_WIDTH), torch.rand(_OUTPUTS)
-    floats = backend.op("pack_float")(torch.randn(_OUTPUTS, _WIDTH))
-    integers = backend.op("pack_int8")(torch.ones(_OUTPUTS, _WIDTH, dtype=torch.int8))
+    pack = backend.op("pack")
+    integers = pack(torch.ones(_OUTPUTS, _WIDTH, dtype=torch.int8), "int8").scaled(scale[:, None])
 
     def bound(name: str, *arguments: Any, **named: Any) -> tuple[str, Callable[[], Any]]:
         operation = backend.op(name)
         return name, lambda: operation(*arguments, **named)
 
-    yield bound("linear_float", x, floats)
-    yield bound("linear_w8a8_dynamic", x, integers, scale)
+    yield "linear_float32", bound("linear", x, pack(torch.randn(_OUTPUTS, _WIDTH)))[1]
+    yield "linear_w8a8", bound("linear", x, replace(integers, activations="int8"))[1]
     yield bound("rms_norm", x, weight, 1e-6)
     yield bound("add_rms_norm", x, x, weight, 1e-6)
     yield bound("silu_and_mul", x)

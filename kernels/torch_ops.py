@@ -7,6 +7,7 @@ Not among them are those that write into what they are given: attention and the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,15 +28,16 @@ PLAIN = (
     *("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rotary_embedding", "log_softmax"),
     *("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "gelu_new", "quick_gelu", "relu", "relu2"),
 )
-# The packed weight is spelled out; what follows it.
-_PACKED = "Tensor x, Tensor data, Tensor? sums, SymInt n, SymInt k, str kind, bool rounds_input"
-PRODUCTS = {
-    "linear_float": "Tensor? bias=None",
-    "linear_w8a8_dynamic": "Tensor scale, Tensor? bias=None",
-    "linear_w8a8_static": "Tensor weight_scale, float input_scale, int input_offset, Tensor? bias=None",
-    "linear_w4a8": "Tensor scale, int group_size, Tensor? bias=None",
-    "linear_w8a16": "Tensor scale, Tensor? zero, int group_size, Tensor? bias=None",
-    "linear_w4a16": "Tensor scale, Tensor? zero, int group_size, Tensor? bias=None",
+# Operations with a weight -> their first argument. The weight is spelled out, field by field.
+WITH_WEIGHT = {"linear": "Tensor x", "embedding": "Tensor token_ids"}
+_FIELDS = [item for item in dataclasses.fields(PanelWeight) if item.init and item.name != "library"]
+_NAMES = [item.name for item in _FIELDS]
+_SCHEMA_TYPES = {
+    "torch.Tensor": "Tensor",
+    "torch.Tensor | None": "Tensor?",
+    "int": "SymInt",
+    "float": "float",
+    "str": "str",
 }
 
 
@@ -55,11 +57,12 @@ def register() -> torch.library.Library:
         torch.library.register_fake(f"{NAMESPACE}::{name}", _contiguous(twin), lib=library)
     if not isinstance(backend, CpuBackend):
         return library
-    for name, rest in PRODUCTS.items():
-        library.define(f"{name}({_PACKED}, {rest}) -> Tensor")
-        library.impl(name, _product(backend.op(name), backend.library), "CPU")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_product, lib=library)
-    for name in (*PLAIN, *PRODUCTS):
+    fields = ", ".join(f"{_SCHEMA_TYPES[str(item.type)]} {item.name}" for item in _FIELDS)
+    for name, first in WITH_WEIGHT.items():
+        library.define(f"{name}({first}, {fields}) -> Tensor")
+        library.impl(name, _of_fields(backend.op(name), backend.library), "CPU")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES[name], lib=library)
+    for name in (*PLAIN, *WITH_WEIGHT):
         _substitute(name)
     return library
 
@@ -69,25 +72,36 @@ def _contiguous(twin: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: tree_map(torch.Tensor.contiguous, twin(*arguments))
 
 
-def _product(kernel: Callable[..., torch.Tensor], library: Library) -> Callable[..., torch.Tensor]:
-    def product(x: Any, data: Any, sums: Any, n: int, k: int, kind: str, rounds: bool, *rest: Any) -> torch.Tensor:
-        return kernel(x, PanelWeight(data, n, k, kind, library, sums, rounds_input=rounds), *rest)
-
-    return product
+def fields_of(weight: PanelWeight) -> tuple[Any, ...]:
+    """What an operation takes in the place of a weight."""
+    return tuple(getattr(weight, name) for name in _NAMES)
 
 
-def _fake_product(x: torch.Tensor, data: Any, sums: Any, n: int, *rest: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], n))
+def _of_fields(operation: Callable[..., torch.Tensor], library: Library) -> Callable[..., torch.Tensor]:
+    def with_fields(x: torch.Tensor, *values: Any) -> torch.Tensor:
+        return operation(x, PanelWeight(**dict(zip(_NAMES, values, strict=True)), library=library))
+
+    return with_fields
+
+
+def _fake_linear(x: torch.Tensor, *values: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], values[_NAMES.index("n")]))
+
+
+def _fake_embedding(ids: torch.Tensor, *values: Any) -> torch.Tensor:
+    return ids.new_empty((*ids.shape, values[_NAMES.index("k")]), dtype=torch.float32)
+
+
+_FAKES = {"linear": _fake_linear, "embedding": _fake_embedding}
 
 
 def _substitute(name: str) -> None:
     """Have a tracer that meets the kernel record the operation."""
     operation = getattr(getattr(torch.ops, NAMESPACE), name).default
-    if name in PRODUCTS:
+    if name in WITH_WEIGHT:
 
-        def traced(library: Any, x: Any, packed: Any, *rest: Any, **named: Any) -> Any:
-            fields = packed.data, packed.sums, packed.n, packed.k, packed.kind, packed.rounds_input
-            return operation(x, *fields, *rest, **named)
+        def traced(library: Any, x: Any, weight: PanelWeight) -> Any:
+            return operation(x, *fields_of(weight))
     else:
 
         def traced(library: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[misc]

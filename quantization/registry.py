@@ -6,12 +6,15 @@ classes are named by "module:Class" and imported when first asked for.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from llm.base.errors import LLMError, ValidationError, nearest
 from llm.quantization.base import QuantizationConfig
+from llm.quantization.schemes.method import IntegerMethod
+from llm.quantization.schemes.table import SCHEMES
 
 C = TypeVar("C", bound=type)
 
@@ -26,9 +29,7 @@ KINDS = ("linear", "embedding", "moe", "attention")
 # FP8, GPTQ, AWQ, MX formats and GGUF take their place here when they come.
 
 _plugin_configs: dict[str, type[QuantizationConfig]] = {}
-_BUILTIN_SCHEMES = "llm.quantization.schemes."
 _plugin_schemes: dict[tuple[str, str], type] = {}
-_builtin_schemes: dict[tuple[str, str], type] = {}
 
 
 def register_quantization_config(name: str) -> Callable[[C], C]:
@@ -93,39 +94,33 @@ def register_scheme(quant_type: str, kind: str) -> Callable[[C], C]:
         )
 
     def decorate(scheme_class: C) -> C:
-        built_in = scheme_class.__module__.startswith(_BUILTIN_SCHEMES)
-        schemes = _builtin_schemes if built_in else _plugin_schemes
-        taken = schemes.get((quant_type, kind))
+        taken = _plugin_schemes.get((quant_type, kind))
         # A notebook cell that is run again defines its class again.
         if taken is not None and _full_name(taken) != _full_name(scheme_class):
             raise LLMError(
                 f"a scheme for {quant_type} {kind} layers is already registered: {_full_name(taken)}; "
                 f"{_full_name(scheme_class)} cannot be another."
             )
-        schemes[quant_type, kind] = scheme_class
+        _plugin_schemes[quant_type, kind] = scheme_class
         return scheme_class
 
     return decorate
 
 
-def get_scheme_class(quant_type: str, kind: str) -> Any:
-    """The scheme for a layer, a plugin's first; None when there is none."""
-    _import_schemes()
-    return _plugin_schemes.get((quant_type, kind)) or _builtin_schemes.get((quant_type, kind))
+def get_scheme(quant_type: str, kind: str) -> Any:
+    """What makes the method of a layer from its storage, source and reason, a plugin's first; None: nothing does."""
+    plugin = _plugin_schemes.get((quant_type, kind))
+    row = SCHEMES.get(quant_type)
+    if plugin is not None or row is None or kind not in row.layers:
+        return plugin
+    return functools.partial(IntegerMethod, row)
 
 
 def scheme_types(kind: str) -> tuple[str, ...]:
     """The types that have a scheme for layers of `kind`."""
-    _import_schemes()
-    pairs = dict.fromkeys([*_plugin_schemes, *_builtin_schemes])
-    return tuple(quant_type for quant_type, its_kind in pairs if its_kind == kind)
+    plugins = [quant_type for quant_type, its_kind in _plugin_schemes if its_kind == kind]
+    return tuple(dict.fromkeys([*plugins, *(name for name, row in SCHEMES.items() if kind in row.layers)]))
 
 
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _import_schemes() -> None:
-    """The built-in schemes register themselves when imported."""
-    for name in ("w8a8", "w4a8", "weight_only"):
-        importlib.import_module(f"llm.quantization.schemes.{name}")

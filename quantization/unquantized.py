@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from llm.base.construction import construction
-from llm.kernels.reference.linear import embedding, linear
+from llm.kernels.reference.linear import embedding, linear, pack
 from llm.kernels.select import backend_of_construction
+from llm.kernels.weight import Weight
 from llm.quantization.base import EmbeddingMethodBase, LinearMethodBase, WeightLoader
 
 
@@ -19,11 +20,11 @@ class UnquantizedLinearMethod(LinearMethodBase):
 
     def __init__(self) -> None:
         backend = backend_of_construction()
-        self.invariant = self._packs = backend.computes("pack_float", "linear_float", "embedding_float")
-        self._pack = backend.op("pack_float")
-        self._linear = backend.op("linear_float")
-        self._embedding = backend.op("embedding_float")
-        self.kernel = backend.source("linear_float")
+        self.invariant = self._packs = backend.computes("pack", "linear", "embedding")
+        self._pack = backend.op("pack")
+        self._linear = backend.op("linear")
+        self._embedding = backend.op("embedding")
+        self.kernel = backend.source("linear")
         self._rounds_input = construction().may_round and backend.rounds_bf16_inputs
 
     def create_weights(
@@ -48,16 +49,18 @@ class UnquantizedLinearMethod(LinearMethodBase):
         packed = self._pack(layer.weight.data, reuse=True)
         layer.weight = nn.Parameter(packed.data, requires_grad=False)
         # The parameter itself, so that whoever frees it frees the packed weight.
-        rounds = self._rounds_input and packed.data.dtype == torch.bfloat16
-        layer.packed_weight = dataclasses.replace(packed, data=layer.weight, rounds_input=rounds)
+        activations = "bfloat16" if self._rounds_input and packed.kind == "bfloat16" else "float"
+        layer.packed_weight = replace(packed, data=layer.weight, activations=activations)
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.data.float()
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed = layer.packed_weight
-        if packed is None:
-            return linear(x, layer.weight, bias)
-        return self._linear(x, packed, bias)
+        weight: Weight | None = layer.packed_weight
+        if weight is None:
+            return linear(x, replace(pack(layer.weight), bias=bias))
+        if weight.bias is not bias:
+            weight = rebind(layer, bias)
+        return self._linear(x, weight)
 
     def dequantize_weight(self, layer: Any) -> torch.Tensor:
         packed = layer.packed_weight
@@ -69,10 +72,10 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod, EmbeddingMethodBase):
     """The same table, also read by id."""
 
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
-        packed = layer.packed_weight
-        if packed is None:
-            return embedding(token_ids, layer.weight, torch.float32)
-        return self._embedding(token_ids, packed)
+        weight: Weight | None = layer.packed_weight
+        if weight is None:
+            return embedding(token_ids, pack(layer.weight))
+        return self._embedding(token_ids, weight)
 
 
 def left_alone(kind: str, source: str, reason: str) -> UnquantizedLinearMethod:
@@ -80,6 +83,12 @@ def left_alone(kind: str, source: str, reason: str) -> UnquantizedLinearMethod:
     method = UnquantizedEmbeddingMethod() if kind == "embedding" else UnquantizedLinearMethod()
     method.source, method.reason = source, reason
     return method
+
+
+def rebind(layer: Any, bias: torch.Tensor | None) -> Weight:
+    """The layer's weight with another bias than it had: at the first product, and after somebody replaced it."""
+    layer.packed_weight = replace(layer.packed_weight, bias=bias)
+    return layer.packed_weight
 
 
 def new_parameter(data: torch.Tensor, weight_loader: WeightLoader, **attributes: Any) -> nn.Parameter:

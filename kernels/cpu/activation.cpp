@@ -75,8 +75,8 @@ LLM_EXPORT void llm_activation(int64_t function, const float* gate, const float*
 // x = cap * tanh(x / cap), in place.
 LLM_EXPORT void llm_soft_cap(float* x, float cap, int64_t count, int64_t threads) {
     constexpr int64_t width = 1 << 12;
-    for_rows((count + width - 1) / width, width, threads, [&](int64_t row) {
-        const int64_t end = (row + 1) * width < count ? (row + 1) * width : count;
+    for_rows(ceil_div(count, width), width, threads, [&](int64_t row) {
+        const int64_t end = min((row + 1) * width, count);
         for (int64_t i = row * width; i < end; i += LANES)
             store_part(x + i, tanh(load_part(x + i, end - i) / set1(cap)) * set1(cap), end - i);
     });

@@ -18,7 +18,7 @@ from llm.kernels.reference.backend import pytorch
 from llm.platforms.interface import Platform
 
 # The module here that has the function of an operation's name, where it is not named as the one that defines it.
-_MODULES = {"pack_float": "packed", "pack_int8": "packed", "pack_int4": "packed"}
+_MODULES = {"pack": "packed"}
 _NEXT_BEST = {"amx": "avx512", "avx2_vnni": "avx2"}
 
 

@@ -4,9 +4,9 @@
 // number of rows and the thread. A panel is [k][16]; of bfloat16 [k / 2][16][2], so that a shift and a mask widen a column's
 // two. With matrix tiles (gemm_tiles.h) a bfloat16 weight has another chain, its own for any number of rows just the same.
 #include "gemm_tiles.h"
-#include "panels.h"
 #include "quantize.h"
-#include "replay.h"
+#include "vector_math.h"
+#include "weight.h"
 
 namespace llm {
 namespace {
@@ -32,19 +32,11 @@ LLM_INLINE F32 load_panel(const BF16* p, int64_t k) {
     return as_float(k ? and_i(both, set1_i(static_cast<int32_t>(0xffff0000u))) : shift_left<16>(both));
 }
 
-template <class T> struct Product {
-    const float* x;
-    const T* weight;
-    const float* bias;
-    float* y;
-    int64_t m, n, k;
-};
-
-template <class T, int ROWS, int PANELS> void tile(const Product<T>& p, int64_t row, int64_t panel) {
+template <class T, int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
     constexpr int64_t step = DEPTH<T> * LANES;  // elements of a panel
     const int64_t steps = p.k / DEPTH<T>, panel_size = panel_elements<T>(p.k);
     const float* a = p.x + row * p.k;
-    const T* b = p.weight + panel * panel_size;
+    const T* b = static_cast<const T*>(p.data) + panel * panel_size;
     F32 acc[ROWS][PANELS];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = zero();
     const auto add = [&](int64_t s, int64_t d) {
@@ -64,10 +56,9 @@ template <class T, int ROWS, int PANELS> void tile(const Product<T>& p, int64_t 
     }
     if (p.k % DEPTH<T>) add(steps, 0);
     LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-        const int64_t column = (panel + c) * LANES, columns = p.n - column;
-        const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-            store_part(p.y + (row + r) * p.n + column, p.bias ? acc[r][c] + bias : acc[r][c], columns);
+        const int64_t column = (panel + c) * LANES;
+        const F32 biases = p.biases(column);
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) p.store_output(row + r, column, acc[r][c], biases);
     }
 }
 
@@ -80,16 +71,14 @@ constexpr int panels_for(int rows) {
 #endif
 }
 
-template <class T, int ROWS> void tiles(const Product<T>& p, int64_t row, int64_t panel, int64_t end) {
+template <class T, int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
     constexpr int wide = panels_for(ROWS);
     for (; panel + wide <= end; panel += wide) tile<T, ROWS, wide>(p, row, panel);
     for (; panel < end; ++panel) tile<T, ROWS, 1>(p, row, panel);
 }
 
-template <class T>
-void product(const float* x, const void* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
-    const Product<T> p{x, static_cast<const T*>(weight), bias, y, m, n, k};
-    const Tasks tasks(m, n, MAX_ROWS, k * sizeof(float), BLOCK_BYTES, threads);
+template <class T> void multiply(const Product& p, int64_t threads) {
+    const Tasks tasks(p.m, p.n, MAX_ROWS, p.k * sizeof(float), BLOCK_BYTES, threads);
     tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
         with_rows(tasks.rows(tile), [&](auto rows) { tiles<T, decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
     });
@@ -128,15 +117,13 @@ LLM_INLINE void round_to(F32 low, F32 high, char* line) {
     std::memcpy(line, &rounded, LINE);
 }
 
-template <Form FORM>
-void tile_linear_bf16(const float* x, const BF16* weight, const float* bias, float* y, int64_t m, int64_t n, int64_t k,
-                      int64_t threads) {
-    const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(k, DEPTH<BF16>)};
-    for_row_blocks(m, panels.steps(), parts_of(FORM), BLOCK_STEPS, MOST_TILES, [&](const TileOperands& a, int64_t from) {
-        parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
-            const float* at = x + (from + row) * k;
+template <Form FORM> void multiply_by_tiles(const Product& p, int64_t threads) {
+    const TilePanels panels{static_cast<const char*>(p.data), ceil_div(p.k, DEPTH<BF16>)};
+    for_row_blocks(p.m, panels.steps(), parts_of(FORM), BLOCK_STEPS, MOST_TILES, [&](const TileOperands& a, int64_t from) {
+        parallel_for(a.rows, a.rows * p.k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
+            const float* at = p.x + (from + row) * p.k;
             a.write_row(row, [&](int64_t step, char* line, int64_t part) {
-                const int64_t i = step * 2 * LANES, left = k - i;
+                const int64_t i = step * 2 * LANES, left = p.k - i;
                 const F32 low = load_part(at + i, left), high = left > LANES ? load_part(at + i + LANES, left - LANES) : zero();
                 if constexpr (FORM == BF16_ROUNDED) round_to(low, high, line);
                 else split(low, high, line, line + part, line + 2 * part);
@@ -144,113 +131,93 @@ void tile_linear_bf16(const float* x, const BF16* weight, const float* bias, flo
         });
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
             for (int64_t c = 0; c < wide; ++c) {
-                const int64_t column = (panel + c) * LANES, columns = n - column;
-                const F32 add = bias ? load_part(bias + column, columns) : zero();
+                const int64_t column = (panel + c) * LANES;
+                const F32 biases = p.biases(column);
                 for (int64_t r = 0; r < a.tile_rows(tile); ++r) {
                     const F32 sum = load(reinterpret_cast<const float*>(sums + (r * TILE_PANELS + c) * LINE));
-                    store_part(y + (from + tile * TILE_LINES + r) * n + column, bias ? sum + add : sum, columns);
+                    p.store_output(from + tile * TILE_LINES + r, column, sum, biases);
                 }
             }
         };
-        multiply_tiles<FORM>(a, panels, ceil_div(n, LANES), threads, done);
+        multiply_tiles<FORM>(a, panels, p.panels(), threads, done);
     });
 }
 
 #endif
 
-// src [n, k] -> panels; `src` and `dst` may be the same memory when n is a multiple of 16 and k of the depth.
+// A bfloat16 weight, activations rounded to the nearest bfloat16.
+void multiply_rounded(const Product& p, int64_t threads) {
+    const Scratch memory(p.m * p.k * sizeof(float));
+    float* rounded = memory.as<float>();
+    parallel_for(p.m, p.m * p.k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
+        for (int64_t i = row * p.k; i < (row + 1) * p.k; ++i) rounded[i] = widen(narrow<BF16>(p.x[i]));
+    });
+    multiply<BF16>({p, rounded, p.y, p.m}, threads);
+}
+
+// `src` and `dst` may be the same memory when n is a multiple of 16 and k of the depth.
 template <class T> void pack(const T* src, T* dst, int64_t n, int64_t k, int64_t threads) {
     const int64_t size = panel_elements<T>(k);
     parallel_for(ceil_div(n, LANES), threads, size * sizeof(T), [&](int64_t panel, char* scratch) {
         T* out = reinterpret_cast<T*>(scratch);
         std::memset(scratch, 0, size * sizeof(T));
-        for (int64_t lane = 0; lane < Tasks::least(LANES, n - panel * LANES); ++lane)
+        for (int64_t lane = 0; lane < min(LANES, n - panel * LANES); ++lane)
             for (int64_t i = 0; i < k; ++i) out[position<T>(lane, i)] = src[(panel * LANES + lane) * k + i];
         std::memcpy(dst + panel * size, out, size * sizeof(T));
     });
 }
 
-template <class T> void unpack(const T* src, T* dst, int64_t first, int64_t end, int64_t k, int64_t threads) {
-    const int64_t size = panel_elements<T>(k);
+// The panel of a row, from that row's lane on.
+template <class T> struct PanelRow {
+    const T* panel;
+    int64_t lane;
+    PanelRow(const Weight& weight, int64_t row)
+        : panel(static_cast<const T*>(weight.data) + row / LANES * panel_elements<T>(weight.k)), lane(row % LANES) {}
+    T operator[](int64_t k) const { return panel[position<T>(lane, k)]; }
+};
+
+template <class T> void unpack(const Weight& weight, T* dst, int64_t first, int64_t end, int64_t threads) {
     parallel_for(end - first, threads, 0, [&](int64_t index, char*) {
-        const int64_t row = first + index;
-        const T* panel = src + row / LANES * size;
-        for (int64_t i = 0; i < k; ++i) dst[index * k + i] = panel[position<T>(row % LANES, i)];
+        const PanelRow<T> row(weight, first + index);
+        for (int64_t i = 0; i < weight.k; ++i) dst[index * weight.k + i] = row[i];
     });
 }
 
-template <class T> void gather(const int64_t* ids, const T* panels, float* y, int64_t count, int64_t k, int64_t threads) {
-    const int64_t size = panel_elements<T>(k);
+template <class T> void gather(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
     parallel_for(count, threads, 0, [&](int64_t index, char*) {
-        const int64_t row = ids[index];
-        const T* panel = panels + row / LANES * size;
-        for (int64_t i = 0; i < k; ++i) y[index * k + i] = widen(panel[position<T>(row % LANES, i)]);
+        const PanelRow<T> row(weight, ids[index]);
+        for (int64_t i = 0; i < weight.k; ++i) y[index * weight.k + i] = widen(row[i]);
     });
-}
-
-// ROUNDED: a bfloat16 weight whose products read their activations rounded to bfloat16, with matrix tiles alone.
-enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, ROUNDED = 3 };
-template <class T> struct Type { using Value = T; };
-
-// call(the element type of `kind`)
-template <class Call> void with_type(int64_t kind, const Call& call) {
-    if (kind == FLOAT32) return call(Type<float>{});
-    if (kind == BFLOAT16) return call(Type<BF16>{});
-    call(Type<F16>{});
 }
 
 }  // namespace
-}  // namespace llm
 
-using namespace llm;
-
+void linear_float(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
+    const Product p{weight, x, y, m};
+    const bool rounds = weight.activations == Activations::BFLOAT16;
 #if LLM_TILES
-
-// `kind`: BFLOAT16, or ROUNDED.
-static void linear_bf16(int64_t kind, const float* x, const void* weight, const float* bias, float* y, int64_t m, int64_t n,
-                        int64_t k, int64_t threads) {
-    const auto run = kind == ROUNDED ? tile_linear_bf16<BF16_ROUNDED> : tile_linear_bf16<BF16_PARTS>;
-    run(x, static_cast<const BF16*>(weight), bias, y, m, n, k, threads);
+    if (weight.kind == Kind::BFLOAT16)
+        return rounds ? multiply_by_tiles<BF16_ROUNDED>(p, threads) : multiply_by_tiles<BF16_PARTS>(p, threads);
+#endif
+    if (rounds) return multiply_rounded(p, threads);
+    with_type(weight.kind, [&](auto type) { multiply<typename decltype(type)::Value>(p, threads); });
 }
 
-#endif
-
-LLM_EXPORT void llm_linear_float(int64_t kind, const float* x, const void* weight, const float* bias, float* y, int64_t m,
-                                 int64_t n, int64_t k, int64_t threads) {
-#if LLM_TILES
-    if (kind == BFLOAT16 || kind == ROUNDED) return linear_bf16(kind, x, weight, bias, y, m, n, k, threads);
-#endif
-    with_type(kind, [&](auto type) { product<typename decltype(type)::Value>(x, weight, bias, y, m, n, k, threads); });
-}
-
-LLM_EXPORT void llm_pack_float(int64_t kind, const void* src, void* dst, int64_t n, int64_t k, int64_t threads) {
+void pack_float(Kind kind, const void* src, void* dst, int64_t n, int64_t k, int64_t threads) {
     with_type(kind, [&](auto type) {
         using T = typename decltype(type)::Value;
         pack(static_cast<const T*>(src), static_cast<T*>(dst), n, k, threads);
     });
 }
 
-// Rows [first, end) of the weight.
-LLM_EXPORT void llm_unpack_float(int64_t kind, const void* src, void* dst, int64_t first, int64_t end, int64_t k,
-                                 int64_t threads) {
-    with_type(kind, [&](auto type) {
-        using T = typename decltype(type)::Value;
-        unpack(static_cast<const T*>(src), static_cast<T*>(dst), first, end, k, threads);
+void unpack_float(const Weight& weight, void* dst, int64_t first, int64_t end, int64_t threads) {
+    with_type(weight.kind, [&](auto type) {
+        unpack(weight, static_cast<typename decltype(type)::Value*>(dst), first, end, threads);
     });
 }
 
-// ids [count] -> y [count, k]; returns 0, or 1 when an id is not in [0, n): then nothing was read.
-LLM_EXPORT int64_t llm_embedding_float(int64_t kind, const int64_t* ids, const void* weight, float* y, int64_t count, int64_t n,
-                                       int64_t k, int64_t threads) {
-    if (!within(ids, count, n)) return 1;
-    with_type(kind, [&](auto type) {
-        using T = typename decltype(type)::Value;
-        gather(ids, static_cast<const T*>(weight), y, count, k, threads);
-    });
-    return 0;
+void gather_float(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
+    with_type(weight.kind, [&](auto type) { gather<typename decltype(type)::Value>(weight, ids, y, count, threads); });
 }
 
-LLM_KERNEL(llm_linear_float)
-LLM_KERNEL(llm_embedding_float)
-LLM_KERNEL(llm_pack_float)
-LLM_KERNEL(llm_unpack_float)
+}  // namespace llm

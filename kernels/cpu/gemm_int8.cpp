@@ -5,9 +5,8 @@
 // A sum of k products stays below 2^31 for k up to 2^17: the caller checks.
 #include "bytes.h"
 #include "gemm_tiles.h"
-#include "panels.h"
 #include "quantize.h"
-#include "replay.h"
+#include "weight.h"
 
 namespace llm {
 namespace {
@@ -147,7 +146,7 @@ void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
     for (auto& panel : sums)
         for (Vector& sum : panel) sum = nothing();
     for (int64_t s = 0; s < steps; s += block) {
-        const int64_t some = Tasks::least(block, steps - s);
+        const int64_t some = min(block, steps - s);
         for (int c = 0; c < PANELS; ++c)
             LLM_UNROLL for (int first = 0; first < VECTORS; first += width)
                 part<ROWS, width>(a + s * ROWS * STEP, b + c * panel_bytes + s * PANEL_STEP, some, ahead.distance(s), sums[c], first);
@@ -159,47 +158,46 @@ void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
 #endif
 #endif
 
-struct Product {
-    const Operand* a;  // of each tile, [k / 4][rows][4]
+// y = (float(sum) * its row's scale) * (factor * scale[n]) + bias[n], each product rounded. Where rows are quantized by their
+// largest elements the factor is 1; by input_scale, it is that, and rows' scales are 1.
+struct Int8Product : Product {
+    const Operand* a;        // of each tile, [k / 4][rows][4]
     const float* row_scale;  // [m]
-    const int8_t* weight;
-    const int32_t* column_sum;  // [padded n]
-    const float* scale;  // [n]
-    const float* bias;   // [n] or null
-    float* y;
-    int64_t m, n, padded_k;
-    int32_t offset;  // of the operands: `offset` times the column's sum is subtracted
-    float factor;  // of all scales: the input's scale, or 1
+    int32_t offset;          // of the operands: `offset` times the column's sum is subtracted
+    float factor;
 
-    int64_t panel_bytes() const { return padded_k * LANES; }
+    Int8Product(const Product& product, const Operand* operands, const float* row_scales, int32_t operand_shift)
+        : Product(product), a(operands), row_scale(row_scales), offset(operand_shift + static_cast<int32_t>(input_offset)),
+          factor(input_scale == 0.0f ? 1.0f : input_scale) {}
+
+    int64_t steps() const { return ceil_div(k, STEP); }
+    int64_t panel_bytes() const { return steps() * PANEL_STEP; }
+    const int8_t* panel(int64_t index) const { return static_cast<const int8_t*>(data) + index * panel_bytes(); }
 };
 
 // Sums [rows][stride][16] of `wide` panels -> outputs.
-LLM_INLINE void scale_sums(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t wide, int64_t stride,
+LLM_INLINE void scale_sums(const Int8Product& p, int64_t row, int64_t rows, int64_t panel, int64_t wide, int64_t stride,
                            const int32_t* sums) {
     for (int64_t c = 0; c < wide; ++c) {
-        const int64_t column = (panel + c) * LANES, columns = p.n - column;
+        const int64_t column = (panel + c) * LANES;
         alignas(64) int32_t excess[LANES];
         for (int i = 0; i < LANES; ++i)
-            excess[i] = static_cast<int32_t>(static_cast<uint32_t>(p.offset) * static_cast<uint32_t>(p.column_sum[column + i]));
-        const F32 scale = set1(p.factor) * load_part(p.scale + column, columns);
-        const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
+            excess[i] = static_cast<int32_t>(static_cast<uint32_t>(p.offset) * static_cast<uint32_t>(p.sums[column + i]));
+        const F32 scale = set1(p.factor) * p.scales().load(0, column, p.n - column), biases = p.biases(column);
         for (int64_t r = 0; r < rows; ++r) {
             const I32 sum = load_i(sums + (r * stride + c) * LANES) - load_i(excess);
-            const F32 product = to_float(sum) * set1(p.row_scale[row + r]) * scale;
-            store_part(p.y + (row + r) * p.n + column, p.bias ? product + bias : product, columns);
+            p.store_output(row + r, column, to_float(sum) * set1(p.row_scale[row + r]) * scale, biases);
         }
     }
 }
 
-template <int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
+template <int ROWS, int PANELS> void tile(const Int8Product& p, int64_t row, int64_t panel) {
     alignas(64) int32_t sums[ROWS * PANELS * LANES];
-    dots<ROWS, PANELS>(p.a + row * p.padded_k, p.weight + panel * p.panel_bytes(), p.panel_bytes(),
-                       p.padded_k / STEP, sums);
+    dots<ROWS, PANELS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), sums);
     scale_sums(p, row, ROWS, panel, PANELS, PANELS, sums);
 }
 
-template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
+template <int ROWS> void tiles(const Int8Product& p, int64_t row, int64_t panel, int64_t end) {
     constexpr int wide = panels_for(ROWS);
     for (; panel + wide <= end; panel += wide) tile<ROWS, wide>(p, row, panel);
     if (wide > 1)
@@ -207,14 +205,13 @@ template <int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int
 }
 
 // One row of a tile of `rows`, as [k / 4][rows][4]; returns the factor of its sums.
-LLM_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, int64_t rows, float input_scale, int64_t offset,
-                              Operand* out) {
-    const RowQuantizer by(x, k, input_scale, offset);
+LLM_INLINE float quantize_row(const Product& p, int64_t row, int64_t padded_k, int64_t rows, Operand* out) {
+    const float* x = p.x + row * p.k;
+    const RowQuantizer by(x, p.k, p.input_scale, p.input_offset);
     alignas(64) Operand q[LANES];
     for (int64_t i = 0; i < padded_k; i += LANES) {
-        store_operand(q, by.quantize(load_part(x + i, k - i)));
-        for (int64_t j = 0; j < Tasks::least(LANES, padded_k - i); j += STEP)
-            std::memcpy(out + (i + j) * rows, q + j, STEP * sizeof(Operand));
+        store_operand(q, by.quantize(load_part(x + i, p.k - i)));
+        for (int64_t j = 0; j < min(LANES, padded_k - i); j += STEP) std::memcpy(out + (i + j) * rows, q + j, STEP * sizeof(Operand));
     }
     return by.factor;
 }
@@ -224,67 +221,57 @@ LLM_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, int64
 // From so many rows on, matrix tiles are faster; the sums are the same.
 constexpr int64_t TILES_FROM = 12;
 
-void tile_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale, float input_scale,
-                      int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
-    const TilePanels panels{reinterpret_cast<const char*>(weight), ceil_div(k, STEP)};
-    const Scratch scales(m * sizeof(float));
+void multiply_by_tiles(const Product& product, int64_t threads) {
+    const Scratch scales(product.m * sizeof(float));
     float* row_scales = scales.as<float>();
-    const float factor = input_scale == 0.0f ? 1.0f : input_scale;
-    const Product p{nullptr, row_scales, weight, column_sum, scale, bias, y, m, n, k, static_cast<int32_t>(input_offset), factor};
+    const Int8Product p(product, nullptr, row_scales, 0);
+    const TilePanels panels{static_cast<const char*>(p.data), p.steps()};
     // With more than two row tiles it pays to read panels from the first-level cache, and the sums so far once more.
-    const int64_t block = m > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS;
-    for_row_blocks(m, panels.steps(), 1, block, MOST_TILES, [&](const TileOperands& a, int64_t from) {
-        quantize_operands(a, x + from * k, k, input_scale, input_offset, row_scales + from, threads);
+    const int64_t block = p.m > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS;
+    for_row_blocks(p.m, panels.steps(), 1, block, MOST_TILES, [&](const TileOperands& a, int64_t from) {
+        quantize_operands(a, p.x + from * p.k, p.k, p.input_scale, p.input_offset, row_scales + from, threads);
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
             scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS, reinterpret_cast<const int32_t*>(sums));
         };
-        multiply_tiles<INT8>(a, panels, ceil_div(n, LANES), threads, done);
+        multiply_tiles<INT8>(a, panels, p.panels(), threads, done);
     });
 }
 
 #endif
 
-void linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale, float input_scale,
-                      int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads) {
+// A row of a weight in its panel: as int8.
+struct PanelRow {
+    const int8_t* panel;
+    PanelRow(const Weight& weight, int64_t row)
+        : panel(static_cast<const int8_t*>(weight.data) + row / LANES * ceil_div(weight.k, STEP) * PANEL_STEP + row % LANES * STEP) {}
+    int8_t operator[](int64_t k) const { return panel[k / STEP * PANEL_STEP + k % STEP]; }
+};
+
+}  // namespace
+
+void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
+    const Product product{weight, x, y, m};
 #if LLM_TILES
-    if (m >= TILES_FROM) return tile_linear_w8a8(x, weight, column_sum, scale, input_scale, input_offset, bias, y, m, n, k, threads);
+    if (m >= TILES_FROM) return multiply_by_tiles(product, threads);
 #endif
-    const int64_t padded = ceil_div(k, STEP) * STEP;
+    const int64_t k = weight.k, padded = ceil_div(k, STEP) * STEP;
     const Scratch operands(m * padded * sizeof(Operand)), scales(m * sizeof(float));
     Operand* a = operands.as<Operand>();
     float* row_scales = scales.as<float>();
-    const Tasks tasks(m, n, MAX_ROWS, padded * sizeof(Operand), BLOCK_BYTES, threads);
-    const int64_t workers = m * k < SERIAL_ELEMENTS ? 1 : threads;
-    parallel_for(tasks.tiles(), workers, 0, [&](int64_t tile, char*) {
+    const Tasks tasks(m, weight.n, MAX_ROWS, padded * sizeof(Operand), BLOCK_BYTES, threads);
+    parallel_for(tasks.tiles(), m * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t tile, char*) {
         const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
         for (int64_t r = 0; r < rows; ++r)
-            row_scales[first + r] = quantize_row(x + (first + r) * k, k, padded, rows, input_scale, input_offset,
-                                                 a + first * padded + r * STEP);
+            row_scales[first + r] = quantize_row(product, first + r, padded, rows, a + first * padded + r * STEP);
     });
-    const int32_t offset = OPERAND_SHIFT + static_cast<int32_t>(input_offset);
-    const float factor = input_scale == 0.0f ? 1.0f : input_scale;
-    const Product p{a, row_scales, weight, column_sum, scale, bias, y, m, n, padded, offset, factor};
+    const Int8Product p(product, a, row_scales, OPERAND_SHIFT);
     tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
         with_rows(tasks.rows(tile), [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
     });
 }
 
-}  // namespace
-}  // namespace llm
-
-using namespace llm;
-
-// y = (float(sum) * its row's scale) * (factor * scale[n]) + bias[n], each product rounded. Dynamic (input_scale 0): rows are
-// quantized by their largest elements, the factor is 1. Static: by input_scale, the factor, and input_offset; rows' scales are 1.
-LLM_EXPORT void llm_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale,
-                                float input_scale, int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n,
-                                int64_t k, int64_t threads) {
-    linear_w8a8(x, weight, column_sum, scale, input_scale, input_offset, bias, y, m, n, k, threads);
-}
-
-// src [n, k] -> panels [ceil(n / 16)][ceil(k / 4)][16][4] and the sums of the rows, [padded n]. `src` may be `dst` when n
-// is a multiple of 16 and k of 4.
-LLM_EXPORT void llm_pack_int8(const int8_t* src, int8_t* dst, int32_t* column_sum, int64_t n, int64_t k, int64_t threads) {
+// `src` may be `dst` when n is a multiple of 16 and k of 4.
+void pack_int8(const int8_t* src, int8_t* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads) {
     const int64_t steps = ceil_div(k, STEP), bytes = steps * PANEL_STEP;
     parallel_for(ceil_div(n, LANES), threads, bytes, [&](int64_t panel, char* scratch) {
         int8_t* out = reinterpret_cast<int8_t*>(scratch);
@@ -296,35 +283,30 @@ LLM_EXPORT void llm_pack_int8(const int8_t* src, int8_t* dst, int32_t* column_su
                 out[i / STEP * PANEL_STEP + lane * STEP + i % STEP] = value;
                 sum += value;
             }
-            column_sum[row] = sum;
+            sums[row] = sum;
         }
         std::memcpy(dst + panel * bytes, out, bytes);
     });
 }
 
-// Rows [first, end) of the weight.
-LLM_EXPORT void llm_unpack_int8(const int8_t* src, int8_t* dst, int64_t first, int64_t end, int64_t k, int64_t threads) {
-    const int64_t bytes = ceil_div(k, STEP) * PANEL_STEP;
+void unpack_int8(const Weight& weight, int8_t* dst, int64_t first, int64_t end, int64_t threads) {
     parallel_for(end - first, threads, 0, [&](int64_t index, char*) {
-        const int64_t row = first + index;
-        const int8_t* panel = src + row / LANES * bytes + row % LANES * STEP;
-        for (int64_t i = 0; i < k; ++i) dst[index * k + i] = panel[i / STEP * PANEL_STEP + i % STEP];
+        const PanelRow row(weight, first + index);
+        for (int64_t i = 0; i < weight.k; ++i) dst[index * weight.k + i] = row[i];
     });
 }
 
-// ids [count] -> y [count, k] = float(w) * scale of its row; returns 1 when an id is not in [0, n), having read nothing.
-LLM_EXPORT int64_t llm_embedding_int8(const int64_t* ids, const int8_t* weight, const float* scale, float* y, int64_t count,
-                                      int64_t n, int64_t k, int64_t threads) {
-    if (!within(ids, count, n)) return 1;
-    const int64_t bytes = ceil_div(k, STEP) * PANEL_STEP;
+void gather_int8(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
     parallel_for(count, threads, 0, [&](int64_t index, char*) {
-        const int64_t row = ids[index];
-        const int8_t* panel = weight + row / LANES * bytes + row % LANES * STEP;
-        for (int64_t i = 0; i < k; ++i)
-            y[index * k + i] = static_cast<float>(panel[i / STEP * PANEL_STEP + i % STEP]) * scale[row];
+        const PanelRow row(weight, ids[index]);
+        const float scale = Groups{weight.scale, weight.scale_kind, weight.scale_stride}.at(0, ids[index]);
+        for (int64_t i = 0; i < weight.k; ++i) y[index * weight.k + i] = static_cast<float>(row[i]) * scale;
     });
-    return 0;
 }
+
+}  // namespace llm
+
+using namespace llm;
 
 // x [m, k] -> q [m, k] and each row's scale.
 LLM_EXPORT void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads) {
@@ -334,7 +316,7 @@ LLM_EXPORT void llm_quantize_per_token(const float* x, int8_t* q, float* scale, 
         alignas(16) int8_t out[LANES];
         for (int64_t i = 0; i < k; i += LANES) {
             store_int8(out, quantize(load_part(x + row * k + i, k - i)));
-            std::memcpy(q + row * k + i, out, k - i < LANES ? k - i : LANES);
+            std::memcpy(q + row * k + i, out, min(k - i, LANES));
         }
     });
 }
@@ -342,19 +324,15 @@ LLM_EXPORT void llm_quantize_per_token(const float* x, int8_t* q, float* scale, 
 LLM_EXPORT void llm_quantize_static(const float* x, int8_t* q, float scale, int64_t offset, int64_t count, int64_t threads) {
     constexpr int64_t chunk = 1 << 12;
     parallel_for(ceil_div(count, chunk), threads, 0, [&](int64_t index, char*) {
-        const int64_t end = Tasks::least(count, (index + 1) * chunk);
+        const int64_t end = min(count, (index + 1) * chunk);
         const Quantizer quantize(scale, offset);
         alignas(16) int8_t out[LANES];
         for (int64_t i = index * chunk; i < end; i += LANES) {
             store_int8(out, quantize(load_part(x + i, end - i)));
-            std::memcpy(q + i, out, Tasks::least(LANES, end - i));
+            std::memcpy(q + i, out, min(LANES, end - i));
         }
     });
 }
 
-LLM_KERNEL(llm_linear_w8a8)
-LLM_KERNEL(llm_embedding_int8)
-LLM_KERNEL(llm_pack_int8)
-LLM_KERNEL(llm_unpack_int8)
 LLM_KERNEL(llm_quantize_per_token)
 LLM_KERNEL(llm_quantize_static)

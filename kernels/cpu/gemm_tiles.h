@@ -156,8 +156,8 @@ struct TileOperands {
     int64_t rows, steps, parts, block;
 
     int64_t tiles() const { return ceil_div(rows, TILE_LINES); }
-    int64_t tile_rows(int64_t tile) const { return Tasks::least(TILE_LINES, rows - tile * TILE_LINES); }
-    int64_t block_steps(int64_t first) const { return Tasks::least(block, steps - first); }
+    int64_t tile_rows(int64_t tile) const { return min(TILE_LINES, rows - tile * TILE_LINES); }
+    int64_t block_steps(int64_t first) const { return min(block, steps - first); }
     // Where a row tile's steps of the block that begins at step `first` are.
     char* at(int64_t tile, int64_t first) const {
         return data + (first * rows + tile * TILE_LINES * block_steps(first)) * parts * LINE;
@@ -214,7 +214,7 @@ struct TilePanels {
     int64_t steps() const { return ceil_div(lines, TILE_LINES); }
     int64_t scratch_bytes(int64_t) const { return TILE_PANELS * TILE_BYTES; }
     TileSteps open(int64_t panel, int64_t wide, int64_t first, int64_t count, char* scratch) const {
-        const int64_t stride = lines * LINE, whole = Tasks::least(count, lines / TILE_LINES - first);
+        const int64_t stride = lines * LINE, whole = min(count, lines / TILE_LINES - first);
         const char* from = data + panel * stride + first * TILE_BYTES;
         if (whole == count) return {from, stride, whole, nullptr};
         std::memset(scratch, 0, wide * TILE_BYTES);  // the lines that the last step lacks
@@ -224,7 +224,7 @@ struct TilePanels {
     }
     StoredSteps stored(int64_t panel, int64_t first, int64_t count) const {
         const int64_t begin = first * TILE_LINES;
-        return {data + (panel * lines + begin) * LINE, lines * LINE, Tasks::least(count * TILE_LINES, lines - begin)};
+        return {data + (panel * lines + begin) * LINE, lines * LINE, min(count * TILE_LINES, lines - begin)};
     }
 };
 
@@ -250,11 +250,11 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int6
     const int64_t groups = ceil_div(panels, TILE_PANELS), tiles = a.tiles();
     // A task of several groups of panels has the operands of a long block of steps in its cache for all of them.
     int64_t share = a.steps > a.block && a.block == BLOCK_STEPS && tiles > 1 ? groups / threads : 1;
-    share = share < 1 ? 1 : Tasks::least(share, MOST_GROUPS);
+    share = max(1, min(share, MOST_GROUPS));
     const int64_t kept = share * tiles * tile_bytes;
     parallel_for(ceil_div(groups, share), threads, kept + b.scratch_bytes(a.block), [&](int64_t task, char* scratch) {
         TileShapes shapes;
-        const int64_t begin = task * share, end = Tasks::least(begin + share, groups);
+        const int64_t begin = task * share, end = min(begin + share, groups);
         // The weights that this thread reads after those of a group and a block of steps.
         const auto next = [&](int64_t group, int64_t first) {
             if (++group == end && first + a.block < a.steps) group = begin, first += a.block;
@@ -263,7 +263,7 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int6
         };
         for (int64_t first = 0; first == 0 || first < a.steps; first += a.block)
             for (int64_t group = begin; group < end; ++group) {
-                const int64_t panel = group * TILE_PANELS, wide = Tasks::least(TILE_PANELS, panels - panel);
+                const int64_t panel = group * TILE_PANELS, wide = min(TILE_PANELS, panels - panel);
                 const TileSteps steps = b.open(panel, wide, first, a.block_steps(first), scratch + kept);
                 const StoredSteps after = next(group, first);
                 const int64_t part = ceil_div(after.lines, tiles), lines = ceil_div(part, steps.whole > 0 ? steps.whole : 1);
@@ -290,12 +290,12 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int6
 template <class Run>
 void for_row_blocks(int64_t m, int64_t steps, int64_t parts, int64_t block, int64_t most_tiles, const Run& run) {
     const int64_t fitting = OPERAND_BYTES / (steps * parts * TILE_BYTES + 1);
-    const int64_t tiles = fitting < LEAST_TILES ? LEAST_TILES : Tasks::least(fitting, most_tiles);
+    const int64_t tiles = max(LEAST_TILES, min(fitting, most_tiles));
     const int64_t blocks = ceil_div(m, tiles * TILE_LINES);
-    const int64_t most = Tasks::least(m, ceil_div(m, TILE_LINES * (blocks ? blocks : 1)) * TILE_LINES);
+    const int64_t most = min(m, ceil_div(m, TILE_LINES * (blocks ? blocks : 1)) * TILE_LINES);
     const Scratch memory(TileOperands::bytes(most, steps, parts));
     for (int64_t from = 0; from < m; from += most)
-        run(TileOperands{memory.as<char>(), Tasks::least(most, m - from), steps, parts, block}, from);
+        run(TileOperands{memory.as<char>(), min(most, m - from), steps, parts, block}, from);
 }
 
 }  // namespace

@@ -5,8 +5,7 @@
 // the cache, for all rows of a block. Panels are those of gemm_int8.cpp and gemm_int4.cpp.
 #include <utility>
 
-#include "panels.h"
-#include "replay.h"
+#include "weight.h"
 
 namespace llm {
 namespace {
@@ -22,36 +21,10 @@ constexpr int64_t PREFETCH_BYTES = 2048;
 constexpr int64_t STEP_BYTES = LANES * 4;  // of a panel: 4 k of int8, 8 k of int4
 constexpr int step_of(int bits) { return 32 / bits; }
 
-enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
-// [groups][stride] of `kind`.
-struct Table {
-    const void* data;
-    int64_t kind, stride;
-
-    // 16 columns of a group; those beyond `count` are 0 and not read.
-    LLM_INLINE F32 load_group(int64_t group, int64_t column, int64_t count) const {
-        const int64_t at = group * stride + column;
-        if (kind == FLOAT32) return load_part(static_cast<const float*>(data) + at, count);
-        if (kind == BFLOAT16) return load_part(static_cast<const BF16*>(data) + at, count);
-        return load_part(static_cast<const F16*>(data) + at, count);
-    }
-    LLM_INLINE void fetch(int64_t group, int64_t column) const {
-        prefetch(static_cast<const char*>(data) + (group * stride + column) * (kind == FLOAT32 ? 4 : 2));
-    }
-};
-
-struct Product {
-    const float* x;
-    const uint8_t* weight;
-    Table scale, zero;  // zero.data may be null
-    const float* bias;
-    float* y;
-    int64_t m, n, k, group_size, steps;
-
-    int64_t panels() const { return ceil_div(n, LANES); }
-    const uint8_t* panel(int64_t index) const { return weight + index * steps * STEP_BYTES; }
-};
+template <int BITS> LLM_INLINE int64_t steps_of(const Product& p) { return ceil_div(p.k, step_of(BITS)); }
+template <int BITS> LLM_INLINE const uint8_t* panel_at(const Product& p, int64_t index) {
+    return static_cast<const uint8_t*>(p.data) + index * steps_of<BITS>(p) * STEP_BYTES;
+}
 
 // Value J of each column's four bytes, or of its eight nibbles, as an integer with VALUE_BIAS added. A nibble is stored
 // plus 8; k and k + 4 share a byte.
@@ -109,8 +82,8 @@ template <int BITS, bool ZEROS> struct Grid {
     F32 scale, shift;
     LLM_INLINE Grid() : scale(zero()), shift(zero()) {}
     LLM_INLINE void load_group(const Product& p, int64_t group, int64_t column) {
-        scale = p.scale.load_group(group, column, p.n - column);
-        if constexpr (ZEROS) shift = p.zero.load_group(group, column, p.n - column);
+        scale = p.scales().load(group, column, p.n - column);
+        if constexpr (ZEROS) shift = p.zeros().load(group, column, p.n - column);
         else if (VALUE_BIAS<BITS>) shift = scale * set1(-VALUE_BIAS<BITS>);
     }
     LLM_INLINE F32 weight(F32 value) const {
@@ -139,18 +112,18 @@ template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_row
     const uint8_t* b[PANELS];
     F32 acc[ROWS][PANELS];
     // Beyond the last panel the last one is computed again.
-    LLM_UNROLL for (int c = 0; c < PANELS; ++c) b[c] = p.panel(Tasks::least(panel + c, p.panels() - 1));
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c) b[c] = panel_at<BITS>(p, min(panel + c, p.panels() - 1));
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = zero();
-    const Ahead ahead(PREFETCH_BYTES, STEP_BYTES, p.steps, PANELS, p.steps * STEP_BYTES);
-    const int64_t group_steps = p.group_size / STEP;
-    for (int64_t s = 0, group = 0; s < p.steps; ++group) {
+    const int64_t steps = steps_of<BITS>(p), group_steps = p.group_size / STEP;
+    const Ahead ahead(PREFETCH_BYTES, STEP_BYTES, steps, PANELS, steps * STEP_BYTES);
+    for (int64_t s = 0, group = 0; s < steps; ++group) {
         Grid<BITS, ZEROS> grid[PANELS];
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-            const int64_t column = Tasks::least(panel + c, p.panels() - 1) * LANES;
+            const int64_t column = min(panel + c, p.panels() - 1) * LANES;
             grid[c].load_group(p, group, column);
-            p.scale.fetch(group, column + PANELS * LANES);  // of a later panel: they come from memory one line at a time
+            p.scales().fetch(group, column + PANELS * LANES);  // of a later panel: they come from memory one line at a time
         }
-        for (const int64_t end = Tasks::least(p.steps, s + group_steps); s < end; ++s) {
+        for (const int64_t end = min(steps, s + group_steps); s < end; ++s) {
             const int64_t distance = ahead.distance(s);
             LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(b[c] + s * STEP_BYTES + distance);
             const float* a = p.x + s * STEP;
@@ -164,10 +137,9 @@ template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_row
         }
     }
     LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-        const int64_t column = Tasks::least(panel + c, p.panels() - 1) * LANES, columns = p.n - column;
-        const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-            store_part(p.y + r * p.n + column, p.bias ? acc[r][c] + bias : acc[r][c], columns);
+        const int64_t column = min(panel + c, p.panels() - 1) * LANES;
+        const F32 biases = p.biases(column);
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) p.store_output(r, column, acc[r][c], biases);
     }
 }
 
@@ -188,16 +160,16 @@ template <int BITS, bool ZEROS>
 void widen_block(const Product& p, int64_t panel, int64_t first, int64_t end, float* out) {
     constexpr int STEP = step_of(BITS);
     constexpr int64_t ROW = TILE_PANELS * LANES;
-    const uint8_t* from = p.panel(panel);
+    const uint8_t* from = panel_at<BITS>(p, panel);
     for (int64_t k = first; k < end;) {
-        const int64_t group = k / p.group_size, stop = Tasks::least(end, (group + 1) * p.group_size);
+        const int64_t group = k / p.group_size, stop = min(end, (group + 1) * p.group_size);
         Grid<BITS, ZEROS> grid;
         grid.load_group(p, group, panel * LANES);
         while (k < stop) {
             const uint8_t* at = from + k / STEP * STEP_BYTES;
             prefetch(at + PREFETCH_BYTES);
             const Opened<BITS> opened(at);
-            const int64_t skip = k % STEP, count = Tasks::least(STEP, stop - k + skip);
+            const int64_t skip = k % STEP, count = min(STEP, stop - k + skip);
             float* to = out + (k - first - skip) * ROW;
             for_each([&](auto j) {
                 constexpr int J = decltype(j)::value;
@@ -231,10 +203,10 @@ void block(const Product& p, const Tasks& tasks, int64_t first_tile, int64_t end
     constexpr int64_t ROW = TILE_PANELS * LANES;
     float* sums = weights + BLOCK_K * ROW;
     const int64_t first_row = tasks.first_row(first_tile), rows = tasks.first_row(end_tile) - first_row;
-    const int64_t panels = Tasks::least(TILE_PANELS, p.panels() - panel);
+    const int64_t panels = min(TILE_PANELS, p.panels() - panel);
     std::memset(sums, 0, rows * ROW * sizeof(float));
     for (int64_t first = 0; first < p.k; first += BLOCK_K) {
-        const int64_t end = Tasks::least(first + BLOCK_K, p.k);
+        const int64_t end = min(first + BLOCK_K, p.k);
         for (int64_t c = 0; c < panels; ++c) widen_block<BITS, ZEROS>(p, panel + c, first, end, weights + c * LANES);
         for (int64_t tile = first_tile; tile < end_tile; ++tile)
             with_rows(tasks.rows(tile), [&](auto height) {
@@ -243,47 +215,36 @@ void block(const Product& p, const Tasks& tasks, int64_t first_tile, int64_t end
             });
     }
     for (int64_t c = 0; c < panels; ++c) {
-        const int64_t column = (panel + c) * LANES, columns = p.n - column;
-        const F32 bias = p.bias ? load_part(p.bias + column, columns) : zero();
-        for (int64_t row = 0; row < rows; ++row) {
-            const F32 sum = load(sums + row * ROW + c * LANES);
-            store_part(p.y + (first_row + row) * p.n + column, p.bias ? sum + bias : sum, columns);
-        }
+        const int64_t column = (panel + c) * LANES;
+        const F32 biases = p.biases(column);
+        for (int64_t row = 0; row < rows; ++row)
+            p.store_output(first_row + row, column, load(sums + row * ROW + c * LANES), biases);
     }
 }
 
-template <int BITS, bool ZEROS> void product(const Product& p, int64_t threads) {
+template <int BITS, bool ZEROS> void multiply(const Product& p, int64_t threads) {
     const Tasks tasks(p.m, p.n, MAX_ROWS, 0, 0, threads);
 #if !defined(LLM_PLAIN)
     constexpr int STEP = step_of(BITS);
     if (p.m <= FEW_ROWS && p.k % STEP == 0 && (p.group_size % STEP == 0 || p.group_size >= p.k)) return few_rows<BITS, ZEROS>(p, tasks);
 #endif
-    int64_t block_tiles = BLOCK_BYTES / (p.k * sizeof(float) * MAX_ROWS + 1);
-    if (block_tiles < 8) block_tiles = 8;
-    if (block_tiles > tasks.tiles()) block_tiles = tasks.tiles();
+    const int64_t fitting = BLOCK_BYTES / (p.k * static_cast<int64_t>(sizeof(float)) * MAX_ROWS + 1);
+    const int64_t block_tiles = min(max(8, fitting), tasks.tiles());
     const int64_t groups = ceil_div(p.panels(), TILE_PANELS), blocks = ceil_div(tasks.tiles(), block_tiles);
     const int64_t scratch = (BLOCK_K + block_tiles * MAX_ROWS) * TILE_PANELS * LANES * sizeof(float);
     parallel_for(groups * blocks, threads, scratch, [&](int64_t task, char* memory) {
-        const int64_t first = task / groups * block_tiles, end = Tasks::least(first + block_tiles, tasks.tiles());
+        const int64_t first = task / groups * block_tiles, end = min(first + block_tiles, tasks.tiles());
         block<BITS, ZEROS>(p, tasks, first, end, task % groups * TILE_PANELS, reinterpret_cast<float*>(memory));
     });
 }
 
 }  // namespace
-}  // namespace llm
 
-using namespace llm;
-
-// bits: 8 or 4; scale and zero (or null): [groups][stride] of float32 (0), bfloat16 (1) or float16 (2).
-LLM_EXPORT void llm_linear_weight_only(int64_t bits, const float* x, const uint8_t* weight, const void* scale, int64_t scale_kind,
-                                       int64_t scale_stride, const void* zero, int64_t zero_kind, int64_t zero_stride,
-                                       int64_t group_size, const float* bias, float* y, int64_t m, int64_t n, int64_t k,
-                                       int64_t threads) {
+void linear_weight_only(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
     if (m == 0) return;
-    const Table scales{scale, scale_kind, scale_stride}, zeros{zero, zero_kind, zero_stride};
-    const Product p{x, weight, scales, zeros, bias, y, m, n, k, group_size, ceil_div(k, step_of(static_cast<int>(bits)))};
-    if (bits == 8) return zero ? product<8, true>(p, threads) : product<8, false>(p, threads);
-    zero ? product<4, true>(p, threads) : product<4, false>(p, threads);
+    const Product p{weight, x, y, m};
+    if (weight.kind == Kind::INT8) return weight.zero ? multiply<8, true>(p, threads) : multiply<8, false>(p, threads);
+    weight.zero ? multiply<4, true>(p, threads) : multiply<4, false>(p, threads);
 }
 
-LLM_KERNEL(llm_linear_weight_only)
+}  // namespace llm

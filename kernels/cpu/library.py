@@ -43,6 +43,7 @@ class Library:
         path: the file.
         recorder: the program that notes calls (program.py), None: nobody does.
         pool: the memory of large results.
+        entries: every kernel, called with what its signature's `pack` returns.
     """
 
     recorder: Any = None
@@ -54,7 +55,7 @@ class Library:
         wrong = mismatches(self._handle)
         if wrong:
             raise SignatureError(f"{path.name} is not loaded: {' '.join(wrong)}")
-        self._entries = {kernel: kernel.bind_block(self._handle) for kernel in KERNELS.values()}
+        self.entries = {kernel: kernel.bind_block(self._handle) for kernel in KERNELS.values()}
         self._float32 = torch.empty(0, dtype=torch.float32)
         self.pool = Pool(_MOST_FREE, eighths, self.ask_large_pages)
 
@@ -75,7 +76,7 @@ class Library:
         Python checks the number of arguments and which are floats: the caller answers for their order and for shapes,
         types and the lifetime of what they point to.
         """
-        entry = self._entries[kernel]
+        entry = self.entries[kernel]
         slots = kernel.pack(*arguments)
         result = entry(slots)
         if self.recorder is not None:

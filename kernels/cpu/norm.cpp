@@ -4,16 +4,17 @@
 // time, computed alike in the body of a row and in its tail.
 #include <cmath>
 
-#include "replay.h"
+#include "kinds.h"
 #include "rows.h"
 
 namespace llm {
 namespace {
 
-// A norm of a row, or of the sum of two: RMS over the first `variance_size` channels (0: all), or layer norm. The weight and the bias
-// (null: none) are of one type of rows.h; `weight_offset` is added to the weight (Gemma stores weight - 1).
+// A norm of a row, or of the sum of two: RMS over the first `variance_size` channels, or layer norm. The weight and the bias
+// (null: none) are of one kind; `weight_offset` is added to the weight (Gemma stores weight - 1).
 struct Norm {
-    int64_t layer, parameter_kind;
+    bool is_layer_norm;
+    Kind parameter_kind;
     const void *weight, *bias;
     int64_t variance_size;
     float weight_offset, eps;
@@ -60,7 +61,7 @@ template <class T> void layer_norm(const Norm& norm, const Scale<T>& scale, cons
 
 template <class T> void typed_row(const Norm& norm, const float* x, float* out, int64_t width) {
     const Scale<T> scale{static_cast<const T*>(norm.weight), static_cast<const T*>(norm.bias), norm.weight_offset};
-    if (norm.layer) layer_norm(norm, scale, x, out, width);
+    if (norm.is_layer_norm) layer_norm(norm, scale, x, out, width);
     else rms_norm(norm, scale, x, out, width);
 }
 
@@ -70,9 +71,7 @@ void norm_row(const Norm& norm, const float* x, const float* residual, float* to
         add(x, residual, total, width);
         x = total;
     }
-    if (norm.parameter_kind == FLOAT32) return typed_row<float>(norm, x, out, width);
-    if (norm.parameter_kind == BFLOAT16) return typed_row<BF16>(norm, x, out, width);
-    typed_row<F16>(norm, x, out, width);
+    with_type(norm.parameter_kind, [&](auto type) { typed_row<typename decltype(type)::Value>(norm, x, out, width); });
 }
 
 // Rows x [rows][width] -> out; with a residual also total = x + residual.
@@ -90,15 +89,15 @@ void norm_rows(const Norm& norm, const float* x, const float* residual, float* o
 using namespace llm;
 
 // x [rows][width] -> out; with a residual also total = x + residual. The mean is over the first variance_size channels.
-LLM_EXPORT void llm_rms_norm(const float* x, const float* residual, int64_t kind, const void* weight, float weight_offset,
+LLM_EXPORT void llm_rms_norm(const float* x, const float* residual, Kind kind, const void* weight, float weight_offset,
                              float eps, int64_t variance_size, float* out, float* total, int64_t rows, int64_t width,
                              int64_t threads) {
-    norm_rows({0, kind, weight, nullptr, variance_size, weight_offset, eps}, x, residual, out, total, rows, width, threads);
+    norm_rows({false, kind, weight, nullptr, variance_size, weight_offset, eps}, x, residual, out, total, rows, width, threads);
 }
 
-LLM_EXPORT void llm_layer_norm(const float* x, const float* residual, int64_t kind, const void* weight, const void* bias,
+LLM_EXPORT void llm_layer_norm(const float* x, const float* residual, Kind kind, const void* weight, const void* bias,
                                float eps, float* out, float* total, int64_t rows, int64_t width, int64_t threads) {
-    norm_rows({1, kind, weight, bias, width, 0.0f, eps}, x, residual, out, total, rows, width, threads);
+    norm_rows({true, kind, weight, bias, width, 0.0f, eps}, x, residual, out, total, rows, width, threads);
 }
 
 LLM_KERNEL(llm_rms_norm)

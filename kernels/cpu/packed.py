@@ -1,106 +1,157 @@
 """Weights in panels of 16 rows, as the kernels read them: packing once, and back, bit for bit.
 
-Same names and signatures as in `kernels/reference`, the library first. kernels/README.md draws the panels.
+Owns `PanelWeight`, which the kernels are handed as one struct, and `pack`, the twin of that in `kernels/reference`.
+kernels/README.md draws the panels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+from dataclasses import dataclass, field
 
 import torch
 
 from llm.kernels.cpu.library import Library
-from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.reference.quantized import PackedWeight
+from llm.kernels.cpu.signatures import KERNELS, WeightStruct
+from llm.kernels.cpu.tensors import KINDS as FLOATS
+from llm.kernels.cpu.tensors import pointer
+from llm.kernels.weight import ACTIVATIONS, KINDS, Weight, kind_of
 
 LANES = 16
-# torch dtype -> its number in gemm_float.cpp
-FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# torch dtype -> how many k of a row lie side by side in its panels, when not one
-_DEPTHS = {torch.bfloat16: 2}
-# Sums of k products of two int8 stay within int32.
-MAX_INTEGER_K = 1 << 17
 # Bytes of the pages that large weights lie in where the system has them: fewer addresses to translate.
 _LARGE_PAGE = 2 << 20
+# Kind -> the type of its panels, and how many k of a row lie side by side in them.
+_PANELS = {
+    "float32": (torch.float32, 1),
+    "bfloat16": (torch.bfloat16, 2),
+    "float16": (torch.float16, 1),
+    "int8": (torch.int8, 4),
+    "int4": (torch.uint8, 8),
+}
 
-_PACK_FLOAT = KERNELS["llm_pack_float"]
-_UNPACK_FLOAT = KERNELS["llm_unpack_float"]
-_PACK_INT8 = KERNELS["llm_pack_int8"]
-_PACK_INT4 = KERNELS["llm_pack_int4"]
-_UNPACK_INT4 = KERNELS["llm_unpack_int4"]
-_UNPACK_INT8 = KERNELS["llm_unpack_int8"]
+_PACK = KERNELS["llm_pack"]
+_UNPACK = KERNELS["llm_unpack"]
 
 
-@dataclass(frozen=True)
-class PanelWeight(PackedWeight):
-    """`PackedWeight` in panels.
+class _Description:
+    """The struct of a weight.
+
+    Attributes:
+        address: of the struct.
+        parts: the weight's tensors.
+        places: where their memory was when the struct was written.
+    """
+
+    def __init__(self, weight: PanelWeight) -> None:
+        parts = (weight.data, weight.sums, weight.scale, weight.zero, weight.bias)
+        self.parts = [part for part in parts if part is not None]
+        self._struct = WeightStruct()
+        self.address = ctypes.addressof(self._struct)
+        self.write(weight)
+
+    def write(self, weight: PanelWeight) -> None:
+        """Once the sizes of all that the kernels will read are checked."""
+        _check_memory("the packed weight", weight.data, *_size(weight.kind, weight.n, weight.k))
+        if weight.kind == "int8":
+            _check_memory("the sums of the rows", weight.sums, torch.int32, _padded(weight.n))
+        if weight.bias is not None:
+            _check_memory("the bias", weight.bias, torch.float32, weight.n)
+        struct = self._struct
+        struct.data, struct.sums, struct.bias = weight.data.data_ptr(), pointer(weight.sums), pointer(weight.bias)
+        struct.kind, struct.activations = KINDS.index(weight.kind), ACTIVATIONS.index(weight.activations)
+        struct.n, struct.k, struct.group_size = weight.n, weight.k, weight.group_size
+        struct.input_scale, struct.input_offset = weight.input_scale, weight.input_offset
+        for name, values in (("scale", weight.scale), ("zero", weight.zero)):
+            setattr(struct, name, pointer(values))
+            if values is not None:
+                _check_groups(name, values, weight)
+                setattr(struct, f"{name}_kind", FLOATS[values.dtype])
+                setattr(struct, f"{name}_stride", values.stride(1) if weight.groups > 1 else weight.n)
+        self.places = [part.data_ptr() for part in self.parts]
+
+
+@dataclass(frozen=True, eq=False)
+class PanelWeight(Weight):
+    """A `Weight` in panels, with scales and zero points group by group in memory.
 
     Attributes:
         library: whose kernels read it.
-        sums: int32, sum_k of each row; for int8 only.
+        sums: int32, the sum of each row, padded to panels; of int8 alone.
+
+    Raises:
+        ValueError: the kernels have no form for it.
     """
 
-    library: Library
-    sums: torch.Tensor | None = None
+    library: Library = field(kw_only=True)
+    sums: torch.Tensor | None = field(default=None, kw_only=True)
+    _description: _Description | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.table is not None:
+            raise ValueError("the CPU kernels have no products with a table of values")
+        if self.activations == "int8" and self.kind == "int4" and self.groups > 1 and self.group_size % 8:
+            raise ValueError(f"groups are of a multiple of 8 columns, got {self.group_size}")
+        if self.bias is not None and not _is_plain(self.bias):
+            object.__setattr__(self, "bias", self.bias.float().contiguous())
+        object.__setattr__(self, "_description", None)
+
+    @property
+    def address(self) -> int:
+        """Where the kernels find it, for as long as it lives. Follows its tensors when their memory is replaced.
+
+        Raises:
+            ValueError: the memory of a part was freed, or another put in its place that does not fit.
+        """
+        description = self._description
+        if description is None:
+            description = _Description(self)
+            object.__setattr__(self, "_description", description)
+        if [part.data_ptr() for part in description.parts] != description.places:
+            description.write(self)
+        return description.address
 
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + (0 if self.sums is None else self.sums.nbytes)
 
+    def memory(self) -> dict[str, torch.Tensor | None]:
+        return super().memory() | {"packed_sums": self.sums}
+
     def rows(self, start: int, end: int) -> torch.Tensor:
         start, end, _ = slice(start, end).indices(self.n)
-        shape = (max(0, end - start), self.k)
-        threads = torch.get_num_threads()
-        if self.kind == "float":
-            out = torch.empty(shape, dtype=self.data.dtype)
-            kind, data = FLOAT_KINDS[self.data.dtype], self.data.data_ptr()
-            self.library.call(_UNPACK_FLOAT, kind, data, out.data_ptr(), start, start + shape[0], self.k, threads)
-            return out
-        out = torch.empty(shape, dtype=torch.int8)
-        unpack, data = _UNPACK_INT8 if self.kind == "int8" else _UNPACK_INT4, self.data.data_ptr()
-        self.library.call(unpack, data, out.data_ptr(), start, start + shape[0], self.k, threads)
+        dtype = torch.int8 if self.kind == "int4" else self.data.dtype
+        out = torch.empty(max(0, end - start), self.k, dtype=dtype)
+        self.library.call(_UNPACK, self.address, out.data_ptr(), start, start + len(out), torch.get_num_threads())
         return out
 
+    def scaled(self, scale: torch.Tensor, zero: torch.Tensor | None = None, group_size: int = 0) -> PanelWeight:
+        return super().scaled(_by_group(scale), None if zero is None else _by_group(zero), group_size)
 
-def pack_float(lib: Library, weight: torch.Tensor, reuse: bool = False) -> PanelWeight:
-    """float32 or float16 [N, K] -> panels [N / 16][K][16] in its type; bfloat16 -> [N / 16][K / 2][16][2].
 
-    `reuse`: the weight's memory may be overwritten; it is then the packed weight's, when N is a multiple of 16 (and K
+def pack(lib: Library, values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> PanelWeight:
+    """float32, bfloat16, float16, or int8 [N, K] with `kind` "int8" or "int4" -> a weight in panels.
+
+    `reuse`: the memory of floats may be overwritten; it is then the packed weight's, when N is a multiple of 16 (and K
     even, of bfloat16).
     """
-    if weight.dtype not in FLOAT_KINDS or weight.dim() != 2:
-        raise ValueError(f"a weight is float32, bfloat16 or float16 [N, K], got {weight.dtype} {list(weight.shape)}")
-    n, k = weight.shape
-    weight = weight.contiguous()
-    size = _padded(n) * _padded(k, _DEPTHS.get(weight.dtype, 1))
-    data = weight.view(-1) if reuse and weight.numel() == size else _allocate(lib, size, weight.dtype)
-    kind, threads = FLOAT_KINDS[weight.dtype], torch.get_num_threads()
-    lib.call(_PACK_FLOAT, kind, weight.data_ptr(), data.data_ptr(), n, k, threads)
+    kind = kind_of(values, kind)
+    n, k = values.shape
+    values = values.contiguous()
+    dtype, size = _size(kind, n, k)
+    reuse = reuse and values.numel() == size and values.dtype == dtype and kind != "int8"
+    data = values.view(-1) if reuse else _allocate(lib, size, dtype)
+    sums = torch.empty(_padded(n), dtype=torch.int32) if kind == "int8" else None
+    number, threads = KINDS.index(kind), torch.get_num_threads()
+    lib.call(_PACK, number, values.data_ptr(), data.data_ptr(), pointer(sums), n, k, threads)
     _move_to_large_pages(lib, data)
-    return PanelWeight(data, n, k, "float", lib)
+    return PanelWeight(data, kind, n, k, library=lib, sums=sums)
 
 
-def pack_int8(lib: Library, weight: torch.Tensor) -> PanelWeight:
-    """int8 [N, K] -> panels [N / 16][K / 4][16][4]."""
-    n, k = _check_integers(weight)
-    data = _allocate(lib, _padded(n) * _padded(k, 4), torch.int8)
-    sums = torch.empty(_padded(n), dtype=torch.int32)
-    weight = weight.contiguous()
-    lib.call(_PACK_INT8, weight.data_ptr(), data.data_ptr(), sums.data_ptr(), n, k, torch.get_num_threads())
-    _move_to_large_pages(lib, data)
-    return PanelWeight(data, n, k, "int8", lib, sums)
-
-
-def pack_int4(lib: Library, weight: torch.Tensor) -> PanelWeight:
-    """int8 [N, K] with values in [-8, 7] -> panels [N / 16][K / 8][16][4] of two values in a byte."""
-    n, k = _check_integers(weight)
-    if weight.numel() and (weight.min() < -8 or weight.max() > 7):
-        raise ValueError(f"int4 values lie in [-8, 7], got [{int(weight.min())}, {int(weight.max())}]")
-    data = _allocate(lib, _padded(n) * _padded(k, 8) // 2, torch.uint8)
-    weight = weight.contiguous()
-    lib.call(_PACK_INT4, weight.data_ptr(), data.data_ptr(), n, k, torch.get_num_threads())
-    _move_to_large_pages(lib, data)
-    return PanelWeight(data, n, k, "int4", lib)
+def _size(kind: str, n: int, k: int) -> tuple[torch.dtype, int]:
+    """The type and the number of elements of a weight's panels."""
+    dtype, depth = _PANELS[kind]
+    return dtype, _padded(n) * _padded(k, depth) // (2 if kind == "int4" else 1)
 
 
 def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -120,12 +171,38 @@ def _move_to_large_pages(lib: Library, data: torch.Tensor) -> None:
         lib.ask_large_pages(data.data_ptr(), data.nbytes, written=True)
 
 
-def _check_integers(weight: torch.Tensor) -> tuple[int, int]:
-    if weight.dim() != 2 or weight.dtype != torch.int8:
-        raise ValueError(f"a weight is torch.int8 [N, K], got {weight.dtype} {list(weight.shape)}")
-    if weight.shape[1] > MAX_INTEGER_K:
-        raise ValueError(f"K is {weight.shape[1]}; beyond {MAX_INTEGER_K} a sum of products can leave int32")
-    return weight.shape[0], weight.shape[1]
+def _by_group(values: torch.Tensor) -> torch.Tensor:
+    """[N, G] in memory group by group, in the first 16-bit type that loses nothing, else float32.
+
+    Kernels read the values of 16 rows of one group at once. Checkpoints have their scales in the model's own type.
+    """
+    values = values.float()
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(values.to(dtype).float(), values):
+            values = values.to(dtype)
+            break
+    return values.t().contiguous().t()
+
+
+def _check_memory(what: str, tensor: torch.Tensor | None, dtype: torch.dtype, size: int) -> None:
+    if tensor is None or tensor.dtype != dtype or tensor.numel() != size or not tensor.is_contiguous():
+        found = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+        raise ValueError(f"{what} must be {size} contiguous elements of {dtype}, got {found}; was its memory freed?")
+
+
+def _check_groups(name: str, values: torch.Tensor, weight: Weight) -> None:
+    shape = [weight.n, weight.groups]
+    if values.dtype not in FLOATS:
+        raise ValueError(f"{name} is float32, bfloat16 or float16, got {values.dtype}")
+    if list(values.shape) != shape or (values.stride(0) != 1 and weight.n > 1):
+        raise ValueError(
+            f"{name} must be {shape}, group by group in memory, got {list(values.shape)} with strides "
+            f"{list(values.stride())}; `Weight.scaled` brings it into that form"
+        )
+
+
+def _is_plain(bias: torch.Tensor) -> bool:
+    return bias.dtype == torch.float32 and bias.is_contiguous()
 
 
 def _padded(count: int, multiple: int = LANES) -> int:

@@ -11,15 +11,6 @@
 namespace llm {
 namespace {
 
-LLM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Whether every id names one of `n` rows.
-LLM_INLINE bool within(const int64_t* ids, int64_t count, int64_t n) {
-    for (int64_t i = 0; i < count; ++i)
-        if (ids[i] < 0 || ids[i] >= n) return false;
-    return true;
-}
-
 // How far ahead a step prefetches. Near the end of a panel that is past it: there, in the panel that will be read next,
 // which `panels` side by side make one that many further on.
 struct Ahead {
@@ -56,8 +47,7 @@ class Tasks {
         : starts_((m + 1) * sizeof(int64_t)), panels_(ceil_div(n, LANES)), threads_(threads) {
         int64_t* start = starts_.as<int64_t>();
         for (start[0] = 0; start[tiles_] < m; ++tiles_) start[tiles_ + 1] = start[tiles_] + tile_rows(m - start[tiles_], most_rows);
-        block_tiles_ = block_bytes / (row_bytes * most_rows + 1);
-        if (block_tiles_ < 4) block_tiles_ = 4;
+        block_tiles_ = max(4, block_bytes / (row_bytes * most_rows + 1));
         if (tiles_ == 1) group_panels_ = 4;  // as many as a tile of few rows takes at once
     }
     int64_t tiles() const { return tiles_; }
@@ -65,23 +55,22 @@ class Tasks {
     int64_t rows(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
     int64_t group_panels() const { return group_panels_; }
     // Tiles that one task takes at most.
-    int64_t block_tiles() const { return least(block_tiles_, tiles_); }
+    int64_t block_tiles() const { return min(block_tiles_, tiles_); }
     // For everything, on all threads: prepare(first panel, end panel, the task's scratch), then with the same and each of a
     // block of tiles run(tile, first panel, end panel, scratch).
     template <class Prepare, class Run> void run(int64_t scratch_bytes, const Prepare& prepare, const Run& run) const {
         const int64_t groups = ceil_div(panels_, group_panels_), blocks = ceil_div(tiles_, block_tiles_);
         parallel_for(groups * blocks, threads_, scratch_bytes, [&](int64_t task, char* scratch) {
             const int64_t block = task / groups * block_tiles_, panel = task % groups * group_panels_;
-            const int64_t end = least(panel + group_panels_, panels_);
+            const int64_t end = min(panel + group_panels_, panels_);
             prepare(panel, end, scratch);
-            for (int64_t tile = block; tile < least(block + block_tiles_, tiles_); ++tile) run(tile, panel, end, scratch);
+            for (int64_t tile = block; tile < min(block + block_tiles_, tiles_); ++tile) run(tile, panel, end, scratch);
         });
     }
     // run(tile, first panel, end panel) for everything, on all threads.
     template <class Run> void run(const Run& run_tile) const {
         run(0, [](int64_t, int64_t, char*) {}, [&](int64_t tile, int64_t panel, int64_t end, char*) { run_tile(tile, panel, end); });
     }
-    static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 };
 
 // call(integral constant) with the compiled tile height that `rows` is.

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "integers.h"
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif

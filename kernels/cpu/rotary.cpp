@@ -1,7 +1,6 @@
 // Rotary position embeddings of queries and keys in one pass.
 //
 // Products and sums are rounded one by one, like the PyTorch twin's: the bits are equal.
-#include "kv_cache.h"
 #include "replay.h"
 #include "rows.h"
 

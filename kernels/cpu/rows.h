@@ -1,4 +1,4 @@
-// Walking rows of floats: the element types a kernel reads, sums with fixed lanes, and spreading rows over threads.
+// Walking rows of floats: sums with fixed lanes, and spreading rows over threads.
 #pragma once
 
 #include "parallel.h"
@@ -7,18 +7,15 @@
 namespace llm {
 namespace {
 
-enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
 // Elements that are worth a thread of their own.
 constexpr int64_t ELEMENTS_PER_TASK = 1 << 14;
 
 // row_task(row, scratch) for each row; `scratch` are `scratch_bytes` of the thread's own.
 template <class Task>
 void for_rows(int64_t rows, int64_t width, int64_t threads, int64_t scratch_bytes, const Task& row_task) {
-    int64_t at_once = ELEMENTS_PER_TASK / (width + 1);
-    if (at_once < 1) at_once = 1;
-    parallel_for((rows + at_once - 1) / at_once, threads, scratch_bytes, [&](int64_t index, char* scratch) {
-        const int64_t end = (index + 1) * at_once < rows ? (index + 1) * at_once : rows;
+    const int64_t at_once = max(1, ELEMENTS_PER_TASK / (width + 1));
+    parallel_for(ceil_div(rows, at_once), threads, scratch_bytes, [&](int64_t index, char* scratch) {
+        const int64_t end = min((index + 1) * at_once, rows);
         for (int64_t row = index * at_once; row < end; ++row) row_task(row, reinterpret_cast<float*>(scratch));
     });
 }

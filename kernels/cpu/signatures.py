@@ -15,32 +15,16 @@ from typing import Any
 
 # Called with one block of arguments, and recorded (program.py): replay.h, LLM_KERNEL.
 _KERNELS = """
-void llm_linear_float(int64_t kind, const float* x, const void* weight, const float* bias, float* y, int64_t m,
-    int64_t n, int64_t k, int64_t threads)
-void llm_linear_w8a8(const float* x, const int8_t* weight, const int32_t* column_sum, const float* scale,
-    float input_scale, int64_t input_offset, const float* bias, float* y, int64_t m, int64_t n, int64_t k,
-    int64_t threads)
-void llm_linear_w4a8(const float* x, const uint8_t* weight, const void* scale, int64_t scale_kind, int64_t scale_stride,
-    int64_t group_size, int64_t groups, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads)
-void llm_linear_weight_only(int64_t bits, const float* x, const uint8_t* weight, const void* scale, int64_t scale_kind,
-    int64_t scale_stride, const void* zero, int64_t zero_kind, int64_t zero_stride, int64_t group_size,
-    const float* bias, float* y, int64_t m, int64_t n, int64_t k, int64_t threads)
-int64_t llm_embedding_float(int64_t kind, const int64_t* ids, const void* weight, float* y, int64_t count, int64_t n,
-    int64_t k, int64_t threads)
-int64_t llm_embedding_int8(const int64_t* ids, const int8_t* weight, const float* scale, float* y, int64_t count,
-    int64_t n, int64_t k, int64_t threads)
-void llm_pack_float(int64_t kind, const void* src, void* dst, int64_t n, int64_t k, int64_t threads)
-void llm_pack_int8(const int8_t* src, int8_t* dst, int32_t* column_sum, int64_t n, int64_t k, int64_t threads)
-void llm_pack_int4(const int8_t* src, uint8_t* dst, int64_t n, int64_t k, int64_t threads)
-void llm_unpack_float(int64_t kind, const void* src, void* dst, int64_t first, int64_t end, int64_t k, int64_t threads)
-void llm_unpack_int8(const int8_t* src, int8_t* dst, int64_t first, int64_t end, int64_t k, int64_t threads)
-void llm_unpack_int4(const uint8_t* src, int8_t* dst, int64_t first, int64_t end, int64_t k, int64_t threads)
+int64_t llm_linear(const Weight* weight, const float* x, float* y, int64_t m, int64_t threads)
+int64_t llm_embedding(const Weight* weight, const int64_t* ids, float* y, int64_t count, int64_t threads)
+void llm_pack(Kind kind, const void* src, void* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads)
+void llm_unpack(const Weight* weight, void* dst, int64_t first, int64_t end, int64_t threads)
 void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads)
 void llm_quantize_static(const float* x, int8_t* q, float scale, int64_t offset, int64_t count, int64_t threads)
 
-void llm_rms_norm(const float* x, const float* residual, int64_t kind, const void* weight, float weight_offset,
+void llm_rms_norm(const float* x, const float* residual, Kind kind, const void* weight, float weight_offset,
     float eps, int64_t variance_size, float* out, float* total, int64_t rows, int64_t width, int64_t threads)
-void llm_layer_norm(const float* x, const float* residual, int64_t kind, const void* weight, const void* bias,
+void llm_layer_norm(const float* x, const float* residual, Kind kind, const void* weight, const void* bias,
     float eps, float* out, float* total, int64_t rows, int64_t width, int64_t threads)
 void llm_activation(int64_t function, const float* gate, const float* up, int64_t stride, float* out, int64_t rows,
     int64_t width, int64_t threads)
@@ -49,12 +33,12 @@ int64_t llm_rotary(const int64_t* positions, int64_t tokens, const float* table_
     int64_t halves, const float* query, int64_t query_stride, float* query_out, int64_t heads, const float* key,
     int64_t key_stride, float* key_out, int64_t kv_heads, int64_t head_size, int64_t threads)
 
-int64_t llm_write_kv_cache(const float* key, int64_t key_stride, const float* value, int64_t value_stride, int64_t kind,
+int64_t llm_write_kv_cache(const float* key, int64_t key_stride, const float* value, int64_t value_stride, Kind kind,
     void* key_cache, void* value_cache, const int64_t* slot_mapping, int64_t slots, int64_t tokens, int64_t kv_heads,
     int64_t head_size, int64_t threads)
 int64_t llm_paged_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths, int64_t rows,
     int64_t table_width, int64_t block_size, int64_t slots, const float* query, int64_t query_stride, int64_t tokens,
-    int64_t kind, const void* key_cache, const void* value_cache, float* out, int64_t heads, int64_t kv_heads,
+    Kind kind, const void* key_cache, const void* value_cache, float* out, int64_t heads, int64_t kv_heads,
     int64_t head_size, int64_t window, float scale, float soft_cap, const float* sinks, int64_t threads)
 
 void llm_log_softmax(const float* x, float* out, int64_t rows, int64_t width, int64_t threads)
@@ -82,9 +66,33 @@ int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t turns, int64_t
 void llm_probe_math(int64_t function, const float* x, float* out, int64_t count)
 """
 
-_CTYPES = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
-# In a `Slot` (replay.h) of 8 bytes: pointers and integers, and floats as doubles.
-_SLOTS = {"int64_t": "q", "float": "d"}
+# The fields of Weight (weight.h), in order; there is what they mean.
+_WEIGHT = """
+const void* data
+const int32_t* sums
+const void* scale
+const void* zero
+const float* bias
+Kind kind
+Kind scale_kind
+Kind zero_kind
+int64_t scale_stride
+int64_t zero_stride
+int64_t n
+int64_t k
+int64_t group_size
+Activations activations
+int64_t input_offset
+float input_scale
+"""
+
+# Of a type of C++ that is no pointer. Kind and Activations are numbers of 64 bits.
+_CTYPES: dict[str, type[Any]] = {
+    "int64_t": ctypes.c_int64,
+    "Kind": ctypes.c_int64,
+    "Activations": ctypes.c_int64,
+    "float": ctypes.c_float,
+}
 
 
 class Signature:
@@ -99,7 +107,8 @@ class Signature:
 
     def __init__(self, name: str, types: Sequence[str], names: Sequence[str]) -> None:
         self.name, self.types, self.names = name, tuple(types), tuple(names)
-        self.pack = struct.Struct("=" + "".join(_SLOTS.get(kind, "q") for kind in self.types[1:])).pack
+        # In a `Slot` (replay.h) of 8 bytes: pointers and integers, and floats as doubles.
+        self.pack = struct.Struct("=" + "".join("d" if kind == "float" else "q" for kind in self.types[1:])).pack
 
     def __str__(self) -> str:
         return f"{self.types[0]} {self.name}({', '.join(self.types[1:])})"
@@ -127,31 +136,44 @@ def parse(prototypes: str) -> dict[str, Signature]:
     return found
 
 
-def exported_types(handle: ctypes.CDLL, name: str) -> list[str] | None:
-    """The types that a library exports of its function `name`, the result's first; None: it has no such function."""
+class WeightStruct(ctypes.Structure):
+    """`Weight` in weight.h."""
+
+    _fields_ = tuple(
+        (name, _CTYPES.get(kind, ctypes.c_void_p))
+        for kind, _, name in (line.rpartition(" ") for line in _WEIGHT.strip().splitlines())
+    )
+
+
+def exported(handle: ctypes.CDLL, name: str) -> list[str] | None:
+    """What the function `name` of a library says: names up to a null; None: it has no such function."""
     try:
-        types = getattr(handle, f"{name}_types")
+        function = getattr(handle, name)
     except AttributeError:
         return None
-    types.argtypes, types.restype = (), ctypes.POINTER(ctypes.c_char_p)
+    function.argtypes, function.restype = (), ctypes.POINTER(ctypes.c_char_p)
     found: list[str] = []
-    for item in types():
+    for item in function():
         if item is None:
-            return found
+            break
         found.append(item.decode())
     return found
 
 
 def mismatches(handle: ctypes.CDLL) -> list[str]:
-    """One sentence for each function whose declaration here is not what the library has."""
+    """One sentence for each function whose declaration here is not what the library has, and one for `Weight`."""
     sentences = []
     for signature in (*KERNELS.values(), *FUNCTIONS.values()):
-        types = exported_types(handle, signature.name)
+        types = exported(handle, f"{signature.name}_types")
         if types is None:
             sentences.append(f"{signature.name} is declared as {signature} and the library has no such function.")
         elif tuple(types) != signature.types:
             other = Signature(signature.name, types, ())
             sentences.append(f"{signature.name} is declared as {signature} and compiled as {other}.")
+    fields = exported(handle, "llm_weight_fields")
+    if fields != _WEIGHT.strip().splitlines():
+        declared, compiled = ("; ".join(lines) for lines in (_WEIGHT.strip().splitlines(), fields or []))
+        sentences.append(f"Weight is declared as {{{declared}}} and compiled as {{{compiled}}}.")
     return sentences
 
 

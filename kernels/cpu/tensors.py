@@ -1,11 +1,13 @@
-"""What the elementwise kernels take: element types, contiguous float32, addresses."""
+"""What the kernels take: kinds of elements, contiguous float32, addresses."""
 
 from __future__ import annotations
 
 import torch
 
-# As `Kind` in the sources.
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from llm.kernels.weight import FLOAT_KINDS
+
+# As `Kind` (kinds.h).
+KINDS = {dtype: number for number, dtype in enumerate(FLOAT_KINDS)}
 
 
 def as_float32(x: torch.Tensor) -> torch.Tensor:

@@ -89,9 +89,9 @@ struct Largest {
 
 // How many chunks each row is cut into, so that each thread has work.
 int64_t chunks_of(int64_t rows, int64_t width, int64_t threads) {
-    const int64_t most = (width + CHUNK - 1) / CHUNK;
+    const int64_t most = ceil_div(width, CHUNK);
     const int64_t wanted = rows >= 2 * threads ? 1 : 2 * threads / (rows < 1 ? 1 : rows);
-    return std::max<int64_t>(1, std::min(most, wanted));
+    return max(1, min(most, wanted));
 }
 
 // task(row, chunk, begin, end) for every chunk of every row.
@@ -161,7 +161,7 @@ class Nucleus {
     int32_t* ids_;     // [width]
     int64_t count_ = 0;
 
-    static int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
+    static int64_t padded(int64_t width) { return ceil_div(width, LANES) * LANES; }
     // Also for what must not be there, a NaN or a logit above the largest, a bin that exists.
     static LLM_INLINE int64_t bin_of(float below) {
         const float bin = below * BINS;
@@ -217,7 +217,7 @@ class Nucleus {
     // The token at `uniform` of what they weigh, in order of id; and the last of them in the order of likelihood.
     void draw(const float* x, int64_t width, float top, double top_p, double uniform, int64_t* token, int64_t* last) {
         double sum = 0.0;
-        for (int64_t i = 0; i < width; i += BLOCK) sum += block_sum(x + i, std::min(BLOCK, width - i), set1(top));
+        for (int64_t i = 0; i < width; i += BLOCK) sum += block_sum(x + i, min(BLOCK, width - i), set1(top));
         find_candidates(x, width, top, (1.0 - top_p) * (1.0 - SLACK) * sum / static_cast<double>(width));
         const uint64_t least = edge(top, top_p * sum);
         // What is drawn from moves to the front: ids and weights of at least `least`.
@@ -322,9 +322,9 @@ LLM_EXPORT int64_t llm_gather_logprobs(const float* x, const int64_t* ids, int64
 // sums [rows][ceil(width / block)] of e^(x - largest) over blocks of each row; largest [rows]. block: a multiple of 16.
 LLM_EXPORT void llm_block_sums(const float* x, const float* largest, int64_t block, float* sums, int64_t rows, int64_t width,
                                int64_t threads) {
-    const int64_t blocks = (width + block - 1) / block;
+    const int64_t blocks = ceil_div(width, block);
     for_rows(rows * blocks, block, threads, [&](int64_t index) {
-        const int64_t row = index / blocks, begin = index % blocks * block, count = std::min(block, width - begin);
+        const int64_t row = index / blocks, begin = index % blocks * block, count = min(block, width - begin);
         sums[index] = block_sum(x + row * width + begin, count, set1(largest[row]));
     });
 }

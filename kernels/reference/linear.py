@@ -1,49 +1,107 @@
-"""Matrix products with weights in their storage type and float32 activations and accumulation."""
+"""Weights of any kind in plain PyTorch: packing them, products with them, and rows of tables.
+
+Owns the definitions. `kernels/cpu` has the same names and gives the same bits for every product of quantized
+activations; products of float activations agree to rounding. Packing is the plainest there is: the rows as they are,
+and int4 with two values in a byte.
+
+Notation: M rows (tokens), N outputs, K inputs, G groups along K.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from llm.kernels.reference.quantized import PackedWeight
+from llm.kernels.reference.quantized import (
+    fused_multiply_add,
+    int_matmul,
+    quantize_per_token,
+    quantize_static,
+    row_sums,
+    rows_at_once,
+)
+from llm.kernels.weight import Weight, kind_of
 
-# Rows of a bf16 or fp16 weight are widened this many elements at a time, so that the float32 copy stays in the cache.
-_WIDEN_ELEMENTS = 1 << 20
 
+def pack(values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> Weight:
+    """float32, bfloat16, float16, or int8 [N, K] with `kind` "int8" or "int4" -> a weight that holds them.
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x W^T + bias.
-
-    Shapes: x float32 [..., K], weight [N, K] of any floating type, bias [N] or None, y float32 [..., N].
+    `reuse`: the values' memory may be taken over.
     """
-    bias = None if bias is None else bias.to(x.dtype)
-    if weight.dtype == x.dtype:
-        return F.linear(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
-    out = rows.new_empty(rows.shape[0], weight.shape[0])
-    step = max(1, _WIDEN_ELEMENTS // weight.shape[1])
-    for start in range(0, weight.shape[0], step):
-        torch.mm(rows, weight[start : start + step].to(x.dtype).t(), out=out[:, start : start + step])
+    kind = kind_of(values, kind)
+    data = values.contiguous()
+    if kind == "int4":
+        odd = values[:, 1::2]
+        data = (values[:, 0::2] & 15).contiguous()
+        data[:, : odd.shape[1]] |= odd << 4
+    return Weight(data, kind, *values.shape)
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """y = x W^T + bias, of what `weight.activations` makes of x.
+
+    "float" and "bfloat16": of x as it is, and rounded. "int8", with (q, xs) = quantize_per_token(x), each operation
+    rounded in this order:
+
+    - int8: y[m, n] = (float(sum_k q[m, k] w[n, k]) * xs[m]) * scale[n] + bias[n]; with q = quantize_static(x)
+      y = float(sum_k (q[m, k] - input_offset) w[n, k]) * (input_scale * scale[n]) + bias[n];
+    - int4: y[m, n] = (sum_g float(sum_{k in g} q[m, k] w[n, k]) * scale[n, g]) * xs[m] + bias[n], groups in order, each
+      added by one fused multiply-add.
+
+    Sums of integers are exact. Shapes: x float32 [..., K] -> float32 [..., N].
+    """
+    if x.shape[-1] != weight.k:
+        raise ValueError(f"activations are float32 [..., {weight.k}], got {x.dtype} {list(x.shape)}")
+    bias = None if weight.bias is None else weight.bias.to(x.dtype)
+    if weight.activations == "bfloat16":
+        x = x.bfloat16().float()
+    if weight.is_float and weight.data.dtype == x.dtype:
+        return F.linear(x, weight.data, bias)
+    product = {"int8": _int8, "int4": _int4}[weight.kind] if weight.activations == "int8" else _float
+    out = product(x.reshape(x.shape[:-1].numel(), weight.k), weight)
     if bias is not None:
         out += bias
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return out.view(*x.shape[:-1], weight.n)
 
 
-def embedding(token_ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of weight [V, H] for ids [N] -> dtype [N, H]."""
-    return F.embedding(token_ids, weight).to(dtype)
+def embedding(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id that is none."""
+    ids = token_ids.flatten()
+    data = F.embedding(ids, weight.data)
+    if weight.is_float:
+        return data.float().view(*token_ids.shape, weight.k)
+    scale, zero = (None if values is None else values[ids] for values in (weight.scale, weight.zero))
+    picked = replace(weight, data=data, n=len(ids), scale=scale, zero=zero, bias=None)
+    return picked.dequantize().view(*token_ids.shape, weight.k)
 
 
-def linear_float(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear` with a weight of `pack_float`, of x rounded to bfloat16 where the weight says so."""
-    return linear(rounded(x) if packed.rounds_input else x, packed.unpack(), bias)
+def _float(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    out = x.new_empty(x.shape[0], weight.n)
+    step = rows_at_once(weight.k)
+    for start in range(0, weight.n, step):
+        end = min(start + step, weight.n)
+        torch.mm(x, weight.dequantize(start, end).to(x.dtype).t(), out=out[:, start:end])
+    return out
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """float32 -> the nearest bfloat16, in float32."""
-    return x.bfloat16().float()
+def _int8(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    scale = weight.scales[:, 0].float()
+    if not weight.input_scale:
+        q, xs = quantize_per_token(x)
+        return int_matmul(q, weight).float().mul_(xs[:, None]).mul_(scale)
+    sums = int_matmul(quantize_static(x, weight.input_scale, weight.input_offset), weight)
+    if weight.input_offset:
+        sums -= weight.input_offset * row_sums(weight)
+    return sums.float().mul_(torch.tensor(weight.input_scale, dtype=torch.float32) * scale)
 
 
-def embedding_float(token_ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-    """`embedding` in float32, from a table of `pack_float`."""
-    return embedding(token_ids, packed.unpack(), torch.float32)
+def _int4(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    q, xs = quantize_per_token(x)
+    out = torch.zeros(x.shape[0], weight.n)
+    for group in range(weight.groups):
+        start = group * weight.group_size
+        sums = int_matmul(q, weight, start, min(start + weight.group_size, weight.k))
+        out = fused_multiply_add(sums.float(), weight.scales[:, group].float(), out)
+    return out.mul_(xs[:, None])

@@ -15,7 +15,7 @@ from torch import nn
 
 from llm.base.errors import LLMError
 from llm.base.types import JsonObject
-from llm.kernels.reference.quantized import dequantize
+from llm.kernels.weight import dequantize
 from llm.loading.weight_map import Target
 from llm.quantization.packing import pack_row_pairs, pack_to_int32
 from llm.quantization.quantizer import IntegerWeight

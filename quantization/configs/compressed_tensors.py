@@ -15,7 +15,7 @@ from torch import nn
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
-from llm.quantization.registry import get_scheme_class
+from llm.quantization.registry import get_scheme
 from llm.quantization.storage.compressed_tensors import CompressedTensorsStorage
 from llm.quantization.unquantized import left_alone
 
@@ -152,7 +152,7 @@ class CompressedTensorsConfig(QuantizationConfig):
         group = agreed(prefix, self.checkpoint_names(prefix), lambda name: self._find(name, prefix, classes))
         if group is None or group.scheme is None:
             return left_alone(kind, _SOURCE, "ignored, or no target of config_groups means it")
-        scheme = get_scheme_class(group.scheme, kind)
+        scheme = get_scheme(group.scheme, kind)
         if scheme is None:
             raise UnsupportedModelError(
                 f"{_SOURCE}: {prefix} is an embedding in {group.scheme}, which is not computed."

@@ -15,7 +15,7 @@ from torch import nn
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of
-from llm.quantization.registry import get_scheme_class, scheme_types
+from llm.quantization.registry import get_scheme, scheme_types
 from llm.quantization.storage.base import WeightStorage
 from llm.quantization.storage.modelslim import PerRowInt8, StaticInt8, TwoLevelInt4
 from llm.quantization.unquantized import left_alone, new_parameter
@@ -85,7 +85,7 @@ class ModelSlimConfig(QuantizationConfig):
         quant_type = agreed(prefix, names, self._type)
         if quant_type is None:
             return left_alone(kind, FILE, "its weight is FLOAT")
-        scheme = get_scheme_class(_SAME.get(quant_type, quant_type), kind)
+        scheme = get_scheme(_SAME.get(quant_type, quant_type), kind)
         if scheme is None or quant_type in _REASONS:
             raise UnsupportedModelError(_not_computed(quant_type, kind, prefix))
         return scheme(self._storage(quant_type, names, layer), FILE, f"its weight is {quant_type}")

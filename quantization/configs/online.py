@@ -16,7 +16,7 @@ from torch import nn
 from llm.base.errors import ValidationError, nearest
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
-from llm.quantization.registry import get_scheme_class
+from llm.quantization.registry import get_scheme
 from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
 from llm.quantization.unquantized import left_alone
 
@@ -179,7 +179,7 @@ class OnlineConfig(QuantizationConfig):
         statistics = self.statistics.get(prefix)
         storage = QuantizeOnLoad(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")
         reason = f"quantized on load: {choice.recipe}{note}"
-        return get_scheme_class(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
+        return get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
 
 
 def _fitting_group(choice: _Choice, columns: int, prefix: str) -> tuple[int, str]:

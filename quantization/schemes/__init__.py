@@ -1,1 +1,1 @@
-"""One file per recipe: which kernel multiplies, and what it is given."""
+"""Recipes for integer weights: a table of what is multiplied with what, and the one method that computes them."""

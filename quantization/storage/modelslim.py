@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from llm.base.errors import CheckpointError
-from llm.kernels.reference.quantized import dequantize
+from llm.kernels.weight import dequantize
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import unpack_deq_scale, unpack_row_pairs
 from llm.quantization.quantizer import IntegerWeight

@@ -6,31 +6,7 @@
 #include <initializer_list>
 #include <vector>
 
-extern "C" {
-int64_t llm_paged_attention(const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t, const float*,
-                            int64_t, int64_t, int64_t, const void*, const void*, float*, int64_t, int64_t, int64_t, int64_t,
-                            float, float, const float*, int64_t);
-int64_t llm_write_kv_cache(const float*, int64_t, const float*, int64_t, int64_t, void*, void*, const int64_t*, int64_t,
-                           int64_t, int64_t, int64_t, int64_t);
-void llm_rms_norm(const float*, const float*, int64_t, const void*, float, float, int64_t, float*, float*, int64_t, int64_t,
-                  int64_t);
-void llm_layer_norm(const float*, const float*, int64_t, const void*, const void*, float, float*, float*, int64_t, int64_t,
-                    int64_t);
-void llm_activation(int64_t, const float*, const float*, int64_t, float*, int64_t, int64_t, int64_t);
-void llm_soft_cap(float*, float, int64_t, int64_t);
-int64_t llm_rotary(const int64_t*, int64_t, const float*, int64_t, int64_t, int64_t, const float*, int64_t, float*, int64_t,
-                   const float*, int64_t, float*, int64_t, int64_t, int64_t);
-void llm_log_softmax(const float*, float*, int64_t, int64_t, int64_t);
-void llm_argmax(const float*, float*, int64_t*, int64_t, int64_t, int64_t);
-void llm_top_k(const float*, int64_t, float*, int64_t*, int64_t, int64_t, int64_t);
-int64_t llm_gather_logprobs(const float*, const int64_t*, int64_t, int64_t, int64_t, float*, int64_t*, int64_t, int64_t,
-                            int64_t);
-void llm_block_sums(const float*, const float*, int64_t, float*, int64_t, int64_t, int64_t);
-void llm_cut_below_largest(float*, const float*, int64_t, int64_t, int64_t);
-void llm_add(const float*, const float*, float*, int64_t);
-void llm_scale(const float*, float, float*, int64_t);
-void llm_copy_rows(const float*, int64_t, float*, int64_t, int64_t);
-}
+#include "declarations.h"
 
 namespace step {
 
@@ -53,7 +29,7 @@ void need(bool holds, const char* what) {
 
 // One row: `cached` tokens of an earlier step, `fresh` of this one.
 template <class T>
-void attention(int64_t kind, int64_t heads, int64_t kv_heads, int64_t size, int64_t block, int64_t window, int64_t cached,
+void attention(Kind kind, int64_t heads, int64_t kv_heads, int64_t size, int64_t block, int64_t window, int64_t cached,
                int64_t fresh) {
     const int64_t length = cached + fresh, blocks = (length + block - 1) / block, slots = (blocks + 1) * block;
     const int64_t panels = (slots + 15) / 16 + 1, elements = panels * kv_heads * size * 16;
@@ -82,7 +58,7 @@ void attention(int64_t kind, int64_t heads, int64_t kv_heads, int64_t size, int6
     calls += 5;
 }
 
-template <class T> void rows(int64_t kind, int64_t count, int64_t width) {
+template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     Exactly<float> x(count * width, 0.5f), y(count * width, 0.25f), out(count * width), total(count * width);
     Exactly<T> weight(width), bias(width);
     llm_rms_norm(x.data, nullptr, kind, weight.data, 0.0f, 1e-5f, width, out.data, nullptr, count, width, 1);
@@ -139,15 +115,15 @@ int run_step_kernels() {
             for (int64_t window : {0, 5})
                 for (int64_t fresh : {1, 9, 70}) {
                     if (size == 64 && fresh == 70) continue;  // nine tokens are more than a task's rows, too
-                    attention<float>(0, 6, 2, size, block, window, 75, fresh);
-                    attention<uint16_t>(1, 7, 1, size, block, window, 3, fresh);
-                    attention<uint16_t>(2, 4, 4, size, block, window, 0, fresh);
+                    attention<float>(Kind::FLOAT32, 6, 2, size, block, window, 75, fresh);
+                    attention<uint16_t>(Kind::BFLOAT16, 7, 1, size, block, window, 3, fresh);
+                    attention<uint16_t>(Kind::FLOAT16, 4, 4, size, block, window, 0, fresh);
                 }
     for (int64_t count : {1, 3})
         for (int64_t width : {1, 2, 15, 16, 17, 63, 64, 65, 100}) {
-            rows<float>(0, count, width);
-            rows<uint16_t>(1, count, width);
-            rows<uint16_t>(2, count, width);
+            rows<float>(Kind::FLOAT32, count, width);
+            rows<uint16_t>(Kind::BFLOAT16, count, width);
+            rows<uint16_t>(Kind::FLOAT16, count, width);
             over_the_vocabulary(count, width, 1);
         }
     over_the_vocabulary(1, 70001, 3);

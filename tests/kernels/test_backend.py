@@ -16,8 +16,9 @@ import llm.platforms
 from llm import LLM, SamplingParams
 from llm.base.construction import constructing_for
 from llm.base.errors import PluginError
-from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, backend_for, definition
+from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, definition
 from llm.kernels.reference.backend import REFERENCE, pytorch
+from llm.kernels.select import backend_for
 from llm.layers.norm import RMSNorm
 from llm.platforms.cpu import CpuPlatform
 

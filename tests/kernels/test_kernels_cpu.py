@@ -17,8 +17,10 @@ import torch
 from kernel_sets import TARGETS
 
 from llm.kernels.cpu import build, library, linear, packed, quantized
-from llm.kernels.reference import linear as reference_linear
-from llm.kernels.reference import quantized as reference
+from llm.kernels.cpu.signatures import KERNELS
+from llm.kernels.reference import linear as reference
+from llm.kernels.reference.quantized import fused_multiply_add, quantize_per_token, quantize_static
+from llm.kernels.weight import MAX_INTEGER_K, Weight, dequantize
 
 try:
     COMPILER: str | None = build.find_compiler()
@@ -81,11 +83,30 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((equal | (a.isnan() & b.isnan())).all())
 
 
+def product(lib: library.Library, x: torch.Tensor, weight: packed.PanelWeight, **parts: Any) -> torch.Tensor:
+    """With these parts of the weight in place of its own."""
+    return linear.linear(lib, x, dataclasses.replace(weight, **parts))
+
+
+def pair(
+    lib: library.Library, values: torch.Tensor, kind: str, scale: torch.Tensor, group_size: int = 0, **parts: Any
+) -> tuple[packed.PanelWeight, Weight]:
+    """The same weight in panels and as the definition keeps it."""
+    zero = parts.pop("zero", None)
+    ours = packed.pack(lib, values, kind).scaled(scale, zero, group_size)
+    theirs = reference.pack(values, kind).scaled(scale, zero, group_size)
+    return dataclasses.replace(ours, **parts), dataclasses.replace(theirs, **parts)
+
+
+def groups_of(k: int, group_size: int) -> int:
+    return max(1, -(-k // group_size))
+
+
 def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The definition of a float product: fused multiply-adds from +0 over k = 0 ... K-1."""
     out = torch.zeros(x.shape[0], weight.shape[0])
     for k in range(x.shape[1]):
-        out = reference.fused_multiply_add(x[:, k : k + 1], weight[:, k].float(), out)
+        out = fused_multiply_add(x[:, k : k + 1], weight[:, k].float(), out)
     return out
 
 
@@ -142,7 +163,7 @@ def test_float_packing_is_exact(lib: library.Library, shape: tuple, dtype: torch
     bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)
     weight = bits.view(dtype) if dtype != torch.float32 else (bits.to(torch.int32) << 16 | 77).view(torch.float32)
     before = weight.clone()
-    held = packed.pack_float(lib, weight, reuse=reuse)
+    held = packed.pack(lib, weight, reuse=reuse)
     integers = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(held.unpack().view(integers), before.view(integers))  # NaN payloads too
     assert torch.equal(held.rows(3, 20).view(integers), before[3:20].view(integers))
@@ -154,7 +175,7 @@ def test_float_packing_is_exact(lib: library.Library, shape: tuple, dtype: torch
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (16, 4), (17, 6), (37, 23)])
 def test_int8_packing_is_exact(lib: library.Library, shape: tuple) -> None:
     weight = random_int8(*shape)
-    held = packed.pack_int8(lib, weight)
+    held = packed.pack(lib, weight, "int8")
     assert torch.equal(held.unpack(), weight)
     assert torch.equal(held.rows(2, 19), weight[2:19])
     assert held.sums is not None and torch.equal(held.sums[: shape[0]], weight.sum(1, dtype=torch.int32))
@@ -162,11 +183,18 @@ def test_int8_packing_is_exact(lib: library.Library, shape: tuple) -> None:
 
 def test_what_cannot_be_packed_is_refused(lib: library.Library) -> None:
     with pytest.raises(ValueError, match=r"torch\.float64"):
-        packed.pack_float(lib, torch.zeros(2, 2, dtype=torch.float64))
+        packed.pack(lib, torch.zeros(2, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="int32"):
-        packed.pack_int8(lib, torch.zeros(1, packed.MAX_INTEGER_K + 1, dtype=torch.int8))
-    with pytest.raises(ValueError, match=r"float32 \[\.\.\., 4\]"):
-        linear.linear_float(lib, torch.zeros(2, 5), packed.pack_float(lib, torch.zeros(2, 4)))
+        packed.pack(lib, torch.zeros(1, MAX_INTEGER_K + 1, dtype=torch.int8), "int8")
+    with pytest.raises(ValueError, match=r"torch\.int8 \[N, K\], got torch\.float32"):
+        packed.pack(lib, torch.zeros(2, 2), "int8")
+    with pytest.raises(ValueError, match=r"got torch\.int8"):
+        packed.pack(lib, torch.zeros(2, 2, dtype=torch.int8))
+    for x in (torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"float32 \[\.\.\., 4\]"):
+            linear.linear(lib, x, packed.pack(lib, torch.zeros(2, 4)))
+    with pytest.raises(ValueError, match="an int8 weight needs its scales"):
+        linear.linear(lib, torch.zeros(2, 4), packed.pack(lib, torch.zeros(2, 4, dtype=torch.int8), "int8"))
 
 
 # Float products
@@ -177,10 +205,10 @@ def test_what_cannot_be_packed_is_refused(lib: library.Library) -> None:
 def test_a_float_product_is_its_chain(lib: library.Library, shape: tuple, dtype: torch.dtype) -> None:
     m, n, k = shape
     x, weight, bias = torch.randn(m, k), torch.randn(n, k).to(dtype), torch.randn(n)
-    held = packed.pack_float(lib, weight)
+    held = packed.pack(lib, weight)
     expected = definition(lib, x, weight)
-    assert same(linear.linear_float(lib, x, held), expected)
-    assert same(linear.linear_float(lib, x, held, bias), expected + bias)
+    assert same(linear.linear(lib, x, held), expected)
+    assert same(product(lib, x, held, bias=bias), expected + bias)
     exact = x.double() @ weight.double().t()
     bound = (k + 1) * 2.0**-24 * (x.double().abs() @ weight.double().abs().t())
     assert ((expected - exact).abs() <= bound).all()
@@ -189,10 +217,10 @@ def test_a_float_product_is_its_chain(lib: library.Library, shape: tuple, dtype:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_special_values_stay_in_their_row_and_column(lib: library.Library, dtype: torch.dtype) -> None:
     x, weight = torch.randn(9, 20), torch.randn(35, 20).to(dtype)
-    clean = linear.linear_float(lib, x, packed.pack_float(lib, weight))
+    clean = linear.linear(lib, x, packed.pack(lib, weight))
     x[3, 5], x[4, 6], x[5, :] = float("nan"), float("inf"), 1e-41
     weight[34, 2] = float("inf")
-    y = linear.linear_float(lib, x, packed.pack_float(lib, weight))
+    y = linear.linear(lib, x, packed.pack(lib, weight))
     rest = torch.tensor([0, 1, 2, 6, 7, 8])
     assert y[3].isnan().all() and (y[4].isinf() | y[4].isnan()).all() and not y[:3, 34].isfinite().any()
     assert same(y[rest, :34], clean[rest, :34])
@@ -204,12 +232,12 @@ def test_special_values_stay_in_their_row_and_column(lib: library.Library, dtype
 
 
 def test_a_flushing_thread_changes_nothing(lib: library.Library, threads: Callable[[int], None]) -> None:
-    x, held = torch.full((8, 4), 1e-39), packed.pack_float(lib, torch.ones(40, 4))
-    expected = linear.linear_float(lib, x, held)
+    x, held = torch.full((8, 4), 1e-39), packed.pack(lib, torch.ones(40, 4))
+    expected = linear.linear(lib, x, held)
     assert (expected > 0).all()
     if torch.set_flush_denormal(True):
         try:
-            assert same(linear.linear_float(lib, x, held), expected)
+            assert same(linear.linear(lib, x, held), expected)
             assert torch.tensor([1e-39]).mul(1.0).item() == 0.0  # the caller's own setting is back
         finally:
             torch.set_flush_denormal(False)
@@ -218,44 +246,44 @@ def test_a_flushing_thread_changes_nothing(lib: library.Library, threads: Callab
 def test_matrix_tiles_keep_every_bit_of_an_activation(lib: library.Library) -> None:
     """Selecting one activation by a weight of 1 gives it back, down to where its third part is a denormal."""
     x = torch.randn(40, 64) * torch.logspace(-26, 38, 40)[:, None].clamp(max=3e37)
-    held = packed.pack_float(lib, torch.eye(64).bfloat16())
-    assert same(linear.linear_float(lib, x, held), x)
+    held = packed.pack(lib, torch.eye(64).bfloat16())
+    assert same(linear.linear(lib, x, held), x)
     tiny = torch.full((1, 64), 1.2345678e-36)
-    assert (linear.linear_float(lib, tiny, held) - tiny).abs().max() < 2.0**-126
+    assert (linear.linear(lib, tiny, held) - tiny).abs().max() < 2.0**-126
 
 
 def test_a_planted_defect_in_the_parts_is_seen(lib: library.Library) -> None:
     x, weight = torch.randn(5, 96), torch.randn(16, 96).bfloat16()
     rounded = x.bfloat16().float()  # as if there were one part
-    assert not same(linear.linear_float(lib, x, packed.pack_float(lib, weight)), definition(lib, rounded, weight))
+    assert not same(linear.linear(lib, x, packed.pack(lib, weight)), definition(lib, rounded, weight))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 5), (1, 17, 5), (16, 65, 33), (19, 130, 70), (33, 16, 64)])
 def test_activations_are_rounded_where_the_weight_says_so(lib: library.Library, shape: tuple) -> None:
     m, n, k = shape
     x, weight, bias = torch.randn(m, k), torch.randn(n, k).bfloat16(), torch.randn(n)
-    held = dataclasses.replace(packed.pack_float(lib, weight), rounds_input=True)
+    held = dataclasses.replace(packed.pack(lib, weight), activations="bfloat16")
     expected = tile_chain(x, weight, rounded=True) if lib.has_tiles else chain(x.bfloat16().float(), weight)
-    assert same(linear.linear_float(lib, x, held), expected)
-    assert same(linear.linear_float(lib, x, held, bias), expected + bias)
-    twin = reference_linear.linear_float(x, dataclasses.replace(reference.pack_float(weight), rounds_input=True))
+    assert same(linear.linear(lib, x, held), expected)
+    assert same(product(lib, x, held, bias=bias), expected + bias)
+    twin = reference.linear(x, dataclasses.replace(reference.pack(weight), activations="bfloat16"))
     assert torch.allclose(twin, expected, atol=1e-4)
     if m:
-        assert not same(linear.linear_float(lib, x, packed.pack_float(lib, weight)), expected)
+        assert not same(linear.linear(lib, x, packed.pack(lib, weight)), expected)
 
 
 def test_rounding_keeps_what_is_not_finite_in_its_row(lib: library.Library) -> None:
     x, weight = torch.randn(5, 70), torch.randn(20, 70).bfloat16()
     x[1, 3], x[3, 69] = float("nan"), float("inf")
-    held = dataclasses.replace(packed.pack_float(lib, weight), rounds_input=True)
-    y = linear.linear_float(lib, x, held)
+    held = dataclasses.replace(packed.pack(lib, weight), activations="bfloat16")
+    y = linear.linear(lib, x, held)
     assert y[1].isnan().all() and y[3].isinf().all() and y[[0, 2, 4]].isfinite().all()
 
 
 def test_many_steps_of_k_and_many_rows(lib: library.Library) -> None:
     """More than one block of k, of rows and of panels, each with a rest."""
     x, weight = torch.randn(150, 1100), torch.randn(150, 1100).bfloat16()
-    y = linear.linear_float(lib, x, packed.pack_float(lib, weight))
+    y = linear.linear(lib, x, packed.pack(lib, weight))
     some = torch.tensor([0, 15, 16, 127, 128, 149])
     assert same(y[some], definition(lib, x[some], weight))
     assert (y - x.double() @ weight.double().t()).abs().max() < 1e-3
@@ -264,13 +292,13 @@ def test_many_steps_of_k_and_many_rows(lib: library.Library) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rows_of_a_table(lib: library.Library, dtype: torch.dtype) -> None:
     table = torch.randn(53, 19).to(dtype)
-    held = packed.pack_float(lib, table)
+    held = packed.pack(lib, table)
     ids = torch.tensor([0, 52, 16, 15, 7, 7])
-    assert same(linear.embedding_float(lib, ids, held), table[ids].float())
-    assert linear.embedding_float(lib, ids[:0], held).shape == (0, 19)
+    assert same(linear.embedding(lib, ids, held), table[ids].float())
+    assert linear.embedding(lib, ids[:0], held).shape == (0, 19)
     for bad in (53, -1):
         with pytest.raises(IndexError, match=rf"\[0, 53\), got .*{bad}"):
-            linear.embedding_float(lib, torch.tensor([1, bad]), held)
+            linear.embedding(lib, torch.tensor([1, bad]), held)
 
 
 # Integer products
@@ -283,17 +311,11 @@ def test_int8_products_are_the_twins(lib: library.Library, shape: tuple) -> None
     if m > 2 and k:
         x[1] = 0
         x[2] = torch.where(torch.rand(k) < 0.5, -1.0, 1.0)  # every activation is -127 or 127
-    scale, bias = torch.rand(n), torch.randn(n)
-    ours, theirs = packed.pack_int8(lib, weight), reference.pack_int8(weight)
+    scale, bias = torch.rand(n, 1), torch.randn(n)
     for b in (None, bias):
-        assert same(
-            quantized.linear_w8a8_dynamic(lib, x, ours, scale, b), reference.linear_w8a8_dynamic(x, theirs, scale, b)
-        )
-        for offset in (0, -128, 127, 5):
-            args = (scale, 0.0625, offset, b)
-            assert same(
-                quantized.linear_w8a8_static(lib, x, ours, *args), reference.linear_w8a8_static(x, theirs, *args)
-            )
+        for parts in ({}, *({"input_scale": 0.0625, "input_offset": offset} for offset in (0, -128, 127, 5))):
+            ours, theirs = pair(lib, weight, "int8", scale, bias=b, activations="int8", **parts)
+            assert same(linear.linear(lib, x, ours), reference.linear(x, theirs))
 
 
 def int4(n: int, k: int) -> torch.Tensor:
@@ -303,22 +325,22 @@ def int4(n: int, k: int) -> torch.Tensor:
 def test_int4_packing_is_exact(lib: library.Library) -> None:
     for n, k in ((0, 3), (1, 1), (16, 8), (17, 6), (37, 23)):
         weight = int4(n, k)
-        held = packed.pack_int4(lib, weight)
+        held = packed.pack(lib, weight, "int4")
         assert torch.equal(held.unpack(), weight)
         assert torch.equal(held.rows(2, 19), weight[2:19])
     with pytest.raises(ValueError, match=r"\[-8, 7\], got \[0, 8\]"):
-        packed.pack_int4(lib, torch.arange(9, dtype=torch.int8)[None])
+        packed.pack(lib, torch.arange(9, dtype=torch.int8)[None], "int4")
 
 
 def test_large_weights_are_exact_and_begin_with_a_page(lib: library.Library) -> None:
     """Memory past 2 MiB is asked for in large pages: nothing of it may be left out or overlap."""
     weight, small = random_int8(2053, 1100), int4(2053, 2100)
-    held = [packed.pack_int8(lib, weight), packed.pack_int4(lib, small), packed.pack_float(lib, weight.float())]
+    held = [packed.pack(lib, weight, "int8"), packed.pack(lib, small, "int4"), packed.pack(lib, weight.float())]
     for ours, theirs in zip(held, (weight, small, weight.float()), strict=True):
         assert ours.data.data_ptr() % (2 << 20) == 0
         assert torch.equal(ours.unpack(), theirs)
     reused = weight[:2048].float()
-    assert torch.equal(packed.pack_float(lib, reused.clone(), reuse=True).unpack(), reused)
+    assert torch.equal(packed.pack(lib, reused.clone(), reuse=True).unpack(), reused)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -330,34 +352,29 @@ def test_int4_products_are_the_twins(lib: library.Library, shape: tuple, group: 
     if m > 2 and k:
         x[1] = 0
         x[2] = torch.where(torch.rand(k) < 0.5, -1.0, 1.0)
-    scale, bias = torch.rand(n, -(-k // group_size)), torch.randn(n)
-    ours, theirs = packed.pack_int4(lib, weight), reference.pack_int4(weight)
+    scale, bias = torch.rand(n, groups_of(k, group_size)), torch.randn(n)
     for s in (scale, scale.t().contiguous().t(), scale.half(), scale.bfloat16()):
-        assert same(
-            quantized.linear_w4a8(lib, x, ours, s, group_size, bias),
-            reference.linear_w4a8(x, theirs, s.float(), group_size, bias),
-        )
-    assert same(
-        quantized.linear_w4a8(lib, x, ours, scale, group_size), reference.linear_w4a8(x, theirs, scale, group_size)
-    )
+        ours, theirs = pair(lib, weight, "int4", s, group_size, bias=bias, activations="int8")
+        assert same(linear.linear(lib, x, ours), reference.linear(x, theirs))
+        assert same(product(lib, x, ours, bias=None), reference.linear(x, dataclasses.replace(theirs, bias=None)))
 
 
 # Rows: around where matrix tiles begin, and more than one block of them, each with a rest; of k and of panels too.
 @pytest.mark.parametrize(("m", "n", "k"), [(18, 70, 2100), (27, 33, 1120), (44, 33, 1120), (600, 70, 1056)])
 def test_integer_products_in_many_blocks_are_the_twins(lib: library.Library, m: int, n: int, k: int) -> None:
-    x, weight, small, scale = torch.randn(m, k), random_int8(n, k), int4(n, k), torch.rand(n)
-    ours = quantized.linear_w8a8_dynamic(lib, x, packed.pack_int8(lib, weight), scale)
-    assert same(ours, reference.linear_w8a8_dynamic(x, reference.pack_int8(weight), scale))
+    x, weight, small = torch.randn(m, k), random_int8(n, k), int4(n, k)
+    ours, theirs = pair(lib, weight, "int8", torch.rand(n, 1), activations="int8")
+    assert same(linear.linear(lib, x, ours), reference.linear(x, theirs))
     for group in (32, 64, 96, 128, 1024, k):
-        scales = torch.rand(n, -(-k // group))
-        ours = quantized.linear_w4a8(lib, x, packed.pack_int4(lib, small), scales, group)
-        assert same(ours, reference.linear_w4a8(x, reference.pack_int4(small), scales, group))
+        ours, theirs = pair(lib, small, "int4", torch.rand(n, groups_of(k, group)), group, activations="int8")
+        assert same(linear.linear(lib, x, ours), reference.linear(x, theirs))
 
 
 def test_the_worst_int4_sums_do_not_overflow(lib: library.Library) -> None:
     for activation, value in ((1.0, 7), (-1.0, 7), (1.0, -8), (-1.0, -8)):
-        x, weight, scale = torch.full((2, 4096), activation), torch.full((17, 4096), value), torch.ones(17, 1)
-        y = quantized.linear_w4a8(lib, x, packed.pack_int4(lib, weight.to(torch.int8)), scale, 4096)
+        x, weight = torch.full((2, 4096), activation), torch.full((17, 4096), value, dtype=torch.int8)
+        held = packed.pack(lib, weight, "int4").scaled(torch.ones(17, 1))
+        y = product(lib, x, held, activations="int8")
         assert same(y, torch.full((2, 17), activation * 127 * value * 4096 * (1 / 127)).float().round())
 
 
@@ -368,14 +385,14 @@ def test_weight_only_products_are_chains(lib: library.Library, shape: tuple, gro
     m, n, k = shape
     group_size = group or max(1, k)
     x, weight = torch.randn(m, k), random_int8(n, k) if bits == 8 else int4(n, k)
-    groups = -(-k // group_size)
+    groups = groups_of(k, group_size)
     scale, zero, bias = torch.rand(n, groups), torch.randint(-8, 8, (n, groups)).float(), torch.randn(n)
-    held = (packed.pack_int8 if bits == 8 else packed.pack_int4)(lib, weight)
-    product = quantized.linear_w8a16 if bits == 8 else quantized.linear_w4a16
     for z in (None, zero):
-        expected = chain(x, reference.dequantize(weight, scale, z, group_size)) if k else torch.zeros(m, n)
-        assert same(product(lib, x, held, scale, z, group_size, bias), expected + bias)
-        assert same(product(lib, x, held, scale, z, group_size), expected)
+        held = packed.pack(lib, weight, f"int{bits}").scaled(scale, z, group_size)
+        expected = chain(x, dequantize(weight, scale, z, group_size)) if k else torch.zeros(m, n)
+        assert same(held.dequantize(), dequantize(weight, scale, z, group_size))
+        assert same(product(lib, x, held, bias=bias), expected + bias)
+        assert same(linear.linear(lib, x, held), expected)
 
 
 # Few rows and many, one block of k and more, one block of rows and more (the last).
@@ -384,17 +401,18 @@ def test_weight_only_products_are_chains(lib: library.Library, shape: tuple, gro
 def test_weight_only_products_are_those_of_the_float_weight(lib: library.Library, shape: tuple, bits: int) -> None:
     m, n, k = shape
     x, weight, bias = torch.randn(m, k), random_int8(n, k) if bits == 8 else int4(n, k), torch.randn(n)
-    held = (packed.pack_int8 if bits == 8 else packed.pack_int4)(lib, weight)
-    product = quantized.linear_w8a16 if bits == 8 else quantized.linear_w4a16
+    bits_alone = packed.pack(lib, weight, f"int{bits}")
     for group in (k, 32, 8, 4):
         scale = torch.rand(n, -(-k // group)) * torch.logspace(-44, 30, n)[:, None]  # denormal ones too
         for zero in (None, torch.randint(-128, 128, scale.shape).float()):
-            floats = packed.pack_float(lib, reference.dequantize(weight, scale, zero, group))
-            assert same(product(lib, x, held, scale, zero, group, bias), linear.linear_float(lib, x, floats, bias))
+            floats = packed.pack(lib, dequantize(weight, scale, zero, group))
+            held = bits_alone.scaled(scale, zero, group)
+            assert same(product(lib, x, held, bias=bias), product(lib, x, floats, bias=bias))
         for narrow in (scale.bfloat16(), torch.rand(scale.shape).half()):
-            floats = packed.pack_float(lib, reference.dequantize(weight, narrow, zero, group))
-            found = product(lib, x, held, narrow, zero.bfloat16(), group, bias)
-            assert same(found, linear.linear_float(lib, x, floats, bias))
+            floats = packed.pack(lib, dequantize(weight, narrow, zero, group))
+            held = bits_alone.scaled(narrow, zero.bfloat16(), group)
+            assert held.scale is not None and held.scale.dtype.itemsize == 2  # read as it is
+            assert same(product(lib, x, held, bias=bias), product(lib, x, floats, bias=bias))
 
 
 @pytest.mark.parametrize("k", [1, 15, 16, 17, 100])
@@ -404,10 +422,10 @@ def test_quantized_activations_are_the_twins(lib: library.Library, k: int) -> No
     x[4] = torch.arange(k) + 0.5  # ties
     for row, value in ((5, float("nan")), (6, float("inf")), (7, float("-inf"))):
         x[row, k // 2] = value
-    for ours, theirs in zip(quantized.quantize_per_token(lib, x), reference.quantize_per_token(x), strict=True):
+    for ours, theirs in zip(quantized.quantize_per_token(lib, x), quantize_per_token(x), strict=True):
         assert same(ours, theirs)
     for scale, offset in ((0.1, 0), (1.0, -128), (1e-30, 7)):
-        assert same(quantized.quantize_static(lib, x, scale, offset), reference.quantize_static(x, scale, offset))
+        assert same(quantized.quantize_static(lib, x, scale, offset), quantize_static(x, scale, offset))
 
 
 def test_quotients_are_those_of_a_division(lib: library.Library) -> None:
@@ -419,25 +437,30 @@ def test_quotients_are_those_of_a_division(lib: library.Library) -> None:
     nearby = [x, *(torch.nextafter(x, x + sign * most) for sign in (-1, 1))]
     x = torch.cat([most, *nearby], dim=1)
     q, scales = quantized.quantize_per_token(lib, x)
-    expected, _ = reference.quantize_per_token(x)
+    expected, _ = quantize_per_token(x)
     assert same(scales, scale[:, 0]) and same(q, expected)
     assert not same((x * (1 / scale)).round().clamp(-128, 127).nan_to_num().to(torch.int8), expected)
 
 
 def test_a_row_that_is_not_finite_says_so(lib: library.Library) -> None:
-    x, held = torch.randn(3, 20), packed.pack_int8(lib, random_int8(17, 20))
-    clean = quantized.linear_w8a8_dynamic(lib, x, held, torch.ones(17))
+    x, held = torch.randn(3, 20), packed.pack(lib, random_int8(17, 20), "int8").scaled(torch.ones(17, 1))
+    clean = product(lib, x, held, activations="int8")
     x[1, 4] = float("nan")
-    y = quantized.linear_w8a8_dynamic(lib, x, held, torch.ones(17))
+    y = product(lib, x, held, activations="int8")
     assert y[1].isnan().all() and same(y[[0, 2]], clean[[0, 2]])
 
 
 def test_rows_of_an_int8_table(lib: library.Library) -> None:
-    table, scale, ids = random_int8(53, 19), torch.rand(53), torch.tensor([0, 52, 16, 15, 7, 7])
-    ours, theirs = packed.pack_int8(lib, table), reference.pack_int8(table)
-    assert same(quantized.embedding_int8(lib, ids, ours, scale), reference.embedding_int8(ids, theirs, scale))
+    table, ids = random_int8(53, 19), torch.tensor([0, 52, 16, 15, 7, 7])
+    for scale in (torch.rand(53, 1), torch.rand(53, 1).half(), torch.rand(53, 1).bfloat16()):
+        ours, theirs = pair(lib, table, "int8", scale)
+        assert same(linear.embedding(lib, ids, ours), reference.embedding(ids, theirs))
+        assert same(linear.embedding(lib, ids, ours), table[ids].float() * scale[ids].float())
     with pytest.raises(IndexError):
-        quantized.embedding_int8(lib, torch.tensor([53]), ours, scale)
+        linear.embedding(lib, torch.tensor([53]), ours)
+    for wrong in (packed.pack(lib, table, "int8"), ours.scaled(scale, torch.ones(53, 1))):
+        with pytest.raises(ValueError, match="a table of int8"):
+            linear.embedding(lib, ids, wrong)
 
 
 # Invariance: a row's bits are its own
@@ -446,21 +469,24 @@ def test_rows_of_an_int8_table(lib: library.Library) -> None:
 def products(lib: library.Library, n: int, k: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Every product with a weight [n, k], as a function of the rows."""
     found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-    bias, scale = torch.randn(n), torch.rand(n)
+    bias = torch.randn(n)
+
+    def add(name: str, weight: packed.PanelWeight, **parts: Any) -> None:
+        held = dataclasses.replace(weight, bias=bias, **parts)
+        found[name] = lambda x: linear.linear(lib, x, held)
+
     for dtype in FLOATS:
-        weight = packed.pack_float(lib, torch.randn(n, k).to(dtype))
-        found[str(dtype)] = lambda x, weight=weight: linear.linear_float(lib, x, weight, bias)
-    rounding = dataclasses.replace(packed.pack_float(lib, torch.randn(n, k).bfloat16()), rounds_input=True)
-    found["bfloat16, rounded"] = lambda x: linear.linear_float(lib, x, rounding, bias)
-    int8 = packed.pack_int8(lib, random_int8(n, k))
-    found["w8a8_dynamic"] = lambda x: quantized.linear_w8a8_dynamic(lib, x, int8, scale, bias)
-    found["w8a8_static"] = lambda x: quantized.linear_w8a8_static(lib, x, int8, scale, 0.03, 3, bias)
-    small = packed.pack_int4(lib, int4(n, k))
+        add(str(dtype), packed.pack(lib, torch.randn(n, k).to(dtype)))
+    add("bfloat16, rounded", packed.pack(lib, torch.randn(n, k).bfloat16()), activations="bfloat16")
+    int8, small = packed.pack(lib, random_int8(n, k), "int8"), packed.pack(lib, int4(n, k), "int4")
+    per_row = int8.scaled(torch.rand(n, 1))
+    add("w8a8_dynamic", per_row, activations="int8")
+    add("w8a8_static", per_row, activations="int8", input_scale=0.03, input_offset=3)
     for group in (32, k):
-        groups = torch.rand(n, -(-k // group)), torch.randn(n, -(-k // group))
-        found[f"w4a8 {group}"] = lambda x, g=group, s=groups: quantized.linear_w4a8(lib, x, small, s[0], g, bias)
-        found[f"w8a16 {group}"] = lambda x, g=group, s=groups: quantized.linear_w8a16(lib, x, int8, *s, g, bias)
-        found[f"w4a16 {group}"] = lambda x, g=group, s=groups: quantized.linear_w4a16(lib, x, small, *s, g, bias)
+        scale, zero = torch.rand(n, -(-k // group)), torch.randn(n, -(-k // group))
+        add(f"w4a8 {group}", small.scaled(scale, None, group), activations="int8")
+        add(f"w8a16 {group}", int8.scaled(scale, zero, group))
+        add(f"w4a16 {group}", small.scaled(scale, zero, group))
     return found
 
 
@@ -513,56 +539,59 @@ def test_all_instruction_sets_give_the_same_bits(lib: library.Library, plain: li
         assert equal != (lib.has_tiles and "bfloat16" in name), name
 
 
-def copied_sources(folder: Path, *stems: str) -> Path:
-    """The headers and these source files alone."""
-    others = [path.name for path in build.sources() if path.stem not in stems]
-    return Path(shutil.copytree(build.SOURCE_FOLDER, folder / "sources", ignore=shutil.ignore_patterns(*others)))
+WEIGHTS = ("gemm_float", "gemm_int8", "gemm_int4", "gemm_int4_tiles", "gemm_weight_only", "linear")
+
+
+def products_alone(target: str, folder: Path, plant: Callable[[str], str], *flags: str) -> library.Library:
+    """What products with weights are compiled from; of gemm_float.cpp what `plant` makes of it."""
+    needed = {*WEIGHTS, "memory", "replay", "threads"}
+    others = [path.name for path in build.sources() if path.stem not in needed]
+    sources = Path(shutil.copytree(build.SOURCE_FOLDER, folder / "sources", ignore=shutil.ignore_patterns(*others)))
+    path = sources / "gemm_float.cpp"
+    path.write_text(plant(path.read_text()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "SOURCE_FOLDER", sources)
+        build.compile_library(folder / "library.so", target, build.find_compiler(), flags)
+        names = ("llm_linear", "llm_pack", "llm_unpack")
+        patch.setattr(library, "KERNELS", {name: KERNELS[name] for name in names})
+        patch.setattr(library, "mismatches", lambda handle: [])
+        return library.Library(target, folder / "library.so")
 
 
 @pytest.mark.skipif("avx2_vnni" not in build.supported_targets(), reason="the processor lacks AVX-VNNI")
-def test_integer_products_with_avx_vnni_are_the_twins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integer_products_with_avx_vnni_are_the_twins(tmp_path: Path) -> None:
     """All that this target compiles in its own way."""
-    needed = ("gemm_int8", "gemm_int4", "norm", "activation", "memory", "replay", "threads")
-    monkeypatch.setattr(build, "SOURCE_FOLDER", copied_sources(tmp_path, *needed))
-    build.compile_library(tmp_path / "library.so", "avx2_vnni", build.find_compiler())
-    lib = library.Library("avx2_vnni", tmp_path / "library.so")
+    lib = products_alone("avx2_vnni", tmp_path, lambda text: text)
     for m, n, k in (*SHAPES, (61, 130, 1100)):
-        x, scale, bias = torch.randn(m, k) * 3, torch.rand(n), torch.randn(n)
-        weight, small = random_int8(n, k), int4(n, k)
-        held, theirs = packed.pack_int8(lib, weight), reference.pack_int8(weight)
-        ours = quantized.linear_w8a8_dynamic(lib, x, held, scale, bias)
-        assert same(ours, reference.linear_w8a8_dynamic(x, theirs, scale, bias)), (m, n, k)
-        ours = quantized.linear_w8a8_static(lib, x, held, scale, 0.05, -3, bias)
-        assert same(ours, reference.linear_w8a8_static(x, theirs, scale, 0.05, -3, bias)), (m, n, k)
+        x, bias, weight, small = torch.randn(m, k) * 3, torch.randn(n), random_int8(n, k), int4(n, k)
+        for parts in ({}, {"input_scale": 0.05, "input_offset": -3}):
+            ours, theirs = pair(lib, weight, "int8", torch.rand(n, 1), bias=bias, activations="int8", **parts)
+            assert same(linear.linear(lib, x, ours), reference.linear(x, theirs)), (m, n, k)
         for group in (8, 32, 128, max(1, k)):
-            scales = torch.rand(n, -(-k // group))
-            ours = quantized.linear_w4a8(lib, x, packed.pack_int4(lib, small), scales, group, bias)
-            assert same(ours, reference.linear_w4a8(x, reference.pack_int4(small), scales, group, bias)), (m, n, k)
+            scales = torch.rand(n, groups_of(k, group))
+            ours, theirs = pair(lib, small, "int4", scales, group, bias=bias, activations="int8")
+            assert same(linear.linear(lib, x, ours), reference.linear(x, theirs)), (m, n, k)
 
 
 @pytest.fixture(scope="module")
 def reordered(tmp_path_factory: pytest.TempPathFactory) -> library.Library:
     """The plain kernels with a planted defect: more than one row is reduced from the last k to the first."""
-    folder = tmp_path_factory.mktemp("reordered")
-    sources = copied_sources(folder, "gemm_float", "threads")
-    path = sources / "gemm_float.cpp"
-    text = path.read_text()
-    planted = text.replace("add(s, d)", "add(ROWS > 1 ? steps - 1 - s : s, d)")
-    assert planted != text
-    path.write_text(planted)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "SOURCE_FOLDER", sources)
-        build.compile_library(folder / "reordered.so", "plain", build.find_compiler(), ("-O1",))
-    return library.Library("plain", folder / "reordered.so")
+
+    def plant(text: str) -> str:
+        planted = text.replace("add(s, d)", "add(ROWS > 1 ? steps - 1 - s : s, d)")
+        assert planted != text
+        return planted
+
+    return products_alone("plain", tmp_path_factory.mktemp("reordered"), plant, "-O1")
 
 
 def test_a_planted_reordering_is_seen(reordered: library.Library, plain: library.Library) -> None:
     x, weight = torch.randn(12, 50), torch.randn(32, 50)
 
-    def product(lib: library.Library) -> Callable[[torch.Tensor], torch.Tensor]:
-        held: Any = packed.pack_float(lib, weight)
-        return lambda rows: linear.linear_float(lib, rows, held)
+    def with_weight(lib: library.Library) -> Callable[[torch.Tensor], torch.Tensor]:
+        held = packed.pack(lib, weight)
+        return lambda rows: linear.linear(lib, rows, held)
 
-    assert variant_rows(product(plain), x) == []
-    assert len(variant_rows(product(reordered), x)) >= 12
-    assert not same(product(reordered)(x), chain(x, weight))
+    assert variant_rows(with_weight(plain), x) == []
+    assert len(variant_rows(with_weight(reordered), x)) >= 12
+    assert not same(with_weight(reordered)(x), chain(x, weight))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llm.kernels.cpu import build
+from llm.kernels.cpu.signatures import KERNELS
 
 DRIVERS = [Path(__file__).parent / name for name in ("kernels_driver.cpp", "kernels_driver_step.cpp")]
 # Checks are calls, not code at every access, and nothing is optimized: it builds in a third of the time and sees more.
@@ -21,12 +22,23 @@ FLAGS = (
 TARGETS = sorted({"plain", build.supported_targets()[-1]})
 
 
+def declarations() -> str:
+    """The header of the drivers: every kernel as signatures.py declares it."""
+    lines = ['#include "weight.h"', "using llm::Activations;", "using llm::Kind;", "using llm::Weight;", 'extern "C" {']
+    for kernel in KERNELS.values():
+        result, *types = kernel.types
+        arguments = (f"{kind} {name}" for kind, name in zip(types, kernel.names, strict=True))
+        lines.append(f"{result} {kernel.name}({', '.join(arguments)});")
+    return "\n".join([*lines, "}", ""])
+
+
 def compile_driver(target: str, folder: Path) -> Path | None:
     """The driver's program, or None where this compiler has no sanitizers."""
     compiler = build.find_compiler()
     probe = folder / "probe.cpp"
     probe.write_text("int main() { return 0; }\n")
-    base = [compiler, *build.FLAGS, *build.TARGETS[target], *FLAGS, f"-I{build.SOURCE_FOLDER}"]
+    (folder / "declarations.h").write_text(declarations())
+    base = [compiler, *build.FLAGS, *build.TARGETS[target], *FLAGS, f"-I{build.SOURCE_FOLDER}", f"-I{folder}"]
     if subprocess.run([*base, str(probe), "-o", str(folder / "probe")], capture_output=True, check=False).returncode:
         return None
     sources = [*build.sources(), *DRIVERS]

@@ -14,6 +14,7 @@ from kernel_sets import TARGETS, needs_compiler
 
 from llm.kernels.cpu import build, library
 from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, parse
+from llm.kernels.weight import ACTIVATIONS, KINDS
 
 # As quick as a compiler gets: nothing here is run but the exported types.
 FLAGS = "-std=c++17 -O0 -w -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti".split()
@@ -42,6 +43,17 @@ def test_the_declarations_are_those_of_the_sources(tmp_path: Path) -> None:
     assert in_sources(tmp_path, "LLM_KERNEL")["llm_copy_rows"].names != KERNELS["llm_copy_rows"].names
 
 
+def in_header(name: str, enumeration: str) -> list[str]:
+    text = (build.SOURCE_FOLDER / name).read_text()
+    (members,) = re.findall(rf"enum class {enumeration} : int64_t {{([^}}]*)}}", text)
+    return [member.strip().lower() for member in members.split(",")]
+
+
+def test_kinds_and_activations_have_the_same_numbers() -> None:
+    assert in_header("kinds.h", "Kind") == list(KINDS)
+    assert in_header("weight.h", "Activations") == list(ACTIVATIONS)
+
+
 @needs_compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_instruction_set_loads(target: str) -> None:
@@ -64,15 +76,14 @@ def compile_one(path: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def linked(objects: Path, folder: Path, before: str, after: str) -> Path:
-    """The library, elementwise.cpp compiled with `after` in the place of `before`."""
-    for path in (*objects.glob("*.o"), *objects.glob("*.h")):
+def linked(objects: Path, folder: Path, before: str, after: str, changed: str = "elementwise.cpp") -> Path:
+    """The library, with `after` in the place of `before` in elementwise.cpp, or in a header of linear.cpp."""
+    for path in (*objects.glob("*.o"), *objects.glob("*.h"), objects / "linear.cpp"):
         shutil.copy(path, folder)
-    text = (objects / "elementwise.cpp").read_text()
+    text = (objects / changed).read_text()
     assert text.count(before) == 1
-    changed = folder / "elementwise.cpp"
-    changed.write_text(text.replace(before, after))
-    compile_one(changed)
+    (folder / changed).write_text(text.replace(before, after))
+    compile_one(folder / ("linear.cpp" if changed.endswith(".h") else changed))
     path = folder / "library.so"
     subprocess.run([build.find_compiler(), "-shared", *map(str, folder.glob("*.o")), "-o", str(path)], check=True)
     return path
@@ -121,6 +132,16 @@ def test_one_argument_less_is_refused(objects: Path, tmp_path: Path) -> None:
     with pytest.raises(
         library.SignatureError, match=r"compiled as void llm_shift\(const int64_t\*, int64_t, int64_t\*\)\."
     ):
+        library.Library("plain", path)
+
+
+@needs_compiler
+def test_other_fields_of_a_weight_are_refused(objects: Path, tmp_path: Path) -> None:
+    """Two that have changed places, of one type: names are compared here."""
+    before, after = "FIELD(int64_t, n)               \\\n    FIELD(int64_t, k)", "FIELD(int64_t, k) FIELD(int64_t, n)"
+    path = linked(objects, tmp_path, before, after, "weight.h")
+    compared = r"Weight is declared as \{.*int64_t n; int64_t k; .*compiled as \{.*int64_t k; int64_t n; "
+    with pytest.raises(library.SignatureError, match=compared):
         library.Library("plain", path)
 
 

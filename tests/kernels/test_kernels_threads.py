@@ -128,12 +128,12 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_bits_do_not_depend_on_threads(threads: int) -> None:
     kernels = kernel_set(ISAS[-1])
-    x, weight = torch.randn(9, 130), kernels.op("pack_float")(torch.randn(333, 130))
+    x, weight = torch.randn(9, 130), kernels.op("pack")(torch.randn(333, 130))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = kernels.op("linear_float")(x, weight)
+        alone = kernels.op("linear")(x, weight)
         torch.set_num_threads(threads)
-        assert torch.equal(alone, kernels.op("linear_float")(x, weight))
+        assert torch.equal(alone, kernels.op("linear")(x, weight))
     finally:
         torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from tiny_models import one_thread
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.kernels import torch_ops
-from llm.kernels.reference.quantized import PackedWeight
+from llm.kernels.cpu.packed import PanelWeight
 from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 
@@ -23,7 +23,7 @@ pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_
 N, K = 5, 24
 TABLE = normal(7, 9, 8)
 INTEGERS = torch.randint(-8, 8, (N, K), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-SCALE = normal(8, N).abs() + 0.1
+SCALE = normal(8, N, 1).abs() + 0.1
 GROUPED = normal(9, 3, N).abs().t() + 0.1
 X = normal(0, 3, 2 * K)[:, :K]  # rows are apart
 
@@ -36,12 +36,19 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rotary_embedding": (torch.tensor([8, 0, 3]), X, X[:, :8], TABLE, 8, False),
     "gelu_and_mul": (X, "tanh"),
     "gelu": (X, "none"),
-    "linear_float": (X, normal(3, N, K).bfloat16(), normal(4, N)),
-    "linear_w8a8_dynamic": (X, INTEGERS, SCALE, normal(4, N)),
-    "linear_w8a8_static": (X, INTEGERS, SCALE, 0.05, -3),
-    "linear_w4a8": (X, INTEGERS, GROUPED, 8),
-    "linear_w8a16": (X, INTEGERS, GROUPED, GROUPED.round(), 8, normal(4, N)),
-    "linear_w4a16": (X, INTEGERS, GROUPED, None, 8),
+}
+# What products are made with: values, kind, scale, zero, group size, and the other parts.
+WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "float32": (normal(3, N, K), None, None, None, 0, {"bias": normal(4, N)}),
+    "bfloat16, rounded": (normal(3, N, K).bfloat16(), None, None, None, 0, {"activations": "bfloat16"}),
+    "w8a8": (INTEGERS, "int8", SCALE, None, 0, {"activations": "int8", "bias": normal(4, N)}),
+    "w8a8, static": (
+        *(INTEGERS, "int8", SCALE, None, 0),
+        {"activations": "int8", "input_scale": 0.05, "input_offset": -3},
+    ),
+    "w4a8": (INTEGERS, "int4", GROUPED, None, 8, {"activations": "int8"}),
+    "w8a16": (INTEGERS, "int8", GROUPED, GROUPED.round(), 8, {"bias": normal(4, N)}),
+    "w4a16": (INTEGERS, "int4", GROUPED, None, 8, {}),
 }
 
 
@@ -56,17 +63,10 @@ def kernels() -> Any:
     return backend_for(select_platform("cpu")[0])
 
 
-def arguments(name: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """For the kernel, and for the operation of the same name."""
-    if name not in torch_ops.PRODUCTS:
-        return ARGUMENTS[name], ARGUMENTS[name]
-    x, weight, *rest = ARGUMENTS[name]
-    kind = "float" if name == "linear_float" else "int4" if "w4" in name else "int8"
-    packed: Any = kernels().op(f"pack_{kind}")(weight.clone())
-    assert isinstance(packed, PackedWeight)
-    packed = replace(packed, rounds_input=kind == "float")
-    fields = packed.data, packed.sums, packed.n, packed.k, packed.kind, packed.rounds_input
-    return (x, packed, *rest), (x, *fields, *rest)
+def weight_of(name: str) -> PanelWeight:
+    values, kind, scale, zero, group_size, parts = WEIGHTS[name]
+    packed: PanelWeight = kernels().op("pack")(values.clone(), kind)
+    return replace(packed if scale is None else packed.scaled(scale, zero, group_size), **parts)
 
 
 def operation(name: str) -> Any:
@@ -78,11 +78,26 @@ def same_bits(one: Any, other: Any) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", [*torch_ops.PLAIN, *torch_ops.PRODUCTS])
-def test_an_operation_is_its_kernel_and_its_fake_has_its_shape(name: str) -> None:
-    of_kernel, of_operation = arguments(name)
+def check(name: str, of_kernel: tuple[Any, ...], of_operation: tuple[Any, ...]) -> None:
     assert same_bits(operation(name)(*of_operation), kernels().op(name)(*of_kernel))
     torch.library.opcheck(operation(name), of_operation, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", torch_ops.PLAIN)
+def test_an_operation_is_its_kernel_and_its_fake_has_its_shape(name: str) -> None:
+    check(name, ARGUMENTS[name], ARGUMENTS[name])
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_so_is_a_product_with_a_weight_field_by_field(name: str) -> None:
+    weight = weight_of(name)
+    check("linear", (X, weight), (X, *torch_ops.fields_of(weight)))
+
+
+@pytest.mark.parametrize("name", ["float32", "w8a8"])
+def test_and_the_rows_of_a_table(name: str) -> None:
+    weight, ids = weight_of(name), torch.tensor([[0, 4, 1]])
+    check("embedding", (ids, weight), (ids, *torch_ops.fields_of(weight)))
 
 
 def test_a_wrong_fake_kernel_is_seen() -> None:
@@ -110,21 +125,37 @@ class Graphs:
 def test_layers_are_traced_whole(quantization: str | None) -> None:
     with open_llm(load_format="dummy", quantization=quantization) as llm:
         layer = engine_of(llm).runner.model.model.layers[0]
-        product = {None: "linear_float", "w4a8": "linear_w4a8"}[quantization]
         for module, names in (
-            (layer.mlp, [product, "silu_and_mul", product]),
+            (layer.mlp, ["linear", "silu_and_mul", "linear"]),
             (layer.input_layernorm, ["rms_norm"]),
-            (layer.self_attn.qkv_proj, [product]),
+            (layer.self_attn.qkv_proj, ["linear"]),
         ):
             graphs = Graphs()
             compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=graphs)
             with torch.inference_mode():
-                for rows in (2, 5):
+                for rows in (3, 5):  # 2 is the number of groups, too: a tracer would take them for one size
                     x = normal(rows, rows, 256)
                     assert torch.equal(compiled(x), module(x))
             assert [item for item in graphs.operations if "offline_llm" in item] == [
                 f"offline_llm.{name}.default" for name in names
             ]
+
+
+@pytest.mark.parametrize("scheme", [None, "W8A8_DYNAMIC"])
+def test_a_layer_with_a_bias_is_traced_whole(scheme: str | None) -> None:
+    """At its first product, which makes the bias the weight's, and later; with the bias that it has then."""
+    with open_llm(load_format="dummy", quantization=scheme and "w8a8") as llm:
+        layer = engine_of(llm).runner.model.model.layers[0].mlp.down_proj
+        assert layer.packed_weight.bias is None
+        x, graphs = normal(1, 3, layer.input_size), Graphs()
+        plain = layer(x)
+        layer.bias = torch.nn.Parameter(normal(2, layer.output_size), requires_grad=False)
+        compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+        with torch.inference_mode():
+            for _ in range(2):
+                assert torch.equal(compiled(x), plain + layer.bias) and torch.equal(layer(x), plain + layer.bias)
+            layer.bias.data.mul_(2)
+            assert torch.equal(compiled(x), plain + layer.bias)
 
 
 def test_a_layer_is_exported() -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiny_models import TinyModel, one_thread, write_checkpoint
 from vllm_checkpoints import W8A8, fingerprint, same_fingerprint, write_vllm_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.kernels.reference import quantized as reference
+from llm.kernels.reference import linear as reference
 from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 
@@ -92,9 +93,9 @@ def test_a_scale_that_depends_on_the_batch_is_seen(tiny: Path, monkeypatch: pyte
 
     monkeypatch.setattr(reference, "quantize_per_token", per_tensor)
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1)) * torch.arange(1, 7)[:, None]
-    packed = reference.pack_int8(torch.ones(4, 64, dtype=torch.int8))
-    together = reference.linear_w8a8_dynamic(x, packed, torch.ones(4))
-    assert not torch.equal(reference.linear_w8a8_dynamic(x[:1], packed, torch.ones(4)), together[:1])
+    weight = reference.pack(torch.ones(4, 64, dtype=torch.int8), "int8").scaled(torch.ones(4, 1))
+    weight = replace(weight, activations="int8")
+    assert not torch.equal(reference.linear(x[:1], weight), reference.linear(x, weight)[:1])
 
 
 # The platform's kernels against their definition
@@ -104,7 +105,7 @@ def test_a_scale_that_depends_on_the_batch_is_seen(tiny: Path, monkeypatch: pyte
 def test_kernels_and_reference_give_a_layer_the_same_outputs(name: str, tiny: Path) -> None:
     """Bit for bit where activations are integers; to rounding where the order of a float sum is the kernel's own."""
     kernels = backend_for(select_platform("cpu")[0])
-    if not kernels.computes("linear_w8a8_dynamic"):
+    if not kernels.computes("linear"):
         pytest.skip("there are no kernels here")
     texts = {"calibration": ["In the beginning"]} if name == "w8a8_static" else {}
     folder = {} if texts else {"model": tiny, "skip_tokenizer_init": True}
@@ -112,28 +113,16 @@ def test_kernels_and_reference_give_a_layer_the_same_outputs(name: str, tiny: Pa
         for layer in engine_of(llm).runner.model.modules():
             if getattr(layer, "quant_kind", "") != "linear":
                 continue
-            method = layer.quant_method
             x = torch.randn(19, layer.input_size, generator=torch.Generator().manual_seed(2))
-            ours = layer(x)
-            weight = method.integers(layer)
-            packed = getattr(reference, method.pack_op)(weight.q)
-            arguments: dict[str, Any] = {"bias": layer.bias}
-            scale = (
-                weight.scale
-                if method.linear_op in ("linear_w4a8", "linear_w8a16", "linear_w4a16")
-                else weight.scale[:, 0]
-            )
-            if method.scheme == "W8A8":
-                arguments |= {"input_scale": method.input_scale, "input_offset": method.input_offset}
-            if scale is weight.scale:
-                arguments |= {"group_size": weight.group_size}
-            if method.linear_op.endswith("a16"):
-                arguments |= {"zero": weight.zero}
-            theirs = getattr(reference, method.linear_op)(x, packed, scale, **arguments)
-            if method.linear_op.endswith("a16"):
-                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+            ours, weight, held = layer(x), layer.quant_method.integers(layer), layer.packed_weight
+            theirs = reference.pack(weight.q, held.kind).scaled(weight.scale, weight.zero, weight.group_size)
+            parts = {name: getattr(held, name) for name in ("activations", "input_scale", "input_offset")}
+            expected = reference.linear(x, replace(theirs, bias=layer.bias, **parts))
+            assert (held.input_scale > 0) == (name == "w8a8_static")
+            if held.activations == "float":
+                torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
             else:
-                assert torch.equal(ours, theirs), method.linear_op
+                assert torch.equal(ours, expected), layer.prefix
 
 
 # vLLM's answers on the same integers

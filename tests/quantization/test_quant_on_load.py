@@ -20,7 +20,7 @@ from llm import LLM
 from llm.api import EMBEDDED_MODEL
 from llm.base.errors import CheckpointError, ValidationError
 from llm.engine.calibrate import run_texts
-from llm.kernels.reference.quantized import dequantize
+from llm.kernels.weight import dequantize
 from llm.quantization.configs.online import RECIPES, OnlineConfig
 from llm.quantization.quantizer import decibels, quantize_weight, signal_to_noise, static_activation
 

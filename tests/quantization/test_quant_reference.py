@@ -5,6 +5,7 @@ Kernels of other folders are held against these in `test_kernels_*`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from tiny_models import one_thread
 
 from llm.kernels.reference import quantized as ref
+from llm.kernels.reference.linear import embedding, linear, pack
+from llm.kernels.weight import Weight, dequantize
 
 seeds = st.integers(0, 2**31)
 quick = settings(max_examples=25)
@@ -42,11 +45,16 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
+def int8_product(w: torch.Tensor, scale: torch.Tensor, **parts: Any) -> Weight:
+    """A weight [N, K] with scales [N] whose products quantize their activations."""
+    return replace(pack(w, "int8").scaled(scale[:, None]), activations="int8", **parts)
+
+
 # Packing
 
 
 def test_int4_bytes_by_hand() -> None:
-    packed = ref.pack_int4(torch.tensor([[-8, 7, -1, 0, 3]], dtype=torch.int8))
+    packed = pack(torch.tensor([[-8, 7, -1, 0, 3]], dtype=torch.int8), "int4")
     assert packed.data.view(torch.uint8).tolist() == [[0x78, 0x0F, 0x03]]
     assert packed.unpack().tolist() == [[-8, 7, -1, 0, 3]]
 
@@ -55,26 +63,27 @@ def test_int4_bytes_by_hand() -> None:
 @given(seeds, st.integers(1, 9), st.integers(1, 37))
 def test_packing_is_exact(seed: int, n: int, k: int) -> None:
     small, large, real = integers(seed, -8, 7, n, k), integers(seed, -128, 127, n, k), normal(seed, n, k)
-    assert torch.equal(ref.pack_int4(small).unpack(), small)
-    assert ref.pack_int4(small).nbytes == n * ((k + 1) // 2)
-    assert torch.equal(ref.pack_int8(large).unpack(), large)
+    assert torch.equal(pack(small, "int4").unpack(), small)
+    assert pack(small, "int4").nbytes == n * ((k + 1) // 2)
+    assert torch.equal(pack(large, "int8").unpack(), large)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.equal(ref.pack_float(real.to(dtype)).unpack(), real.to(dtype))
+        assert torch.equal(pack(real.to(dtype)).unpack(), real.to(dtype))
 
 
 @pytest.mark.parametrize(
-    ("pack", "weight"),
+    ("kind", "values"),
     [
-        (ref.pack_int4, torch.tensor([[8]], dtype=torch.int8)),
-        (ref.pack_int4, torch.tensor([[-9]], dtype=torch.int8)),
-        (ref.pack_int8, torch.ones(2, 2)),
-        (ref.pack_float, torch.ones(2, 2, dtype=torch.int8)),
-        (ref.pack_int8, torch.ones(2, dtype=torch.int8)),
+        ("int4", torch.tensor([[8]], dtype=torch.int8)),
+        ("int4", torch.tensor([[-9]], dtype=torch.int8)),
+        ("int8", torch.ones(2, 2)),
+        (None, torch.ones(2, 2, dtype=torch.int8)),
+        ("int8", torch.ones(2, dtype=torch.int8)),
+        (None, torch.ones(2, 2, dtype=torch.float64)),
     ],
 )
-def test_what_cannot_be_packed_is_refused(pack: Any, weight: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"int4 values|a weight is|floating type"):
-        pack(weight)
+def test_what_cannot_be_packed_is_refused(kind: str | None, values: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"int4 values|a weight is"):
+        pack(values, kind)
 
 
 # Activations
@@ -95,9 +104,10 @@ def test_static_by_hand() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_poisoned_row_stays_poisoned_and_alone(bad: float) -> None:
     x = normal(0, 3, 8)
-    clean = ref.linear_w8a8_dynamic(x, ref.pack_int8(integers(1, -9, 9, 4, 8)), torch.ones(4))
+    weight = int8_product(integers(1, -9, 9, 4, 8), torch.ones(4))
+    clean = linear(x, weight)
     x[1, 2] = bad
-    out = ref.linear_w8a8_dynamic(x, ref.pack_int8(integers(1, -9, 9, 4, 8)), torch.ones(4))
+    out = linear(x, weight)
     assert not out[1].isfinite().any()
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
@@ -109,15 +119,15 @@ def test_a_poisoned_row_stays_poisoned_and_alone(bad: float) -> None:
 @given(seeds, st.integers(0, 5), st.integers(1, 40), st.integers(1, 2100))
 def test_integer_products_are_exact(seed: int, m: int, n: int, k: int) -> None:
     q, w = integers(seed, -128, 127, m, k), integers(seed + 1, -128, 127, n, k)
-    assert torch.equal(ref.int_matmul(q, ref.pack_int8(w)).long(), q.long() @ w.long().t())
+    assert torch.equal(ref.int_matmul(q, pack(w, "int8")).long(), q.long() @ w.long().t())
     small = w.clamp(-8, 7)
-    assert torch.equal(ref.int_matmul(q, ref.pack_int4(small)).long(), q.long() @ small.long().t())
+    assert torch.equal(ref.int_matmul(q, pack(small, "int4")).long(), q.long() @ small.long().t())
 
 
 def test_the_largest_sums_are_exact() -> None:
     q, w = torch.full((1, 4096), -128, dtype=torch.int8), torch.full((1, 4096), -128, dtype=torch.int8)
     w[0, 0] = -127
-    assert ref.int_matmul(q, ref.pack_int8(w)).item() == 128 * 128 * 4096 - 128
+    assert ref.int_matmul(q, pack(w, "int8")).item() == 128 * 128 * 4096 - 128
 
 
 @quick
@@ -128,10 +138,11 @@ def test_w8a8_against_float64(seed: int, m: int, n: int, k: int, with_bias: bool
     extra = 0 if bias is None else bias.double()
     q, xs = ref.quantize_per_token(x)
     expected = (q.double() @ w.double().t()) * xs.double()[:, None] * scale.double() + extra
-    assert relative_error(ref.linear_w8a8_dynamic(x, ref.pack_int8(w), scale, bias), expected) < 1e-5
+    assert relative_error(linear(x, int8_product(w, scale, bias=bias)), expected) < 1e-5
     static = ref.quantize_static(x, 0.02, 7)
     expected = ((static.double() - 7) @ w.double().t()) * torch.tensor(0.02).double() * scale.double() + extra
-    assert relative_error(ref.linear_w8a8_static(x, ref.pack_int8(w), scale, 0.02, 7, bias), expected) < 1e-5
+    weight = int8_product(w, scale, bias=bias, input_scale=0.02, input_offset=7)
+    assert relative_error(linear(x, weight), expected) < 1e-5
 
 
 @quick
@@ -142,18 +153,12 @@ def test_grouped_against_float64(seed: int, m: int, n: int, groups: int, size: i
     scale, zero = normal(seed + 1, n, groups).abs() + 0.1, integers(seed + 2, -8, 7, n, groups)
     column = torch.arange(k) // size
     q, xs = ref.quantize_per_token(x)
-    packed = ref.pack_int4(w)
+    packed = pack(w, "int4").scaled(scale, None, size)
     expected = (q.double() @ (w.double() * scale.double()[:, column]).t()) * xs.double()[:, None]
-    assert relative_error(ref.linear_w4a8(x, packed, scale, size), expected) < 1e-5
+    assert relative_error(linear(x, replace(packed, activations="int8")), expected) < 1e-5
     expected = x.double() @ ((w.double() - zero.double()[:, column]) * scale.double()[:, column]).t()
-    assert relative_error(ref.linear_w4a16(x, packed, scale, zero, size), expected) < 1e-5
-    assert relative_error(ref.linear_w8a16(x, ref.pack_int8(w), scale, zero, size), expected) < 1e-5
-
-
-def test_groups_and_scales_must_agree() -> None:
-    packed = ref.pack_int4(integers(0, -8, 7, 3, 64))
-    with pytest.raises(ValueError, match=r"groups of 32 need \[3, 2\]"):
-        ref.linear_w4a8(normal(0, 1, 64), packed, torch.ones(2, 3), 32)
+    for kind in ("int8", "int4"):
+        assert relative_error(linear(x, pack(w, kind).scaled(scale, zero, size)), expected) < 1e-5
 
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**40), max_value=2.0**40)
@@ -179,11 +184,18 @@ def test_fused_multiply_add_where_two_roundings_differ() -> None:
 
 def test_embedding_reads_rows() -> None:
     w, scale, ids = integers(0, -128, 127, 9, 5), normal(1, 9).abs(), torch.tensor([8, 0, 8])
-    assert torch.equal(ref.embedding_int8(ids, ref.pack_int8(w), scale), w[ids].float() * scale[ids][:, None])
+    table = pack(w, "int8").scaled(scale[:, None])
+    assert torch.equal(embedding(ids, table), w[ids].float() * scale[ids][:, None])
+    small = pack(w.clamp(-8, 7), "int4").scaled(normal(2, 9, 3).abs(), integers(3, -8, 7, 9, 3), 2)
+    assert torch.equal(embedding(ids, small), small.dequantize()[ids])
+    assert torch.equal(embedding(ids, pack(normal(4, 9, 5).bfloat16())), normal(4, 9, 5).bfloat16()[ids].float())
+    for bad in (9, -1):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([bad]), table)
 
 
 def test_dequantize_spells_the_formula() -> None:
     w = torch.tensor([[1, 2, 3, 4]], dtype=torch.int8)
     scale, zero = torch.tensor([[2.0, 10.0]]), torch.tensor([[1, 3]])
-    assert ref.dequantize(w, scale, zero, 2).tolist() == [[0.0, 2.0, 0.0, 10.0]]
-    assert ref.dequantize(w, torch.tensor([0.5])).tolist() == [[0.5, 1.0, 1.5, 2.0]]
+    assert dequantize(w, scale, zero, 2).tolist() == [[0.0, 2.0, 0.0, 10.0]]
+    assert dequantize(w, torch.tensor([0.5])).tolist() == [[0.5, 1.0, 1.5, 2.0]]

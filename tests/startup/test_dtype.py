@@ -76,7 +76,7 @@ def test_bfloat16_rounds_activations_for_matrix_tiles(folder: Path, tmp_path: Pa
     assert exact != answers(stored, dtype="bfloat16")[0]
     with LLM(stored, **OPTIONS, dtype="bfloat16") as llm:
         modules = [module for module in engine_of(llm).runner.model.modules() if hasattr(module, "packed_weight")]
-        assert modules and all(module.packed_weight.rounds_input for module in modules)
+        assert modules and all(module.packed_weight.activations == "bfloat16" for module in modules)
         assert "rounded to bfloat16" in llm.config.reasons["dtype"]
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         together = llm.generate(prompts, PARAMS, use_tqdm=False)

@@ -1,0 +1,178 @@
+// The arithmetic of attention on a tile of query rows and a block of keys: scores, one step of the softmax, outputs.
+//
+// A row is one token's query in one head. Scores are reduced over channels in order, outputs over keys in order.
+#pragma once
+
+#include "integers.h"
+#include "vector_math.h"
+
+namespace llm {
+namespace {
+
+// Part of the definition of the result: another number gives other bits.
+constexpr int KEYS = 64, PANELS = KEYS / LANES;
+constexpr int64_t LINE = 64;  // bytes that the caches move together
+#if LLM_PLAIN
+constexpr int MAX_TILE_ROWS = 2;  // a compiler without vectors takes long over large tiles
+#else
+constexpr int MAX_TILE_ROWS = 6;
+#endif
+
+// Rows of the next tile when `left` remain.
+LLM_INLINE int64_t tile_rows(int64_t left) {
+    if (left >= MAX_TILE_ROWS) return MAX_TILE_ROWS;
+#if LLM_AVX2
+    if (left == 3) return 2;  // 3 x 2 vectors do not fit the registers, 3 x 1 do not fill the multiplier
+#endif
+    return left;
+}
+
+// Positions [first, end).
+struct Span {
+    int64_t first, end;
+    bool empty() const { return first >= end; }
+};
+
+LLM_INLINE Span intersect(Span a, Span b) { return {max(a.first, b.first), min(a.end, b.end)}; }
+
+// acc[r][v] += sum over i in order of a[r][i] * b[v][i], where b[v] advances by `stride` floats. Meanwhile a line of each
+// `next`, what the task reads after this, is fetched into the second-level cache.
+template <int ROWS, int VECTORS, bool FETCH>
+LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t row_stride, const float* const* b,
+                           int64_t stride, int64_t count, const char* const* next, int64_t next_stride) {
+    _Pragma("GCC unroll 2") for (int64_t i = 0; i < count; ++i) {
+        F32 column[VECTORS];
+        LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
+            column[v] = load(b[v] + i * stride);
+            if (FETCH) prefetch_far(next[v] + i * next_stride);
+        }
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+            const F32 value = set1(a[r * row_stride + i]);
+            LLM_UNROLL for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(value, column[v], acc[r][v]);
+        }
+    }
+}
+
+// The keys and values of one block of KEYS positions, as panels of floats.
+struct Block {
+    const float *keys[PANELS], *values[PANELS];
+};
+
+// What a task works on, in the thread's scratch memory.
+struct Work {
+    float *query, *scores, *out, *sums, *maxima, *staged;  // scores: of one tile of rows
+    Span* spans;  // what each row sees
+    Span common;  // what all rows see
+    int64_t out_stride;
+};
+
+// Enough independent chains for the multiplier, few enough for the registers.
+constexpr int vectors_for(int rows) {
+#if LLM_AVX512
+    return rows > 0 ? 4 : 0;
+#elif LLM_PLAIN
+    return rows > 0 ? 1 : 0;
+#else
+    return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+#endif
+}
+
+template <int ROWS, int VECTORS, bool FETCH>
+void score_panels(const Work& work, int64_t row, int panel, const Block& block, const Block& next, int64_t head_size) {
+    F32 acc[ROWS][VECTORS];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
+    const float *keys[VECTORS];
+    const char* fetched[VECTORS];
+    LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
+        keys[v] = block.keys[panel + v];
+        fetched[v] = reinterpret_cast<const char*>(next.keys[panel + v]);
+    }
+    accumulate<ROWS, VECTORS, FETCH>(acc, work.query + row * head_size, head_size, keys, LANES, head_size, fetched, LINE);
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
+        store(work.scores + r * KEYS + (panel + v) * LANES, acc[r][v]);
+}
+
+// Scores of the first `keys` keys of the block, and perhaps of some more.
+template <int ROWS, bool FETCH>
+void score_tile(const Work& work, int64_t row, int64_t keys, const Block& block, const Block& next, int64_t head_size) {
+    constexpr int width = vectors_for(ROWS);
+    for (int panel = 0; panel * LANES < keys; panel += width)
+        score_panels<ROWS, width, FETCH>(work, row, panel, block, next, head_size);
+}
+
+// Adds the keys [first, end) of the block to VECTORS vectors of the outputs of ROWS rows.
+template <int ROWS, int VECTORS, bool FETCH>
+void add_values(const Work& work, int64_t row, const float* scores, int64_t channel, Span keys, const Block& block,
+                const Block& next, int64_t head_size) {
+    F32 acc[ROWS][VECTORS];
+    float* out = work.out + row * work.out_stride + channel;
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
+        acc[r][v] = load(out + r * work.out_stride + v * LANES);
+    for (int64_t key = keys.first; key < keys.end;) {
+        const int64_t panel = key / LANES, inside = key % LANES, stop = min(keys.end, (panel + 1) * LANES);
+        const float* values[VECTORS];
+        const char* fetched[VECTORS];
+        LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
+            const int64_t offset = inside * head_size + channel + v * LANES;
+            values[v] = block.values[panel] + offset;
+            // Lines of the next block in the order of their addresses, over all keys and then over all channels.
+            const int64_t line = channel / LANES * KEYS + key * VECTORS + v;
+            fetched[v] = reinterpret_cast<const char*>(next.values[min(line / head_size, PANELS - 1)]) + line % head_size * LINE;
+        }
+        accumulate<ROWS, VECTORS, FETCH>(acc, scores + key, KEYS, values, head_size, stop - key, fetched, VECTORS * LINE);
+        key = stop;
+    }
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
+        store(out + r * work.out_stride + v * LANES, acc[r][v]);
+}
+
+template <int ROWS, bool FETCH>
+void value_tile(const Work& work, int64_t row, const float* scores, Span keys, const Block& block, const Block& next,
+                int64_t head_size) {
+    constexpr int width = vectors_for(ROWS);
+    int64_t channel = 0;
+    for (; channel + width * LANES <= work.out_stride; channel += width * LANES)
+        add_values<ROWS, width, FETCH>(work, row, scores, channel, keys, block, next, head_size);
+    for (; channel < work.out_stride; channel += LANES)
+        add_values<ROWS, 1, FETCH>(work, row, scores, channel, keys, block, next, head_size);
+}
+
+template <bool FETCH, int ROWS = MAX_TILE_ROWS, class... Rest> LLM_INLINE void score_rows(int64_t rows, const Rest&... rest) {
+    if (rows == ROWS) return score_tile<ROWS, FETCH>(rest...);
+    if constexpr (ROWS > 1) score_rows<FETCH, ROWS - 1>(rows, rest...);
+}
+
+template <bool FETCH, int ROWS = MAX_TILE_ROWS, class... Rest> LLM_INLINE void value_rows(int64_t rows, const Rest&... rest) {
+    if (rows == ROWS) return value_tile<ROWS, FETCH>(rest...);
+    if constexpr (ROWS > 1) value_rows<FETCH, ROWS - 1>(rows, rest...);
+}
+
+// One step of the online softmax (arXiv:1805.02867) of one row, in powers of two: scores become probabilities, and what
+// the row has so far is rescaled when its largest score grew. `seen` is relative to the block and not empty.
+void advance_softmax(const Work& work, int64_t row, float* scores, Span seen, float soft_cap) {
+    if (soft_cap != 0.0f)
+        for (int v = 0; v < KEYS; v += LANES) store(scores + v, tanh(load(scores + v)) * set1(soft_cap));
+    for (int64_t key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
+    for (int64_t key = seen.end; key < KEYS; ++key) scores[key] = -INFINITY;
+    F32 best = load(scores);
+    LLM_UNROLL for (int v = LANES; v < KEYS; v += LANES) best = max(best, load(scores + v));
+    const float before = work.maxima[row], block_best = largest(best), now = block_best > before ? block_best : before;
+    float* sums = work.sums + row * LANES;
+    F32 sum = load(sums);
+    if (now != before) {
+        const F32 shrink = exp2_of_negative(set1(before - now));
+        sum = sum * shrink;
+        float* out = work.out + row * work.out_stride;
+        for (int64_t i = 0; i < work.out_stride; i += LANES) store(out + i, load(out + i) * shrink);
+        work.maxima[row] = now;
+    }
+    LLM_UNROLL for (int v = 0; v < KEYS; v += LANES) {
+        const F32 p = exp2_of_negative(load(scores + v) - set1(now));
+        sum = sum + p;
+        store(scores + v, p);
+    }
+    store(sums, sum);
+}
+
+}  // namespace
+}  // namespace llm

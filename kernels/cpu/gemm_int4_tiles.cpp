@@ -1,0 +1,161 @@
+// int4.h, by matrix tiles: panels are opened into int8, a block of steps at a time.
+#include "gemm_tiles.h"
+#include "int4.h"
+#include "quantize.h"
+
+#if LLM_TILES
+
+namespace llm {
+namespace {
+
+constexpr int64_t TILE_K = 64;         // k of a step of tiles
+constexpr int64_t GROUPED_STEPS = 16;  // in groups, so many steps of an opened panel stay in the first-level cache
+
+// Whether matrix tiles are faster; the sums are the same.
+bool uses_tiles(int64_t m, int64_t groups, int64_t group_size) {
+    if (groups <= 1 || group_size % TILE_K == 0) return m >= 17;
+    return group_size % (TILE_K / 2) == 0 && m >= 25;
+}
+
+// Panels that are opened, a block of steps at a time, into int8: a line of nibbles becomes two lines of a tile.
+struct NibblePanels {
+    const uint8_t* data;
+    int64_t lines;  // of nibbles, in a panel
+    static constexpr bool IN_PLACE = false;
+
+    int64_t steps() const { return ceil_div(2 * lines, TILE_LINES); }
+    int64_t scratch_bytes(int64_t block) const { return TILE_PANELS * block * TILE_BYTES; }
+    TileSteps open(int64_t panel, int64_t wide, int64_t first, int64_t count, char* scratch) const {
+        const int64_t begin = first * TILE_LINES / 2, end = min(lines, (first + count) * TILE_LINES / 2);
+        const __m512i mask = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
+        for (int64_t c = 0; c < wide; ++c) {
+            char* to = scratch + c * count * TILE_BYTES;
+            const uint8_t* from = data + ((panel + c) * lines + begin) * PANEL_STEP;
+            for (int64_t line = begin; line < end; ++line, from += PANEL_STEP, to += 2 * LINE) {
+                const __m512i both = _mm512_loadu_si512(from);
+                _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, mask), eight));
+                _mm512_store_si512(to + LINE, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask), eight));
+            }
+            std::memset(to, 0, scratch + (c + 1) * count * TILE_BYTES - to);
+        }
+        return {scratch, count * TILE_BYTES, count, nullptr};
+    }
+    StoredSteps stored(int64_t panel, int64_t first, int64_t count) const {
+        const int64_t begin = first * TILE_LINES / 2, end = min(lines, (first + count) * TILE_LINES / 2);
+        return {reinterpret_cast<const char*>(data) + (panel * lines + begin) * PANEL_STEP, lines * PANEL_STEP, end - begin};
+    }
+};
+
+// One group: the sums are exact to the end of k.
+void multiply_channels(const Int4Product& p, const TileOperands& a, int64_t from, int64_t threads) {
+    const NibblePanels panels{p.panel(0), p.steps()};
+    multiply_tiles<INT8>(a, panels, p.panels(), threads, [&](int64_t tile, int64_t panel, int64_t wide, char* sums) {
+        const int64_t stride = TILE_PANELS * LANES;
+        for (int64_t c = 0; c < wide; ++c) {
+            const F32 scale = p.group_scale(0, (panel + c) * LANES);
+            float* at = reinterpret_cast<float*>(sums) + c * LANES;
+            for (int64_t r = 0; r < a.tile_rows(tile); ++r) {
+                const I32 exact = load_i(reinterpret_cast<const int32_t*>(at + r * stride));
+                store(at + r * stride, fma(to_float(exact), scale, zero()));
+            }
+            p.finish(from + tile * TILE_LINES, a.tile_rows(tile), panel + c, at, stride);
+        }
+    });
+}
+
+// Groups: one row tile and one panel at a time, so that the groups' sums so far, [16][16], stay in registers. A group's exact
+// sums leave the tiles at once. An instruction takes `depth` of k, 64 or, for groups of an odd multiple of 32, half a line.
+class GroupTiles {
+    const Int4Product& p;
+    const TileOperands& a;
+    const int64_t depth;
+
+    static int64_t depth_of(const Int4Product& p) { return p.group_size % TILE_K ? TILE_K / 2 : TILE_K; }
+
+    // Adds the groups of the block of steps from `first` on to `total`, a part of `meanwhile` fetched at each.
+    void add(TileShapes& shapes, int64_t tile, int64_t first, int64_t panel, const char* opened, float* total,
+             const Meanwhile& meanwhile) const {
+        alignas(64) int32_t sums[TILE_LINES * LANES] = {};
+        F32 so_far[TILE_LINES];
+        LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = first ? load(total + r * LANES) : zero();
+        shapes.set(a.tile_rows(tile), depth);
+        const char* operands = a.at(tile, first);
+        const int64_t operand = a.tile_rows(tile) * LINE, of_group = p.group_size / depth;
+        const int64_t end = min(a.block_steps(first) * TILE_K, p.padded_k() - first * TILE_K + depth - 1) / depth;
+        int64_t group = first * TILE_K / p.group_size;
+        for (int64_t dot = 0, turn = 0; dot < end; ++group, ++turn) {
+            meanwhile.fetch(turn, 0);
+            LLM_TILE_ZERO(0);
+            for (const int64_t last = min(end, dot + of_group); dot < last; ++dot) {
+                const char *at = operands + dot * depth / TILE_K * operand + dot * depth % TILE_K, *b = opened + dot * depth * LANES;
+                touch(at, a.tile_rows(tile), depth), touch(b, depth / 4);
+                LLM_TILE_LOAD(4, at, LINE);
+                LLM_TILE_LOAD(7, b, LINE);
+                LLM_TILE_DOT_INT8(0, 4, 7);
+            }
+            LLM_TILE_STORE(0, sums, LINE);
+            const F32 scale = p.group_scale(group, panel * LANES);
+            LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = fma(to_float(load_i(sums + r * LANES)), scale, so_far[r]);
+        }
+        LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) store(total + r * LANES, so_far[r]);
+    }
+
+  public:
+    GroupTiles(const Int4Product& product, const TileOperands& operands) : p(product), a(operands), depth(depth_of(product)) {}
+
+    // Steps of k in a block, which holds whole groups.
+    static int64_t block_steps(const Int4Product& p) {
+        const int64_t unit = p.group_size / depth_of(p);
+        return unit < GROUPED_STEPS ? GROUPED_STEPS / unit * unit : unit;
+    }
+
+    void multiply(int64_t from, int64_t threads) const {
+        const NibblePanels weights{p.panel(0), p.steps()};
+        const int64_t panels = p.panels(), tiles = a.tiles(), tile_floats = TILE_LINES * LANES;
+        const int64_t share = ceil_div(panels, threads * ceil_div(panels, threads * MOST_GROUPS * TILE_PANELS));
+        const int64_t kept_panels = a.steps > a.block ? share : 1, kept = kept_panels * tiles * tile_floats * sizeof(float);
+        parallel_for(ceil_div(panels, share), threads, kept + a.block * TILE_BYTES, [&](int64_t task, char* scratch) {
+            TileShapes shapes;
+            float* totals = reinterpret_cast<float*>(scratch);
+            const int64_t begin = task * share, end = min(panels, begin + share);
+            for (int64_t first = 0; first < a.steps; first += a.block)
+                for (int64_t panel = begin; panel < end; ++panel) {
+                    const TileSteps opened = weights.open(panel, 1, first, a.block_steps(first), scratch + kept);
+                    // Every row tile fetches its part of what this thread opens next.
+                    const bool is_last = panel + 1 == end;
+                    const int64_t then = is_last ? first + a.block : first;
+                    const StoredSteps after = then < a.steps ? weights.stored(is_last ? begin : panel + 1, then, a.block_steps(then))
+                                                             : StoredSteps{nullptr, 0, 0};
+                    const int64_t part = ceil_div(after.lines, tiles);
+                    const int64_t turns = ceil_div(a.block_steps(first) * TILE_K, p.group_size);
+                    for (int64_t tile = 0; tile < tiles; ++tile) {
+                        float* total = totals + ((panel - begin) % kept_panels * tiles + tile) * tile_floats;
+                        const Meanwhile meanwhile{after.data + tile * part * LINE, 0, ceil_div(part, turns), turns, 0, false};
+                        add(shapes, tile, first, panel, opened.data, total, meanwhile);
+                        if (first + a.block >= a.steps) p.finish(from + tile * TILE_LINES, a.tile_rows(tile), panel, total, LANES);
+                    }
+                }
+        });
+    }
+};
+
+}  // namespace
+
+bool linear_int4_by_tiles(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
+    const Scratch scales(m * sizeof(float));
+    float* row_scales = scales.as<float>();
+    const Int4Product p({weight, x, y, m}, row_scales);
+    if (p.groups == 0 || !uses_tiles(m, p.groups, p.group_size)) return false;
+    const int64_t block = p.groups > 1 ? GroupTiles::block_steps(p) : SHORT_STEPS;
+    const int64_t most_tiles = p.groups > 1 ? LEAST_TILES : MOST_TILES;  // of one panel at a time, few rows have their line
+    for_row_blocks(p.m, ceil_div(p.k, TILE_K), 1, block, most_tiles, [&](const TileOperands& a, int64_t from) {
+        quantize_operands(a, p.x + from * p.k, p.k, 0.0f, 0, row_scales + from, threads);
+        if (p.groups > 1) GroupTiles(p, a).multiply(from, threads);
+        else multiply_channels(p, a, from, threads);
+    });
+    return true;
+}
+
+}  // namespace llm
+
+#endif

@@ -1,0 +1,60 @@
+// What is done with a weight of any kind: multiply by it, read its rows as floats, bring it into panels and back.
+#include "weight.h"
+
+using namespace llm;
+
+namespace {
+
+auto product_with(const Weight& weight) {
+    if (weight.kind != Kind::INT8 && weight.kind != Kind::INT4) return linear_float;
+    if (weight.activations != Activations::INT8) return linear_weight_only;
+    return weight.kind == Kind::INT8 ? linear_int8 : linear_int4;
+}
+
+}  // namespace
+
+// y [m, n] = x [m, k] W^T + bias; returns 0, or 1 for integers without scales: then nothing was computed.
+LLM_EXPORT int64_t llm_linear(const Weight* weight, const float* x, float* y, int64_t m, int64_t threads) {
+    const auto product = product_with(*weight);
+    if (product != linear_float && !weight->scale) return 1;
+    product(*weight, x, y, m, threads);
+    return 0;
+}
+
+// ids [count] -> y [count, k], of a float kind or of int8 with one scale per row; returns 0, or 1 when an id is not in [0, n):
+// then nothing was read.
+LLM_EXPORT int64_t llm_embedding(const Weight* weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
+    if (first_outside(ids, count, weight->n) >= 0) return 1;
+    const auto gather = weight->kind == Kind::INT8 ? gather_int8 : gather_float;
+    gather(*weight, ids, y, count, threads);
+    return 0;
+}
+
+// src [n, k] -> panels of `kind`, one int8 for each value of INT8 and INT4, in `dst`; `sums` [n, padded to panels] of INT8.
+LLM_EXPORT void llm_pack(Kind kind, const void* src, void* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads) {
+    const int8_t* integers = static_cast<const int8_t*>(src);
+    if (kind == Kind::INT8) return pack_int8(integers, static_cast<int8_t*>(dst), sums, n, k, threads);
+    if (kind == Kind::INT4) return pack_int4(integers, static_cast<uint8_t*>(dst), n, k, threads);
+    pack_float(kind, src, dst, n, k, threads);
+}
+
+// Rows [first, end) of what was packed, bit for bit.
+LLM_EXPORT void llm_unpack(const Weight* weight, void* dst, int64_t first, int64_t end, int64_t threads) {
+    int8_t* integers = static_cast<int8_t*>(dst);
+    if (weight->kind == Kind::INT8) return unpack_int8(*weight, integers, first, end, threads);
+    if (weight->kind == Kind::INT4) return unpack_int4(*weight, integers, first, end, threads);
+    unpack_float(*weight, dst, first, end, threads);
+}
+
+// The fields of Weight in order, each as "type name", then null: Python's declaration must be the same.
+LLM_EXPORT const char* const* llm_weight_fields() {
+#define LLM_DESCRIBED(TYPE, NAME) #TYPE " " #NAME,
+    static constexpr const char* fields[] = {LLM_WEIGHT(LLM_DESCRIBED) nullptr};
+#undef LLM_DESCRIBED
+    return fields;
+}
+
+LLM_KERNEL(llm_linear)
+LLM_KERNEL(llm_embedding)
+LLM_KERNEL(llm_pack)
+LLM_KERNEL(llm_unpack)

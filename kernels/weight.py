@@ -1,0 +1,191 @@
+"""A weight as operations take it: one immutable value with everything that a product with it needs to know.
+
+Owns `Weight`, the names of its kinds and of what products make of their activations, and the checks that hold for
+every backend. A backend keeps the bits in a layout of its own by subclassing it; here a row is stored as it is, and of
+int4 two values in a byte. A checkpoint format says where the parts of a weight lie, a scheme which of them there are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+FLOAT_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# As Kind and Activations (kernels/cpu), in order.
+KINDS = (*FLOAT_KINDS.values(), "int8", "int4")
+ACTIVATIONS = ("float", "bfloat16", "int8")
+# Sums of k products of two int8 stay within int32.
+MAX_INTEGER_K = 1 << 17
+
+W = TypeVar("W", bound="Weight")
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A matrix [n, k], and how products with it are computed.
+
+    W[i, j] = w[i, j] of a float kind; of integers (w[i, j] - zero[i, g]) * scale[i, g] with g = j // group_size, or
+    table[w[i, j] + 8] in the place of w. Its tensors are those of the layer, so whoever frees or moves a layer's memory
+    frees or moves the weight's.
+
+    Attributes:
+        data: the bits of w, in the layout of the backend that packed them.
+        kind: what w is, of `KINDS`.
+        scale: float [n, groups] of integers; None: not yet known, and nothing can be computed.
+        zero: [n, groups], None: 0 everywhere.
+        group_size: columns that share a scale; 0: all of a row.
+        table: float32 [16], the values that int4 stands for; None: -8 to 7.
+        activations: "float": products read them as they are; "bfloat16": rounded to it, for a bfloat16 weight; "int8":
+            quantized, by each row's largest or by `input_scale`.
+        input_scale: of static int8 activations, q = round(x / input_scale) + input_offset; 0: each row has its own.
+        input_offset: a whole number in [-128, 127].
+        bias: float [n], added to products; None: none.
+
+    Raises:
+        ValueError: the parts do not fit each other, or no product is defined for them.
+    """
+
+    data: torch.Tensor
+    kind: str
+    n: int
+    k: int
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    group_size: int = 0
+    table: torch.Tensor | None = None
+    activations: str = "float"
+    input_scale: float = 0.0
+    input_offset: int = 0
+    bias: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.group_size:
+            object.__setattr__(self, "group_size", max(1, self.k))
+        if self.kind not in KINDS or self.activations not in ACTIVATIONS:
+            raise ValueError(f"no weight is {self.kind!r} with {self.activations!r} activations")
+        if self.is_float:
+            _check_float(self)
+        else:
+            _check_integers(self)
+        if self.bias is not None and self.bias.shape != (self.n,):
+            raise ValueError(f"one bias per output is needed, [{self.n}], got {list(self.bias.shape)}")
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind not in ("int8", "int4")
+
+    @property
+    def groups(self) -> int:
+        """Along k, at least one."""
+        return max(1, -(-self.k // self.group_size))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed bits alone."""
+        return self.data.nbytes
+
+    def memory(self) -> dict[str, torch.Tensor | None]:
+        """What it is made of but for the bias, by the names of the buffers that a layer keeps it in."""
+        return {"packed_data": self.data, "weight_scale": self.scale, "weight_zero": self.zero}
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Rows start to end - 1 of `unpack()`."""
+        part = self.data[start:end]
+        return _split_nibbles(part)[:, : self.k] if self.kind == "int4" else part
+
+    def unpack(self) -> torch.Tensor:
+        """w [n, k], bit for bit what was packed: int8 for "int8" and "int4", else the floating type."""
+        return self.rows(0, self.n)
+
+    def dequantize(self, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """W in float32, rows start to end - 1."""
+        end = self.n if end is None else end
+        values = self.rows(start, end)
+        if self.is_float:
+            return values.float()
+        if self.table is not None:
+            values = self.table[values.long() + 8]
+        zero = None if self.zero is None else self.zero[start:end]
+        return dequantize(values, self.scales[start:end], zero, self.group_size)
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """`scale`; ValueError where there is none."""
+        if self.scale is None:
+            raise ValueError(f"an {self.kind} weight needs its scales")
+        return self.scale
+
+    def scaled(self: W, scale: torch.Tensor, zero: torch.Tensor | None = None, group_size: int = 0) -> W:
+        """The same bits with these scales and zero points."""
+        return replace(self, scale=scale, zero=zero, group_size=group_size)
+
+
+def dequantize(
+    weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, group_size: int | None = None
+) -> torch.Tensor:
+    """(w - zero) * scale in float32; weight [N, K], scale and zero [N, G] or [N]."""
+    size = group_size or weight.shape[1]
+    columns = torch.arange(weight.shape[1]) // size
+    scale = scale.reshape(weight.shape[0], -1).float()
+    values = weight.float()
+    if zero is not None:
+        values = values - zero.reshape(weight.shape[0], -1).float()[:, columns]
+    return values * (scale if scale.shape[1] == 1 else scale[:, columns])
+
+
+def kind_of(values: torch.Tensor, kind: str | None) -> str:
+    """The kind that `values` [N, K] are packed as: of integers `kind` says it; ValueError where they are not of it."""
+    if kind is None:
+        kind = FLOAT_KINDS.get(values.dtype)
+    if kind is None or values.dim() != 2 or (kind in ("int8", "int4")) != (values.dtype == torch.int8):
+        wanted = "float32, bfloat16 or float16" if kind is None else "torch.int8" if "int" in kind else kind
+        raise ValueError(f"a weight is {wanted} [N, K], got {values.dtype} {list(values.shape)}")
+    if kind == "int4" and values.numel() and (values.min() < -8 or values.max() > 7):
+        raise ValueError(f"int4 values lie in [-8, 7], got [{int(values.min())}, {int(values.max())}]")
+    if kind in ("int8", "int4") and values.shape[1] > MAX_INTEGER_K:
+        raise ValueError(f"K is {values.shape[1]}; beyond {MAX_INTEGER_K} a sum of products can leave int32")
+    return kind
+
+
+def _check_float(weight: Weight) -> None:
+    if weight.scale is not None or weight.zero is not None or weight.table is not None:
+        raise ValueError(f"a {weight.kind} weight has no scales")
+    if weight.activations == "int8" or (weight.activations == "bfloat16" and weight.kind != "bfloat16"):
+        raise ValueError(f"no product is defined of {weight.activations} activations with a {weight.kind} weight")
+
+
+def _check_integers(weight: Weight) -> None:
+    shape = (weight.n, weight.groups)
+    for name in ("scale", "zero"):
+        values = getattr(weight, name)
+        if values is not None and values.shape != shape:
+            raise ValueError(f"{name} has shape {list(values.shape)}, groups of {weight.group_size} need {list(shape)}")
+    if weight.activations == "bfloat16":
+        raise ValueError(f"no product is defined of bfloat16 activations with an {weight.kind} weight")
+    if weight.activations == "int8":
+        _check_integer_product(weight)
+    elif weight.input_scale or weight.input_offset:
+        raise ValueError("only int8 activations have a scale and an offset")
+
+
+def _check_integer_product(weight: Weight) -> None:
+    """Whole sums are scaled: one scale per row of int8, one per group of int4, and nothing is subtracted first."""
+    if weight.zero is not None or weight.table is not None:
+        raise ValueError("a product with int8 activations is of a weight without zero points and without a table")
+    if weight.kind == "int8" and weight.groups > 1:
+        raise ValueError(f"a product of int8 with int8 needs one scale per row, got groups of {weight.group_size}")
+    if weight.kind == "int4" and (weight.input_scale or weight.input_offset):
+        raise ValueError("a product with int4 has one scale for each row of activations, got a static one")
+    if not 0 <= weight.input_scale < math.inf:
+        raise ValueError(f"input_scale must be positive, got {weight.input_scale}")
+    if not -128 <= weight.input_offset <= 127 or (weight.input_offset and not weight.input_scale):
+        raise ValueError(f"input_offset must be in [-128, 127] and have a scale, got {weight.input_offset}")
+
+
+def _split_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """int8 [N, B] -> int8 [N, 2B]: low nibble first, sign extended."""
+    low = (packed << 4) >> 4
+    return torch.stack((low, packed >> 4), dim=-1).flatten(1)

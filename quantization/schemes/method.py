@@ -1,0 +1,114 @@
+"""The method of all integer schemes: storage in, the kernel's weight out, and products with it.
+
+It gets the integers of its layer from a `WeightStorage` and packs them once. It never sees a file and never makes the
+weight float again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from llm.base.errors import CheckpointError
+from llm.kernels.select import backend_of_construction
+from llm.kernels.weight import Weight
+from llm.quantization.base import EmbeddingMethodBase, WeightLoader
+from llm.quantization.quantizer import IntegerWeight
+from llm.quantization.schemes.table import Scheme
+from llm.quantization.storage.base import WeightStorage
+from llm.quantization.unquantized import rebind
+
+
+class IntegerMethod(EmbeddingMethodBase):
+    """An integer weight [N, K] with scales, for linear layers and for embedding tables.
+
+    After loading the layer has `packed_weight`, a `Weight` of the backend, and its tensors as buffers, so that whoever
+    counts or frees the model's memory sees them.
+
+    Args:
+        scheme: what is multiplied with what.
+        storage: of this one layer.
+        source: who asked for the scheme.
+        reason: why this layer got it.
+    """
+
+    def __init__(self, scheme: Scheme, storage: WeightStorage, source: str = "", reason: str = "") -> None:
+        self._scheme = scheme
+        self.scheme = scheme.name
+        self.storage = storage
+        self.holds_bias = storage.holds_bias
+        self.source = source
+        self.reason = reason
+        backend = backend_of_construction()
+        self._pack = backend.op("pack")
+        self._linear = backend.op("linear")
+        self._embedding = backend.op("embedding")
+        self.invariant = backend.computes("linear")
+        self.kernel = backend.source("linear")
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        *,
+        weight_loader: WeightLoader,
+    ) -> None:
+        def ready(weight: IntegerWeight) -> None:
+            self._take(layer, weight)
+
+        sizes = output_partition_sizes
+        self.storage.create(layer, sizes, input_size_per_partition, params_dtype, weight_loader, ready)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        try:
+            weight = self.storage.read(layer)
+            self.storage.remove(layer)
+            if weight is not None:
+                self._take(layer, weight)
+            bias = getattr(layer, "bias", None)
+            if bias is not None:
+                bias.data = bias.data.float()  # as the kernels read it, once instead of in every step
+        except ValueError as error:
+            raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight: Weight = layer.packed_weight
+        if weight.bias is not bias:
+            weight = rebind(layer, bias)
+        return self._linear(x, weight)
+
+    def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._embedding(token_ids, layer.packed_weight)
+
+    def dequantize_weight(self, layer: Any) -> torch.Tensor:
+        return layer.packed_weight.dequantize()
+
+    def integers(self, layer: Any) -> IntegerWeight:
+        """What the layer computes with, exactly, out of the kernel's form."""
+        weight: Weight = layer.packed_weight
+        zero = None if weight.zero is None else weight.zero.float()
+        found = IntegerWeight(weight.unpack(), weight.scales.float(), weight.group_size, self._scheme.bits, zero=zero)
+        if self._scheme.static:
+            found.input_scale, found.input_offset = weight.input_scale, weight.input_offset
+        return found
+
+    def _take(self, layer: Any, weight: IntegerWeight) -> None:
+        self._scheme.check(weight)
+        if layer.quant_kind == "embedding" and (weight.scale.shape[1] > 1 or weight.zero is not None):
+            raise CheckpointError("an embedding table needs one scale per row and no zero points.")
+        packed: Weight = self._pack(weight.q, self._scheme.kind).scaled(weight.scale, weight.zero, weight.group_size)
+        static = (weight.input_scale or 0.0, weight.input_offset) if self._scheme.static else (0.0, 0)
+        layer.packed_weight = replace(
+            packed, activations=self._scheme.activations, input_scale=static[0], input_offset=static[1]
+        )
+        for name, tensor in packed.memory().items():
+            layer.register_buffer(name, tensor, persistent=False)
+        if weight.bias is not None:
+            layer.bias = nn.Parameter(weight.bias.float(), requires_grad=False)
