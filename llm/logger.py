@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import logging
 
+from llm.config import env
+
 
 def init_logger(name: str) -> logging.Logger:
     """The logger of a module."""
     return logging.getLogger(name)
+
+
+def set_log_level(verbose: bool) -> None:
+    """LLM_LOG_LEVEL first, then `verbose`; with neither, the program's own settings stand (Python shows warnings)."""
+    logger = logging.getLogger("llm")
+    if env.get("LLM_LOG_LEVEL") is not None or verbose:
+        logger.setLevel(env.get_choice("LLM_LOG_LEVEL", ("DEBUG", "INFO", "WARNING", "ERROR"), "INFO"))
+    if verbose and not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)

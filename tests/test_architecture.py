@@ -47,7 +47,6 @@ FLOORS = {
     "llm.quantize.formats": 6,
     "llm.quantize.save": 6,
     "llm.cli": 8,
-    "llm.scoring": 8,
     "llm.startup": 8,
     "llm.__main__": 8,
     "llm.v1": 8,

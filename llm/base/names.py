@@ -17,6 +17,9 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 _NOWHERE: Mapping[str, str] = {}
 
+# The default of a parameter that has none, in a function that checks the names of its arguments itself.
+MISSING: object = object()
+
 
 def known_names(what: str, elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator that checks the names of keyword arguments before the function is called.
@@ -41,6 +44,22 @@ def known_names(what: str, elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[
         return checked
 
     return decorate
+
+
+def wrong_names(
+    what: str, function: Callable[..., object], unknown: Mapping[str, object], elsewhere: Mapping[str, str] = _NOWHERE
+) -> TypeError:
+    """As `known_names`, for a function that takes `**unknown: NoReturn` and calls this: no call has a frame more.
+
+    Args:
+        unknown: the arguments that it does not have; empty: one whose default is `MISSING` was not given.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = [item.name for item in parameters if item.name != "self" and item.kind is not item.VAR_KEYWORD]
+    for name, value in unknown.items():
+        return _unknown(what, name, value, known, elsewhere)
+    needed = next(item.name for item in parameters if item.default is MISSING)
+    return TypeError(f"{what}() missing 1 required positional argument: {needed!r}")
 
 
 def known_fields(elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[[C], C]:

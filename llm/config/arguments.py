@@ -58,7 +58,15 @@ _UNSET: tuple[object, ...] = (None, {})
 _GROUPS: tuple[dict[str, Argument], ...] = (
     # --- Parameters of our LLM; device, calibration and verbose are not vLLM's. ------------------------------------
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
-    _honoured("dtype", "quantization", "device", "compilation_config", "logits_processors", "generation_config"),
+    _honoured(
+        "dtype",
+        "quantization",
+        "device",
+        "compilation_config",
+        "enforce_eager",
+        "logits_processors",
+        "generation_config",
+    ),
     _honoured(
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
     ),
@@ -231,8 +239,8 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     _refused("the scheduler cannot be replaced; set max_num_seqs and max_num_batched_tokens.", scheduler_cls=None),
     # --- Kernels and compilation. ----------------------------------------------------------------------------------
     _accepted(
-        "nothing is captured or compiled ahead of time, so every run is eager in vLLM's sense.",
-        *("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "max_seq_len_to_capture"),
+        "no graph is captured and nothing is compiled ahead of time.",
+        *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "max_seq_len_to_capture"),
         *("optimization_level", "performance_mode", "enable_flashinfer_autotune"),
         *("jit_monitor_mode", "jit_monitor_verbose"),
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any
 
@@ -59,8 +59,11 @@ class CompilationConfig:
         _check_contradictions(self.custom_ops)
 
     @classmethod
-    def of(cls, value: object, *, default_backend: str = "inductor") -> CompilationConfig:
+    def of(cls, value: object, *, default_backend: str = "inductor", enforce_eager: bool = False) -> CompilationConfig:
         """Parse a user's value: None, a mode (3, "NONE"), a dict of the attributes, JSON, or a `CompilationConfig`.
+
+        Args:
+            enforce_eager: the mode is NONE, whatever the value says.
 
         Raises:
             ValidationError: names the key that is wrong.
@@ -72,7 +75,8 @@ class CompilationConfig:
             raise _invalid("backend", given["backend"], " or ".join(map(repr, allowed)))
         if given.get("mode") is None:
             given.pop("mode", None)
-        return cls(**{name: item for name, item in given.items() if name not in HARMLESS_KEYS})
+        parsed = cls(**{name: item for name, item in given.items() if name not in HARMLESS_KEYS})
+        return replace(parsed, mode=CompilationMode.NONE) if enforce_eager else parsed
 
     @property
     def base_mode(self) -> str:

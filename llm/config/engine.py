@@ -33,6 +33,10 @@ DEFAULT_BLOCK_SIZE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GIB = 1 << 30
 
+# None stands for the default of these.
+_FLAGS_OR_NONE = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager")
+_FLAGS = (*_FLAGS_OR_NONE, "skip_tokenizer_init", "use_tqdm_on_load")
+
 
 @dataclass(frozen=True)
 class EngineArgs:
@@ -62,13 +66,24 @@ class EngineArgs:
     device: str = "auto"
     generation_config: str = "auto"
     compilation_config: object = None  # parsed by `CompilationConfig.of`
+    enforce_eager: bool = False
     logprobs_mode: str = "raw_logprobs"
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.loading`
+
+    @classmethod
+    def from_user(cls, **given: Any) -> EngineArgs:
+        """From `LLM`'s arguments, of which several have a second way to say what is the default here."""
+        if given.get("max_model_len") == -1:
+            given["max_model_len"] = None
+        if given.get("chat_template") is not None:
+            given["chat_template"] = str(given["chat_template"])
+        unsaid = [name for name in _FLAGS_OR_NONE if given.get(name) is None]
+        return cls(**{name: value for name, value in given.items() if name not in unsaid})
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
             check_positive(name, getattr(self, name))
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "skip_tokenizer_init", "use_tqdm_on_load"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 refuse(name, getattr(self, name), "True or False")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):

@@ -60,7 +60,11 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         platform, platform_reason, asked = *select_platform(args.device), args
         load_general_plugins()
         args = let_platform_update(platform, args)
-        compilation = CompilationConfig.of(args.compilation_config, default_backend=platform.simple_compile_backend)
+        compilation = CompilationConfig.of(
+            args.compilation_config,
+            default_backend=platform.simple_compile_backend,
+            enforce_eager=args.enforce_eager,
+        )
         processors = load_logits_processors(args.logits_processors)
         model = read_model(args)
         check_operations(compilation)

@@ -156,7 +156,7 @@ def _reasons(
         "invariant": backend.invariant[1],
         "model_type": "config.json",
         "architecture": "registered for config.json's architectures or model_type",
-        "mode": "operations that are off are compiled one by one" if compilation.compiles else "nothing is compiled",
+        "mode": _mode_reason(args, compilation),
         "backend": "of what is compiled",
         "custom_ops": f"operations that it does not name: {compilation.base_mode}",
         "vocab_size": "config.json",
@@ -170,6 +170,12 @@ def _dtype_reason(args: EngineArgs, dtypes: Dtypes, backend: Backend) -> str:
     if dtypes.store_as is torch.bfloat16 and backend.rounds_bf16_inputs:
         return f"{args.dtype}; matrix products read activations rounded to bfloat16, everything else is float32"
     return f"{args.dtype}; activations and accumulation are float32 on a CPU"
+
+
+def _mode_reason(args: EngineArgs, compilation: CompilationConfig) -> str:
+    if args.enforce_eager:
+        return "enforce_eager=True: nothing is compiled"
+    return "operations that are off are compiled one by one" if compilation.compiles else "nothing is compiled"
 
 
 def _weight_dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes) -> str:

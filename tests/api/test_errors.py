@@ -23,7 +23,7 @@ from llm import (
     StructuredOutputsParams,
     ValidationError,
 )
-from llm.base.errors import CheckpointError, OutOfMemoryError, UnsupportedModelError
+from llm.base.errors import ArgumentError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from llm.config import EngineConfig
 from llm.config.arguments import ARGUMENTS, CALLS
 from llm.config.elsewhere import CONSTRUCTOR, METHODS, SAMPLING
@@ -210,6 +210,13 @@ def test_an_unknown_argument_of_a_call_is_named(llm: LLM, method: str, argument:
     assert (caught.value.parameter, caught.value.value) == (argument, 3)
     assert complaints(caught.value, f"LLM.{method} has no argument {argument!r}", *names) == []
     assert_idle(llm)
+
+
+def test_without_prompts_generate_says_what_is_missing(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'prompts'"):
+        llm.generate()
+    with pytest.raises(ArgumentError, match="prompts"):
+        llm.generate(prompt_token_ids=[[1, 2]])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

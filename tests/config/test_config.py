@@ -12,6 +12,7 @@ from embedded import open_llm
 
 from llm import LLM, SamplingParams
 from llm.base.errors import OutOfMemoryError, ValidationError
+from llm.config.compilation import CompilationMode
 from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
 from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler
 
@@ -195,3 +196,20 @@ def test_whole_prompts_need_a_step_that_holds_the_longest() -> None:
     assert config.max_num_batched_tokens == 9000
     assert "enable_chunked_prefill" in reasons["max_num_batched_tokens"]
     assert plan_scheduler(whole, 100, MIB)[0].max_num_batched_tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+
+def test_enforce_eager_wins_over_a_mode_that_compiles() -> None:
+    asked = {"mode": 3, "backend": "inductor", "custom_ops": ["none", "+rms_norm"]}
+
+    def opened(**arguments: Any) -> tuple[Any, str, str]:
+        with open_llm(compilation_config=asked, max_model_len=64, **arguments) as llm:
+            return llm.config.compilation_config, llm.config.reasons["mode"], str(llm.explain())
+
+    for unsaid in ({}, {"enforce_eager": False}, {"enforce_eager": None}):
+        config, reason, explained = opened(**unsaid)
+        assert config.compiles and "enforce_eager" not in reason and "compiled by inductor" in explained
+    config, reason, explained = opened(enforce_eager=True)
+    assert config.mode is CompilationMode.NONE and not config.compiles and config.custom_ops == ("none", "+rms_norm")
+    assert reason == "enforce_eager=True: nothing is compiled" and "compiled by" not in explained
+    with pytest.raises(ValidationError, match="enforce_eager must be True or False"):
+        open_llm(enforce_eager="yes").__enter__()

@@ -14,7 +14,7 @@ from llm import SamplingParams
 from llm.kernels.cpu.library import Library
 
 PACKAGE = Path(llm.__file__).parent
-# The GEMM's own function is the last of them; the check of argument names around `LLM.generate` is not one.
+# The GEMM's own function is the last of them.
 MOST_FRAMES, MOST_FILES = 12, 9
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
 
@@ -28,7 +28,7 @@ def frames_to_first_gemm(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str
         if not found and "linear" in str(getattr(kernel, "name", "")):
             stack = traceback.extract_stack()[:-1]
             own = [(frame.filename, frame.name) for frame in stack if frame.filename.startswith(str(PACKAGE))]
-            found.extend(own[[name for _, name in own].index("generate") :])
+            found.extend(own)
         return call(self, kernel, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Library, "call", traced)

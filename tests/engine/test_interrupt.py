@@ -110,7 +110,7 @@ def test_ctrl_c_while_rows_are_added_leaves_none_behind(llm: LLM, monkeypatch: p
 
 
 def test_ctrl_c_while_the_outputs_are_made_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = sys.modules["llm.api"].Progress
+    progress = sys.modules["llm.api.facade"].Progress
     with monkeypatch.context() as patch, pytest.raises(GenerationInterrupted) as caught:
         patch.setattr(progress, "close", lambda self: press_ctrl_c())
         run(llm, ROWS, PARAMS)

@@ -5,33 +5,18 @@ Owns the methods, as a base class of `LLM` without state.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Protocol
-
+from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.checks import refuse
 from llm.base.errors import GenerationInterrupted
 from llm.base.names import known_names
 from llm.beam_params import BeamSearchParams
 from llm.engine.beams import BeamSearches
-from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
-from llm.engine.preprocess import Preprocessor, Row
+from llm.engine.preprocess import Row
 from llm.engine.progress import check_use_tqdm
 from llm.engine.scoring import continuation_rows, likelihood, perplexity_of, perplexity_rows
 from llm.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
-
-
-class Host(Protocol):
-    """The parts of `LLM` that the methods use."""
-
-    _preprocessor: Preprocessor
-
-    def _exclusive(self) -> AbstractContextManager[object]: ...
-    def _begin(self) -> Engine: ...
-    def _run(
-        self, engine: Engine, rows: list[Row], use_tqdm: UseTqdm, guard: InterruptGuard
-    ) -> list[RequestOutput]: ...
 
 
 class Scoring:

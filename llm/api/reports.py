@@ -1,0 +1,93 @@
+"""The methods of `LLM` that say what it is made of and what quantization changed, and that save it.
+
+Owns the methods; what they ask of the model its runner answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from llm.api.host import Host
+from llm.base.names import known_names
+from llm.config.engine import EngineArgs
+from llm.engine.engine import EngineStats
+from llm.explain import Explanation
+from llm.inputs import PromptType
+
+if TYPE_CHECKING:
+    from llm.api.facade import LLM
+    from llm.quantize.report import QuantizationReport
+
+
+class ReportHost(Host, Protocol):
+    """Attributes:
+    _args: what the engine was built from.
+    _is_quantized: the checkpoint itself is, so that the unquantized model is not at hand.
+    """
+
+    _args: EngineArgs
+    _is_quantized: bool
+
+    def _open_another(self, args: EngineArgs) -> LLM: ...
+
+
+class Reports:
+    def explain(self: Host) -> Explanation:
+        """What every operation, pluggable layer and quant method of the model is, and why; print it, or see it as HTML
+        in a notebook."""
+        return self._open_engine().runner.describe()
+
+    @property
+    def stats(self: Host) -> EngineStats:
+        """Steps, tokens and seconds since start, the model's share apart from the engine's own."""
+        return self._open_engine().stats
+
+    @known_names("LLM.quantization_report")
+    def quantization_report(
+        self: ReportHost,
+        texts: Sequence[str] = (),
+        *,
+        prompts: Sequence[PromptType] | None = None,
+        against: str | Path | None = None,
+        speed: bool = True,
+    ) -> QuantizationReport:
+        """What quantization changed: per layer, and for the model as a whole against the unquantized one.
+
+        The unquantized model is opened beside this one while it is measured. Speed is of this machine, now.
+
+        Args:
+            texts: for perplexity, agreement, and the noise of each layer's outputs.
+            prompts: for greedy agreement over 64 tokens; None: 64 pieces of the texts.
+            against: folder of the unquantized model; needed when the checkpoint was quantized already.
+            speed: measure tokens per second with and without.
+        """
+        from llm.quantize.report import make_report
+
+        engine = self._open_engine()
+        plain = replace(self._args, quantization=None, calibration=None)
+        if against is not None:
+            plain = replace(plain, model=against)
+        has_plain = against is not None or not self._is_quantized
+        open_plain = (lambda: self._open_another(plain)) if has_plain else None
+        return make_report(cast("LLM", self), engine, open_plain, texts, prompts, speed)
+
+    @known_names("LLM.save_quantized")
+    def save_quantized(self: Host, path: str | Path, format: str = "compressed-tensors") -> Path:
+        """Write the quantized model as a new folder that vLLM, transformers (with compressed-tensors) and we load.
+
+        vLLM 0.32 has no kernel for 8-bit weights under float activations on a CPU: for it, on a CPU, save "w8a8",
+        "w4a8", or "w4a16" in groups of 128 with `lm_head=None`.
+
+        Args:
+            path: of the folder, which must not exist; it appears when it is complete.
+            format: "compressed-tensors" or "modelslim".
+
+        Raises:
+            ValidationError: the model is not quantized, `path` exists, or the format is unknown.
+            LLMError: a layer has no form in the format, or the disk is full.
+        """
+        with self._exclusive():
+            return self._begin().runner.save(path, format)

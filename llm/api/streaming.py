@@ -1,0 +1,101 @@
+"""The methods of `LLM` that give an answer piece by piece.
+
+Owns the life of a stream: between two pieces it is suspended and other calls may run; left early, its row is dropped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from llm.api.host import Host
+from llm.base.errors import GenerationInterrupted, LLMError, ValidationError
+from llm.base.names import known_names
+from llm.config.arguments import CALLS
+from llm.engine.interrupt import InterruptGuard
+from llm.engine.output import PromptState
+from llm.engine.preprocess import Row
+from llm.sampling_params import SamplingParams
+
+
+class StreamingHost(Host, Protocol):
+    """Attributes:
+    _dropped: rows of streams that were left early, to be aborted when no call is running.
+    """
+
+    _dropped: list[PromptState]
+
+    def stream_state(self, prompt: object, sampling_params: SamplingParams | None = None) -> Iterator[PromptState]: ...
+    def get_default_sampling_params(self) -> SamplingParams: ...
+    def _abort_if_idle(self) -> None: ...
+    def _drop(self, state: PromptState) -> None: ...
+
+
+class Streaming:
+    @known_names("LLM.stream", {**CALLS, "use_tqdm": "a stream shows no bar"})
+    def stream(self: StreamingHost, prompt: object, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the completion's text piece by piece. Leaving the loop early drops the row and frees its blocks.
+
+        Other calls work while the stream is suspended. Raises as `generate`, and whatever ended the row with an error
+        of its own; `n` must be 1.
+        """
+        for state in self.stream_state(prompt, sampling_params):
+            pieces = state.completions[0].pieces
+            while pieces:
+                yield pieces.pop(0)
+            error = state.completions[0].request.error
+            if error is not None:
+                raise error
+
+    @known_names("LLM.stream_state", CALLS)
+    def stream_state(
+        self: StreamingHost, prompt: object, sampling_params: SamplingParams | None = None
+    ) -> Iterator[PromptState]:
+        """As `stream`, but yields the request's state whenever there is new text, and once when it has ended."""
+        state: PromptState | None = None
+        try:
+            with InterruptGuard() as guard, self._exclusive():
+                engine = self._begin()
+                rows = self._preprocessor.rows(prompt, sampling_params, self.get_default_sampling_params)
+                state = engine.add(_only_row(rows), streaming=True)
+            while not guard.requested and not state.finished:
+                with InterruptGuard() as guard, self._exclusive():
+                    engine = self._begin()
+                    if not state.finished:
+                        engine.step()
+                if state.completions[0].pieces and not guard.requested:
+                    yield state
+            self._open_engine().end_call()
+            if guard.requested:
+                raise GenerationInterrupted([state.output() if state.finished else None])
+            if state.completions[0].request.finish_reason == "abort":
+                self._open_engine()
+                raise LLMError("the stream was dropped because another call on this LLM failed; start it again.")
+            yield state
+        finally:
+            if state is not None:
+                self._drop(state)
+
+    # A method whose names are bound here: at interpreter exit this module's own may be gone before the last stream is.
+    def _drop(self: StreamingHost, state: PromptState, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """End a stream's row. A generator can be collected in the middle of any call, so the work may have to wait."""
+        if is_exiting() or state.finished:
+            return
+        self._dropped.append(state)
+        with InterruptGuard() as guard:
+            self._abort_if_idle()
+        if guard.requested:
+            raise KeyboardInterrupt
+
+
+def _only_row(rows: list[Row]) -> Row:
+    if len(rows) != 1:
+        raise ValidationError(
+            f"stream takes one prompt, got {len(rows)}; use generate() for many.", parameter="prompt", value=len(rows)
+        )
+    if rows[0].params.n != 1:
+        raise ValidationError(
+            f"stream takes n=1, got {rows[0].params.n}; use generate() for more.", parameter="n", value=rows[0].params.n
+        )
+    return rows[0]
