@@ -146,7 +146,7 @@ class FakeRunner:
         assert sum(other.slot == row.slot for other in self.rows.values()) == 1, "two rows have one slot"
         assert row.slot != NULL_BLOCK
         if row.computed:
-            assert self.states[row.slot] == row.content(row.computed - 1)
+            assert self.states.get(row.slot) == row.content(row.computed - 1)
         self.states[row.slot] = row.content(row.computed + count - 1)
 
     def _sample(self, row: Row, random: Random) -> list[int]:

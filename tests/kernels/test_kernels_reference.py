@@ -7,6 +7,7 @@ stray read shows in the result.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from pages import Pages, Shape, normal
 from tiny_models import one_thread
 
-from llm.kernels.reference import activation, attention, linear, norm, rotary
+from llm.kernels.reference import activation, attention, linear, norm, quantized, rotary
 from llm.layers.norm import RMSNorm
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -139,8 +140,8 @@ def test_linear(seed: int, rows: int, k: int, n: int, dtype: torch.dtype, with_b
     x, weight = normal(seed, rows, k), normal(seed + 1, n, k).to(dtype)
     bias = normal(seed + 2, n).to(dtype) if with_bias else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_WIDEN_ELEMENTS", widened)
-        actual = linear.linear(x, weight, bias)
+        patch.setattr(quantized, "_WIDEN_ELEMENTS", widened)
+        actual = linear.linear(x, replace(linear.pack(weight), bias=bias))
     offset = torch.zeros(n).double() if bias is None else bias.double()
     expected = x.double() @ weight.double().T + offset
     bound = (k + 2) * EPSILON * (x.double().abs() @ weight.double().abs().T + offset.abs())
@@ -152,7 +153,7 @@ def test_linear(seed: int, rows: int, k: int, n: int, dtype: torch.dtype, with_b
 @pytest.mark.parametrize("shape", [(7,), (2, 3, 7), (0, 7), (2, 0, 7)])
 def test_linear_keeps_leading_dimensions(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, weight = normal(0, *shape), normal(1, 5, 7).to(dtype)
-    assert_close(linear.linear(x, weight), x.double() @ weight.double().T)
+    assert_close(linear.linear(x, linear.pack(weight)), x.double() @ weight.double().T)
 
 
 @quick
@@ -161,7 +162,7 @@ def test_embedding(seed: int, count: int, vocab: int, dtype: torch.dtype) -> Non
     weight = normal(seed, vocab, 5).to(dtype)
     ids = torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed))
     expected = torch.stack([weight[index].float() for index in ids.tolist()]) if count else torch.empty(0, 5)
-    assert torch.equal(linear.embedding(ids, weight, torch.float32), expected)
+    assert torch.equal(linear.embedding(ids, linear.pack(weight)), expected)
 
 
 # Attention

@@ -225,12 +225,12 @@ def test_ranges_of_fused_static_shards_are_joined(made: Any, tmp_path: Path) -> 
         tensors[f"model.layers.0.self_attn.{part}_proj.input_zero_point"].fill_(zero)
     save_file(tensors, copy / "model.safetensors")
     with open_llm(copy, skip_tokenizer_init=True) as llm:
-        method = engine_of(llm).runner.model.model.layers[0].self_attn.qkv_proj.quant_method
+        weight = engine_of(llm).runner.model.model.layers[0].self_attn.qkv_proj.packed_weight
         low = min(scale * (-128 - zero) for scale, zero in shards)
         high = max(scale * (127 - zero) for scale, zero in shards)
-        assert method.input_scale == pytest.approx((high - low) / 255)
-        assert (-128 - method.input_offset) * method.input_scale == pytest.approx(low, abs=method.input_scale)
-        assert (127 - method.input_offset) * method.input_scale == pytest.approx(high, abs=method.input_scale)
+        assert weight.input_scale == pytest.approx((high - low) / 255)
+        assert (-128 - weight.input_offset) * weight.input_scale == pytest.approx(low, abs=weight.input_scale)
+        assert (127 - weight.input_offset) * weight.input_scale == pytest.approx(high, abs=weight.input_scale)
 
 
 # Which layers

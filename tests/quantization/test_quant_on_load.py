@@ -20,7 +20,7 @@ from llm import LLM
 from llm.api import EMBEDDED_MODEL
 from llm.base.errors import CheckpointError, ValidationError
 from llm.engine.calibrate import run_texts
-from llm.kernels.weight import dequantize
+from llm.kernels.weight import Weight, dequantize
 from llm.quantization.configs.online import RECIPES, OnlineConfig
 from llm.quantization.quantizer import decibels, quantize_weight, signal_to_noise, static_activation
 
@@ -35,6 +35,12 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 def methods(llm: LLM) -> dict[str, Any]:
     modules = engine_of(llm).runner.model.named_modules()
     return {name: module.quant_method for name, module in modules if hasattr(module, "quant_method")}
+
+
+def packed_weights(llm: LLM) -> dict[str, Weight]:
+    """Of the layers that compute with integers."""
+    modules = dict(engine_of(llm).runner.model.named_modules())
+    return {name: modules[name].packed_weight for name, method in methods(llm).items() if method.scheme}
 
 
 def schemes(llm: LLM) -> dict[str, str]:
@@ -143,7 +149,7 @@ def test_the_dict_form() -> None:
     }
     with open_llm(quantization=asked) as llm:
         found = schemes(llm)
-        sizes = {name: method.group_size for name, method in methods(llm).items() if method.scheme}
+        sizes = {name: weight.group_size for name, weight in packed_weights(llm).items()}
     assert found["model.layers.0.mlp.down_proj"] == "W8A8_DYNAMIC"
     assert found["model.layers.0.self_attn.qkv_proj"] == found["model.layers.0.self_attn.o_proj"] == "W4A8_DYNAMIC"
     assert sizes["model.layers.0.self_attn.qkv_proj"] == 32 and sizes["model.layers.1.self_attn.qkv_proj"] == 64
@@ -193,7 +199,7 @@ def test_shards_of_a_fused_layer_must_agree() -> None:
 
 def test_groups_of_eight_bit_weights() -> None:
     with open_llm(quantization={"scheme": "w8a16", "group_size": 32}) as llm:
-        sizes = {method.group_size for name, method in methods(llm).items() if name.endswith("_proj")}
+        sizes = {weight.group_size for name, weight in packed_weights(llm).items() if name.endswith("_proj")}
     assert sizes == {32}
 
 
@@ -239,10 +245,10 @@ def test_calibration_without_a_recipe_is_refused() -> None:
 
 def test_default_groups_give_way_to_odd_sizes(tmp_path_factory: pytest.TempPathFactory) -> None:
     with open_llm(tiny_checkpoint("llama", tmp_path_factory), quantization="w4a16", skip_tokenizer_init=True) as llm:
-        found = methods(llm)
+        found = packed_weights(llm)
         assert found["model.layers.0.self_attn.qkv_proj"].group_size == 16  # gcd(32, 48 columns)
         assert found["model.layers.0.mlp.down_proj"].group_size == 91
-        assert "do not divide 91 columns" in found["model.layers.0.mlp.down_proj"].reason
+        assert "do not divide 91 columns" in methods(llm)["model.layers.0.mlp.down_proj"].reason
         assert tokens(run(llm, [{"prompt_token_ids": [5, 6, 7]}]))
 
 
@@ -267,10 +273,9 @@ def test_the_integers_are_those_of_each_checkpoint_tensor(
                 assert torch.equal(weight, reference[key])
                 continue
             recipe = RECIPES[name]
-            expected = quantize_weight(
-                reference[key], method.storage.bits, method.group_size, search=method.storage.bits == 4
-            )
-            assert torch.equal(weight, dequantize(expected.q, expected.scale, None, method.group_size))
+            bits, size = method.storage.bits, packed_weights(llm)[key].group_size
+            expected = quantize_weight(reference[key], bits, size, search=bits == 4)
+            assert torch.equal(weight, dequantize(expected.q, expected.scale, None, size))
             ratio = signal_to_noise(reference[key], weight)
             assert ratio == pytest.approx(method.storage.signal_to_noise, abs=0.01)
             assert ratio > (15 if recipe.bits == 4 and method.storage.bits == 4 else 38)
@@ -282,9 +287,9 @@ def test_calibration_weighs_the_search_and_fixes_static_scales() -> None:
         weights = [layer.quant_method.dequantize_weight(layer) for layer in models]
         assert not torch.equal(*weights)
     with open_llm(quantization="w8a8_static", calibration=TEXTS) as llm:
-        layers = [method for name, method in methods(llm).items() if name.endswith("_proj")]
-        assert all(method.scheme == "W8A8" and method.input_scale > 0 for method in layers)
-        assert len({method.input_scale for method in layers}) > 8
+        assert {scheme for name, scheme in schemes(llm).items() if name.endswith("_proj")} == {"W8A8"}
+        scales = [weight.input_scale for name, weight in packed_weights(llm).items() if name.endswith("_proj")]
+        assert min(scales) > 0 and len(set(scales)) > 8
         assert run(llm, PROMPTS)[0].outputs[0].token_ids
 
 
