@@ -255,10 +255,19 @@ def test_the_object_has_start_up_memory_and_bytes(report: dict[str, Any]) -> Non
     read = report["startup"]["load_floor_s"] * report["machine"]["read"]["best"]
     assert read == pytest.approx(report["model"]["weight_bytes"])
     assert set(report["memory"]["peaks"]) == {"load", "s1", "s32"}
-    assert min(report["memory"]["peaks"].values()) > report["memory"]["imports"]
     engine = report["workloads"]["s32"]["engine"]
     assert engine["steps"]["median"] == 65
     assert 0 < engine["own_per_step"]["median"] < engine["step"]["median"]
+
+
+def test_memory_grows_from_the_imports_on() -> None:
+    """In a process of its own: in one that has run other tests, loading may find memory that they left to the heap."""
+    done = python("-m", "llm", "bench", "--workload", "tiny", "--reps", "1", "--calibrate", "0", "--json")
+    memory = json.loads(done.stdout)["memory"]
+    if memory["imports"] is None:
+        pytest.skip("no /proc")
+    assert memory["imports"] > 50 * MB
+    assert min(memory["peaks"].values()) > memory["imports"] + memory["weights"]
 
 
 def test_profile_adds_up(report: dict[str, Any]) -> None:
