@@ -121,6 +121,18 @@ LLM_INLINE void multiply_add(Bytes& sum, Bytes w, Bytes a) {
     asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(product) : "v"(w), "v"(a));
 }
 
+// A group's exact sums to `sums`. Not inlined: its branches for the scales' types would make the caller's loop spill.
+template <int ROWS, int PANELS>
+__attribute__((noinline)) void add_scaled(const Int4Product& p, int64_t group, int64_t panel, const int32_t* exact, float* sums) {
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
+        const F32 scale = p.group_scale(group, (panel + c) * LANES);
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+            const int64_t at = (r * PANELS + c) * LANES;
+            store(sums + at, fma(to_float(load_i(exact + at)), scale, load(sums + at)));
+        }
+    }
+}
+
 // Few rows wait for memory: they take turns at several panels, so that as many streams are under way.
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
 constexpr int64_t STEPS_IN_WORDS = 4;
@@ -162,7 +174,6 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
         for (bool first = true; first || s < end; first = false) {
             const int64_t some = end - s < STEPS_IN_WORDS ? 1 : STEPS_IN_WORDS, distance = ahead.distance(s);
             const int8_t* at = a + s * ROWS * STEP;
-            const bool last = s + some >= end;
             for (int c = 0; c < PANELS; ++c) {
                 const uint8_t* b = OPENED ? opened + s * OPENED_STEP : p.panel(panel + c) + s * PANEL_STEP;
                 Bytes words[ROWS][PANEL_VECTORS];
@@ -173,18 +184,11 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
                     const I32 before = first ? set1_i(start[group * ROWS + r]) : load_i(group_sums + (r * PANELS + c) * LANES);
                     sum[r] = before + pairs(words[r]);
                 }
-                if (last) {
-                    const F32 scale = p.group_scale(group, (panel + c) * LANES);
-                    LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                        float* into = sums + (r * PANELS + c) * LANES;
-                        store(into, fma(to_float(sum[r]), scale, load(into)));
-                    }
-                } else {
-                    LLM_UNROLL for (int r = 0; r < ROWS; ++r) store_i(group_sums + (r * PANELS + c) * LANES, sum[r]);
-                }
+                LLM_UNROLL for (int r = 0; r < ROWS; ++r) store_i(group_sums + (r * PANELS + c) * LANES, sum[r]);
             }
             s += some;
         }
+        add_scaled<ROWS, PANELS>(p, group, panel, group_sums, sums);
     }
 }
 
