@@ -90,7 +90,7 @@ class ModelInspection:
 
     def start_observing(self) -> None:
         """From now on sum up what goes into each linear layer."""
-        self._observer = InputObserver(self.model)
+        self._observer = InputObserver(self.model, self.platform.device)
 
     def stop_observing(self) -> dict[str, ActivationStatistics]:
         """What went into each linear layer since `start_observing`, by dotted path."""

@@ -29,11 +29,11 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class InputObserver:
-    """Sums over everything each linear layer of `model` is given, until `stop`."""
+    """Sums over everything each linear layer of `model`, which computes on `device`, is given, until `stop`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         layers = dict(linear_layers(model))
-        self._sums = {name: _InputSums(layer.input_size) for name, layer in layers.items()}
+        self._sums = {name: _InputSums(layer.input_size, device) for name, layer in layers.items()}
         self._hooks = [layer.register_forward_pre_hook(self._sums[name]) for name, layer in layers.items()]
 
     def stop(self) -> dict[str, ActivationStatistics]:
@@ -45,9 +45,9 @@ class InputObserver:
 class _InputSums:
     """Sums over everything one layer is given."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, device: torch.device) -> None:
         self._moments = [
-            torch.zeros(width, width, dtype=torch.float64)
+            torch.zeros(width, width, dtype=torch.float64, device=device)
             for width in (min(_RUN, columns - start) for start in range(0, columns, _RUN))
         ]
         self._rows = 0
@@ -62,7 +62,7 @@ class _InputSums:
         self._high = max(self._high, float(x.max()))
 
     def statistics(self) -> ActivationStatistics:
-        moments = [_shrunk(moment / max(1, self._rows), self._rows) for moment in self._moments]
+        moments = [_shrunk(moment.cpu() / max(1, self._rows), self._rows) for moment in self._moments]
         return ActivationStatistics(self._low, self._high, moments)
 
 

@@ -60,11 +60,15 @@ class ProfileRow:
 class Recorder:
     """Exclusive time by table row: a stack holds, for each call in progress, the time of the calls inside it.
 
+    Args:
+        synchronize: waits for what was queued on the device.
+
     Attributes:
         spans: the positions (start, end) that each request computes in the current step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self._synchronize = synchronize
         self.rows: dict[str, ProfileRow] = {}
         self.phase = PREFILL
         self.spans: list[tuple[int, int]] = []
@@ -81,6 +85,7 @@ class Recorder:
             try:
                 return function(*args, **kwargs)
             finally:
+                self._synchronize()
                 seconds = perf_counter() - started
                 time = row.prefill if self.phase == PREFILL else row.decode
                 time.calls += 1
@@ -114,12 +119,12 @@ class RunnerProfile:
     """Patches a model runner, until `stop`.
 
     Args:
-        runner: has `model`, `batch`, `sampler`, `replay` and `execute`.
+        runner: has `platform`, `model`, `batch`, `sampler`, `replay` and `execute`.
         kv_cache_dtype: of its caches.
     """
 
     def __init__(self, runner: Any, kv_cache_dtype: torch.dtype) -> None:
-        self._recorder = recorder = Recorder()
+        self._recorder = recorder = Recorder(runner.platform.synchronize)
         self._stack = ExitStack()
         patch = self._stack.enter_context
         # A replayed step calls no operations: replay is off.
