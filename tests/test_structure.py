@@ -14,10 +14,10 @@ from test_architecture import PACKAGE, SOURCES, Source, covered, imported_names,
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 # Files and functions that are larger and are being cut; nothing may join them.
-LARGE_FILES = {"api.py", "assets/tiny/train.py", "kernels/cpu/attention.cpp", "kernels/cpu/gemm_int4.cpp"}
-LARGE_FUNCTIONS = {"api.py:__init__", "quantize/save.py:save_quantized", "startup/plan.py:make_plan"}
+LARGE_FILES = {"api.py", "kernels/cpu/attention.cpp", "kernels/cpu/gemm_int4.cpp"}
+LARGE_FUNCTIONS = {"api.py:__init__", "startup/plan.py:make_plan"}
 # How often `Any` stands in the package; on its way to 250.
-MAX_ANY = 327
+MAX_ANY = 314
 
 
 def large_files(item: Source) -> list[str]:
