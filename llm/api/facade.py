@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from llm.api.checks import check_asks_nothing, check_priority
 from llm.api.processors import Processors
 from llm.api.reports import Reports
 from llm.api.scoring import Scoring
@@ -164,7 +165,9 @@ class LLM(Scoring, Streaming, Processors, Reports):
         *,
         use_tqdm: UseTqdm = True,
         lora_request: None = None,
-        priority: None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
         **unknown: NoReturn,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; outputs come back in the order of the prompts.
@@ -173,6 +176,7 @@ class LLM(Scoring, Streaming, Processors, Reports):
             prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of any of these.
             sampling_params: one for all rows, or one per row; None: the model's defaults.
             use_tqdm: a progress bar in tokens; False prints nothing; a callable makes the bar.
+            priority: one integer per prompt; the order of the work changes no answer.
 
         Raises:
             ValidationError: names every bad row, before any work starts.
@@ -180,13 +184,15 @@ class LLM(Scoring, Streaming, Processors, Reports):
         """
         if unknown or prompts is MISSING:
             raise wrong_names("LLM.generate", LLM.generate, unknown, CALLS)
-        _refuse_unless_none("lora_request", lora_request)
-        _refuse_unless_none("priority", priority)
+        check_asks_nothing(
+            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+        )
         check_use_tqdm(use_tqdm)
         # The guard comes first: Ctrl-C must not leave a lock held or a part of the rows behind.
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
             rows = self._preprocessor.rows(prompts, sampling_params, self.get_default_sampling_params)
+            check_priority(priority, len(rows))
             outputs = self._run(engine, rows, use_tqdm, guard)
         if guard.requested:
             raise GenerationInterrupted(outputs)
@@ -200,19 +206,26 @@ class LLM(Scoring, Streaming, Processors, Reports):
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         lora_request: None = None,
-        priority: None = None,
+        priority: Sequence[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of `{"role", "content"}`) or many (a list of such lists).
 
         The model's chat template, given `chat_template_kwargs`, turns each into a prompt; then as `generate`.
         """
-        _refuse_unless_none("lora_request", lora_request)
-        _refuse_unless_none("priority", priority)
+        check_asks_nothing(
+            lora_request=lora_request,
+            chat_template_content_format=chat_template_content_format,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         prompts = self.render_chat(
             messages,
             chat_template=chat_template,
@@ -221,7 +234,7 @@ class LLM(Scoring, Streaming, Processors, Reports):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     @known_names("LLM.render_chat", CALLS)
     def render_chat(
@@ -380,10 +393,3 @@ class LLM(Scoring, Streaming, Processors, Reports):
     def _abort_dropped(self, engine: Engine) -> None:
         while self._dropped:
             engine.abort([self._dropped.pop()])
-
-
-def _refuse_unless_none(name: str, value: Any) -> None:
-    if value is not None and value != [] and value != {}:
-        raise ValidationError(
-            f"{name} is not supported in this release, got {value!r}; leave it out.", parameter=name, value=value
-        )

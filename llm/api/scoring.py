@@ -5,9 +5,11 @@ Owns the methods, as a base class of `LLM` without state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from llm.api.checks import check_asks_nothing, check_priority
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
-from llm.base.checks import refuse
 from llm.base.errors import GenerationInterrupted
 from llm.base.names import known_names
 from llm.beam_params import BeamSearchParams
@@ -28,7 +30,7 @@ class Scoring:
         lora_request: None = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
-        priority: None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
         """Beam search for the likeliest continuations of each prompt: transformers' sequences and scores.
 
@@ -42,13 +44,12 @@ class Scoring:
             ValidationError: names every bad prompt, before any work starts.
             GenerationInterrupted: Ctrl-C; carries the outputs of finished prompts.
         """
-        for name, value in (("lora_request", lora_request), ("priority", priority)):
-            if value is not None:
-                refuse(name, value, "None")
+        check_asks_nothing(lora_request=lora_request)
         check_use_tqdm(use_tqdm)
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
             searches = BeamSearches(engine, self._preprocessor, prompts, params, concurrency_limit)
+            check_priority(priority, len(searches.outputs()))
             try:
                 searches.run(lambda rows: self._run(engine, rows, False, guard), use_tqdm)
             except GenerationInterrupted:

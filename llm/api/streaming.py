@@ -13,10 +13,13 @@ from llm.api.host import Host
 from llm.base.errors import GenerationInterrupted, LLMError, ValidationError
 from llm.base.names import known_names
 from llm.config.arguments import CALLS
+from llm.config.elsewhere import ASKS_NOTHING
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.preprocess import Row
 from llm.sampling_params import SamplingParams
+
+_ELSEWHERE = {**CALLS, **{name: instead for name, (_, instead) in ASKS_NOTHING.items()}}
 
 
 class StreamingHost(Host, Protocol):
@@ -33,7 +36,7 @@ class StreamingHost(Host, Protocol):
 
 
 class Streaming:
-    @known_names("LLM.stream", {**CALLS, "use_tqdm": "a stream shows no bar"})
+    @known_names("LLM.stream", {**_ELSEWHERE, "use_tqdm": "a stream shows no bar"})
     def stream(self: StreamingHost, prompt: object, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion's text piece by piece. Leaving the loop early drops the row and frees its blocks.
 
@@ -48,7 +51,7 @@ class Streaming:
             if error is not None:
                 raise error
 
-    @known_names("LLM.stream_state", CALLS)
+    @known_names("LLM.stream_state", _ELSEWHERE)
     def stream_state(
         self: StreamingHost, prompt: object, sampling_params: SamplingParams | None = None
     ) -> Iterator[PromptState]:

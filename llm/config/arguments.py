@@ -148,7 +148,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _refused(
         "llguidance constrains, JSON is compact; leave it out and use SamplingParams(structured_outputs=...).",
-        structured_outputs_config=_UNSET,
+        structured_outputs_config=(*_UNSET, {"backend": "auto"}, {"backend": "guidance"}),
         guided_decoding_backend=("auto", None),
     ),
     _refused("thinking is not kept to a budget; set max_tokens.", reasoning_config=None),

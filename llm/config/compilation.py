@@ -22,6 +22,10 @@ HARMLESS_KEYS = frozenset(
     "cudagraph_specialize_lora cache_dir compile_cache_save_format compile_sizes compile_ranges_split_points "
     "debug_dump_path splitting_ops use_inductor_graph_partition".split()
 )
+# vLLM's keys that ask for passes over a graph, harmless where they ask for nothing.
+_HARMLESS_EMPTY = ("pass_config", "inductor_compile_config", "inductor_passes")
+# Keys of older scripts -> what they have become.
+_RENAMED = {"level": "it has become 'mode', in vLLM too", "use_inductor": "it has become 'backend', in vLLM too"}
 
 
 class CompilationMode(IntEnum):
@@ -75,7 +79,7 @@ class CompilationConfig:
             raise _invalid("backend", given["backend"], " or ".join(map(repr, allowed)))
         if given.get("mode") is None:
             given.pop("mode", None)
-        parsed = cls(**{name: item for name, item in given.items() if name not in HARMLESS_KEYS})
+        parsed = cls(**{name: item for name, item in given.items() if name not in (*HARMLESS_KEYS, *_HARMLESS_EMPTY)})
         return replace(parsed, mode=CompilationMode.NONE) if enforce_eager else parsed
 
     @property
@@ -124,19 +128,23 @@ def _as_dict(value: object) -> dict[str, Any]:
     if isinstance(value, CompilationConfig):
         return {item.name: getattr(value, item.name) for item in fields(value)}
     if isinstance(value, Mapping):
-        known = {item.name for item in fields(CompilationConfig)} | HARMLESS_KEYS
-        for key in value:
-            if key not in known:
-                names = ", ".join(item.name for item in fields(CompilationConfig))
-                raise ValidationError(
-                    f"compilation_config has no key {key!r}.{nearest(str(key), known)} Known: {names}.",
-                    parameter="compilation_config",
-                    value=key,
-                )
+        _check_keys(value)
         return dict(value)
     if isinstance(value, int | str) and not isinstance(value, bool):
         return {"mode": value}
     raise _invalid("compilation_config", value, "a dict such as {'custom_ops': ['none']}, a mode of 0 to 3, or None")
+
+
+def _check_keys(value: Mapping[str, object]) -> None:
+    known = {item.name for item in fields(CompilationConfig)} | HARMLESS_KEYS
+    for key, item in value.items():
+        if key in known or (key in _HARMLESS_EMPTY and not item):
+            continue
+        if key in _HARMLESS_EMPTY:
+            raise _invalid(key, item, "left empty, for no graph is captured that a pass could change")
+        names = ", ".join(field.name for field in fields(CompilationConfig))
+        hint = f"; {_RENAMED[key]}." if key in _RENAMED else f".{nearest(str(key), known)} Known: {names}."
+        raise ValidationError(f"compilation_config has no key {key!r}{hint}", parameter="compilation_config", value=key)
 
 
 def _parse_mode(value: object) -> CompilationMode:

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 # Keyword arguments that no method of `LLM` has, beside the fields of SamplingParams.
 CALLS: dict[str, str] = {
-    "chat_template_content_format": "text and parts of text are both taken, as the template needs them; leave it out",
     "max_new_tokens": "pass sampling_params=SamplingParams(max_tokens=...)",
-    "mm_processor_kwargs": "prompts are text; leave it out",
     "prompt": "its name is prompts",
     "prompt_token_ids": "pass [{'prompt_token_ids': ids}, ...], or the lists of ids themselves, as prompts",
     "stream": "use LLM.stream(prompt, sampling_params), which yields text as it comes",
-    "tokenization_kwargs": "tokenize with LLM.get_tokenizer() and pass token ids, or use truncate_prompt_tokens",
+}
+
+# Arguments of calls that may be passed along -> the values that ask for nothing, and what to do instead of others.
+ASKS_NOTHING: dict[str, tuple[tuple[object, ...], str]] = {
+    "chat_template_content_format": (("auto",), "text and parts of text are both taken, as the template needs them"),
+    "lora_request": (
+        (None, [], {}),
+        "adapters are not applied; merge the adapter into the weights (peft: merge_and_unload) and load the result",
+    ),
+    "mm_processor_kwargs": ((None, {}), "prompts are text, and nothing is processed"),
+    "tokenization_kwargs": (
+        (None, {}),
+        "tokenize with LLM.get_tokenizer() and pass token ids, or use SamplingParams(truncate_prompt_tokens=...)",
+    ),
 }
 
 # Arguments that `SamplingParams` does not have.

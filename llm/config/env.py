@@ -22,15 +22,25 @@ VARIABLES: dict[str, str] = {
     "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
 }
 
+# vLLM's variables -> what to do here instead; `warn_of_unknown` names all others too.
+_VLLMS = {
+    "VLLM_LOGGING_LEVEL": "LLM_LOG_LEVEL",
+    "VLLM_PLUGINS": "LLM_PLUGINS",
+    "VLLM_TARGET_DEVICE": "LLM_PLATFORM",
+    "VLLM_CPU_KVCACHE_SPACE": "LLM(kv_cache_memory_bytes=...)",
+}
+
 # difflib ratio from which on a name is taken for a misspelt one of the table.
 _MISSPELT = 0.75
 
 
 def warn_of_unknown() -> None:
-    """Warn, once per name and process, of variables that look like misspelt ones of the table."""
+    """Warn, once per name and process, of vLLM's variables and of those that look like misspelt ones of the table."""
     for name in os.environ:
         if name.startswith("LLM_") and name not in VARIABLES:
             _warn_of(name)
+    if vllms := tuple(sorted(name for name in os.environ if name.startswith("VLLM_"))):
+        _warn_of_vllms(vllms)
 
 
 @functools.cache
@@ -38,6 +48,12 @@ def _warn_of(name: str) -> None:
     """Warn only of close matches: other programs have LLM_* variables too."""
     if close := difflib.get_close_matches(name, VARIABLES, n=1, cutoff=_MISSPELT):
         logging.getLogger("llm").warning("the environment variable %s is not known; did you mean %s?", name, close[0])
+
+
+@functools.cache
+def _warn_of_vllms(names: tuple[str, ...]) -> None:
+    shown = ", ".join(f"{name} (here {_VLLMS[name]})" if name in _VLLMS else name for name in names)
+    logging.getLogger("llm").warning("environment variables of vLLM are set and not read here: %s.", shown)
 
 
 def get(name: str) -> str | None:

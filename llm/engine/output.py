@@ -100,11 +100,11 @@ class Completion:
         )
 
     def _find_stop(self, text: str, new: int) -> None:
-        """Cut the text at the stop string that was completed first."""
+        """Cut the text at the stop string that was completed first; of several, at the first in the list."""
         found = [(text.find(stop, max(0, len(text) - new - len(stop) + 1)), stop) for stop in self._stops]
         complete = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if complete:
-            end, start, stop = min(complete)
+            end, start, stop = min(complete, key=lambda item: item[0])
             self._text = text[: end if self.request.params.include_stop_str_in_output else start]
             self.request.finish("stop", stop)
 

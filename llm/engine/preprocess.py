@@ -6,6 +6,7 @@ judged before any work starts, and one error tells of all that are bad.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,6 +92,8 @@ class Preprocessor:
             except ValidationError as error:
                 problems[index] = error
         _raise_problems(problems, len(parsed))
+        if any(_is_open(given, row) for given, row in zip(per_row, rows, strict=True)):
+            _note_open_ends()
         return rows
 
     def token_ids(self, prompts: Sequence[Any], parameter: str, continuing: bool = False) -> list[list[int]]:
@@ -261,6 +264,25 @@ class Preprocessor:
                 parameter="prompts",
                 value=wrong,
             )
+
+
+_MAX_TOKENS_OF_VLLM = 16
+
+
+def _is_open(given: SamplingParams, row: Row) -> bool:
+    """Whether vLLM would have ended the row sooner, for want of max_tokens."""
+    is_free = given.max_tokens is None and given.structured_outputs is None
+    return is_free and (row.params.max_tokens or 0) > _MAX_TOKENS_OF_VLLM
+
+
+@functools.cache
+def _note_open_ends() -> None:
+    """Once per process."""
+    logger.warning(
+        "max_tokens is not given: an answer ends by itself or where the context does, while vLLM's ends after %d "
+        "tokens; pass SamplingParams(max_tokens=...) for shorter ones.",
+        _MAX_TOKENS_OF_VLLM,
+    )
 
 
 def derive_seed(engine_seed: int, call: int, row: int) -> int:

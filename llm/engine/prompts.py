@@ -77,7 +77,8 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
         raise ValidationError(
             "a chat message is no prompt; pass the conversation to LLM.chat.", parameter="prompts", value=prompt
         )
-    unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
+    given = {key for key, value in prompt.items() if value is not None}
+    unknown = sorted(map(str, given - {"prompt", "prompt_token_ids"}))
     if unknown:
         raise _bad_prompt("the keys of a prompt", unknown[0], "'prompt' or 'prompt_token_ids' and no other")
     text, token_ids = prompt.get("prompt"), _plain(prompt.get("prompt_token_ids"))

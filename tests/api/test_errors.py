@@ -163,7 +163,7 @@ def test_one_error_tells_of_all_bad_rows(llm: LLM) -> None:
         (lambda llm: llm.generate("x", use_tqdm=None), "use_tqdm"),
         (lambda llm: llm.generate(["x", "y"], [GREEDY]), "sampling_params"),
         (lambda llm: llm.generate("x", lora_request="adapter"), "lora_request"),
-        (lambda llm: llm.generate("x", priority=[1]), "priority"),
+        (lambda llm: llm.generate("x", priority=[1, 2]), "priority"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], lora_request=1), "lora_request"),
         (lambda llm: llm.perplexity(["In the beginning", ""]), "texts: number 1"),
         (lambda llm: llm.loglikelihood("In the", ""), "continuations: number 0"),

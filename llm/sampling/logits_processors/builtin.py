@@ -73,7 +73,7 @@ class AllowedTokensLogitsProcessor(SparseLogitsProcessor[list[int]]):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self.changed:
             self._places = self.places(dict(self.rows))
-            self._rows = torch.tensor(list(self.rows), device=self.device)
+            self._rows = torch.tensor(list(self.rows), dtype=torch.long, device=self.device)
             self.changed = False
         kept = logits[self._places]
         logits.index_fill_(0, self._rows, -math.inf)
@@ -160,7 +160,7 @@ class MinPLogitsProcessor(SparseLogitsProcessor[float]):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self.changed or len(self._log_min_p) != len(logits):
             self._log_min_p = torch.full((len(logits),), -math.inf, device=self.device)
-            rows = torch.tensor(list(self.rows), device=self.device)
+            rows = torch.tensor(list(self.rows), dtype=torch.long, device=self.device)
             self._log_min_p[rows] = torch.tensor(list(self.rows.values()), device=self.device).log()
             self.changed = False
         return self._cut(logits, self._log_min_p)

@@ -1,0 +1,47 @@
+"""Arguments of calls that scripts for vLLM pass along: what asks for nothing passes, the rest gets a sentence.
+
+Owns the checks; the sentences are in `llm.config.elsewhere`.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+
+from llm.base.checks import check_integer
+from llm.base.errors import ValidationError
+from llm.config.elsewhere import ASKS_NOTHING
+
+
+def check_asks_nothing(**given: object) -> None:
+    """Raise `ValidationError` for the first argument whose value asks for something that is not here."""
+    for name, value in given.items():
+        harmless, instead = ASKS_NOTHING[name]
+        if value not in harmless:
+            raise ValidationError(
+                f"{name} must be {harmless[0]!r}, got {_shown(value)}: {instead}.", parameter=name, value=value
+            )
+
+
+def check_priority(priority: Sequence[int] | None, count: int) -> None:
+    """One integer per prompt, or None. The order of the work changes no answer, so the values are not used."""
+    if priority is None:
+        return
+    if isinstance(priority, str) or not isinstance(priority, Sequence):
+        raise ValidationError(
+            f"priority must be a list of one integer per prompt, or None, got {type(priority).__name__}.",
+            parameter="priority",
+            value=priority,
+        )
+    for value in priority:
+        check_integer("priority", value, -(2**63))
+    if len(priority) != count:
+        raise ValidationError(
+            f"there are {len(priority)} values of priority for {count} prompts; pass one for each.",
+            parameter="priority",
+            value=priority,
+        )
+
+
+def _shown(value: object) -> str:
+    return " ".join(reprlib.repr(value).split())
