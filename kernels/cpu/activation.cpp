@@ -28,7 +28,8 @@ template <int64_t FUNCTION> LLM_INLINE F32 activate(F32 x) {
     }
 }
 
-template <int64_t FUNCTION, bool GATED> void activate_row(const float* gate, const float* up, float* out, int64_t width) {
+template <int64_t FUNCTION, bool GATED>
+void activate_row(const float* gate, const float* up, float* out, int64_t width) {
     constexpr int64_t ahead = 512;
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) {
@@ -65,8 +66,8 @@ void activation_row(int64_t function, const float* gate, const float* up, float*
 using namespace llm;
 
 // gate (and up, or null): rows `stride` floats apart -> out [rows][width].
-LLM_EXPORT void llm_activation(int64_t function, const float* gate, const float* up, int64_t stride, float* out, int64_t rows,
-                               int64_t width, int64_t threads) {
+LLM_EXPORT void llm_activation(int64_t function, const float* gate, const float* up, int64_t stride, float* out,
+                               int64_t rows, int64_t width, int64_t threads) {
     for_rows(rows, width, threads, [&](int64_t row) {
         activation_row(function, gate + row * stride, up ? up + row * stride : nullptr, out + row * width, width);
     });

@@ -1,9 +1,9 @@
 // Attention over a paged cache, which kv_cache.cpp writes.
 //
-// The cache is cut into panels of 16 slots (slot = block * block_size + offset): keys [panels][kv_heads][head_size][16],
-// so that the lanes of a vector run along keys, and values [panels][kv_heads][16][head_size], so that they run along
-// channels. One more panel than the slots need is allocated and never written: loads of a head size that is no multiple
-// of 16 run over the end.
+// The cache is cut into panels of 16 slots (slot = block * block_size + offset): keys
+// [panels][kv_heads][head_size][16], so that the lanes of a vector run along keys, and values
+// [panels][kv_heads][16][head_size], so that they run along channels. One more panel than the slots need is allocated
+// and never written: loads of a head size that is no multiple of 16 run over the end.
 //
 // The same bits whatever the batch, the chunks and the threads: the softmax advances KEYS positions at a time, from
 // multiples of KEYS counted from position 0; scores are reduced over channels in order, outputs over keys in order, by
@@ -151,8 +151,7 @@ template <class T> class Attention {
         for (int panel = 0; panel < PANELS; ++panel) {
             const int64_t first = index * KEYS + panel * LANES;
             const Span seen = intersect(all, {first, first + LANES});
-            if (is_staged())
-                stage(task, work, seen, first, panel, block);
+            if (is_staged()) stage(task, work, seen, first, panel, block);
             else {
                 const int64_t at = seen.empty() ? 0 : slot(task, first) / LANES;
                 block.keys[panel] = reinterpret_cast<const float*>(keys_at(at, task.kv_head));
@@ -186,18 +185,17 @@ template <class T> class Attention {
     }
 
     // All rows over the block of positions that starts at `start`.
-    void advance(const Work& work, int64_t rows, int64_t start, const Block& block, const Block& next, bool fetch) const {
-        // The tile that fetches what comes next: the last that is full, which has both the time and no use for the keys.
+    void advance(const Work& work, int64_t rows, int64_t start, const Block& block, const Block& next,
+                 bool fetch) const {
+        // The tile that fetches what comes next: the last that is full, which has both the time and no use for the
+        // keys.
         const int64_t fetches = fetch ? max(0, rows / MAX_TILE_ROWS - 1) * MAX_TILE_ROWS : -1;
         const bool whole = work.common.first <= start && start + KEYS <= work.common.end;
         for (int64_t row = 0, share; row < rows; row += share) {
             share = tile_rows(rows - row);
-            if (!whole)
-                advance_edge(work, row, share, start, block);
-            else if (row == fetches)
-                advance_tile<true>(work, row, share, block, next);
-            else
-                advance_tile<false>(work, row, share, block, next);
+            if (!whole) advance_edge(work, row, share, start, block);
+            else if (row == fetches) advance_tile<true>(work, row, share, block, next);
+            else advance_tile<false>(work, row, share, block, next);
         }
     }
 
@@ -207,7 +205,8 @@ template <class T> class Attention {
     template <bool FETCH>
     void advance_tile(const Work& work, int64_t row, int64_t rows, const Block& block, const Block& next) const {
         score_rows<FETCH>(rows, work, row, KEYS, block, next, layer.head_size);
-        for (int64_t r = 0; r < rows; ++r) advance_softmax(work, row + r, work.scores + r * KEYS, {0, KEYS}, log2_cap());
+        for (int64_t r = 0; r < rows; ++r)
+            advance_softmax(work, row + r, work.scores + r * KEYS, {0, KEYS}, log2_cap());
         value_rows<FETCH>(rows, work, row, work.scores, Span{0, KEYS}, block, next, layer.head_size);
     }
 
@@ -265,18 +264,20 @@ struct Tasks {
     int64_t rows() const { return tile * ceil_div(layer.group(), parts); }
     int64_t per_tile() const { return layer.kv_heads * parts; }
 
-    // `first_task[row]`: the tasks before the row's own. Head by head, so that a head's keys stay in the cache; the last tiles,
-    // which see most, come first.
+    // `first_task[row]`: the tasks before the row's own. Head by head, so that a head's keys stay in the cache; the
+    // last tiles, which see most, come first.
     Task task(int64_t index, const int64_t* first_task) const {
         int64_t low = 0, high = step.rows;
         while (high - low > 1) {
             const int64_t middle = (low + high) / 2;
             (first_task[middle] <= index ? low : high) = middle;
         }
-        const int64_t inside = index - first_task[low], which = tiles(low) - 1 - inside % tiles(low), rest = inside / tiles(low);
+        const int64_t inside = index - first_task[low], which = tiles(low) - 1 - inside % tiles(low),
+                      rest = inside / tiles(low);
         const int64_t first = step.starts[low] + which * tile, share = ceil_div(layer.group(), parts);
         const int64_t head = rest % parts * share;
-        return {low, first, min(first + tile, step.starts[low + 1]), rest / parts, head, min(head + share, layer.group())};
+        return {low,          first, min(first + tile, step.starts[low + 1]),
+                rest / parts, head,  min(head + share, layer.group())};
     }
 };
 
@@ -301,12 +302,13 @@ template <class T>
 void attend(const Step& step, const Layer& layer, const void* key_cache, const void* value_cache, const float* query,
             int64_t query_stride, float* out, int64_t threads) {
     const Tasks tasks(step, layer, threads);
-    const Attention<T> attention{step,  layer,        static_cast<const T*>(key_cache), static_cast<const T*>(value_cache),
-                                 query, query_stride, out};
+    const Attention<T> attention{
+        step, layer, static_cast<const T*>(key_cache), static_cast<const T*>(value_cache), query, query_stride, out};
     Scratch firsts((step.rows + 1) * sizeof(int64_t));
     int64_t* first_task = firsts.as<int64_t>();
     first_task[0] = 0;
-    for (int64_t row = 0; row < step.rows; ++row) first_task[row + 1] = first_task[row] + tasks.tiles(row) * tasks.per_tile();
+    for (int64_t row = 0; row < step.rows; ++row)
+        first_task[row + 1] = first_task[row] + tasks.tiles(row) * tasks.per_tile();
     parallel_for(tasks.count, threads, attention.scratch_bytes(tasks.rows()), [&](int64_t index, char* scratch) {
         const Task task = tasks.task(index, first_task);
         if (task.heads() > 0) attention.run(task, scratch);
@@ -320,12 +322,12 @@ using namespace llm;
 
 // query [tokens][heads][head_size], tokens `query_stride` floats apart -> out, without gaps. Returns -1, or without
 // having computed anything the first row whose numbers or block ids are out of range.
-LLM_EXPORT int64_t llm_paged_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths, int64_t rows,
-                                       int64_t table_width, int64_t block_size, int64_t slots, const float* query,
-                                       int64_t query_stride, int64_t tokens, Kind kind, const void* key_cache,
-                                       const void* value_cache, float* out, int64_t heads, int64_t kv_heads,
-                                       int64_t head_size, int64_t window, float scale, float soft_cap, const float* sinks,
-                                       int64_t threads) {
+LLM_EXPORT int64_t llm_paged_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths,
+                                       int64_t rows, int64_t table_width, int64_t block_size, int64_t slots,
+                                       const float* query, int64_t query_stride, int64_t tokens, Kind kind,
+                                       const void* key_cache, const void* value_cache, float* out, int64_t heads,
+                                       int64_t kv_heads, int64_t head_size, int64_t window, float scale, float soft_cap,
+                                       const float* sinks, int64_t threads) {
     const Step step{table, starts, lengths, rows, table_width, block_size, slots};
     const Layer layer{heads, kv_heads, head_size, window, scale, soft_cap, sinks};
     const int64_t bad = first_bad_row(step, tokens, window);

@@ -35,8 +35,8 @@ struct Span {
 
 LLM_INLINE Span intersect(Span a, Span b) { return {max(a.first, b.first), min(a.end, b.end)}; }
 
-// acc[r][v] += sum over i in order of a[r][i] * b[v][i], where b[v] advances by `stride` floats. Meanwhile a line of each
-// `next`, what the task reads after this, is fetched into the second-level cache.
+// acc[r][v] += sum over i in order of a[r][i] * b[v][i], where b[v] advances by `stride` floats. Meanwhile a line of
+// each `next`, what the task reads after this, is fetched into the second-level cache.
 template <int ROWS, int VECTORS, bool FETCH>
 LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t row_stride, const float* const* b,
                            int64_t stride, int64_t count, const char* const* next, int64_t next_stride) {
@@ -54,15 +54,13 @@ LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t ro
 }
 
 // The keys and values of one block of KEYS positions, as panels of floats.
-struct Block {
-    const float *keys[PANELS], *values[PANELS];
-};
+struct Block { const float *keys[PANELS], *values[PANELS]; };
 
 // What a task works on, in the thread's scratch memory.
 struct Work {
     float *query, *scores, *out, *sums, *maxima, *staged;  // scores: of one tile of rows
-    Span* spans;  // what each row sees
-    Span common;  // what all rows see
+    Span* spans;                                           // what each row sees
+    Span common;                                           // what all rows see
     int64_t out_stride;
 };
 
@@ -81,13 +79,14 @@ template <int ROWS, int VECTORS, bool FETCH>
 void score_panels(const Work& work, int64_t row, int panel, const Block& block, const Block& next, int64_t head_size) {
     F32 acc[ROWS][VECTORS];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
-    const float *keys[VECTORS];
+    const float* keys[VECTORS];
     const char* fetched[VECTORS];
     LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
         keys[v] = block.keys[panel + v];
         fetched[v] = reinterpret_cast<const char*>(next.keys[panel + v]);
     }
-    accumulate<ROWS, VECTORS, FETCH>(acc, work.query + row * head_size, head_size, keys, LANES, head_size, fetched, LINE);
+    accumulate<ROWS, VECTORS, FETCH>(acc, work.query + row * head_size, head_size, keys, LANES, head_size, fetched,
+                                     LINE);
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
         store(work.scores + r * KEYS + (panel + v) * LANES, acc[r][v]);
 }
@@ -117,9 +116,11 @@ void add_values(const Work& work, int64_t row, const float* scores, int64_t chan
             values[v] = block.values[panel] + offset;
             // Lines of the next block in the order of their addresses, over all keys and then over all channels.
             const int64_t line = channel / LANES * KEYS + key * VECTORS + v;
-            fetched[v] = reinterpret_cast<const char*>(next.values[min(line / head_size, PANELS - 1)]) + line % head_size * LINE;
+            fetched[v] = reinterpret_cast<const char*>(next.values[min(line / head_size, PANELS - 1)]) +
+                         line % head_size * LINE;
         }
-        accumulate<ROWS, VECTORS, FETCH>(acc, scores + key, KEYS, values, head_size, stop - key, fetched, VECTORS * LINE);
+        accumulate<ROWS, VECTORS, FETCH>(acc, scores + key, KEYS, values, head_size, stop - key, fetched,
+                                         VECTORS * LINE);
         key = stop;
     }
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
@@ -137,12 +138,14 @@ void value_tile(const Work& work, int64_t row, const float* scores, Span keys, c
         add_values<ROWS, 1, FETCH>(work, row, scores, channel, keys, block, next, head_size);
 }
 
-template <bool FETCH, int ROWS = MAX_TILE_ROWS, class... Rest> LLM_INLINE void score_rows(int64_t rows, const Rest&... rest) {
+template <bool FETCH, int ROWS = MAX_TILE_ROWS, class... Rest>
+LLM_INLINE void score_rows(int64_t rows, const Rest&... rest) {
     if (rows == ROWS) return score_tile<ROWS, FETCH>(rest...);
     if constexpr (ROWS > 1) score_rows<FETCH, ROWS - 1>(rows, rest...);
 }
 
-template <bool FETCH, int ROWS = MAX_TILE_ROWS, class... Rest> LLM_INLINE void value_rows(int64_t rows, const Rest&... rest) {
+template <bool FETCH, int ROWS = MAX_TILE_ROWS, class... Rest>
+LLM_INLINE void value_rows(int64_t rows, const Rest&... rest) {
     if (rows == ROWS) return value_tile<ROWS, FETCH>(rest...);
     if constexpr (ROWS > 1) value_rows<FETCH, ROWS - 1>(rows, rest...);
 }

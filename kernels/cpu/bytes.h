@@ -19,7 +19,8 @@ using Bytes = __m256i;
 #endif
 constexpr int PANEL_VECTORS = 64 / sizeof(Bytes);  // of a step of a panel
 
-// Four bytes, over and over. Written out, and volatile to stay in order: gcc 12 loads all broadcasts ahead and spills the sums.
+// Four bytes, over and over. Written out, and volatile to stay in order: gcc 12 loads all broadcasts ahead and spills
+// the sums.
 LLM_INLINE Bytes broadcast_bytes(const void* four) {
     using Four = const char (*)[4];
     Bytes out;
@@ -44,7 +45,8 @@ LLM_INLINE void dot(Bytes& sum, Bytes unsigned_bytes, Bytes signed_bytes) {
 #endif
 }
 
-// Panels that a tile of so many rows takes at once: as many sums as there are registers, and several streams for few rows.
+// Panels that a tile of so many rows takes at once: as many sums as there are registers, and several streams for few
+// rows.
 #if LLM_AVX512
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
 #else

@@ -6,11 +6,13 @@
 using namespace llm;
 
 LLM_EXPORT void llm_add(const float* x, const float* y, float* out, int64_t count) {
-    for (int64_t i = 0; i < count; i += LANES) store_part(out + i, load_part(x + i, count - i) + load_part(y + i, count - i), count - i);
+    for (int64_t i = 0; i < count; i += LANES)
+        store_part(out + i, load_part(x + i, count - i) + load_part(y + i, count - i), count - i);
 }
 
 LLM_EXPORT void llm_scale(const float* x, float factor, float* out, int64_t count) {
-    for (int64_t i = 0; i < count; i += LANES) store_part(out + i, load_part(x + i, count - i) * set1(factor), count - i);
+    for (int64_t i = 0; i < count; i += LANES)
+        store_part(out + i, load_part(x + i, count - i) * set1(factor), count - i);
 }
 
 LLM_EXPORT void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_t count) {

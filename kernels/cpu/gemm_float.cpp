@@ -1,8 +1,9 @@
 // y = x W^T (+ bias): float32 activations and accumulation, weights float32, bfloat16 or float16.
 //
 // Every output is one chain of fused multiply-adds from +0 over k = 0 ... K-1, then the bias, whatever the tile, the
-// number of rows and the thread. A panel is [k][16]; of bfloat16 [k / 2][16][2], so that a shift and a mask widen a column's
-// two. With matrix tiles (gemm_tiles.h) a bfloat16 weight has another chain, its own for any number of rows just the same.
+// number of rows and the thread. A panel is [k][16]; of bfloat16 [k / 2][16][2], so that a shift and a mask widen a
+// column's two. With matrix tiles (gemm_tiles.h) a bfloat16 weight has another chain, its own for any number of rows
+// just the same.
 #include "gemm_tiles.h"
 #include "quantize.h"
 #include "vector_math.h"
@@ -62,7 +63,8 @@ template <class T, int ROWS, int PANELS> void tile(const Product& p, int64_t row
     }
 }
 
-// How many panels a tile of `rows` rows takes: enough independent chains for the multiplier, few enough for the registers.
+// How many panels a tile of `rows` rows takes: enough independent chains for the multiplier, few enough for the
+// registers.
 constexpr int panels_for(int rows) {
 #if LLM_AVX512
     return rows <= 3 ? 4 : 2;
@@ -80,14 +82,15 @@ template <class T, int ROWS> void tiles(const Product& p, int64_t row, int64_t p
 template <class T> void multiply(const Product& p, int64_t threads) {
     const Tasks tasks(p.m, p.n, MAX_ROWS, p.k * sizeof(float), BLOCK_BYTES, threads);
     tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
-        with_rows(tasks.rows(tile), [&](auto rows) { tiles<T, decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
+        with_rows(tasks.rows(tile),
+                  [&](auto rows) { tiles<T, decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
     });
 }
 
 #if LLM_TILES
 
-// 32 activations as three lines of bfloat16: x = first + second + third, but for what is below 2^-133. Of what is not finite
-// the first says it all.
+// 32 activations as three lines of bfloat16: x = first + second + third, but for what is below 2^-133. Of what is not
+// finite the first says it all.
 LLM_INLINE void split(F32 low, F32 high, char* first, char* second, char* third) {
     const __m512i top = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     const auto cut = [&](F32 x) { return F32{_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x.v), top))}; };
@@ -97,10 +100,11 @@ LLM_INLINE void split(F32 low, F32 high, char* first, char* second, char* third)
         return as_float({_mm512_mask_or_epi32(as_int(cut(x)).v, nan, as_int(x).v, _mm512_set1_epi32(0x00400000))});
     };
     const auto rest = [](F32 x, F32 part) {
-        return F32{_mm512_maskz_sub_ps(_mm512_cmp_ps_mask(abs(x).v, _mm512_set1_ps(INFINITY), _CMP_LT_OQ), x.v, part.v)};
+        return F32{
+            _mm512_maskz_sub_ps(_mm512_cmp_ps_mask(abs(x).v, _mm512_set1_ps(INFINITY), _CMP_LT_OQ), x.v, part.v)};
     };
-    const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
-                                                  23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
+                                                  29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     const auto put = [&](char* to, F32 a, F32 b) {
         _mm512_storeu_si512(to, _mm512_permutex2var_epi16(as_int(a).v, upper_halves, as_int(b).v));
     };
@@ -119,12 +123,14 @@ LLM_INLINE void round_to(F32 low, F32 high, char* line) {
 
 template <Form FORM> void multiply_by_tiles(const Product& p, int64_t threads) {
     const TilePanels panels{static_cast<const char*>(p.data), ceil_div(p.k, DEPTH<BF16>)};
-    for_row_blocks(p.m, panels.steps(), parts_of(FORM), BLOCK_STEPS, MOST_TILES, [&](const TileOperands& a, int64_t from) {
+    for_row_blocks(p.m, panels.steps(), parts_of(FORM), BLOCK_STEPS, MOST_TILES,
+                   [&](const TileOperands& a, int64_t from) {
         parallel_for(a.rows, a.rows * p.k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
             const float* at = p.x + (from + row) * p.k;
             a.write_row(row, [&](int64_t step, char* line, int64_t part) {
                 const int64_t i = step * 2 * LANES, left = p.k - i;
-                const F32 low = load_part(at + i, left), high = left > LANES ? load_part(at + i + LANES, left - LANES) : zero();
+                const F32 low = load_part(at + i, left),
+                          high = left > LANES ? load_part(at + i + LANES, left - LANES) : zero();
                 if constexpr (FORM == BF16_ROUNDED) round_to(low, high, line);
                 else split(low, high, line, line + part, line + 2 * part);
             });

@@ -1,6 +1,6 @@
-// y = x W^T (+ bias) with int4 weights and activations quantized here to int8: exact int32 sums per group of k, groups added
-// in order in float32. int4.h describes the panels. The sums start at -8 times the sum of the activations, which takes the 8 of
-// the nibbles back.
+// y = x W^T (+ bias) with int4 weights and activations quantized here to int8: exact int32 sums per group of k, groups
+// added in order in float32. int4.h describes the panels. The sums start at -8 times the sum of the activations, which
+// takes the 8 of the nibbles back.
 #include "bytes.h"
 #include "int4.h"
 #include "quantize.h"
@@ -11,7 +11,8 @@ namespace {
 constexpr int64_t PREFETCH_BYTES = 2048;
 constexpr int64_t BLOCK_BYTES = 512 << 10;
 
-// `sums` below: [rows][PANELS][16] floats, the groups' sums so far; added to, never in registers for longer than a group.
+// `sums` below: [rows][PANELS][16] floats, the groups' sums so far; added to, never in registers for longer than a
+// group.
 
 // On AVX2 so many tiles and more read panels that were opened once, into [k / 4][16][4] unsigned bytes.
 constexpr int64_t OPENED_FROM = 8;
@@ -39,8 +40,8 @@ LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
 
 // `opened`: the panel, when OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>
-__attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums,
-                                          const uint8_t* opened = nullptr) {
+__attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel,
+                                          float* sums, const uint8_t* opened = nullptr) {
     constexpr int vectors = PANELS * PANEL_VECTORS;
     const int64_t bytes = p.panel_bytes();
     const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
@@ -48,8 +49,8 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
     int64_t s = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
         Bytes acc[ROWS][vectors];
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-            LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = broadcast_bytes(start + group * ROWS + r);
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c)
+            acc[r][c] = broadcast_bytes(start + group * ROWS + r);
         const int64_t end = min(p.steps(), (group + 1) * p.group_steps);
         for (; s < end; ++s) {
             const int64_t distance = ahead.distance(s);
@@ -115,7 +116,9 @@ LLM_INLINE I32 pairs(const Bytes* x) {
     return {_mm256_madd_epi16(x[0], one), _mm256_madd_epi16(x[1], one)};
 }
 #endif
-LLM_INLINE void multiply(Bytes& sum, Bytes w, Bytes a) { asm volatile("vpmaddubsw %2, %1, %0" : "=v"(sum) : "v"(w), "v"(a)); }
+LLM_INLINE void multiply(Bytes& sum, Bytes w, Bytes a) {
+    asm volatile("vpmaddubsw %2, %1, %0" : "=v"(sum) : "v"(w), "v"(a));
+}
 LLM_INLINE void multiply_add(Bytes& sum, Bytes w, Bytes a) {
     Bytes product;
     asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(product) : "v"(w), "v"(a));
@@ -123,7 +126,8 @@ LLM_INLINE void multiply_add(Bytes& sum, Bytes w, Bytes a) {
 
 // A group's exact sums to `sums`. Not inlined: its branches for the scales' types would make the caller's loop spill.
 template <int ROWS, int PANELS>
-__attribute__((noinline)) void add_scaled(const Int4Product& p, int64_t group, int64_t panel, const int32_t* exact, float* sums) {
+__attribute__((noinline)) void add_scaled(const Int4Product& p, int64_t group, int64_t panel, const int32_t* exact,
+                                          float* sums) {
     LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
         const F32 scale = p.group_scale(group, (panel + c) * LANES);
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -163,8 +167,8 @@ LLM_INLINE void few_steps(const int8_t* a, const uint8_t* b, int64_t distance, B
 
 // `opened`: the panel, when OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>
-__attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums,
-                                          const uint8_t* opened = nullptr) {
+__attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel,
+                                          float* sums, const uint8_t* opened = nullptr) {
     const int64_t bytes = p.panel_bytes();
     const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
     alignas(64) int32_t group_sums[ROWS * PANELS * LANES];
@@ -181,7 +185,8 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
                 else few_steps<ROWS, 1, OPENED>(at, b, distance, words);
                 I32 sum[ROWS];
                 LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                    const I32 before = first ? set1_i(start[group * ROWS + r]) : load_i(group_sums + (r * PANELS + c) * LANES);
+                    const I32 before = first ? set1_i(start[group * ROWS + r])
+                                             : load_i(group_sums + (r * PANELS + c) * LANES);
                     sum[r] = before + pairs(words[r]);
                 }
                 LLM_UNROLL for (int r = 0; r < ROWS; ++r) store_i(group_sums + (r * PANELS + c) * LANES, sum[r]);
@@ -218,7 +223,8 @@ void open_panel(const uint8_t* panel, int64_t steps, uint8_t* opened) {
     }
 }
 
-template <int ROWS> void opened_tiles(const Int4Product& p, int64_t row, int64_t panel, int64_t end, const uint8_t* opened) {
+template <int ROWS>
+void opened_tiles(const Int4Product& p, int64_t row, int64_t panel, int64_t end, const uint8_t* opened) {
     for (; panel < end; ++panel, opened += p.steps() * OPENED_STEP) {
         alignas(64) float sums[ROWS * LANES] = {};
         add_groups<ROWS, 1, true>(p, p.a + row * p.padded_k(), p.start + row * p.groups, panel, sums, opened);
@@ -235,7 +241,8 @@ void run_tiles(const Int4Product& p, const Tasks& tasks) {
             for (uint8_t* to = reinterpret_cast<uint8_t*>(scratch); panel < end; ++panel, to += size)
                 open_panel(p.panel(panel), p.steps(), to);
         };
-        return tasks.run(tasks.group_panels() * size, open, [&](int64_t tile, int64_t panel, int64_t end, const char* scratch) {
+        return tasks.run(tasks.group_panels() * size, open,
+                         [&](int64_t tile, int64_t panel, int64_t end, const char* scratch) {
             const uint8_t* opened = reinterpret_cast<const uint8_t*>(scratch);
             with_rows(tasks.rows(tile), [&](auto rows) {
                 opened_tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end, opened);
@@ -244,7 +251,8 @@ void run_tiles(const Int4Product& p, const Tasks& tasks) {
     }
 #endif
     tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
-        with_rows(tasks.rows(tile), [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
+        with_rows(tasks.rows(tile),
+                  [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
     });
 }
 
@@ -261,7 +269,8 @@ LLM_INLINE float quantize_row(const Int4Product& p, int64_t row, int64_t rows, i
             const I32 values = quantize(load_part(x + i, min(p.k, end) - i));
             sums = sums + values;
             store_int8(q, values);
-            for (int64_t j = 0; j < min(LANES, end - i); j += STEP, ++s) std::memcpy(out + s * rows * STEP, q + j, STEP);
+            for (int64_t j = 0; j < min(LANES, end - i); j += STEP, ++s)
+                std::memcpy(out + s * rows * STEP, q + j, STEP);
         }
         start[group * rows] = -8 * sum(sums);
     }
@@ -291,7 +300,8 @@ void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int6
     parallel_for(tasks.tiles(), m * p.k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t tile, char*) {
         const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
         for (int64_t r = 0; r < rows; ++r)
-            row_scales[first + r] = quantize_row(p, first + r, rows, a + first * padded + r * STEP, start + first * groups + r);
+            row_scales[first + r] = quantize_row(p, first + r, rows, a + first * padded + r * STEP,
+                                                 start + first * groups + r);
     });
     run_tiles(p, tasks);
 }

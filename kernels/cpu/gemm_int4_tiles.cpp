@@ -34,7 +34,8 @@ struct NibblePanels {
             for (int64_t line = begin; line < end; ++line, from += PANEL_STEP, to += 2 * LINE) {
                 const __m512i both = _mm512_loadu_si512(from);
                 _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, mask), eight));
-                _mm512_store_si512(to + LINE, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask), eight));
+                _mm512_store_si512(to + LINE,
+                                   _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask), eight));
             }
             std::memset(to, 0, scratch + (c + 1) * count * TILE_BYTES - to);
         }
@@ -42,7 +43,8 @@ struct NibblePanels {
     }
     StoredSteps stored(int64_t panel, int64_t first, int64_t count) const {
         const int64_t begin = first * TILE_LINES / 2, end = min(lines, (first + count) * TILE_LINES / 2);
-        return {reinterpret_cast<const char*>(data) + (panel * lines + begin) * PANEL_STEP, lines * PANEL_STEP, end - begin};
+        return {reinterpret_cast<const char*>(data) + (panel * lines + begin) * PANEL_STEP, lines * PANEL_STEP,
+                end - begin};
     }
 };
 
@@ -63,8 +65,9 @@ void multiply_channels(const Int4Product& p, const TileOperands& a, int64_t from
     });
 }
 
-// Groups: one row tile and one panel at a time, so that the groups' sums so far, [16][16], stay in registers. A group's exact
-// sums leave the tiles at once. An instruction takes `depth` of k, 64 or, for groups of an odd multiple of 32, half a line.
+// Groups: one row tile and one panel at a time, so that the groups' sums so far, [16][16], stay in registers. A group's
+// exact sums leave the tiles at once. An instruction takes `depth` of k, 64 or, for groups of an odd multiple of 32,
+// half a line.
 class GroupTiles {
     const Int4Product& p;
     const TileOperands& a;
@@ -87,7 +90,8 @@ class GroupTiles {
             meanwhile.fetch(turn, 0);
             LLM_TILE_ZERO(0);
             for (const int64_t last = min(end, dot + of_group); dot < last; ++dot) {
-                const char *at = operands + dot * depth / TILE_K * operand + dot * depth % TILE_K, *b = opened + dot * depth * LANES;
+                const char *at = operands + dot * depth / TILE_K * operand + dot * depth % TILE_K,
+                           *b = opened + dot * depth * LANES;
                 touch(at, a.tile_rows(tile), depth), touch(b, depth / 4);
                 LLM_TILE_LOAD(4, at, LINE);
                 LLM_TILE_LOAD(7, b, LINE);
@@ -95,13 +99,15 @@ class GroupTiles {
             }
             LLM_TILE_STORE(0, sums, LINE);
             const F32 scale = p.group_scale(group, panel * LANES);
-            LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = fma(to_float(load_i(sums + r * LANES)), scale, so_far[r]);
+            LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r)
+                so_far[r] = fma(to_float(load_i(sums + r * LANES)), scale, so_far[r]);
         }
         LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) store(total + r * LANES, so_far[r]);
     }
 
   public:
-    GroupTiles(const Int4Product& product, const TileOperands& operands) : p(product), a(operands), depth(depth_of(product)) {}
+    GroupTiles(const Int4Product& product, const TileOperands& operands)
+        : p(product), a(operands), depth(depth_of(product)) {}
 
     // Steps of k in a block, which holds whole groups.
     static int64_t block_steps(const Int4Product& p) {
@@ -113,7 +119,8 @@ class GroupTiles {
         const NibblePanels weights{p.panel(0), p.steps()};
         const int64_t panels = p.panels(), tiles = a.tiles(), tile_floats = TILE_LINES * LANES;
         const int64_t share = ceil_div(panels, threads * ceil_div(panels, threads * MOST_GROUPS * TILE_PANELS));
-        const int64_t kept_panels = a.steps > a.block ? share : 1, kept = kept_panels * tiles * tile_floats * sizeof(float);
+        const int64_t kept_panels = a.steps > a.block ? share : 1,
+                      kept = kept_panels * tiles * tile_floats * sizeof(float);
         parallel_for(ceil_div(panels, share), threads, kept + a.block * TILE_BYTES, [&](int64_t task, char* scratch) {
             TileShapes shapes;
             float* totals = reinterpret_cast<float*>(scratch);
@@ -124,15 +131,18 @@ class GroupTiles {
                     // Every row tile fetches its part of what this thread opens next.
                     const bool is_last = panel + 1 == end;
                     const int64_t then = is_last ? first + a.block : first;
-                    const StoredSteps after = then < a.steps ? weights.stored(is_last ? begin : panel + 1, then, a.block_steps(then))
+                    const StoredSteps after = then < a.steps ? weights.stored(is_last ? begin : panel + 1, then,
+                                                                              a.block_steps(then))
                                                              : StoredSteps{nullptr, 0, 0};
                     const int64_t part = ceil_div(after.lines, tiles);
                     const int64_t turns = ceil_div(a.block_steps(first) * TILE_K, p.group_size);
                     for (int64_t tile = 0; tile < tiles; ++tile) {
                         float* total = totals + ((panel - begin) % kept_panels * tiles + tile) * tile_floats;
-                        const Meanwhile meanwhile{after.data + tile * part * LINE, 0, ceil_div(part, turns), turns, 0, false};
+                        const Meanwhile meanwhile{
+                            after.data + tile * part * LINE, 0, ceil_div(part, turns), turns, 0, false};
                         add(shapes, tile, first, panel, opened.data, total, meanwhile);
-                        if (first + a.block >= a.steps) p.finish(from + tile * TILE_LINES, a.tile_rows(tile), panel, total, LANES);
+                        if (first + a.block >= a.steps)
+                            p.finish(from + tile * TILE_LINES, a.tile_rows(tile), panel, total, LANES);
                     }
                 }
         });
@@ -147,7 +157,8 @@ bool linear_int4_by_tiles(const Weight& weight, const float* x, float* y, int64_
     const Int4Product p({weight, x, y, m}, row_scales);
     if (p.groups == 0 || !uses_tiles(m, p.groups, p.group_size)) return false;
     const int64_t block = p.groups > 1 ? GroupTiles::block_steps(p) : SHORT_STEPS;
-    const int64_t most_tiles = p.groups > 1 ? LEAST_TILES : MOST_TILES;  // of one panel at a time, few rows have their line
+    const int64_t most_tiles = p.groups > 1 ? LEAST_TILES
+                                            : MOST_TILES;  // of one panel at a time, few rows have their line
     for_row_blocks(p.m, ceil_div(p.k, TILE_K), 1, block, most_tiles, [&](const TileOperands& a, int64_t from) {
         quantize_operands(a, p.x + from * p.k, p.k, 0.0f, 0, row_scales + from, threads);
         if (p.groups > 1) GroupTiles(p, a).multiply(from, threads);

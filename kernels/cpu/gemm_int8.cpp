@@ -11,7 +11,7 @@
 namespace llm {
 namespace {
 
-constexpr int64_t STEP = 4;               // k of one group of a column
+constexpr int64_t STEP = 4;                   // k of one group of a column
 constexpr int64_t PANEL_STEP = LANES * STEP;  // elements of a panel per step
 // Ahead of panels side by side, and of one alone, whose block is longer.
 constexpr int64_t prefetch_bytes(int panels) { return panels > 1 ? 2048 : 4096; }
@@ -23,11 +23,14 @@ constexpr int64_t BLOCK_BYTES = 512 << 10;
 // is subtracted at the end, modulo 2^32 and therefore exactly.
 using Operand = uint8_t;
 constexpr int32_t OPERAND_SHIFT = 128;
-LLM_INLINE void store_operand(Operand* p, I32 x) { store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(OPERAND_SHIFT)); }
+LLM_INLINE void store_operand(Operand* p, I32 x) {
+    store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(OPERAND_SHIFT));
+}
 
 // Sums [ROWS][PANELS][16]. Not inlined: what else the caller keeps in registers would push them out.
 template <int ROWS, int PANELS>
-__attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
+__attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
+                                    int32_t* out) {
     constexpr int vectors = PANELS * PANEL_VECTORS;
     Bytes acc[ROWS][vectors];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = Bytes{};
@@ -37,7 +40,8 @@ __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t p
         const int64_t distance = ahead.distance(s);
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const int8_t* at = b + c * panel_bytes + s * PANEL_STEP;
-            LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v) w[c * PANEL_VECTORS + v] = load_bytes(at + v * sizeof(Bytes));
+            LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v)
+                w[c * PANEL_VECTORS + v] = load_bytes(at + v * sizeof(Bytes));
             prefetch(at + distance);
         }
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -45,8 +49,8 @@ __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t p
             LLM_UNROLL for (int c = 0; c < vectors; ++c) dot(acc[r][c], value, w[c]);
         }
     }
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-        LLM_UNROLL for (int c = 0; c < vectors; ++c) std::memcpy(out + r * PANELS * LANES + c * sizeof(Bytes) / 4, &acc[r][c], sizeof(Bytes));
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c)
+        std::memcpy(out + r * PANELS * LANES + c * sizeof(Bytes) / 4, &acc[r][c], sizeof(Bytes));
 }
 
 #else
@@ -59,14 +63,14 @@ LLM_INLINE void store_operand(Operand* p, I32 x) { store_int16(p, x); }
 
 constexpr int panels_for(int) { return 1; }
 
-template <int ROWS, int PANELS>
-void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, int32_t* out) {
+template <int ROWS, int PANELS> void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, int32_t* out) {
     static_assert(PANELS == 1, "one panel at a time");
     for (int r = 0; r < ROWS; ++r) {
         int32_t acc[LANES] = {};
         for (int64_t s = 0; s < steps; ++s)
             for (int c = 0; c < LANES; ++c)
-                for (int j = 0; j < STEP; ++j) acc[c] += a[(s * ROWS + r) * STEP + j] * b[s * PANEL_STEP + c * STEP + j];
+                for (int j = 0; j < STEP; ++j)
+                    acc[c] += a[(s * ROWS + r) * STEP + j] * b[s * PANEL_STEP + c * STEP + j];
         std::memcpy(out + r * LANES, acc, sizeof acc);
     }
 }
@@ -101,8 +105,8 @@ constexpr int VECTOR_BYTES = sizeof(Vector) / 2;  // of int8
 
 // Few rows wait for memory: they take turns at several panels, so that as many streams are under way.
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
-// Steps of a panel before its other half, or the next panel, has its turn: they stay in the first-level cache. Four rows
-// are bound by arithmetic and gain from fewer turns.
+// Steps of a panel before its other half, or the next panel, has its turn: they stay in the first-level cache. Four
+// rows are bound by arithmetic and gain from fewer turns.
 constexpr int64_t block_steps(int rows, int panels) { return panels == 1 ? 128 : rows <= 3 ? 8 : 16; }
 
 // acc [ROWS][VECTORS] += the products of `steps` steps, for WIDTH of the vectors from `first` on.
@@ -113,7 +117,8 @@ __attribute__((noinline)) void part(const Operand* a, const int8_t* b, int64_t s
     constexpr int parts = VECTORS / WIDTH;
     const int8_t* fetched = b + ahead + (first ? steps / 2 * PANEL_STEP : 0);
     Vector acc[ROWS][WIDTH];
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < WIDTH; ++c) acc[r][c] = sums[r * VECTORS + first + c];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < WIDTH; ++c)
+        acc[r][c] = sums[r * VECTORS + first + c];
     b += first * VECTOR_BYTES;
     for (int64_t s = 0; s < steps; ++s) {
         Vector w[WIDTH];
@@ -127,7 +132,8 @@ __attribute__((noinline)) void part(const Operand* a, const int8_t* b, int64_t s
             LLM_UNROLL for (int c = 0; c < WIDTH; ++c) add_to(acc[r][c], multiply(value, w[c]));
         }
     }
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < WIDTH; ++c) sums[r * VECTORS + first + c] = acc[r][c];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < WIDTH; ++c)
+        sums[r * VECTORS + first + c] = acc[r][c];
 }
 
 // The two int32 of each column together: [VECTORS] vectors -> 16 columns.
@@ -149,7 +155,8 @@ void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
         const int64_t some = min(block, steps - s);
         for (int c = 0; c < PANELS; ++c)
             LLM_UNROLL for (int first = 0; first < VECTORS; first += width)
-                part<ROWS, width>(a + s * ROWS * STEP, b + c * panel_bytes + s * PANEL_STEP, some, ahead.distance(s), sums[c], first);
+                part<ROWS, width>(a + s * ROWS * STEP, b + c * panel_bytes + s * PANEL_STEP, some, ahead.distance(s),
+                                  sums[c], first);
     }
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < PANELS; ++c) add_pairs(sums[c] + r * VECTORS, out + (r * PANELS + c) * LANES);
@@ -158,8 +165,8 @@ void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
 #endif
 #endif
 
-// y = (float(sum) * its row's scale) * (factor * scale[n]) + bias[n], each product rounded. Where rows are quantized by their
-// largest elements the factor is 1; by input_scale, it is that, and rows' scales are 1.
+// y = (float(sum) * its row's scale) * (factor * scale[n]) + bias[n], each product rounded. Where rows are quantized by
+// their largest elements the factor is 1; by input_scale, it is that, and rows' scales are 1.
 struct Int8Product : Product {
     const Operand* a;        // of each tile, [k / 4][rows][4]
     const float* row_scale;  // [m]
@@ -167,8 +174,9 @@ struct Int8Product : Product {
     float factor;
 
     Int8Product(const Product& product, const Operand* operands, const float* row_scales, int32_t operand_shift)
-        : Product(product), a(operands), row_scale(row_scales), offset(operand_shift + static_cast<int32_t>(input_offset)),
-          factor(input_scale == 0.0f ? 1.0f : input_scale) {}
+        : Product(product), a(operands), row_scale(row_scales),
+          offset(operand_shift + static_cast<int32_t>(input_offset)), factor(input_scale == 0.0f ? 1.0f : input_scale) {
+    }
 
     int64_t steps() const { return ceil_div(k, STEP); }
     int64_t panel_bytes() const { return steps() * PANEL_STEP; }
@@ -182,7 +190,8 @@ LLM_INLINE void scale_sums(const Int8Product& p, int64_t row, int64_t rows, int6
         const int64_t column = (panel + c) * LANES;
         alignas(64) int32_t excess[LANES];
         for (int i = 0; i < LANES; ++i)
-            excess[i] = static_cast<int32_t>(static_cast<uint32_t>(p.offset) * static_cast<uint32_t>(p.sums[column + i]));
+            excess[i] = static_cast<int32_t>(static_cast<uint32_t>(p.offset) *
+                                             static_cast<uint32_t>(p.sums[column + i]));
         const F32 scale = set1(p.factor) * p.scales().load(0, column, p.n - column), biases = p.biases(column);
         for (int64_t r = 0; r < rows; ++r) {
             const I32 sum = load_i(sums + (r * stride + c) * LANES) - load_i(excess);
@@ -211,7 +220,8 @@ LLM_INLINE float quantize_row(const Product& p, int64_t row, int64_t padded_k, i
     alignas(64) Operand q[LANES];
     for (int64_t i = 0; i < padded_k; i += LANES) {
         store_operand(q, by.quantize(load_part(x + i, p.k - i)));
-        for (int64_t j = 0; j < min(LANES, padded_k - i); j += STEP) std::memcpy(out + (i + j) * rows, q + j, STEP * sizeof(Operand));
+        for (int64_t j = 0; j < min(LANES, padded_k - i); j += STEP)
+            std::memcpy(out + (i + j) * rows, q + j, STEP * sizeof(Operand));
     }
     return by.factor;
 }
@@ -231,7 +241,8 @@ void multiply_by_tiles(const Product& product, int64_t threads) {
     for_row_blocks(p.m, panels.steps(), 1, block, MOST_TILES, [&](const TileOperands& a, int64_t from) {
         quantize_operands(a, p.x + from * p.k, p.k, p.input_scale, p.input_offset, row_scales + from, threads);
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
-            scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS, reinterpret_cast<const int32_t*>(sums));
+            scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS,
+                       reinterpret_cast<const int32_t*>(sums));
         };
         multiply_tiles<INT8>(a, panels, p.panels(), threads, done);
     });
@@ -243,7 +254,8 @@ void multiply_by_tiles(const Product& product, int64_t threads) {
 struct PanelRow {
     const int8_t* panel;
     PanelRow(const Weight& weight, int64_t row)
-        : panel(static_cast<const int8_t*>(weight.data) + row / LANES * ceil_div(weight.k, STEP) * PANEL_STEP + row % LANES * STEP) {}
+        : panel(static_cast<const int8_t*>(weight.data) + row / LANES * ceil_div(weight.k, STEP) * PANEL_STEP +
+                row % LANES * STEP) {}
     int8_t operator[](int64_t k) const { return panel[k / STEP * PANEL_STEP + k % STEP]; }
 };
 
@@ -266,7 +278,8 @@ void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int6
     });
     const Int8Product p(product, a, row_scales, OPERAND_SHIFT);
     tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
-        with_rows(tasks.rows(tile), [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
+        with_rows(tasks.rows(tile),
+                  [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
     });
 }
 
@@ -321,7 +334,8 @@ LLM_EXPORT void llm_quantize_per_token(const float* x, int8_t* q, float* scale, 
     });
 }
 
-LLM_EXPORT void llm_quantize_static(const float* x, int8_t* q, float scale, int64_t offset, int64_t count, int64_t threads) {
+LLM_EXPORT void llm_quantize_static(const float* x, int8_t* q, float scale, int64_t offset, int64_t count,
+                                    int64_t threads) {
     constexpr int64_t chunk = 1 << 12;
     parallel_for(ceil_div(count, chunk), threads, 0, [&](int64_t index, char*) {
         const int64_t end = min(count, (index + 1) * chunk);

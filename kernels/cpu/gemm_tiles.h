@@ -1,14 +1,16 @@
 // Products by matrix tiles (AMX): 16 rows by 64 outputs at once, from the same panels as every other instruction set.
 //
-// A panel's 64-byte lines (2 bfloat16 or 4 int8 of each of 16 columns) are the lines of a tile as the instructions read it; a
-// step is 16 of them. Activations become operands, for each block of steps: [row tile][step][part][rows][64 bytes].
+// A panel's 64-byte lines (2 bfloat16 or 4 int8 of each of 16 columns) are the lines of a tile as the instructions read
+// it; a step is 16 of them. Activations become operands, for each block of steps: [row tile][step][part][rows][64
+// bytes].
 //
-// int8: exact sums in int32. bfloat16: an activation is cut into three bfloat16, which hold all its 24 bits, and each step adds
-// the products with the first, then the second, then the third part:
-//     y = (((0 + t(0, 0)) + t(0, 1)) + t(0, 2)) + t(1, 0) + ...    t(s, p) = even chain + odd chain, over the 32 k of step s
+// int8: exact sums in int32. bfloat16: an activation is cut into three bfloat16, which hold all its 24 bits, and each
+// step adds the products with the first, then the second, then the third part:
+//     y = (((0 + t(0, 0)) + t(0, 1)) + t(0, 2)) + t(1, 0) + ...    t(s, p) = even chain + odd chain, over the 32 k of
+//     step s
 // Or, where that was asked for, it is rounded to the nearest bfloat16, which is its one part.
-// Every output has this chain, whatever the rows beside it, the tile and the thread. The instruction flushes denormals, also of
-// the parts: an error below 2^-126 for each product, and none above it that a float32 chain would not have.
+// Every output has this chain, whatever the rows beside it, the tile and the thread. The instruction flushes denormals,
+// also of the parts: an error below 2^-126 for each product, and none above it that a float32 chain would not have.
 //
 // The compiler does not know what the tile instructions read and write: hence their "memory".
 #pragma once
@@ -21,16 +23,16 @@
 namespace llm {
 namespace {
 
-constexpr int64_t LINE = 64;            // bytes of a row of a tile
+constexpr int64_t LINE = 64;  // bytes of a row of a tile
 constexpr int64_t TILE_LINES = 16;
 constexpr int64_t TILE_BYTES = LINE * TILE_LINES;
-constexpr int64_t TILE_PANELS = 4;      // panels that share a load of the operands
-constexpr int64_t BLOCK_STEPS = 32;     // of k: so much of 8 row tiles' operands stays in the second-level cache
-constexpr int64_t SHORT_STEPS = 8;      // of k: so much of TILE_PANELS panels stays in the first-level cache
+constexpr int64_t TILE_PANELS = 4;            // panels that share a load of the operands
+constexpr int64_t BLOCK_STEPS = 32;           // of k: so much of 8 row tiles' operands stays in the second-level cache
+constexpr int64_t SHORT_STEPS = 8;            // of k: so much of TILE_PANELS panels stays in the first-level cache
 constexpr int64_t OPERAND_BYTES = 704 << 10;  // of a block of row tiles, when it has more than the least
 constexpr int64_t LEAST_TILES = 8, MOST_TILES = 32;
-constexpr int64_t MOST_GROUPS = 8;      // groups of panels in a task
-constexpr int64_t TILE_AHEAD = 2048;    // bytes of a panel
+constexpr int64_t MOST_GROUPS = 8;    // groups of panels in a task
+constexpr int64_t TILE_AHEAD = 2048;  // bytes of a panel
 
 // What a tile instruction reads, AddressSanitizer sees only when it is read once more.
 LLM_INLINE void touch(const char* from, int64_t lines, int64_t width = LINE) {
@@ -44,12 +46,12 @@ LLM_INLINE void touch(const char* from, int64_t lines, int64_t width = LINE) {
 }
 
 #define LLM_TILE_LOAD(tile, from, stride) \
-    asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(static_cast<int64_t>(stride)) : "memory")
+    asm volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(from), "r"(static_cast<int64_t>(stride)) : "memory")
 #define LLM_TILE_STORE(tile, to, stride) \
     asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(static_cast<int64_t>(stride)) : "memory")
-#define LLM_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::: "memory")
-#define LLM_TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::: "memory")
-#define LLM_TILE_DOT_INT8(sum, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::: "memory")
+#define LLM_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile::: "memory")
+#define LLM_TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum::: "memory")
+#define LLM_TILE_DOT_INT8(sum, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum::: "memory")
 
 // The shapes of the thread's tiles, released at the end: 0 to 3 sums, 4 to 6 operands, 7 a panel.
 class TileShapes {
@@ -77,8 +79,8 @@ class TileShapes {
     TileShapes& operator=(const TileShapes&) = delete;
 };
 
-// What the steps of a block bring into the caches while they multiply: of each panel, `lines` a step from `weights` on, and
-// `skip` bytes further from step `turn` on. `soon`: into the first-level cache, else the second.
+// What the steps of a block bring into the caches while they multiply: of each panel, `lines` a step from `weights` on,
+// and `skip` bytes further from step `turn` on. `soon`: into the first-level cache, else the second.
 struct Meanwhile {
     const char* weights;
     int64_t stride, lines;  // from panel to panel
@@ -98,20 +100,21 @@ constexpr int parts_of(Form form) { return form == BF16_PARTS ? 3 : 1; }
 
 // sums 0 ... PANELS - 1 += the products of `steps` steps.
 template <Form FORM, int PANELS>
-LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t panel_bytes, int64_t steps, const Meanwhile& meanwhile) {
+LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t panel_bytes, int64_t steps,
+                          const Meanwhile& meanwhile) {
     constexpr int PARTS = parts_of(FORM);
-#define LLM_TILE_PANEL(panel)                                                                                     \
-    if constexpr (PANELS > panel) {                                                                               \
-        const char* at = b + panel * panel_bytes;                                                                 \
-        meanwhile.fetch(step, panel);                                                                             \
-        touch(at, TILE_LINES);                                                                                    \
-        LLM_TILE_LOAD(7, at, LINE);                                                                               \
-        if constexpr (FORM == INT8) LLM_TILE_DOT_INT8(panel, 4, 7);                                               \
-        else LLM_TILE_DOT_BF16(panel, 4, 7);                                                                      \
-        if constexpr (FORM == BF16_PARTS) {                                                                       \
-            LLM_TILE_DOT_BF16(panel, 5, 7);                                                                       \
-            LLM_TILE_DOT_BF16(panel, 6, 7);                                                                       \
-        }                                                                                                         \
+#define LLM_TILE_PANEL(panel)                                       \
+    if constexpr (PANELS > panel) {                                 \
+        const char* at = b + panel * panel_bytes;                   \
+        meanwhile.fetch(step, panel);                               \
+        touch(at, TILE_LINES);                                      \
+        LLM_TILE_LOAD(7, at, LINE);                                 \
+        if constexpr (FORM == INT8) LLM_TILE_DOT_INT8(panel, 4, 7); \
+        else LLM_TILE_DOT_BF16(panel, 4, 7);                        \
+        if constexpr (FORM == BF16_PARTS) {                         \
+            LLM_TILE_DOT_BF16(panel, 5, 7);                         \
+            LLM_TILE_DOT_BF16(panel, 6, 7);                         \
+        }                                                           \
     }
     for (int64_t step = 0; step < steps; ++step, a += PARTS * a_tile, b += TILE_BYTES) {
         touch(a, PARTS * a_tile / LINE);
@@ -167,15 +170,16 @@ struct TileOperands {
         const int64_t tile = row / TILE_LINES, part = tile_rows(tile) * LINE;
         for (int64_t first = 0; first < steps; first += block) {
             char* line = at(tile, first) + row % TILE_LINES * LINE;
-            for (int64_t step = first; step < first + block_steps(first); ++step, line += parts * part) write(step, line, part);
+            for (int64_t step = first; step < first + block_steps(first); ++step, line += parts * part)
+                write(step, line, part);
         }
     }
     static int64_t bytes(int64_t rows, int64_t steps, int64_t parts) { return rows * steps * parts * LINE; }
 };
 
 // Rows x [a.rows][k] as int8 operands, and the factors of their sums: quantize.h.
-inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, float input_scale, int64_t offset, float* scales,
-                              int64_t threads) {
+inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, float input_scale, int64_t offset,
+                              float* scales, int64_t threads) {
     parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
         const float* at = x + row * k;
         const RowQuantizer by(at, k, input_scale, offset);
@@ -185,14 +189,17 @@ inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, 
             const int64_t left = k - step * LINE;
             int8_t* to = reinterpret_cast<int8_t*>(line);
             if (left >= LINE)
-                LLM_UNROLL for (int64_t i = 0; i < LINE; i += LANES) store_int8(to + i, by.quantize(load(from_here + i)));
+                LLM_UNROLL for (int64_t i = 0; i < LINE; i += LANES)
+                    store_int8(to + i, by.quantize(load(from_here + i)));
             else
-                for (int64_t i = 0; i < LINE; i += LANES) store_int8(to + i, by.quantize(load_part(from_here + i, left - i)));
+                for (int64_t i = 0; i < LINE; i += LANES)
+                    store_int8(to + i, by.quantize(load_part(from_here + i, left - i)));
         });
     });
 }
 
-// Some steps of a group of panels: `whole` of them from `data` on, `stride` apart from panel to panel, then perhaps a last one.
+// Some steps of a group of panels: `whole` of them from `data` on, `stride` apart from panel to panel, then perhaps a
+// last one.
 struct TileSteps {
     const char* data;
     int64_t stride, whole;
@@ -243,7 +250,8 @@ void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t 
     store_sums<PANELS>(sums);
 }
 
-// A block of rows by all outputs: done(row tile, first panel, how many, sums [rows][TILE_PANELS][16]), which may overwrite them.
+// A block of rows by all outputs: done(row tile, first panel, how many, sums [rows][TILE_PANELS][16]), which may
+// overwrite them.
 template <Form FORM, class Panels, class Done>
 void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int64_t threads, const Done& done) {
     constexpr int64_t tile_bytes = TILE_LINES * TILE_PANELS * LINE;
@@ -259,21 +267,27 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int6
         const auto next = [&](int64_t group, int64_t first) {
             if (++group == end && first + a.block < a.steps) group = begin, first += a.block;
             else if (group == end) first = 0;
-            return group < groups ? b.stored(group * TILE_PANELS, first, a.block_steps(first)) : StoredSteps{nullptr, 0, 0};
+            return group < groups ? b.stored(group * TILE_PANELS, first, a.block_steps(first))
+                                  : StoredSteps{nullptr, 0, 0};
         };
         for (int64_t first = 0; first == 0 || first < a.steps; first += a.block)
             for (int64_t group = begin; group < end; ++group) {
                 const int64_t panel = group * TILE_PANELS, wide = min(TILE_PANELS, panels - panel);
                 const TileSteps steps = b.open(panel, wide, first, a.block_steps(first), scratch + kept);
                 const StoredSteps after = next(group, first);
-                const int64_t part = ceil_div(after.lines, tiles), lines = ceil_div(part, steps.whole > 0 ? steps.whole : 1);
+                const int64_t part = ceil_div(after.lines, tiles),
+                              lines = ceil_div(part, steps.whole > 0 ? steps.whole : 1);
                 for (int64_t tile = 0; tile < tiles; ++tile) {
-                    // One row tile waits for memory: it fetches what its own panels hold a little later. More have the time to
-                    // fetch what comes next, every row tile its part.
+                    // One row tile waits for memory: it fetches what its own panels hold a little later. More have the
+                    // time to fetch what comes next, every row tile its part.
                     const Meanwhile meanwhile =
                         Panels::IN_PLACE && tiles == 1
-                            ? Meanwhile{steps.data + TILE_AHEAD, steps.stride, TILE_LINES, steps.whole - TILE_AHEAD / TILE_BYTES,
-                                        (wide - 1) * steps.stride, true}
+                            ? Meanwhile{steps.data + TILE_AHEAD,
+                                        steps.stride,
+                                        TILE_LINES,
+                                        steps.whole - TILE_AHEAD / TILE_BYTES,
+                                        (wide - 1) * steps.stride,
+                                        true}
                             : Meanwhile{after.data + tile * part * LINE, after.stride, lines, steps.whole, 0, false};
                     char* sums = scratch + ((group - begin) * tiles + tile) * tile_bytes;
                     if (wide == 4) add_block<FORM, 4>(shapes, a, tile, first, steps, sums, meanwhile);

@@ -1,8 +1,8 @@
 // y = x W^T (+ bias) with float32 activations and int8 or int4 weights: W[n, k] = (w[n, k] - zero[n, g]) * scale[n, g].
 //
-// Each output is one chain of fused multiply-adds from +0 over k = 0 ... K-1, then the bias, as with a float weight. For
-// few rows the weights are made float32 in registers, on their way to the multiplier; for more, a block of k at a time in
-// the cache, for all rows of a block. Panels are those of gemm_int8.cpp and gemm_int4.cpp.
+// Each output is one chain of fused multiply-adds from +0 over k = 0 ... K-1, then the bias, as with a float weight.
+// For few rows the weights are made float32 in registers, on their way to the multiplier; for more, a block of k at a
+// time in the cache, for all rows of a block. Panels are those of gemm_int8.cpp and gemm_int4.cpp.
 #include <utility>
 
 #include "weight.h"
@@ -52,13 +52,15 @@ template <int BITS> struct Opened {
             lo[0] = _mm256_xor_si256(lo[0], flip), hi[0] = _mm256_xor_si256(hi[0], flip);
         } else {
             const __m256i mask = _mm256_set1_epi8(15);
-            lo[1] = _mm256_and_si256(_mm256_srli_epi32(lo[0], 4), mask), hi[1] = _mm256_and_si256(_mm256_srli_epi32(hi[0], 4), mask);
+            lo[1] = _mm256_and_si256(_mm256_srli_epi32(lo[0], 4), mask),
+            hi[1] = _mm256_and_si256(_mm256_srli_epi32(hi[0], 4), mask);
             lo[0] = _mm256_and_si256(lo[0], mask), hi[0] = _mm256_and_si256(hi[0], mask);
         }
     }
     template <int J> LLM_INLINE F32 value() const {  // byte J of each 32 bits, alone
         constexpr int B = J % 4, Z = static_cast<int>(0x80808000u);
-        const __m256i order = _mm256_setr_epi32(Z | B, Z | (4 + B), Z | (8 + B), Z | (12 + B), Z | B, Z | (4 + B), Z | (8 + B), Z | (12 + B));
+        const __m256i order = _mm256_setr_epi32(Z | B, Z | (4 + B), Z | (8 + B), Z | (12 + B), Z | B, Z | (4 + B),
+                                                Z | (8 + B), Z | (12 + B));
         return to_float(I32{_mm256_shuffle_epi8(lo[J / 4], order), _mm256_shuffle_epi8(hi[J / 4], order)});
     }
 };
@@ -76,8 +78,8 @@ template <int BITS> struct Opened {
 };
 #endif
 
-// What makes a group's integers of 16 columns weights. A bias of the values is a power of two: times the scale it is exact,
-// and the fused multiply-add rounds once, as the product of the integer itself would.
+// What makes a group's integers of 16 columns weights. A bias of the values is a power of two: times the scale it is
+// exact, and the fused multiply-add rounds once, as the product of the integer itself would.
 template <int BITS, bool ZEROS> struct Grid {
     F32 scale, shift;
     LLM_INLINE Grid() : scale(zero()), shift(zero()) {}
@@ -121,7 +123,8 @@ template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_row
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const int64_t column = min(panel + c, p.panels() - 1) * LANES;
             grid[c].load_group(p, group, column);
-            p.scales().fetch(group, column + PANELS * LANES);  // of a later panel: they come from memory one line at a time
+            p.scales().fetch(group,
+                             column + PANELS * LANES);  // of a later panel: they come from memory one line at a time
         }
         for (const int64_t end = min(steps, s + group_steps); s < end; ++s) {
             const int64_t distance = ahead.distance(s);
@@ -131,7 +134,8 @@ template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_row
                 const Opened<BITS> opened(b[c] + s * STEP_BYTES);
                 for_each([&](auto j) {
                     const F32 w = grid[c].weight(opened.template value<decltype(j)::value>());
-                    LLM_UNROLL for (int r = 0; r < ROWS; ++r) acc[r][c] = fma(set1(a[r * p.k + decltype(j)::value]), w, acc[r][c]);
+                    LLM_UNROLL for (int r = 0; r < ROWS; ++r)
+                        acc[r][c] = fma(set1(a[r * p.k + decltype(j)::value]), w, acc[r][c]);
                 }, std::make_integer_sequence<int, STEP>{});
             }
         }
@@ -181,10 +185,11 @@ void widen_block(const Product& p, int64_t panel, int64_t first, int64_t end, fl
 }
 
 // sums [ROWS][TILE_PANELS][16] += x [ROWS][count] w [count][TILE_PANELS][16]
-template <int ROWS> __attribute__((noinline)) void accumulate(const float* x, int64_t stride, const float* w, int64_t count, float* sums) {
+template <int ROWS>
+__attribute__((noinline)) void accumulate(const float* x, int64_t stride, const float* w, int64_t count, float* sums) {
     F32 acc[ROWS][TILE_PANELS];
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-        LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) acc[r][c] = load(sums + (r * TILE_PANELS + c) * LANES);
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c)
+        acc[r][c] = load(sums + (r * TILE_PANELS + c) * LANES);
     for (int64_t k = 0; k < count; ++k) {
         F32 weight[TILE_PANELS];
         LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) weight[c] = load(w + (k * TILE_PANELS + c) * LANES);
@@ -193,8 +198,8 @@ template <int ROWS> __attribute__((noinline)) void accumulate(const float* x, in
             LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) acc[r][c] = fma(value, weight[c], acc[r][c]);
         }
     }
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-        LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) store(sums + (r * TILE_PANELS + c) * LANES, acc[r][c]);
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c)
+        store(sums + (r * TILE_PANELS + c) * LANES, acc[r][c]);
 }
 
 // One block of tiles of rows with TILE_PANELS panels.
@@ -211,7 +216,8 @@ void block(const Product& p, const Tasks& tasks, int64_t first_tile, int64_t end
         for (int64_t tile = first_tile; tile < end_tile; ++tile)
             with_rows(tasks.rows(tile), [&](auto height) {
                 const int64_t row = tasks.first_row(tile);
-                accumulate<decltype(height)::value>(p.x + row * p.k + first, p.k, weights, end - first, sums + (row - first_row) * ROW);
+                accumulate<decltype(height)::value>(p.x + row * p.k + first, p.k, weights, end - first,
+                                                    sums + (row - first_row) * ROW);
             });
     }
     for (int64_t c = 0; c < panels; ++c) {
@@ -226,7 +232,8 @@ template <int BITS, bool ZEROS> void multiply(const Product& p, int64_t threads)
     const Tasks tasks(p.m, p.n, MAX_ROWS, 0, 0, threads);
 #if !defined(LLM_PLAIN)
     constexpr int STEP = step_of(BITS);
-    if (p.m <= FEW_ROWS && p.k % STEP == 0 && (p.group_size % STEP == 0 || p.group_size >= p.k)) return few_rows<BITS, ZEROS>(p, tasks);
+    if (p.m <= FEW_ROWS && p.k % STEP == 0 && (p.group_size % STEP == 0 || p.group_size >= p.k))
+        return few_rows<BITS, ZEROS>(p, tasks);
 #endif
     const int64_t fitting = BLOCK_BYTES / (p.k * static_cast<int64_t>(sizeof(float)) * MAX_ROWS + 1);
     const int64_t block_tiles = min(max(8, fitting), tasks.tiles());

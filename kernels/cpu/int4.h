@@ -1,7 +1,8 @@
 // What products with int4 weights share: gemm_int4.cpp multiplies by vectors, gemm_int4_tiles.cpp by matrix tiles.
 //
-// A panel is [k / 8][16][4]: in byte j of a column, weight k + j plus 8 in the low nibble and weight k + 4 + j plus 8 in the
-// high one, so that a mask and a shift give four unsigned bytes of consecutive k. k is padded with activations of 0.
+// A panel is [k / 8][16][4]: in byte j of a column, weight k + j plus 8 in the low nibble and weight k + 4 + j plus 8
+// in the high one, so that a mask and a shift give four unsigned bytes of consecutive k. k is padded with activations
+// of 0.
 #pragma once
 
 #include "weight.h"
@@ -12,8 +13,8 @@ namespace {
 constexpr int64_t STEP = 8;                // k of one step
 constexpr int64_t PANEL_STEP = LANES * 4;  // bytes of a panel per step
 
-// y = (sum over groups, in order, of float(sum) * scale[g, n]) * its row's scale + bias[n]; a group is added by one fused
-// multiply-add. group_size is a multiple of 8, or there is one group.
+// y = (sum over groups, in order, of float(sum) * scale[g, n]) * its row's scale + bias[n]; a group is added by one
+// fused multiply-add. group_size is a multiple of 8, or there is one group.
 struct Int4Product : Product {
     const float* row_scale;  // [m]
     int64_t groups, group_steps;

@@ -6,7 +6,8 @@
 
 namespace llm {
 
-// Of integers, two or more lie side by side in a byte or a word: gemm_int8.cpp and gemm_int4.cpp. weight.py has the names.
+// Of integers, two or more lie side by side in a byte or a word: gemm_int8.cpp and gemm_int4.cpp. weight.py has the
+// names.
 enum class Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 };
 LLM_NAMED(Kind)
 

@@ -26,11 +26,12 @@ template <class T> struct Cache {
 
 using namespace llm;
 
-// key, value: [tokens][kv_heads][head_size], tokens `stride` floats apart. Returns -1, or without having written anything
-// the first token whose slot is outside of the cache.
-LLM_EXPORT int64_t llm_write_kv_cache(const float* key, int64_t key_stride, const float* value, int64_t value_stride, Kind kind,
-                                      void* key_cache, void* value_cache, const int64_t* slot_mapping, int64_t slots,
-                                      int64_t tokens, int64_t kv_heads, int64_t head_size, int64_t threads) {
+// key, value: [tokens][kv_heads][head_size], tokens `stride` floats apart. Returns -1, or without having written
+// anything the first token whose slot is outside of the cache.
+LLM_EXPORT int64_t llm_write_kv_cache(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
+                                      Kind kind, void* key_cache, void* value_cache, const int64_t* slot_mapping,
+                                      int64_t slots, int64_t tokens, int64_t kv_heads, int64_t head_size,
+                                      int64_t threads) {
     const int64_t bad = first_outside(slot_mapping, tokens, slots);
     if (bad >= 0) return bad;
     with_type(kind, [&](auto type) {

@@ -21,8 +21,8 @@ LLM_EXPORT int64_t llm_linear(const Weight* weight, const float* x, float* y, in
     return 0;
 }
 
-// ids [count] -> y [count, k], of a float kind or of int8 with one scale per row; returns 0, or 1 when an id is not in [0, n):
-// then nothing was read.
+// ids [count] -> y [count, k], of a float kind or of int8 with one scale per row; returns 0, or 1 when an id is not in
+// [0, n): then nothing was read.
 LLM_EXPORT int64_t llm_embedding(const Weight* weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
     if (first_outside(ids, count, weight->n) >= 0) return 1;
     const auto gather = weight->kind == Kind::INT8 ? gather_int8 : gather_float;
@@ -30,7 +30,8 @@ LLM_EXPORT int64_t llm_embedding(const Weight* weight, const int64_t* ids, float
     return 0;
 }
 
-// src [n, k] -> panels of `kind`, one int8 for each value of INT8 and INT4, in `dst`; `sums` [n, padded to panels] of INT8.
+// src [n, k] -> panels of `kind`, one int8 for each value of INT8 and INT4, in `dst`; `sums` [n, padded to panels] of
+// INT8.
 LLM_EXPORT void llm_pack(Kind kind, const void* src, void* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads) {
     const int8_t* integers = static_cast<const int8_t*>(src);
     if (kind == Kind::INT8) return pack_int8(integers, static_cast<int8_t*>(dst), sums, n, k, threads);

@@ -5,8 +5,9 @@
 #include <sys/mman.h>
 #endif
 
-// Asks for large pages in place of those that lie wholly within [data, data + bytes): before the first write, which then
-// gets them, or when all is `written`, which moves it. A system without them refuses; only speed depends on the answer.
+// Asks for large pages in place of those that lie wholly within [data, data + bytes): before the first write, which
+// then gets them, or when all is `written`, which moves it. A system without them refuses; only speed depends on the
+// answer.
 LLM_EXPORT void llm_large_pages(void* data, int64_t bytes, int64_t written) {
 #if defined(__linux__)
     constexpr int collapse = 25;  // MADV_COLLAPSE, Linux 6.1: older headers do not have it

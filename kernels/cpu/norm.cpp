@@ -10,8 +10,8 @@
 namespace llm {
 namespace {
 
-// A norm of a row, or of the sum of two: RMS over the first `variance_size` channels, or layer norm. The weight and the bias
-// (null: none) are of one kind; `weight_offset` is added to the weight (Gemma stores weight - 1).
+// A norm of a row, or of the sum of two: RMS over the first `variance_size` channels, or layer norm. The weight and the
+// bias (null: none) are of one kind; `weight_offset` is added to the weight (Gemma stores weight - 1).
 struct Norm {
     bool is_layer_norm;
     Kind parameter_kind;
@@ -26,7 +26,8 @@ template <class T> struct Scale {
     float offset;
 
     LLM_INLINE F32 apply(F32 x, int64_t i, int64_t count) const {
-        if (weight) x = x * (offset == 0.0f ? load_part(weight + i, count) : load_part(weight + i, count) + set1(offset));
+        if (weight)
+            x = x * (offset == 0.0f ? load_part(weight + i, count) : load_part(weight + i, count) + set1(offset));
         return bias ? x + load_part(bias + i, count) : x;
     }
 };
@@ -75,8 +76,8 @@ void norm_row(const Norm& norm, const float* x, const float* residual, float* to
 }
 
 // Rows x [rows][width] -> out; with a residual also total = x + residual.
-void norm_rows(const Norm& norm, const float* x, const float* residual, float* out, float* total, int64_t rows, int64_t width,
-               int64_t threads) {
+void norm_rows(const Norm& norm, const float* x, const float* residual, float* out, float* total, int64_t rows,
+               int64_t width, int64_t threads) {
     for_rows(rows, width, threads, [&](int64_t row) {
         const int64_t at = row * width;
         norm_row(norm, x + at, residual ? residual + at : nullptr, residual ? total + at : nullptr, out + at, width);
@@ -92,7 +93,8 @@ using namespace llm;
 LLM_EXPORT void llm_rms_norm(const float* x, const float* residual, Kind kind, const void* weight, float weight_offset,
                              float eps, int64_t variance_size, float* out, float* total, int64_t rows, int64_t width,
                              int64_t threads) {
-    norm_rows({false, kind, weight, nullptr, variance_size, weight_offset, eps}, x, residual, out, total, rows, width, threads);
+    norm_rows({false, kind, weight, nullptr, variance_size, weight_offset, eps}, x, residual, out, total, rows, width,
+              threads);
 }
 
 LLM_EXPORT void llm_layer_norm(const float* x, const float* residual, Kind kind, const void* weight, const void* bias,

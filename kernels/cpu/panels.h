@@ -27,8 +27,8 @@ constexpr int MAX_ROWS = 12;
 constexpr int MAX_ROWS = 6;
 #endif
 
-// Rows of the next tile when `left` remain: as even a split as tiles of at most `most` rows allow. Tiles of 1 to 6, 8, 10 and
-// 12 rows are compiled.
+// Rows of the next tile when `left` remain: as even a split as tiles of at most `most` rows allow. Tiles of 1 to 6, 8,
+// 10 and 12 rows are compiled.
 LLM_INLINE int64_t tile_rows(int64_t left, int64_t most) {
     const int64_t share = ceil_div(left, ceil_div(left, most));
     if (share <= 6 || share % 2 == 0) return share;
@@ -46,7 +46,8 @@ class Tasks {
     Tasks(int64_t m, int64_t n, int64_t most_rows, int64_t row_bytes, int64_t block_bytes, int64_t threads)
         : starts_((m + 1) * sizeof(int64_t)), panels_(ceil_div(n, LANES)), threads_(threads) {
         int64_t* start = starts_.as<int64_t>();
-        for (start[0] = 0; start[tiles_] < m; ++tiles_) start[tiles_ + 1] = start[tiles_] + tile_rows(m - start[tiles_], most_rows);
+        for (start[0] = 0; start[tiles_] < m; ++tiles_)
+            start[tiles_ + 1] = start[tiles_] + tile_rows(m - start[tiles_], most_rows);
         block_tiles_ = max(4, block_bytes / (row_bytes * most_rows + 1));
         if (tiles_ == 1) group_panels_ = 4;  // as many as a tile of few rows takes at once
     }
@@ -56,8 +57,8 @@ class Tasks {
     int64_t group_panels() const { return group_panels_; }
     // Tiles that one task takes at most.
     int64_t block_tiles() const { return min(block_tiles_, tiles_); }
-    // For everything, on all threads: prepare(first panel, end panel, the task's scratch), then with the same and each of a
-    // block of tiles run(tile, first panel, end panel, scratch).
+    // For everything, on all threads: prepare(first panel, end panel, the task's scratch), then with the same and each
+    // of a block of tiles run(tile, first panel, end panel, scratch).
     template <class Prepare, class Run> void run(int64_t scratch_bytes, const Prepare& prepare, const Run& run) const {
         const int64_t groups = ceil_div(panels_, group_panels_), blocks = ceil_div(tiles_, block_tiles_);
         parallel_for(groups * blocks, threads_, scratch_bytes, [&](int64_t task, char* scratch) {
@@ -69,7 +70,8 @@ class Tasks {
     }
     // run(tile, first panel, end panel) for everything, on all threads.
     template <class Run> void run(const Run& run_tile) const {
-        run(0, [](int64_t, int64_t, char*) {}, [&](int64_t tile, int64_t panel, int64_t end, char*) { run_tile(tile, panel, end); });
+        run(0, [](int64_t, int64_t, char*) {},
+            [&](int64_t tile, int64_t panel, int64_t end, char*) { run_tile(tile, panel, end); });
     }
 };
 

@@ -1,7 +1,7 @@
 // Spreading work over the kernels' own threads (threads.cpp).
 //
-// A slow or late core takes fewer tasks, and nobody waits for a thread that has taken none. No result may depend on which
-// thread runs a task, nor on how many there are.
+// A slow or late core takes fewer tasks, and nobody waits for a thread that has taken none. No result may depend on
+// which thread runs a task, nor on how many there are.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,8 @@ namespace llm {
 // work(argument) here and on up to `threads` - 1 workers, each of which calls it at most once: threads.cpp.
 void on_threads(void (*work)(void*), void* argument, int64_t threads);
 
-// Rounding to nearest, denormals kept: the control word is per thread, and a library loaded by the user may have changed it.
+// Rounding to nearest, denormals kept: the control word is per thread, and a library loaded by the user may have
+// changed it.
 class FloatControl {
 #if defined(__x86_64__)
     unsigned saved_ = _mm_getcsr();

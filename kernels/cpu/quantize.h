@@ -1,7 +1,7 @@
 // Activations to integers: by each row's largest element, or by a given scale and offset.
 //
-// The formulas of kernels/reference/quantized.py, with the same roundings: x / scale is a true division, rounded half to
-// even; NaN becomes 0 and leaves its mark in the row's scale.
+// The formulas of kernels/reference/quantized.py, with the same roundings: x / scale is a true division, rounded half
+// to even; NaN becomes 0 and leaves its mark in the row's scale.
 #pragma once
 
 #include "simd.h"
@@ -29,10 +29,10 @@ LLM_INLINE float largest_magnitude(const float* x, int64_t k) {
 
 // How a row becomes integers: clamp(round(x / divisor) + offset, -128, 127), rounded half to even.
 //
-// The quotients of a row's own scale are made of its reciprocal r, in a third of the time of divisions, and equal to them: x r
-// and one correction give a quotient less than a unit in the last place away, and of such a one, r rounded to nearest and an
-// exact remainder, the second correction makes the correctly rounded quotient (Markstein, IBM J. Res. Dev. 34, 1990). Remainders
-// are exact while scales lie within 2^+-60: a smaller x than 2^-90 gives 0 either way.
+// The quotients of a row's own scale are made of its reciprocal r, in a third of the time of divisions, and equal to
+// them: x r and one correction give a quotient less than a unit in the last place away, and of such a one, r rounded to
+// nearest and an exact remainder, the second correction makes the correctly rounded quotient (Markstein, IBM J. Res.
+// Dev. 34, 1990). Remainders are exact while scales lie within 2^+-60: a smaller x than 2^-90 gives 0 either way.
 class Quantizer {
     F32 divisor_, negative_, reciprocal_, offset_;
     bool divides_;
@@ -54,7 +54,8 @@ class Quantizer {
     // By a scale for any x.
     Quantizer(float scale, int64_t offset) : Quantizer(scale, offset, true) {}
     // By the scale of a row; NaN of one that holds a NaN.
-    explicit Quantizer(float row_scale) : Quantizer(row_scale == 0.0f ? 1.0f : row_scale, 0, !has_exact_corrections(row_scale)) {}
+    explicit Quantizer(float row_scale)
+        : Quantizer(row_scale == 0.0f ? 1.0f : row_scale, 0, !has_exact_corrections(row_scale)) {}
     LLM_INLINE I32 operator()(F32 x) const {
         const F32 q = nan_to_zero(round_even(quotient(x)) + offset_);
         return to_int(max(min(q, set1(127.0f)), set1(-128.0f)));
@@ -63,8 +64,8 @@ class Quantizer {
 
 LLM_INLINE float row_scale(const float* x, int64_t k) { return largest_magnitude(x, k) / 127.0f; }
 
-// What quantizes a row as a product with int8 says, and the factor of its sums: by the row's own scale where `input_scale` is 0,
-// else by it and `offset`, the factor being 1.
+// What quantizes a row as a product with int8 says, and the factor of its sums: by the row's own scale where
+// `input_scale` is 0, else by it and `offset`, the factor being 1.
 struct RowQuantizer {
     float factor;
     Quantizer quantize;

@@ -15,7 +15,8 @@ struct Call {
 }  // namespace
 }  // namespace llm
 
-// Returns -1, or the index of the first call that returned something else than when it was recorded: the rest is not run.
+// Returns -1, or the index of the first call that returned something else than when it was recorded: the rest is not
+// run.
 LLM_EXPORT int64_t llm_replay(const void* program, int64_t count) {
     const llm::Call* calls = static_cast<const llm::Call*>(program);
     for (int64_t i = 0; i < count; ++i)

@@ -16,12 +16,9 @@ union Slot {
 };
 
 template <class T> T from_slot(const Slot& slot) {
-    if constexpr (std::is_pointer_v<T>)
-        return reinterpret_cast<T>(slot.integer);
-    else if constexpr (std::is_floating_point_v<T>)
-        return static_cast<T>(slot.real);
-    else
-        return static_cast<T>(slot.integer);
+    if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(slot.integer);
+    else if constexpr (std::is_floating_point_v<T>) return static_cast<T>(slot.real);
+    else return static_cast<T>(slot.integer);
 }
 
 template <class R, class... A, std::size_t... I>

@@ -41,10 +41,8 @@ LLM_INLINE void rotate_neighbours(const float* from, float* to, const float* cos
 
 void rotate_head(const Table& table, int64_t position, const float* from, float* to, int64_t size) {
     const float* row = table.rows + position * 2 * table.pairs;
-    if (table.halves)
-        rotate_halves(from, to, row, row + table.pairs, table.pairs);
-    else
-        rotate_neighbours(from, to, row, row + table.pairs, table.pairs);
+    if (table.halves) rotate_halves(from, to, row, row + table.pairs, table.pairs);
+    else rotate_neighbours(from, to, row, row + table.pairs, table.pairs);
     for (int64_t i = 2 * table.pairs; i < size; ++i) to[i] = from[i];
 }
 

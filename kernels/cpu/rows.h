@@ -32,8 +32,7 @@ template <class Term> LLM_INLINE float sum_vectors(int64_t count, const Term& te
     int64_t i = 0;
     for (; i + 4 * LANES <= count; i += 4 * LANES)
         LLM_UNROLL for (int c = 0; c < 4; ++c) acc[c] = acc[c] + term(i + c * LANES);
-    LLM_UNROLL for (int c = 0; c < 4; ++c)
-        if (i + c * LANES < count) acc[c] = acc[c] + term(i + c * LANES);
+    LLM_UNROLL for (int c = 0; c < 4; ++c) if (i + c * LANES < count) acc[c] = acc[c] + term(i + c * LANES);
     return sum((acc[0] + acc[1]) + (acc[2] + acc[3]));
 }
 

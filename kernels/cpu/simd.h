@@ -1,7 +1,7 @@
 // Sixteen float lanes on every instruction set: one AVX-512 register, two AVX2 registers, or an array.
 //
-// Kernels are written once, on F32 and I32 and the element type. Every operation rounds the same way on all three, and a
-// sum over lanes has one fixed tree, so the same kernel gives the same bits whatever it was compiled for. Comparisons
+// Kernels are written once, on F32 and I32 and the element type. Every operation rounds the same way on all three, and
+// a sum over lanes has one fixed tree, so the same kernel gives the same bits whatever it was compiled for. Comparisons
 // follow x86: max(a, b) is b when either is NaN.
 #pragma once
 
@@ -48,7 +48,8 @@ LLM_INLINE float widen(BF16 x) { return bits_to_float(static_cast<uint32_t>(x.bi
 // binary16 -> binary32, exact; a signalling NaN becomes quiet, as the vcvtph2ps instruction does it.
 LLM_INLINE float widen(F16 x) {
     const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-    if (rest >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13 | (rest > 0x7c00u ? 0x400000u : 0));
+    if (rest >= 0x7c00u)
+        return bits_to_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13 | (rest > 0x7c00u ? 0x400000u : 0));
     if (rest >= 0x0400u) return bits_to_float(sign | ((rest << 13) + 0x38000000u));
     const float denormal = static_cast<float>(rest) * 0x1p-24f;
     return sign ? -denormal : denormal;
@@ -118,7 +119,9 @@ LLM_INLINE F32 operator+(F32 a, F32 b) { return {_mm256_add_ps(a.lo, b.lo), _mm2
 LLM_INLINE F32 operator-(F32 a, F32 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 LLM_INLINE F32 operator*(F32 a, F32 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 LLM_INLINE F32 operator/(F32 a, F32 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
-LLM_INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+LLM_INLINE F32 fma(F32 a, F32 b, F32 c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
 LLM_INLINE F32 max(F32 a, F32 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 LLM_INLINE F32 min(F32 a, F32 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 LLM_INLINE F32 sqrt(F32 a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
@@ -185,6 +188,7 @@ LLM_INLINE I32 load_int8(const int8_t* p) {
 
 #else
 
+// clang-format off
 struct F32 { float v[LANES]; };
 struct I32 { int32_t v[LANES]; };
 
@@ -264,6 +268,8 @@ LLM_INLINE void store_int8(int8_t* p, I32 x) {
     for (int i = 0; i < LANES; ++i) p[i] = static_cast<int8_t>(x.v[i]);
 }
 LLM_INLINE I32 load_int8(const int8_t* p) { return lanes<I32>([&](int i) { return p[i]; }); }
+
+// clang-format on
 
 #endif
 

@@ -1,8 +1,9 @@
 // The kernels' own threads: created when work is first shared, asleep between calls, ended by llm_end_threads.
 //
-// A worker spins for a moment after its last task, as the next one usually follows at once, and then sleeps. On a machine
-// whose cores are busy spinning would burn the time slice that the work itself needs, so it stops at the first sign that
-// the system has taken a core away. The caller computes along and waits only for workers that have taken a task.
+// A worker spins for a moment after its last task, as the next one usually follows at once, and then sleeps. On a
+// machine whose cores are busy spinning would burn the time slice that the work itself needs, so it stops at the first
+// sign that the system has taken a core away. The caller computes along and waits only for workers that have taken a
+// task.
 #include "replay.h"
 
 #include <climits>
@@ -17,10 +18,10 @@ namespace llm {
 namespace {
 
 constexpr int MOST_WORKERS = 255;
-constexpr int64_t SPIN_NS = 300'000;           // the gap that Python leaves between two kernels of a prompt, and more
-constexpr int64_t CONTENDED_SPIN_NS = 2'000;   // while others run on these cores
-constexpr int64_t PREEMPTED_NS = 200'000;      // between two looks at the clock: the core was taken away
-constexpr int64_t CONTENDED_NS = 50'000'000;   // how long a sign of contention counts
+constexpr int64_t SPIN_NS = 300'000;          // the gap that Python leaves between two kernels of a prompt, and more
+constexpr int64_t CONTENDED_SPIN_NS = 2'000;  // while others run on these cores
+constexpr int64_t PREEMPTED_NS = 200'000;     // between two looks at the clock: the core was taken away
+constexpr int64_t CONTENDED_NS = 50'000'000;  // how long a sign of contention counts
 
 // state: region number << 16 | OPEN | workers inside.
 constexpr uint64_t OPEN = 1 << 15, INSIDE = OPEN - 1, REGION = 1 << 16;
@@ -128,7 +129,8 @@ void create_workers(int wanted) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (pool.workers < wanted && pthread_create(&pool.ids[pool.workers], nullptr, live, nullptr) == 0) ++pool.workers;
+    while (pool.workers < wanted && pthread_create(&pool.ids[pool.workers], nullptr, live, nullptr) == 0)
+        ++pool.workers;
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
@@ -183,8 +185,8 @@ LLM_EXPORT void llm_end_threads() {
     pool.taken.clear(std::memory_order_release);
 }
 
-// Runs `count` tasks of about `spin` turns of a loop and writes the system's number of the thread that ran each; returns how
-// many workers there are. For tests.
+// Runs `count` tasks of about `spin` turns of a loop and writes the system's number of the thread that ran each;
+// returns how many workers there are. For tests.
 LLM_EXPORT int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t turns, int64_t threads) {
     llm::parallel_for(count, threads, 0, [&](int64_t i, char*) {
         for (volatile int64_t turn = 0; turn < turns; turn = turn + 1) continue;

@@ -1,7 +1,7 @@
 // The elementary functions by themselves, for the tests that measure their errors.
+#include "vector_math.h"
 #include "replay.h"
 #include "rows.h"
-#include "vector_math.h"
 
 using namespace llm;
 

@@ -1,7 +1,7 @@
 // Elementary functions on sixteen lanes, and conversions to the narrow float types.
 //
-// Made of correctly rounded operations in a fixed order, so they give the same bits on every instruction set and in every
-// lane. Errors against float64, in units in the last place of the exact result, measured over all of the range by
+// Made of correctly rounded operations in a fixed order, so they give the same bits on every instruction set and in
+// every lane. Errors against float64, in units in the last place of the exact result, measured over all of the range by
 // tests/test_kernels_fused.py: exp 1, tanh 2, erf 1.5. NaN gives NaN; exp overflows to inf and its denormals are kept.
 #pragma once
 

@@ -1,8 +1,9 @@
-// Over the vocabulary: the likeliest token, the k likeliest, log-softmax, logprobs and ranks of chosen tokens, and draws
-// among the likeliest.
+// Over the vocabulary: the likeliest token, the k likeliest, log-softmax, logprobs and ranks of chosen tokens, and
+// draws among the likeliest.
 //
-// A row is read in order of id, and only what beats the best so far leaves the vectors. Selecting is exact, so rows may be
-// cut into chunks as the threads need it; a sum is over a whole row in fixed lanes (rows.h). Neither shows in a result.
+// A row is read in order of id, and only what beats the best so far leaves the vectors. Selecting is exact, so rows may
+// be cut into chunks as the threads need it; a sum is over a whole row in fixed lanes (rows.h). Neither shows in a
+// result.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -19,7 +20,8 @@ namespace {
 constexpr int64_t CHUNK = 1 << 15;
 
 // hit(i) for the i in [begin, end), in order, with !(x[i] <= bound), which hit may raise; until it returns false.
-template <class Hit> LLM_INLINE void scan_above(const float* x, int64_t begin, int64_t end, const float& bound, const Hit& hit) {
+template <class Hit>
+LLM_INLINE void scan_above(const float* x, int64_t begin, int64_t end, const float& bound, const Hit& hit) {
     constexpr int64_t STEP = 4 * LANES;
     for (int64_t i = begin; i < end; i += STEP) {
         const F32 least = set1(bound);
@@ -27,7 +29,8 @@ template <class Hit> LLM_INLINE void scan_above(const float* x, int64_t begin, i
         LLM_UNROLL for (int c = 0; c < 4; ++c) {
             const int64_t left = end - i - c * LANES;
             if (left <= 0) break;
-            bits |= static_cast<uint64_t>(not_at_most(load_part(x + i + c * LANES, left, -INFINITY), least)) << c * LANES;
+            bits |= static_cast<uint64_t>(not_at_most(load_part(x + i + c * LANES, left, -INFINITY), least))
+                    << c * LANES;
         }
         for (; bits; bits &= bits - 1) {
             const int64_t at = i + __builtin_ctzll(bits);
@@ -96,7 +99,8 @@ int64_t chunks_of(int64_t rows, int64_t width, int64_t threads) {
 
 // task(row, chunk, begin, end) for every chunk of every row.
 template <class Task> void for_chunks(int64_t rows, int64_t width, int64_t chunks, int64_t threads, const Task& task) {
-    if (chunks == 1) return for_rows(rows, width, threads, [&](int64_t row) { task(row, int64_t{0}, int64_t{0}, width); });
+    if (chunks == 1)
+        return for_rows(rows, width, threads, [&](int64_t row) { task(row, int64_t{0}, int64_t{0}, width); });
     parallel_for(rows * chunks, threads, 0, [&](int64_t index, char*) {
         const int64_t row = index / chunks, chunk = index % chunks;
         task(row, chunk, width * chunk / chunks, width * (chunk + 1) / chunks);
@@ -117,8 +121,9 @@ struct Normaliser {
     static Normaliser none() { return {zero(), zero()}; }
     static Normaliser of(const float* x, int64_t width) {
         const F32 top = set1(best_of(x, 0, width).value);
-        const float total =
-            sum_vectors(width, [&](int64_t i) { return weight(load_part(x + i, width - i, -INFINITY) - top); });
+        const float total = sum_vectors(width, [&](int64_t i) {
+            return weight(load_part(x + i, width - i, -INFINITY) - top);
+        });
         // The logarithm of one number in double, rounded once: the same on every instruction set.
         return {top, set1(static_cast<float>(std::log(static_cast<double>(total))))};
     }
@@ -145,9 +150,10 @@ LLM_INLINE float block_sum(const float* x, int64_t count, F32 top) {
 
 // Draws among the fewest likeliest tokens of a row that weigh top_p of it.
 //
-// Few tokens are looked at: all those lighter than (1 - top_p) / width of the sum weigh less than 1 - top_p together, so
-// none of them is needed. Of the rest, the candidates, only those around the cut are put in order: a histogram over the
-// logits says where it is. Sums are in double and in order of id, so vectors, threads and other rows do not show in them.
+// Few tokens are looked at: all those lighter than (1 - top_p) / width of the sum weigh less than 1 - top_p together,
+// so none of them is needed. Of the rest, the candidates, only those around the cut are put in order: a histogram over
+// the logits says where it is. Sums are in double and in order of id, so vectors, threads and other rows do not show in
+// them.
 class Nucleus {
     static constexpr float BINS = 64.0f;  // per unit of a logit
     static constexpr int64_t MOST_BINS = static_cast<int64_t>(-LEAST * BINS) + 128;
@@ -249,7 +255,8 @@ LLM_EXPORT void llm_log_softmax(const float* x, float* out, int64_t rows, int64_
         const float* from = x + row * width;
         float* to = out + row * width;
         const Normaliser norm = Normaliser::of(from, width);
-        for (int64_t i = 0; i < width; i += LANES) store_part(to + i, norm.apply(load_part(from + i, width - i)), width - i);
+        for (int64_t i = 0; i < width; i += LANES)
+            store_part(to + i, norm.apply(load_part(from + i, width - i)), width - i);
     });
 }
 
@@ -272,7 +279,8 @@ LLM_EXPORT void llm_argmax(const float* x, float* values, int64_t* ids, int64_t 
     }
 }
 
-// x [rows][width] -> its k largest in falling order, equal ones by id: values and ids [rows][k]. 1 <= k <= width < 2^32.
+// x [rows][width] -> its k largest in falling order, equal ones by id: values and ids [rows][k]. 1 <= k <= width <
+// 2^32.
 LLM_EXPORT void llm_top_k(const float* x, int64_t k, float* values, int64_t* ids, int64_t rows, int64_t width,
                           int64_t threads) {
     const int64_t chunks = chunks_of(rows, width, threads), capacity = Largest::capacity_for(k);
@@ -302,8 +310,9 @@ LLM_EXPORT void llm_top_k(const float* x, int64_t k, float* values, int64_t* ids
 
 // Of x [rows][width] or, with `normalise`, its log-softmax: values of ids [rows][count], and for the first `ranked` of
 // them how many of the row are at least as large [rows][ranked]. False, and nothing done: an id is not in [0, width).
-LLM_EXPORT int64_t llm_gather_logprobs(const float* x, const int64_t* ids, int64_t count, int64_t ranked, int64_t normalise,
-                                       float* values, int64_t* ranks, int64_t rows, int64_t width, int64_t threads) {
+LLM_EXPORT int64_t llm_gather_logprobs(const float* x, const int64_t* ids, int64_t count, int64_t ranked,
+                                       int64_t normalise, float* values, int64_t* ranks, int64_t rows, int64_t width,
+                                       int64_t threads) {
     for (int64_t i = 0; i < rows * count; ++i)
         if (ids[i] < 0 || ids[i] >= width) return 0;
     for_rows(rows, width, threads, [&](int64_t row) {
@@ -320,8 +329,8 @@ LLM_EXPORT int64_t llm_gather_logprobs(const float* x, const int64_t* ids, int64
 }
 
 // sums [rows][ceil(width / block)] of e^(x - largest) over blocks of each row; largest [rows]. block: a multiple of 16.
-LLM_EXPORT void llm_block_sums(const float* x, const float* largest, int64_t block, float* sums, int64_t rows, int64_t width,
-                               int64_t threads) {
+LLM_EXPORT void llm_block_sums(const float* x, const float* largest, int64_t block, float* sums, int64_t rows,
+                               int64_t width, int64_t threads) {
     const int64_t blocks = ceil_div(width, block);
     for_rows(rows * blocks, block, threads, [&](int64_t index) {
         const int64_t row = index / blocks, begin = index % blocks * block, count = min(block, width - begin);
@@ -329,13 +338,14 @@ LLM_EXPORT void llm_block_sums(const float* x, const float* largest, int64_t blo
     });
 }
 
-// One token of each row, among the fewest likeliest that weigh top_p [rows] of it, at uniform [rows] in [0, 1) of what they
-// weigh; and the last of these in falling order, equal ones by id: tokens and last [rows]. Rows without inf and NaN, and
-// with their largest [rows] above -inf.
+// One token of each row, among the fewest likeliest that weigh top_p [rows] of it, at uniform [rows] in [0, 1) of what
+// they weigh; and the last of these in falling order, equal ones by id: tokens and last [rows]. Rows without inf and
+// NaN, and with their largest [rows] above -inf.
 LLM_EXPORT void llm_draw_nucleus(const float* x, const float* largest, const double* top_p, const double* uniform,
                                  int64_t* tokens, int64_t* last, int64_t rows, int64_t width, int64_t threads) {
     parallel_for(rows, threads, Nucleus::scratch_bytes(width), [&](int64_t row, char* scratch) {
-        Nucleus(scratch, width).draw(x + row * width, width, largest[row], top_p[row], uniform[row], tokens + row, last + row);
+        Nucleus(scratch, width)
+            .draw(x + row * width, width, largest[row], top_p[row], uniform[row], tokens + row, last + row);
     });
 }
 

@@ -42,13 +42,14 @@ struct Weight {
 LLM_NAMED(const Weight*)
 
 // One function for each way to multiply: x [m, k] -> y [m, n].
-void linear_float(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);        // gemm_float.cpp
-void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);         // gemm_int8.cpp
-void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);         // gemm_int4.cpp
-void linear_weight_only(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);  // gemm_weight_only.cpp
+void linear_float(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);  // gemm_float.cpp
+void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);   // gemm_int8.cpp
+void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);   // gemm_int4.cpp
+void linear_weight_only(const Weight& weight, const float* x, float* y, int64_t m,
+                        int64_t threads);  // gemm_weight_only.cpp
 
-// And for each kind of panels: src [n, k] -> panels; rows [first, end) of a weight -> dst, as they were; rows `ids` [count],
-// all below n, as floats.
+// And for each kind of panels: src [n, k] -> panels; rows [first, end) of a weight -> dst, as they were; rows `ids`
+// [count], all below n, as floats.
 void pack_float(Kind kind, const void* src, void* dst, int64_t n, int64_t k, int64_t threads);
 void pack_int8(const int8_t* src, int8_t* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads);
 void pack_int4(const int8_t* src, uint8_t* dst, int64_t n, int64_t k, int64_t threads);
@@ -66,8 +67,8 @@ struct Groups {
     Kind kind;
     int64_t stride;
 
-    // 16 rows of a group from `row` on; those beyond `count` are 0 and not read. `ahead`: what lies so many rows further is
-    // fetched meanwhile; values come from memory one line at a time.
+    // 16 rows of a group from `row` on; those beyond `count` are 0 and not read. `ahead`: what lies so many rows
+    // further is fetched meanwhile; values come from memory one line at a time.
     LLM_INLINE F32 load(int64_t group, int64_t row, int64_t count, int64_t ahead = 0) const {
         return with_type(kind, [&](auto type) {
             const auto* at = static_cast<const typename decltype(type)::Value*>(data) + group * stride + row;

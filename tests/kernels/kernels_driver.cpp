@@ -1,5 +1,6 @@
-// Calls every product with buffers of exactly the size that is promised, so that AddressSanitizer and UBSan see any byte
-// beyond them. Compiled with the kernels' sources by tests/test_kernels_sanitized.py; prints "ok" and the number of calls.
+// Calls every product with buffers of exactly the size that is promised, so that AddressSanitizer and UBSan see any
+// byte beyond them. Compiled with the kernels' sources by tests/test_kernels_sanitized.py; prints "ok" and the number
+// of calls.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -19,9 +20,7 @@ namespace {
 
 int calls = 0;
 
-struct Shape {
-    int64_t m, n, k;
-};
+struct Shape { int64_t m, n, k; };
 
 // Heap memory of exactly `count` elements: the bytes behind it are poisoned.
 template <class T> struct Exactly {

@@ -1,4 +1,5 @@
-// Calls attention and the elementwise kernels with buffers of exactly the size that is promised; see kernels_driver.cpp.
+// Calls attention and the elementwise kernels with buffers of exactly the size that is promised; see
+// kernels_driver.cpp.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -42,19 +43,22 @@ void attention(Kind kind, int64_t heads, int64_t kv_heads, int64_t size, int64_t
     for (int64_t i = 0; i < length; ++i) mapping.data[i] = table.data[i / block] * block + i % block;
     starts.data[0] = 0, starts.data[1] = static_cast<int32_t>(fresh), lengths.data[0] = static_cast<int32_t>(length);
     const int64_t stride = kv_heads * size;
-    need(llm_write_kv_cache(k.data, stride, v.data, stride, kind, keys.data, values.data, mapping.data, slots, length, kv_heads,
-                            size, 1) == -1, "a good slot was refused");
+    need(llm_write_kv_cache(k.data, stride, v.data, stride, kind, keys.data, values.data, mapping.data, slots, length,
+                            kv_heads, size, 1) == -1,
+         "a good slot was refused");
     const auto attend = [&](float cap, const float* sink) {
-        return llm_paged_attention(table.data, starts.data, lengths.data, 1, blocks, block, slots, q.data, heads * size, fresh,
-                                   kind, keys.data, values.data, out.data, heads, kv_heads, size, window, 0.3f, cap, sink, 1);
+        return llm_paged_attention(table.data, starts.data, lengths.data, 1, blocks, block, slots, q.data, heads * size,
+                                   fresh, kind, keys.data, values.data, out.data, heads, kv_heads, size, window, 0.3f,
+                                   cap, sink, 1);
     };
     need(attend(0.0f, nullptr) == -1 && std::fabs(out.data[0] - 0.25f) < 1e-3f, "attention is wrong");
     need(attend(3.0f, sinks.data) == -1, "a good step was refused");
     table.data[blocks - 1] = static_cast<int32_t>(blocks + 1);
     need(attend(0.0f, nullptr) == 0, "a block outside of the cache was read");
     mapping.data[length - 1] = slots;
-    need(llm_write_kv_cache(k.data, stride, v.data, stride, kind, keys.data, values.data, mapping.data, slots, length, kv_heads,
-                            size, 1) == length - 1, "a slot outside of the cache was written");
+    need(llm_write_kv_cache(k.data, stride, v.data, stride, kind, keys.data, values.data, mapping.data, slots, length,
+                            kv_heads, size, 1) == length - 1,
+         "a slot outside of the cache was written");
     calls += 5;
 }
 
@@ -62,7 +66,8 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     Exactly<float> x(count * width, 0.5f), y(count * width, 0.25f), out(count * width), total(count * width);
     Exactly<T> weight(width), bias(width);
     llm_rms_norm(x.data, nullptr, kind, weight.data, 0.0f, 1e-5f, width, out.data, nullptr, count, width, 1);
-    llm_rms_norm(x.data, y.data, kind, weight.data, 1.0f, 1e-5f, (width + 1) / 2, out.data, total.data, count, width, 1);
+    llm_rms_norm(x.data, y.data, kind, weight.data, 1.0f, 1e-5f, (width + 1) / 2, out.data, total.data, count, width,
+                 1);
     llm_layer_norm(x.data, y.data, kind, weight.data, bias.data, 1e-5f, out.data, total.data, count, width, 1);
     for (int64_t function = 0; function < 6; ++function) {
         llm_activation(function, x.data, nullptr, width, out.data, count, width, 1);
@@ -79,11 +84,13 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     Exactly<int64_t> positions(count, 3);
     const int64_t pairs = width - width / 3;
     for (int64_t halves : {0, 1})
-        need(llm_rotary(positions.data, count, angles.data, 4, pairs, halves, heads.data, 3 * head, to.data, 3, key.data, head,
-                        key_to.data, 1, head, 1) == -1, "a good position was refused");
+        need(llm_rotary(positions.data, count, angles.data, 4, pairs, halves, heads.data, 3 * head, to.data, 3,
+                        key.data, head, key_to.data, 1, head, 1) == -1,
+             "a good position was refused");
     positions.data[count - 1] = 4;
     need(llm_rotary(positions.data, count, angles.data, 4, pairs, 1, heads.data, 3 * head, to.data, 3, key.data, head,
-                    key_to.data, 1, head, 1) == count - 1, "a position outside of the table was read");
+                    key_to.data, 1, head, 1) == count - 1,
+         "a position outside of the table was read");
     calls += 23;
 }
 
@@ -96,7 +103,8 @@ void over_the_vocabulary(int64_t count, int64_t width, int64_t threads) {
     llm_argmax(x.data, best.data, ids.data, count, width, threads);
     llm_top_k(x.data, k, top.data, top_ids.data, count, width, threads);
     for (int64_t i = 0; i < count; ++i) need(ids.data[i] == top_ids.data[i * k], "argmax is not the first of top_k");
-    need(llm_gather_logprobs(x.data, asked.data, 9, 9, 1, picked.data, ranks.data, count, width, threads), "ids are good");
+    need(llm_gather_logprobs(x.data, asked.data, 9, 9, 1, picked.data, ranks.data, count, width, threads),
+         "ids are good");
     llm_block_sums(x.data, best.data, 16, sums.data, count, width, threads);
     llm_cut_below_largest(x.data, best.data, count, width, threads);
     asked.data[count * 9 - 1] = width;
