@@ -10,14 +10,15 @@ import codecs
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
-from llm.base.errors import CheckpointError, ValidationError
+from llm.base.errors import ValidationError
 from llm.inputs import ChatMessage
-from llm.loading.model_files import read_json
+from llm.loading.model_files import check_small_files, read_json
+from llm.tokenizer_backends import Backend, FastBackend, HuggingFaceBackend, definition_of, refusing_panics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +52,7 @@ class Tokenizer:
         self._hf: PreTrainedTokenizerBase | None = None
         path = folder / "tokenizer_config.json"
         self.config = read_json(path, limit_bytes=_MAX_CONFIG_BYTES) if path.exists() else {}
-        self._backend: Backend = self._open_backend()
+        self._backend = self._open_backend()
         self._bytes = _TokenBytes(self._backend.fast)
 
     @property
@@ -62,11 +63,11 @@ class Tokenizer:
     @property
     def is_fast(self) -> bool:
         """True if the tokenizers library decodes, which never writes spaces between special tokens."""
-        return isinstance(self._backend, _FastBackend)
+        return isinstance(self._backend, FastBackend)
 
     def to_json(self) -> str | None:
         """The content of tokenizer.json, None for a tokenizer without one."""
-        return None if self._backend.fast is None else self._backend.fast.to_str()
+        return None if self._backend.fast is None else definition_of(self._backend.fast, self.folder)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, with the special tokens that the model's tokenizer adds (a BOS, for example)."""
@@ -104,8 +105,10 @@ class Tokenizer:
 
             fast = (self.folder / "tokenizer.json").exists()
             loader = PreTrainedTokenizerFast if fast else AutoTokenizer
+            check_small_files(self.folder)  # transformers opens whatever stands there
             # By default trust_remote_code asks on the terminal whether to run the folder's Python.
-            hf = loader.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
+            with refusing_panics(self.folder):
+                hf = loader.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
             if self._chat_template is not None:
                 hf.chat_template = self._chat_template
             self._hf = hf
@@ -140,73 +143,7 @@ class Tokenizer:
 
     def _open_backend(self) -> Backend:
         path = self.folder / "tokenizer.json"
-        if not path.exists():
-            return _HuggingFaceBackend(self)
-        try:
-            # tokenizer.json decides which special tokens are added. Like transformers 5, add_bos_token in
-            # tokenizer_config.json is not read if there is a tokenizer.json.
-            return _FastBackend(FastTokenizer.from_file(str(path)))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library can read: {error}") from error
-
-
-class Backend(Protocol):
-    """A tokenizer. `fast`: the tokenizers library's object, None for a tokenizer in Python."""
-
-    fast: FastTokenizer | None
-
-    def vocab_size(self) -> int: ...
-    def encode(self, texts: list[str], special: bool) -> list[list[int]]: ...
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
-
-
-class _FastBackend:
-    def __init__(self, tokenizer: FastTokenizer) -> None:
-        # A saved tokenizer can include training-time truncation and padding; prompts must not be cut or padded.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self.fast: FastTokenizer | None = tokenizer
-        self.tokenizer = tokenizer
-
-    def vocab_size(self) -> int:
-        return self.tokenizer.get_vocab_size(with_added_tokens=True)
-
-    def encode(self, texts: list[str], special: bool) -> list[list[int]]:
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=special)]
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-
-class _HuggingFaceBackend:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        try:
-            self.tokenizer = tokenizer.huggingface()
-            self._check_files(tokenizer.folder)
-        except (OSError, ValueError, ImportError) as error:
-            raise CheckpointError(
-                f"{tokenizer.folder} has no tokenizer that can be loaded ({type(error).__name__}); put a "
-                "tokenizer.json there, pass tokenizer=, or use skip_tokenizer_init=True with token ids."
-            ) from error
-        self.fast: FastTokenizer | None = getattr(self.tokenizer, "backend_tokenizer", None)
-
-    def vocab_size(self) -> int:
-        return len(self.tokenizer)
-
-    def encode(self, texts: list[str], special: bool) -> list[list[int]]:
-        return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]] if texts else []
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        text = self.tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return str(text)
-
-    def _check_files(self, folder: Path) -> None:
-        """Raise FileNotFoundError if all vocabulary files are missing: transformers would make an empty tokenizer."""
-        names = set(self.tokenizer.vocab_files_names.values())
-        if names and not any((folder / name).exists() for name in names):
-            raise FileNotFoundError(f"none of {sorted(names)}")
+        return FastBackend(path) if path.exists() else HuggingFaceBackend(self.huggingface, self.folder)
 
 
 class _TokenBytes:

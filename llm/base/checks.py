@@ -7,11 +7,12 @@ from numbers import Integral, Real
 from typing import Any, NoReturn, TypeGuard
 
 from llm.base.errors import ValidationError
+from llm.base.text import show
 
 
 def refuse(name: str, value: object, right: str) -> NoReturn:
     """Raise `ValidationError`: `name` must be `right`, got `value`."""
-    raise ValidationError(f"{name} must be {right}, got {value!r}.", parameter=name, value=value)
+    raise ValidationError(f"{name} must be {right}, got {show(value)}.", parameter=name, value=value)
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 Owns opening a folder strictly (safetensors only, complete, consistent). The safetensors library checks the layout of
 each file (lengths, offsets, overlaps, holes, shapes); this module checks the rest. Which parameter a tensor fills is
-`loader.py`'s; reading untrusted files and quoting their names is `model_files.py`'s.
+`loader.py`'s; checking untrusted files is `model_files.py`'s.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llm.base.errors import CheckpointError
+from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
-from llm.loading.model_files import check_model_file, clip, list_names, parse_object, quote, read_json
+from llm.loading.model_files import check_model_file, parse_object, read_json
 
 HEADER_LIMIT_BYTES = 100_000_000
 INDEX_LIMIT_BYTES = 100_000_000

@@ -1,17 +1,24 @@
 """Reading the small files of a model folder, which were written by others.
 
-Owns the checks of paths and JSON, and how names from such files are shown in messages.
+Owns the checks of paths and JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 from llm.base.errors import CheckpointError
+from llm.base.text import clip, quote
 from llm.base.types import JsonObject
+
+# What may lie beside the weights, apart from the index of their shards.
+SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+_TEMPLATE_FOLDER = "additional_chat_templates"
+_SMALL_BYTES = 256 << 20
+_TEMPLATE_BYTES = 1 << 20
 
 
 def read_json(path: Path, *, limit_bytes: int) -> JsonObject:
@@ -33,14 +40,18 @@ def read_json(path: Path, *, limit_bytes: int) -> JsonObject:
     return parse_object(data, str(path))
 
 
-def check_model_file(path: Path) -> None:
-    """Raise `CheckpointError` for a path that is missing, not a regular file, or a link out of the model folder.
+def check_model_file(path: Path, *, limit_bytes: int | None = None, root: Path | None = None) -> None:
+    """Raise `CheckpointError` for a path that is missing, not a regular file, too large, or a link out of its folder.
 
     A link may point to another file of the same folder and, in a Hugging Face cache, to the repository's `blobs`.
+
+    Args:
+        limit_bytes: the largest size; None: any.
+        root: the model folder, where it is not the file's own.
     """
     try:
         target = path.resolve(strict=True)
-        folder = path.parent.resolve(strict=True)
+        folder = (root or path.parent).resolve(strict=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
     except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
@@ -49,6 +60,20 @@ def check_model_file(path: Path) -> None:
         raise CheckpointError(f"{path} is not a regular file")
     if not any(target.is_relative_to(root) for root in (folder, *_blob_folders(folder))):
         raise CheckpointError(f"{path} is a link to {target}, outside of its model folder; put the file itself there")
+    if limit_bytes is not None and target.stat().st_size > limit_bytes:
+        raise CheckpointError(f"{path} is larger than {limit_bytes} bytes, the most that is read of such a file")
+
+
+def check_small_files(folder: Path) -> None:
+    """`check_model_file` for every file of `folder` that a library reads by itself: tokenizer, templates, configs."""
+    for file in small_files(folder):
+        check_model_file(file, limit_bytes=_TEMPLATE_BYTES if file.suffix == ".jinja" else _SMALL_BYTES, root=folder)
+
+
+def small_files(folder: Path) -> Iterator[Path]:
+    """The files beside the weights, and the templates in the subfolder where transformers looks for them."""
+    for pattern in (*SMALL_FILES, f"{_TEMPLATE_FOLDER}/*.jinja"):
+        yield from sorted(file for file in folder.glob(pattern) if not file.is_dir())
 
 
 def _blob_folders(folder: Path) -> list[Path]:
@@ -86,21 +111,3 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
             raise ValueError(f"the key {quote(key)} comes twice")
         result[key] = value
     return result
-
-
-def list_names(names: Iterable[str], limit: int = 8) -> str:
-    """Return "'a', 'b' and 5 more (7 in all)": at most `limit` names, each safe to print."""
-    names = list(names)
-    shown = ", ".join(quote(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more ({len(names)} in all)"
-
-
-def quote(name: object) -> str:
-    """A name from a file, quoted and safe to print."""
-    return f"'{clip(str(name), 100)}'"
-
-
-def clip(text: str, limit: int = 200) -> str:
-    """Make text from a file safe to print: no control characters, not too long."""
-    printable = "".join(char if char.isprintable() else "?" for char in text[:limit])
-    return printable if len(text) <= limit else f"{printable}..."

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,12 +19,13 @@ from torch import nn
 
 from llm.base.errors import LLMError, ValidationError
 from llm.config.defaults import library_defaults
+from llm.loading.model_files import SMALL_FILES, check_model_file
 from llm.loading.weight_map import Target
 from llm.quantize.formats import FORMATS, StoredLayer, Writer, stored_layers
+from llm.quantize.partial import partial_folder
 
 _SHARD_BYTES = 2 << 30
-# Files of the tokenizer and of generation, copied beside the weights and config.json.
-_COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
+# Of the files of tokenizer and generation, which are copied beside the weights and config.json.
 _NOT_COPIED = ("config.json", "*.index.json", "quant_model_description*.json", "results.json")
 
 
@@ -41,7 +41,7 @@ def save_quantized(
     """Write `model` into the new folder `path`.
 
     The folder is written under a temporary name beside `path` and renamed when it is complete, so a killed save leaves
-    no folder at `path`.
+    no folder at `path`; the next save removes what it left.
 
     Args:
         targets: the target of each tensor of the model's checkpoint.
@@ -50,6 +50,7 @@ def save_quantized(
 
     Raises:
         ValidationError: the format is unknown, `path` exists, or the model is not quantized.
+        CheckpointError: a file to be copied is a link out of `source`.
         LLMError: the format cannot store a layer's scheme, or the folder cannot be written.
     """
     path = Path(os.path.expanduser(path))
@@ -62,21 +63,19 @@ def save_quantized(
             value=format,
         )
     writer = FORMATS[format](hf_config, layers)
-    partial = None
+    others = _others(source)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
-        _copy_others(source, partial)
-        for name, content in writer.json_files().items():
-            (partial / name).write_text(json.dumps(content, indent=2) + "\n")
-        _write_tensors(partial, writer.file_stem, _tensors(writer, layers))
-        partial.chmod(0o755)
-        partial.rename(path)
+        with partial_folder(path) as partial:
+            for file in others:
+                shutil.copyfile(file, partial / file.name)
+            for name, content in writer.json_files().items():
+                (partial / name).write_text(json.dumps(content, indent=2) + "\n")
+            _write_tensors(partial, writer.file_stem, _tensors(writer, layers))
+            partial.chmod(0o755)
+            partial.rename(path)
     except (OSError, SafetensorError) as error:
         raise LLMError(f"the model could not be saved to {path}: {error}") from error
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
     return path
 
 
@@ -97,11 +96,13 @@ def _tensors(writer: Writer, layers: list[StoredLayer]) -> Iterator[tuple[str, t
         yield from writer.tensors(layer).items()
 
 
-def _copy_others(source: Path, target: Path) -> None:
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            if file.is_file() and not any(file.match(left_out) for left_out in _NOT_COPIED):
-                shutil.copyfile(file, target / file.name)
+def _others(source: Path) -> list[Path]:
+    """The files of the checkpoint's folder that are copied; raises `CheckpointError` for one that links out of it."""
+    found = {file for pattern in SMALL_FILES for file in source.glob(pattern) if not file.is_dir()}
+    copied = sorted(file for file in found if not any(file.match(left_out) for left_out in _NOT_COPIED))
+    for file in copied:
+        check_model_file(file)
+    return copied
 
 
 def _write_tensors(folder: Path, stem: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

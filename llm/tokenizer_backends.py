@@ -1,0 +1,154 @@
+"""The libraries behind `Tokenizer`: tokenizers for a tokenizer.json, transformers for everything else.
+
+Owns how their failures are told. tokenizers is Rust: where it gives up it panics, with an exception that no
+`except Exception` catches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from llm.base.errors import CheckpointError
+from llm.base.text import clip
+from llm.loading.model_files import check_model_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TOKENIZER_BYTES = 256 << 20
+# A library that walks all ids up to the largest would take memory for each.
+_LARGEST_ID = 1 << 24
+
+
+class Backend(Protocol):
+    """A tokenizer. `fast`: the tokenizers library's object, None for a tokenizer in Python."""
+
+    fast: FastTokenizer | None
+
+    def vocab_size(self) -> int: ...
+    def encode(self, texts: list[str], special: bool) -> list[list[int]]: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
+
+
+class FastBackend:
+    """tokenizer.json, read by the tokenizers library.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its rules fail on a text (a regular expression that never ends).
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_model_file(path, limit_bytes=_TOKENIZER_BYTES)
+        self._folder = path.parent
+        try:
+            # tokenizer.json decides which special tokens are added. Like transformers 5, add_bos_token in
+            # tokenizer_config.json is not read if there is a tokenizer.json.
+            with refusing_panics(self._folder):
+                tokenizer = FastTokenizer.from_file(str(path))
+        except CheckpointError:
+            raise
+        except Exception as error:  # tokenizers raises bare Exception
+            reason = clip(str(error))
+            raise CheckpointError(
+                f"{path} is not a tokenizer that the tokenizers library can read: {reason}"
+            ) from error
+        # A saved tokenizer can include training-time truncation and padding; prompts must not be cut or padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.fast: FastTokenizer | None = tokenizer
+        self.tokenizer = tokenizer
+
+    def vocab_size(self) -> int:
+        return self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, texts: list[str], special: bool) -> list[list[int]]:
+        with refusing_panics(self._folder):
+            return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=special)]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        try:
+            return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:  # without the context manager: called for every token
+            _refuse_panic(error, self._folder)
+            raise
+
+
+class HuggingFaceBackend:
+    """A tokenizer without tokenizer.json, read by transformers.
+
+    Args:
+        load: gives transformers' object.
+    """
+
+    def __init__(self, load: Callable[[], PreTrainedTokenizerBase], folder: Path) -> None:
+        self._folder = folder
+        try:
+            self.tokenizer = load()
+            self._check_files(folder)
+        except CheckpointError:
+            raise
+        # transformers raises whatever its files lead it to.
+        except Exception as error:
+            raise CheckpointError(
+                f"{folder} has no tokenizer that can be loaded ({type(error).__name__}); put a "
+                "tokenizer.json there, pass tokenizer=, or use skip_tokenizer_init=True with token ids."
+            ) from error
+        self.fast: FastTokenizer | None = getattr(self.tokenizer, "backend_tokenizer", None)
+
+    def vocab_size(self) -> int:
+        return len(self.tokenizer)
+
+    def encode(self, texts: list[str], special: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        with refusing_panics(self._folder):
+            return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        with refusing_panics(self._folder):
+            text = self.tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        return str(text)
+
+    def _check_files(self, folder: Path) -> None:
+        """Raise FileNotFoundError if all vocabulary files are missing: transformers would make an empty tokenizer."""
+        names = set(self.tokenizer.vocab_files_names.values())
+        if names and not any((folder / name).exists() for name in names):
+            raise FileNotFoundError(f"none of {sorted(names)}")
+
+
+def definition_of(fast: FastTokenizer, folder: Path) -> str:
+    """tokenizer.json as the library writes it, which takes memory for every id up to the largest.
+
+    Raises:
+        CheckpointError: an id is too large.
+    """
+    largest = max(fast.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest > _LARGEST_ID:
+        raise CheckpointError(
+            f"the tokenizer of {folder} has a token of id {largest}; the largest usable is {_LARGEST_ID}."
+        )
+    with refusing_panics(folder):
+        return fast.to_str()
+
+
+@contextmanager
+def refusing_panics(folder: Path) -> Iterator[None]:
+    """Raise `CheckpointError` where the tokenizers library panics."""
+    try:
+        yield
+    except BaseException as error:
+        _refuse_panic(error, folder)
+        raise
+
+
+def _refuse_panic(error: BaseException, folder: Path) -> None:
+    """Panics are known by name: their class cannot be imported."""
+    if type(error).__name__ == "PanicException":
+        raise CheckpointError(f"the tokenizer of {folder} fails: {clip(str(error))}") from error
