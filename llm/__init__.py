@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llm.base.errors import LLMError as LLMError
     from llm.base.errors import ValidationError as ValidationError
     from llm.beam_params import BeamSearchParams as BeamSearchParams
+    from llm.config.command_line import EngineArgs as EngineArgs
     from llm.inputs import PromptType as PromptType
     from llm.inputs import TextPrompt as TextPrompt
     from llm.inputs import TokensPrompt as TokensPrompt
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
     from llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+    from llm.stand_ins import AsyncLLMEngine as AsyncLLMEngine
+    from llm.stand_ins import LLMEngine as LLMEngine
+    from llm.stand_ins import PoolingParams as PoolingParams
 
 # Public name -> the module that defines it.
 _PUBLIC = {
@@ -56,6 +60,10 @@ _PUBLIC = {
     "TokensPrompt": "llm.inputs",
     "ModelRegistry": "llm.models.registry",
     "register_model": "llm.models.registry",
+    "EngineArgs": "llm.config.command_line",
+    "LLMEngine": "llm.stand_ins",
+    "AsyncLLMEngine": "llm.stand_ins",
+    "PoolingParams": "llm.stand_ins",
     "LLMError": "llm.base.errors",
     "ValidationError": "llm.base.errors",
     "EngineClosedError": "llm.base.errors",

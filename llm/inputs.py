@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from llm.base.missing import missing_names
@@ -22,6 +23,20 @@ class TokensPrompt(_TokensPromptBase, total=False):
     """`{"prompt_token_ids": [...]}`: used as given; an optional `prompt` is only copied to the output."""
 
     prompt: str
+
+
+@dataclass
+class LoRARequest:
+    """An adapter, as vLLM's scripts name one. No adapter is applied here: `LLM.generate` refuses it.
+
+    Attributes:
+        lora_name, lora_int_id: of the adapter, unique.
+        lora_path: of its folder.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt

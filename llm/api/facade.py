@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from llm.api.access import Access
 from llm.api.checks import check_asks_nothing, check_priority
 from llm.api.processors import Processors
 from llm.api.reports import Reports
@@ -31,6 +32,7 @@ from llm.base.errors import (
 from llm.base.names import MISSING, known_names, wrong_names
 from llm.config import compilation, env
 from llm.config.arguments import CALLS, check_arguments
+from llm.config.command_line import EMBEDDED_MODEL
 from llm.config.elsewhere import METHODS
 from llm.config.engine import EngineArgs, EngineConfig
 from llm.engine.engine import Engine
@@ -46,10 +48,8 @@ from llm.startup.build import BuiltEngine, build_engine
 
 logger = init_logger("llm")
 
-EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny"
 
-
-class LLM(Scoring, Streaming, Processors, Reports):
+class LLM(Scoring, Streaming, Processors, Reports, Access):
     """A language model in this process.
 
     Args:
@@ -148,6 +148,11 @@ class LLM(Scoring, Streaming, Processors, Reports):
             for note in notes:
                 logger.info(note)
             logger.info("resolved configuration\n%s", self.config)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: object) -> LLM:
+        """`LLM(**vars(engine_args))`, for an `EngineArgs`."""
+        return cls(**vars(engine_args))
 
     def _take(self, built: BuiltEngine) -> None:
         self._engine = built.engine

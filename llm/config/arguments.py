@@ -362,7 +362,7 @@ def _judge(name: str, value: object) -> str:
     if argument.status == "honoured":
         raise TypeError(f"{name!r} is a parameter of LLM itself, which should have taken it")
     if argument.status == "accepted":
-        return f"{name}: {argument.note}"
+        return "" if value is None else f"{name}: {argument.note}"
     if not any(_equal(value, harmless) for harmless in argument.harmless):
         shown = "..." if name in _SECRETS else " ".join(reprlib.repr(value).split())
         raise ValidationError(f"{name}={shown} is refused: {argument.note}", parameter=name, value=value)

@@ -60,8 +60,6 @@ METHODS: dict[str, str] = {
     "stop_profile": "wrap the call in torch.profiler",
     "llm_engine": "the engine is driven by LLM's methods alone",
     "model_config": "it is LLM.config.model_config",
-    "collective_rpc": "there are no workers; the model is in this process",
-    "apply_model": "there are no workers; the model is in this process",
     "get_world_size": "an LLM runs on one device",
     "shutdown": "its name is close",
 }
@@ -94,7 +92,7 @@ _ROPE = "make an llm.layers.rotary.RotaryEmbedding with RopeParameters, which co
 _TEXT = "prompts are text or token ids"
 _NO_MODEL = "no model here needs it; derive your own from llm.layers.custom_op.CustomOp"
 _POOLING = (
-    "PoolingParams PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput ClassificationOutput "
+    "PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput ClassificationOutput "
     "ClassificationRequestOutput ScoringOutput ScoringRequestOutput PoolerConfig"
 ).split()
 _EXPERT_LAYERS = (
@@ -113,25 +111,38 @@ _OTHER_OPERATIONS = (
     "SituAndMul HpcRopeNorm MiniMaxText01RMSNormTP FusedMMInputNorm NemotronLayerNorm1P VitMropeSetup "
     "CustomQwen2Decoder"
 ).split()
+_OWN = "it is vLLM's own; take what you need from it into your code"
+_UTILITIES = (
+    "cuda_device_count_stateless direct_register_custom_op get_ip get_open_port is_pin_memory_available "
+    "set_default_torch_dtype"
+).split()
+_DISTRIBUTED = (
+    "destroy_distributed_environment destroy_model_parallel get_pp_group get_tensor_model_parallel_rank "
+    "get_tensor_model_parallel_world_size get_tp_group get_world_group init_distributed_environment "
+    "initialize_model_parallel initialize_ray_cluster tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
+).split()
+# Classes that can be imported from `llm` and are of no use there; see `llm.stand_ins`.
+STAND_INS: dict[str, str] = {"LLMEngine": _ENGINE, "AsyncLLMEngine": _ASYNC, "PoolingParams": _NO_POOLING}
 # What code for vLLM imports from a module that is here.
 NAMES: dict[str, str] = {
-    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"), _ASYNC),
-    **dict.fromkeys(("LLMEngine", "EngineCore"), _ENGINE),
+    **dict.fromkeys(("AsyncLLM", "AsyncEngineArgs"), _ASYNC),
+    "EngineCore": _ENGINE,
     **dict.fromkeys(_POOLING, _NO_POOLING),
     **dict.fromkeys(_EXPERT_LAYERS, _EXPERTS),
     **dict.fromkeys(_MIXER_LAYERS, _MIXERS),
     **dict.fromkeys(_ROPE_CLASSES, _ROPE),
     **dict.fromkeys(_OTHER_OPERATIONS, _NO_MODEL),
-    **dict.fromkeys(("LoRAConfig", "LoRARequest"), _ADAPTERS),
+    "LoRAConfig": _ADAPTERS,
     **dict.fromkeys(("EmbedsPrompt", "ExplicitEncoderDecoderPrompt", "MultiModalConfig"), _TEXT),
     "DEFAULT_PLUGINS_GROUP": "its name is GENERAL_PLUGINS",
     "DeviceCapability": "Platform.get_device_capability returns (major, minor)",
-    "EngineArgs": "it is in llm.config",
     "GuidedDecodingParams": "it has become StructuredOutputsParams, in vLLM too",
     "PLATFORM_PLUGINS_GROUP": "its name is PLATFORM_PLUGINS",
     "SpeculativeConfig": "speculative decoding is not here yet",
     "get_current_vllm_config": "a constructor asks llm.base.construction.construction()",
-    "initialize_ray_cluster": _ONE_DEVICE,
+    **dict.fromkeys(_DISTRIBUTED, _ONE_DEVICE),
+    **dict.fromkeys(("make_async", "merge_async_iterators"), _ASYNC),
+    **dict.fromkeys(_UTILITIES, _OWN),
     "load_plugins_by_group": "use llm.plugins.installed(group) and llm.plugins.load(plugins)",
     "set_current_vllm_config": "operations are bound by llm.base.construction.constructing_for(platform, compilation)",
 }
@@ -140,13 +151,13 @@ NAMES: dict[str, str] = {
 MODULES: dict[str, str] = {
     "llm.attention.backends": "an attention backend is an llm.layers.attention.AttentionBackend",
     "llm.attention.layer": "Attention is in llm.model_executor.layers.attention",
-    "llm.distributed": _ONE_DEVICE,
-    "llm.engine.arg_utils": "EngineArgs is in llm.config",
+    "llm.distributed.device_communicators": _ONE_DEVICE,
     "llm.engine.async_llm_engine": _ASYNC,
     "llm.engine.llm_engine": _ENGINE,
-    "llm.entrypoints": "LLM is imported from llm, and there is no server",
+    "llm.entrypoints.openai": "there is no server; LLM.chat and LLM.stream answer in this process",
     "llm.envs": "environment variables are in llm.config.env",
-    "llm.lora": _ADAPTERS,
+    "llm.lora.layers": _ADAPTERS,
+    "llm.lora.models": _ADAPTERS,
     "llm.model_executor.layers.fla": _MIXERS,
     "llm.model_executor.layers.fused_moe.config": _EXPERTS,
     "llm.model_executor.layers.fused_moe.layer": _EXPERTS,
@@ -158,7 +169,8 @@ MODULES: dict[str, str] = {
     "llm.multimodal": _TEXT,
     "llm.pooling_params": _NO_POOLING,
     "llm.transformers_utils": "tokenizers and chat templates are in llm.tokenizer",
-    "llm.utils": "it is vLLM's own; take what you need from it into your code",
+    "llm.utils.async_utils": _ASYNC,
+    "llm.utils.torch_utils": _OWN,
     "llm.v1.core": "the scheduler and the blocks are in llm.engine",
     "llm.v1.engine": _ASYNC,
     "llm.v1.worker": "the model runner is llm.engine.model_runner.ModelRunner",

@@ -6,9 +6,9 @@ answers with a `RunnerOutput`; both are plain data, so a worker in another proce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.sampler import Sampler
 
+R = TypeVar("R")
 # Logits are computed for so many bytes of lines at a time.
 _LOGITS_BYTES = 64 << 20
 
@@ -127,6 +128,16 @@ class ModelRunner(ModelInspection):
     def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
         """Replace the custom processors, between steps; rows that are in the batch are made known to them."""
         self.processors.set_custom(classes, self.batch.added_rows())
+
+    @library_defaults()
+    def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R:
+        """What `function` says of the model, which it may change, so that recorded steps are forgotten."""
+        try:
+            with torch.no_grad():
+                return function(self.model)
+        finally:
+            if self.replay is not None:
+                self.replay = DecodeReplay(self.model, self.backend, self.batch.max_blocks)
 
     def end_call(self) -> None:
         """Let go of what is held for the length of a call."""

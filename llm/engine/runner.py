@@ -5,9 +5,11 @@ Owns the one protocol. Its arguments and answers are plain data that can be pick
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import torch
 
 from llm.engine.boundary import Loaded, RunnerPlan
 from llm.engine.cost import ModelCost
@@ -18,6 +20,8 @@ from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.explain import Explanation
 from llm.quantization.storage.on_load import ActivationStatistics
 from llm.sampling.logits_processors.interface import LogitsProcessor
+
+R = TypeVar("R")
 
 
 class Runner(Protocol):
@@ -45,6 +49,7 @@ class Runner(Protocol):
     def layer_reports(self) -> list[LayerReport]: ...
     def save(self, path: str | Path, format: str) -> Path: ...
     def cost(self) -> ModelCost: ...
+    def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R: ...
     def start_profile(self) -> None: ...
     def stop_profile(self) -> list[ProfileRow]: ...
 

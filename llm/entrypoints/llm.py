@@ -1,0 +1,5 @@
+"""`vllm.entrypoints.llm`."""
+
+from llm.api import LLM
+
+__all__ = ["LLM"]

@@ -1,0 +1,5 @@
+"""`vllm.exceptions`: a door. Errors are in `llm.base.errors`."""
+
+from llm.base.errors import ValidationError as VLLMValidationError
+
+__all__ = ["VLLMValidationError"]

@@ -1,0 +1,5 @@
+"""`vllm.logprobs`: a door. Logprobs are in `llm.outputs`."""
+
+from llm.outputs import FlatLogprobs, Logprob
+
+__all__ = ["FlatLogprobs", "Logprob"]

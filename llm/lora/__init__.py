@@ -1,0 +1,1 @@
+"""`vllm.lora`: adapters are not applied; scripts import `llm.lora.request.LoRARequest` even so."""

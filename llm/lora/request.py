@@ -1,0 +1,5 @@
+"""`vllm.lora.request`."""
+
+from llm.inputs import LoRARequest
+
+__all__ = ["LoRARequest"]
