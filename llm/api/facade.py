@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llm.api.access import Access
+from llm.api.chat import Chat
 from llm.api.checks import check_asks_nothing, check_priority
 from llm.api.processors import Processors
 from llm.api.reports import Reports
@@ -29,7 +30,7 @@ from llm.base.errors import (
     ValidationError,
     nearest,
 )
-from llm.base.names import MISSING, known_names, wrong_names
+from llm.base.names import MISSING, wrong_names
 from llm.config import compilation, env
 from llm.config.arguments import CALLS, check_arguments
 from llm.config.command_line import EMBEDDED_MODEL
@@ -40,7 +41,7 @@ from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, warn_of_errors
 from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.progress import Progress, check_use_tqdm
-from llm.inputs import TokensPrompt
+from llm.loading.overrides import Overrides
 from llm.logger import init_logger, set_log_level
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ from llm.startup.build import BuiltEngine, build_engine
 logger = init_logger("llm")
 
 
-class LLM(Scoring, Streaming, Processors, Reports, Access):
+class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
     """A language model in this process.
 
     Args:
@@ -73,7 +74,8 @@ class LLM(Scoring, Streaming, Processors, Reports, Access):
         enable_chunked_prefill: long prompts are computed over several steps.
         seed: rows without a seed of their own get one derived from this; None: from the operating system.
         revision: of a hub model.
-        hf_overrides: keys of config.json to replace; None as a value removes one.
+        hf_overrides: keys of config.json to replace; None as a value removes one. Or a callable that takes the config,
+            as transformers reads it, and returns it changed.
         load_format: "auto" and "safetensors" read safetensors; "dummy" makes random weights, for measuring.
         skip_tokenizer_init: no tokenizer; prompts are token ids and outputs have no text.
         chat_template: replaces the model's own; text, or the path of a file.
@@ -88,7 +90,8 @@ class LLM(Scoring, Streaming, Processors, Reports, Access):
         logits_processors: `LogitsProcessor` classes, or "module:Class" strings that name them; those of installed
             packages (entry points in `llm.logits_processors`) are loaded before them.
         generation_config: "auto": generation_config.json supplies the defaults when `generate` gets no params; "vllm":
-            neutral defaults.
+            neutral defaults. Or a folder with another generation_config.json.
+        override_generation_config: its keys to replace, `{"temperature": 0.5}`.
         verbose: log what was decided and what became of arguments that have no effect here.
         **kwargs: vLLM's other arguments; `llm.config.arguments.ARGUMENTS` says of each what becomes of it.
 
@@ -120,7 +123,7 @@ class LLM(Scoring, Streaming, Processors, Reports, Access):
         enforce_eager: bool | None = False,
         seed: int | None = 0,
         revision: str | None = None,
-        hf_overrides: Mapping[str, Any] | None = None,
+        hf_overrides: Overrides = None,
         load_format: str = "auto",
         skip_tokenizer_init: bool = False,
         chat_template: str | Path | None = None,
@@ -130,7 +133,8 @@ class LLM(Scoring, Streaming, Processors, Reports, Access):
         device: str = "auto",
         compilation_config: Any = None,
         logits_processors: Any = None,
-        generation_config: str = "auto",
+        generation_config: str | Path = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -202,65 +206,6 @@ class LLM(Scoring, Streaming, Processors, Reports, Access):
         if guard.requested:
             raise GenerationInterrupted(outputs)
         return outputs
-
-    @known_names("LLM.chat", CALLS)
-    def chat(
-        self,
-        messages: Sequence[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        *,
-        lora_request: None = None,
-        priority: Sequence[int] | None = None,
-        chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tokenization_kwargs: None = None,
-        mm_processor_kwargs: None = None,
-    ) -> list[RequestOutput]:
-        """Answer one conversation (a list of `{"role", "content"}`) or many (a list of such lists).
-
-        The model's chat template, given `chat_template_kwargs`, turns each into a prompt; then as `generate`.
-        """
-        check_asks_nothing(
-            lora_request=lora_request,
-            chat_template_content_format=chat_template_content_format,
-            tokenization_kwargs=tokenization_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
-        )
-        prompts = self.render_chat(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
-
-    @known_names("LLM.render_chat", CALLS)
-    def render_chat(
-        self,
-        messages: Sequence[Any],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[TokensPrompt]:
-        """What `chat` gives to `generate`, one prompt per conversation; `stream` takes one of them too."""
-        self._open_engine()
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
-        return self._preprocessor.render_chat(messages, options, chat_template_kwargs or {})
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers' class."""

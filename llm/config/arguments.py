@@ -66,6 +66,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "enforce_eager",
         "logits_processors",
         "generation_config",
+        "override_generation_config",
     ),
     _honoured(
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
@@ -138,7 +139,6 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     _refused("diffusion language models are not supported; use an autoregressive one.", diffusion_config=None),
     # --- Sampling. -------------------------------------------------------------------------------------------------
     _refused("random draws have one precision here; leave it out.", use_fp64_gumbel=False),
-    _refused("generation defaults are not edited here; pass SamplingParams.", override_generation_config=_UNSET),
     _refused("draws cannot be forced; write a logits processor that allows one token.", enable_trace_replay=False),
     _refused("the set that was drawn from is not returned; ask for logprobs.", return_sampling_mask=False),
     _refused(

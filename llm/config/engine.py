@@ -5,7 +5,7 @@ Owns the defaults. Every value is resolved once and then frozen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,14 +57,15 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     seed: int | None = 0
     revision: str | None = None
-    hf_overrides: Mapping[str, object] | None = None
+    hf_overrides: Mapping[str, object] | Callable[[PretrainedConfig], PretrainedConfig] | None = None
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     chat_template: str | None = None
     use_tqdm_on_load: bool = True
     max_logprobs: int = -1
     device: str = "auto"
-    generation_config: str = "auto"
+    generation_config: str | Path = "auto"
+    override_generation_config: Mapping[str, object] | None = None
     compilation_config: object = None  # parsed by `CompilationConfig.of`
     enforce_eager: bool = False
     logprobs_mode: str = "raw_logprobs"
@@ -88,9 +89,14 @@ class EngineArgs:
                 refuse(name, getattr(self, name), "True or False")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             refuse("seed", self.seed, "an integer of at least 0, or None")
-        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
-            refuse("hf_overrides", self.hf_overrides, "a dict of config.json's keys, or None")
-        choices = {"load_format": ("auto", "safetensors", "dummy"), "generation_config": ("auto", "vllm")}
+        if not isinstance(self.hf_overrides, Mapping | None) and not callable(self.hf_overrides):
+            refuse("hf_overrides", self.hf_overrides, "a dict of config.json's keys, a callable, or None")
+        if not isinstance(self.override_generation_config, Mapping | None):
+            right = "a dict of generation_config.json's keys, or None"
+            refuse("override_generation_config", self.override_generation_config, right)
+        if not isinstance(self.generation_config, str | Path):
+            refuse("generation_config", self.generation_config, "'auto', 'vllm' or a folder")
+        choices = {"load_format": ("auto", "safetensors", "dummy")}
         choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

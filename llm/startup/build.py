@@ -33,7 +33,7 @@ from llm.quantization.configs.online import OnlineConfig
 from llm.sampling.logits_processors.loading import load_logits_processors
 from llm.sampling_params import SamplingParams
 from llm.startup.plan import choose_dtypes, make_plan, with_reasons
-from llm.startup.source import ReadModel, default_params, eos_token_ids, read_model, read_tokenizer
+from llm.startup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         _prepare_quantization(args, model, platform, times)
         with times.phase("tokenizer"):
             tokenizer = read_tokenizer(args, model.source)
-            generation = model.source.generation_defaults()
+            generation = generation_defaults(args, model.source)
             eos = eos_token_ids(model.reader, generation)
         with times.phase("load kernels"):
             backend = backend_for(platform)

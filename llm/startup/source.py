@@ -6,15 +6,20 @@ read: the family's class, its config, how the checkpoint is quantized. Decides n
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from llm.base.errors import CheckpointError, ValidationError
+from llm.base.checks import refuse
+from llm.base.errors import CheckpointError, ValidationError, nearest
+from llm.base.types import JsonObject
 from llm.config.engine import DTYPES, EngineArgs
+from llm.loading.overrides import resolve_overrides
 from llm.loading.quantization import Resolved, resolve_quantization, without_quantization_keys
 from llm.loading.resolve import resolve_folder
 from llm.loading.source import FolderSource, ModelSource
@@ -22,6 +27,13 @@ from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
+
+_NO_FOLDERS = ("auto", "vllm")
+# Keys of generation_config.json that are defaults of `SamplingParams` -> its field.
+_GENERATION_DEFAULTS = {
+    **{name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")},
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ def read_model(args: EngineArgs) -> ReadModel:
     """Read config.json and the weights' headers; no tensor is read."""
     has_weights = args.load_format != "dummy"
     folder = resolve_folder(args.model, args.revision, weights=has_weights)
-    source = FolderSource(folder, args.hf_overrides)
+    source = FolderSource(folder, resolve_overrides(args.hf_overrides, FolderSource(folder).config()))
     raw = source.config()
     quantization = resolve_quantization(args.quantization, args.calibration, folder, raw)
     reader = ConfigReader(without_quantization_keys(raw, quantization))
@@ -78,22 +90,58 @@ def eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> frozen
     return frozenset((*reader.eos_token_ids(), *defaults.eos_token_ids()))
 
 
+def generation_defaults(args: EngineArgs, source: ModelSource) -> JsonObject:
+    """generation_config.json of the model, or of the folder that `generation_config` names."""
+    if args.generation_config in _NO_FOLDERS:
+        return source.generation_defaults()
+    folder = Path(args.generation_config)
+    if not os.path.isfile(folder / "generation_config.json"):
+        right = "'auto', 'vllm' or a folder that holds a generation_config.json"
+        refuse("generation_config", str(args.generation_config), right)
+    return FolderSource(folder).generation_defaults()
+
+
 def default_params(args: EngineArgs, generation: Mapping[str, Any]) -> SamplingParams:
-    """What `generate` uses when it is given no params: the model's generation_config.json, unless told not to."""
-    if args.generation_config == "vllm":
-        return SamplingParams()
-    names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-    given = {name: generation[name] for name in names if generation.get(name) is not None}
-    if generation.get("max_new_tokens") is not None:
-        given["max_tokens"] = generation["max_new_tokens"]
+    """What `generate` uses when it is given no params: generation_config.json's values, unless told not to, and over
+    them those of `override_generation_config`."""
+    files = {} if args.generation_config == "vllm" else _known(generation)
+    overrides = args.override_generation_config or {}
+    for name in overrides:
+        if name not in _GENERATION_DEFAULTS:
+            known = ", ".join(_GENERATION_DEFAULTS)
+            raise ValidationError(
+                f"override_generation_config has no key {name!r}.{nearest(str(name), _GENERATION_DEFAULTS)} "
+                f"Known: {known}.",
+                parameter="override_generation_config",
+                value=name,
+            )
+    given = _known(overrides)
+    params = SamplingParams()
+    for origin, values in (("generation_config.json", files), ("override_generation_config", given)):
+        params = _with_defaults(params, origin, values)
+    return params
+
+
+def _known(generation: Mapping[str, object]) -> dict[str, Any]:
+    """Of generation_config.json's keys those that `SamplingParams` has, under its names."""
+    found = {field: generation.get(name) for name, field in _GENERATION_DEFAULTS.items()}
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def _with_defaults(params: SamplingParams, origin: str, values: dict[str, Any]) -> SamplingParams:
     try:
-        params = SamplingParams(**given)
-        params.set_from("generation_config.json", **{name: getattr(params, name) for name in given})
-        return params
+        changed = replace(params, **values)
     except ValidationError as error:
+        if origin == "override_generation_config":
+            raise ValidationError(f"{origin}: {error}", parameter=origin, value=values) from error
         raise CheckpointError(
             f"generation_config.json of the model is not usable ({error}); pass generation_config='vllm' to do without."
         ) from error
+    for name, old in params.origins.items():
+        if old not in ("default", "given"):
+            changed.set_from(old, **{name: getattr(changed, name)})
+    changed.set_from(origin, **{name: getattr(changed, name) for name in values})
+    return changed
 
 
 def _stored_dtype(source: ModelSource) -> torch.dtype:

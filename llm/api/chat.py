@@ -1,0 +1,100 @@
+"""The methods of `LLM` that answer conversations.
+
+Owns rendering them by the model's chat template; then it is `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from llm.api.checks import check_asks_nothing
+from llm.api.host import Host
+from llm.base.bar import UseTqdm
+from llm.base.names import known_names
+from llm.config.arguments import CALLS
+from llm.inputs import TokensPrompt
+from llm.outputs import RequestOutput
+from llm.sampling_params import SamplingParams
+
+
+class ChatHost(Host, Protocol):
+    def generate(
+        self,
+        prompts: object,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]: ...
+    def render_chat(
+        self,
+        messages: Sequence[Any],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[TokensPrompt]: ...
+
+
+class Chat:
+    @known_names("LLM.chat", CALLS)
+    def chat(
+        self: ChatHost,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        *,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of `{"role", "content"}`) or many (a list of such lists).
+
+        The model's chat template, given `chat_template_kwargs`, turns each into a prompt; then as `generate`.
+        """
+        check_asks_nothing(
+            lora_request=lora_request,
+            chat_template_content_format=chat_template_content_format,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        prompts = self.render_chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+    @known_names("LLM.render_chat", CALLS)
+    def render_chat(
+        self: Host,
+        messages: Sequence[Any],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[TokensPrompt]:
+        """What `chat` gives to `generate`, one prompt per conversation; `stream` takes one of them too."""
+        self._open_engine()
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        return self._preprocessor.render_chat(messages, options, chat_template_kwargs or {})
