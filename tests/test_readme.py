@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from embedded import python
 
+from llm.config.arguments import ARGUMENTS, DIFFERENT
+from llm.config.differences import differences
 from llm.models.registry import _FAMILIES
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +76,25 @@ def test_the_python_of_the_readme_runs() -> None:
     done = python("-c", "\n".join(blocks))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("In the beginning ") and "max_model_len" in done.stdout and "rms_norm" in done.stdout
+
+
+def differences_of(readme: str) -> str:
+    return readme.split("<!-- differences -->\n", 1)[1].split("\n<!-- end of differences -->", 1)[0]
+
+
+def test_the_differences_from_vllm_are_those_of_the_tables() -> None:
+    """`python -m llm.config.differences` prints what belongs between the two comments."""
+    assert differences_of(README) == differences()
+
+
+def test_every_argument_of_the_table_is_told_once_or_honoured() -> None:
+    told = differences()
+    for name, argument in ARGUMENTS.items():
+        assert len(re.findall(rf"`{name}`", told.split("Refused,")[1])) == (argument.status != "honoured"), name
+    assert {name for names in DIFFERENT for name in names.split(", ")} <= {
+        name for name, argument in ARGUMENTS.items() if argument.status == "honoured"
+    }
+    assert "| `max_tokens` | default None, until the context is full; vLLM: 16 |" in told
 
 
 def test_the_families_of_the_readme_are_those_that_are_registered() -> None:

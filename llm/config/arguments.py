@@ -324,6 +324,22 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
 
 ARGUMENTS: dict[str, Argument] = {name: argument for group in _GROUPS for name, argument in group.items()}
 
+# Honoured arguments with another default than vLLM's, or a wider meaning.
+DIFFERENT: dict[str, str] = {
+    "model": "without one, the embedded model",
+    "dtype": '"auto" keeps the weights as they are stored and computes in float32; vLLM: float32 becomes bfloat16',
+    "quantization": 'also "w8a8", "w8a16", "w4a8", "w4a16" or a dict: an ordinary checkpoint is quantized',
+    "max_logprobs": "-1, no limit; vLLM: 20",
+    "max_num_batched_tokens": "512; vLLM's CPU build: 4096",
+    "block_size": "16; vLLM's CPU build: 128",
+    "kv_cache_memory_bytes": "None takes what can be used, at most half of the memory that is free",
+    "seed": "rows derive their own seeds from it and record them; None draws one",
+    "hf_overrides": "None as the value of a key removes it",
+    "load_format": '"auto", "safetensors" or "dummy"; nothing else is read',
+    "compilation_config": "switches operations on and off; no graph is captured",
+    "device, calibration, verbose": "not vLLM's; see `LLM`",
+}
+
 # Keyword arguments that methods do not have -> what to do instead; see `llm.base.names`.
 CALLS: dict[str, str] = {
     **{
