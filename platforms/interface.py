@@ -6,6 +6,7 @@ attention backend and the model runner are named here by class path.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
@@ -99,6 +100,10 @@ class Platform:
 
     def release_memory(self) -> None:
         """Return freed memory to the operating system."""
+
+    def num_threads(self) -> int:
+        """The most threads that may compute on the host."""
+        return os.cpu_count() or 1
 
     def set_device(self, index: int) -> None:
         """Compute on device `index` from now on; raises `ValidationError` when there is none."""

@@ -83,6 +83,8 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         max_logprobs: most logprobs a request may ask for; -1: no limit.
         logprobs_mode: what logprobs report: "raw_logprobs" or "raw_logits", of the model, or "processed_logprobs" or
             "processed_logits", after penalties, processors, temperature and cuts.
+        num_threads: that compute, at most as many as the processors this process may use; None: as many as
+            `torch.get_num_threads()` says at each step.
         device: "auto", "cpu", or the name of a platform plugin.
         enforce_eager: nothing is compiled, whatever `compilation_config` says.
         compilation_config: which operations run their kernels and which plain PyTorch: a dict such as
@@ -130,6 +132,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         use_tqdm_on_load: bool = True,
         max_logprobs: int = -1,
         logprobs_mode: str = "raw_logprobs",
+        num_threads: int | None = None,
         device: str = "auto",
         compilation_config: Any = None,
         logits_processors: Any = None,

@@ -56,7 +56,7 @@ def _refused(note: str, **harmless: object) -> dict[str, Argument]:
 _UNSET: tuple[object, ...] = (None, {})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
-    # --- Parameters of our LLM; device, calibration and verbose are not vLLM's. ------------------------------------
+    # --- Parameters of our LLM; device, calibration, num_threads and verbose are not vLLM's. ------------------------------------
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
     _honoured(
         "dtype",
@@ -72,7 +72,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
     ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
-    _honoured("use_tqdm_on_load", "calibration", "verbose"),
+    _honoured("use_tqdm_on_load", "calibration", "num_threads", "verbose"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
     _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
     _accepted(

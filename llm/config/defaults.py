@@ -14,11 +14,18 @@ import torch
 
 
 @contextmanager
-def library_defaults() -> Iterator[None]:
-    """float32 and the CPU for new tensors, no autocast, and NumPy's own warnings; then again what was before."""
-    dtype = torch.get_default_dtype()
+def library_defaults(num_threads: int | None = None) -> Iterator[None]:
+    """float32 and the CPU for new tensors, no autocast, and NumPy's own warnings; then again what was before.
+
+    Args:
+        num_threads: that compute meanwhile; None: as many as PyTorch is set to.
+    """
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     with ExitStack() as stack:
         stack.enter_context(np.errstate(divide="warn", over="warn", invalid="warn", under="ignore"))
+        if num_threads is not None and num_threads != threads:
+            torch.set_num_threads(num_threads)
+            stack.callback(torch.set_num_threads, threads)
         if dtype != torch.float32:
             torch.set_default_dtype(torch.float32)
             stack.callback(torch.set_default_dtype, dtype)

@@ -76,8 +76,7 @@ CONSTRUCTOR: dict[str, str] = {
     "max_length": "its name is max_model_len",
     "load_in_8bit": "pass quantization='w8a8'",
     "load_in_4bit": "pass quantization='w4a16'",
-    "n_threads": "threads are PyTorch's; call torch.set_num_threads(n)",
-    "num_threads": "threads are PyTorch's; call torch.set_num_threads(n)",
+    "n_threads": "its name is num_threads",
     "temperature": "it is a field of SamplingParams",
     "max_tokens": "it is a field of SamplingParams",
 }

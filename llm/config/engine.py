@@ -69,6 +69,7 @@ class EngineArgs:
     compilation_config: object = None  # parsed by `CompilationConfig.of`
     enforce_eager: bool = False
     logprobs_mode: str = "raw_logprobs"
+    num_threads: int | None = None
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.loading`
 
     @classmethod
@@ -82,7 +83,14 @@ class EngineArgs:
         return cls(**{name: value for name, value in given.items() if name not in unsaid})
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_memory_bytes",
+            "num_threads",
+        ):
             check_positive(name, getattr(self, name))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -182,6 +190,7 @@ class EngineConfig(ConfigForPlugins):
     Attributes:
         invariant: True if answers are bit-identical however requests are batched.
         reasons: field name -> why it has its value.
+        num_threads: that compute; None: as many as `torch.get_num_threads()` says at each step.
         quant_config: the `llm.quantization.base.QuantizationConfig` of the weights, None when they are floats.
     """
 
@@ -193,9 +202,11 @@ class EngineConfig(ConfigForPlugins):
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     reasons: dict[str, str] = field(default_factory=dict)
     quant_config: Any = None
+    num_threads: int | None = None
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
+        lines.append(self._line("num_threads", self.num_threads or torch.get_num_threads()))
         for part in (self.model_config, self.cache_config, self.scheduler_config, self.compilation_config):
             lines += [self._line(item.name, getattr(part, item.name)) for item in fields(part)]
         return "\n".join(lines)

@@ -103,7 +103,7 @@ class PromptSearch:
 class SearchPrompt:
     """A prompt and its search. `given` is what the user passed."""
 
-    given: Any
+    given: object
     token_ids: list[int]
     search: PromptSearch
 
@@ -123,7 +123,7 @@ class BeamSearches:
         self,
         engine: Engine,
         preprocessor: Preprocessor,
-        prompts: Any,
+        prompts: object,
         params: BeamSearchParams,
         concurrency_limit: int | None,
     ) -> None:
@@ -172,7 +172,7 @@ class BeamSearches:
             prompt.search.advance([_only(tops[0], allowed) for tops in found])
 
 
-def _check(params: BeamSearchParams, concurrency_limit: Any, vocab_size: int) -> None:
+def _check(params: BeamSearchParams, concurrency_limit: object, vocab_size: int) -> None:
     if not isinstance(params, BeamSearchParams):
         refuse("params", type(params).__name__, "a BeamSearchParams")
     params.validate()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from llm.base.types import JsonObject
 from llm.config.engine import EngineConfig
 from llm.forward import StateSpec
 from llm.layers.parallel import TensorParallel
@@ -43,7 +44,7 @@ class RunnerPlan:
     source: ModelSource
     model_class: Any
     architecture: Any
-    hf_config: Mapping[str, Any]
+    hf_config: JsonObject
     kv_cache_specs: tuple[StateSpec, ...]
     has_weights: bool = True
     store_as: torch.dtype | None = None

@@ -12,6 +12,7 @@ from time import perf_counter
 
 from llm.base.errors import LogitsProcessorError
 from llm.config.engine import EngineConfig
+from llm.engine.cores import warn_of_busy_cores
 from llm.engine.output import Completion, PromptState
 from llm.engine.preprocess import Row
 from llm.engine.request import Request
@@ -93,10 +94,11 @@ class Engine:
     def run(self, prompts: Sequence[PromptState], between_steps: Callable[[], None]) -> None:
         """Step until these prompts are done; rows of suspended streams advance along with them."""
         try:
-            for completion in (completion for prompt in prompts for completion in prompt.completions):
-                while completion.request.finish_reason is None:
-                    self.step()
-                    between_steps()
+            with warn_of_busy_cores():
+                for completion in (completion for prompt in prompts for completion in prompt.completions):
+                    while completion.request.finish_reason is None:
+                        self.step()
+                        between_steps()
         finally:
             self.end_call()
 

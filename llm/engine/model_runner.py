@@ -56,7 +56,6 @@ class ModelRunner(ModelInspection):
         # None: a row samples one token a step.
         self.proposer: Proposer | None = None
 
-    @library_defaults()
     def load(self, plan: RunnerPlan) -> Loaded:
         """Build the model, load its weights and allocate its caches; called once, before anything else.
 
@@ -64,8 +63,12 @@ class ModelRunner(ModelInspection):
             ValidationError, CheckpointError: the weights do not fit the model, or the model what was asked for.
             OutOfMemoryError: the weights or the caches cannot be allocated.
         """
-        times = PhaseTimes()
         self.plan = plan
+        with library_defaults(plan.config.num_threads):
+            return self._load(plan)
+
+    def _load(self, plan: RunnerPlan) -> Loaded:
+        times = PhaseTimes()
         self.platform.set_device(plan.device_index)
         with times.phase("build model"):
             self.platform.import_kernels()
@@ -107,7 +110,7 @@ class ModelRunner(ModelInspection):
 
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
         """Compute the scheduled tokens and sample from the rows that reached their last known token."""
-        with library_defaults(), self.platform.inference_mode():
+        with library_defaults(self.plan.config.num_threads), self.platform.inference_mode():
             self.processors.update_state(self.batch.update(plan))
             if self.proposer is not None:
                 self.proposer.update(plan)

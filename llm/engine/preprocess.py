@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm.base.errors import LLMError, ValidationError
+from llm.base.types import JsonObject
 from llm.config.engine import ModelConfig
 from llm.engine.prompts import ParsedPrompt, check_text, list_conversations, list_prompts, parse_prompt
 from llm.inputs import TokensPrompt
@@ -68,7 +69,7 @@ class Preprocessor:
         self.logits_processors: Sequence[type[LogitsProcessor]] = ()
         self._calls = 0
 
-    def rows(self, prompts: Any, params: Any, default: Callable[[], SamplingParams]) -> list[Row]:
+    def rows(self, prompts: object, params: object, default: Callable[[], SamplingParams]) -> list[Row]:
         """Validate and tokenize all prompts; raises `ValidationError` that names every bad row."""
         problems: dict[int, ValidationError] = {}
         parsed: list[ParsedPrompt] = []
@@ -96,7 +97,7 @@ class Preprocessor:
             _note_open_ends()
         return rows
 
-    def token_ids(self, prompts: Sequence[Any], parameter: str, continuing: bool = False) -> list[list[int]]:
+    def token_ids(self, prompts: Sequence[object], parameter: str, continuing: bool = False) -> list[list[int]]:
         """Token ids of prompts of any kind; texts that continue others get no special tokens.
 
         Raises:
@@ -115,7 +116,7 @@ class Preprocessor:
         return [ids for _, ids in self._tokenize(parsed)]
 
     def render_chat(
-        self, messages: Any, options: Mapping[str, Any], template_arguments: Mapping[str, Any]
+        self, messages: object, options: Mapping[str, object], template_arguments: Mapping[str, object]
     ) -> list[TokensPrompt]:
         """Conversations as the prompts that the chat template makes of them.
 
@@ -291,7 +292,7 @@ def derive_seed(engine_seed: int, call: int, row: int) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+def _render(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Mapping[str, Any]) -> str:
     try:
         return tokenizer.render_chat(conversation, **arguments)
     except LLMError:
@@ -303,7 +304,7 @@ def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]], arguments:
         ) from error
 
 
-def _per_row_params(params: Any, count: int, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
+def _per_row_params(params: object, count: int, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
     if params is None:
         params = default()
     if isinstance(params, SamplingParams):
@@ -336,5 +337,5 @@ def _no_tokenizer(message: str) -> ValidationError:
     )
 
 
-def _bad(name: str, value: Any, right: str) -> ValidationError:
+def _bad(name: str, value: object, right: str) -> ValidationError:
     return ValidationError(f"{name} must be {right}, got {value!r}.", parameter=name, value=value)

@@ -20,7 +20,7 @@ _REFRESH_SECONDS = 0.1
 _REFRESH_COST_FACTOR = 200
 
 
-def check_use_tqdm(use_tqdm: Any) -> None:
+def check_use_tqdm(use_tqdm: object) -> None:
     """Raise `ValidationError` unless it is a bool or a callable."""
     if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
         raise ValidationError(

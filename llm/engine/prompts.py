@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llm.base.checks import refuse
 from llm.base.errors import ValidationError
+from llm.base.types import JsonObject
 
 
 class ParsedPrompt(NamedTuple):
@@ -20,7 +21,7 @@ class ParsedPrompt(NamedTuple):
     token_ids: list[int] | None
 
 
-def list_prompts(prompts: Any) -> list[Any]:
+def list_prompts(prompts: object) -> list[object]:
     """One prompt or many, as a list: a string, a dict or a list of integers is one; columns of tables are lists."""
     prompts = _plain(prompts)
     if isinstance(prompts, str | Mapping) or _is_token_list(prompts):
@@ -30,7 +31,7 @@ def list_prompts(prompts: Any) -> list[Any]:
     refuse("prompts", type(prompts).__name__, "a string, token ids, a dict, or a list of those")
 
 
-def list_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+def list_conversations(messages: object) -> list[list[JsonObject]]:
     """One conversation or many, as a list of them; raises `ValidationError`."""
     if isinstance(messages, Sequence) and messages and not isinstance(messages, str):
         listed = [messages] if all(isinstance(message, Mapping) for message in messages) else messages
@@ -39,7 +40,7 @@ def list_conversations(messages: Any) -> list[list[dict[str, Any]]]:
     refuse("messages", type(messages).__name__, "a list of {'role': ..., 'content': ...}, or a list of such lists")
 
 
-def _is_conversation(item: Any) -> bool:
+def _is_conversation(item: object) -> bool:
     return (
         isinstance(item, list | tuple)
         and bool(item)
@@ -47,20 +48,20 @@ def _is_conversation(item: Any) -> bool:
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """One-dimensional arrays, series and tensors as lists; anything else unchanged, padded rows of ids among it."""
     return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", None) == 1 else value
 
 
-def _is_token_list(value: Any) -> bool:
+def _is_token_list(value: object) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(_is_integer(item) for item in value)
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def parse_prompt(prompt: Any) -> ParsedPrompt:
+def parse_prompt(prompt: object) -> ParsedPrompt:
     """Raises `ValidationError` for what is no prompt."""
     prompt = _plain(prompt)
     if isinstance(prompt, str):
@@ -72,7 +73,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     raise _bad_prompt("a prompt", type(prompt).__name__, "a string, a list of token ids, or a dict")
 
 
-def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
+def _parse_mapping(prompt: Mapping[str, object]) -> ParsedPrompt:
     if "role" in prompt:
         raise ValidationError(
             "a chat message is no prompt; pass the conversation to LLM.chat.", parameter="prompts", value=prompt
@@ -91,7 +92,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     return ParsedPrompt(check_text(text), None)
 
 
-def _token_ids(name: str, value: Any) -> list[int]:
+def _token_ids(name: str, value: object) -> list[int]:
     if not isinstance(value, list | tuple):
         raise _bad_prompt(name, type(value).__name__, "a list of integers")
     for item in value:
@@ -110,5 +111,5 @@ def check_text(text: str) -> str:
     return text
 
 
-def _bad_prompt(what: str, value: Any, right: str) -> ValidationError:
+def _bad_prompt(what: str, value: object, right: str) -> ValidationError:
     return ValidationError(f"{what} must be {right}, got {value}.", parameter="prompts", value=value)

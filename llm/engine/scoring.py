@@ -25,7 +25,7 @@ def check_logprobs_mode(config: ModelConfig) -> None:
         refuse("logprobs_mode", config.logprobs_mode, "'raw_logprobs' or 'processed_logprobs' to score texts")
 
 
-def continuation_rows(preprocessor: Preprocessor, prompts: Any, continuations: Any) -> list[Row]:
+def continuation_rows(preprocessor: Preprocessor, prompts: object, continuations: object) -> list[Row]:
     """One row per pair: prompt and continuation together, scored from where the continuation begins."""
     first, second = list_prompts(prompts), list_prompts(continuations)
     if len(first) == 1 and len(second) > 1:
@@ -52,7 +52,7 @@ def continuation_rows(preprocessor: Preprocessor, prompts: Any, continuations: A
     return _rows(preprocessor, whole, borders)
 
 
-def perplexity_rows(preprocessor: Preprocessor, texts: Any, stride: int | None) -> tuple[list[Row], list[int]]:
+def perplexity_rows(preprocessor: Preprocessor, texts: object, stride: int | None) -> tuple[list[Row], list[int]]:
     """(rows, the text each is a window of)."""
     limit = preprocessor.config.max_model_len - 1  # a row generates one token, which is not looked at
     if stride is not None:
@@ -127,7 +127,7 @@ def _scored(row: Row, output: RequestOutput) -> list[tuple[float, int | None]]:
     return [(item.logprob, item.rank) for item in found]
 
 
-def _is_text(prompt: Any) -> bool:
+def _is_text(prompt: object) -> bool:
     return isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
 
 
@@ -143,5 +143,5 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
     return length
 
 
-def _bad(parameter: str, message: str, value: Any) -> ValidationError:
+def _bad(parameter: str, message: str, value: object) -> ValidationError:
     return ValidationError(f"{message}.", parameter=parameter, value=value)

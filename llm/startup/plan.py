@@ -59,21 +59,17 @@ def make_plan(
 ) -> RunnerPlan:
     """Decide, for the rank `tp`; raises `ValidationError` and `OutOfMemoryError` before any memory is allocated."""
     dtypes = choose_dtypes(args, model, platform)
-    kv_types = tuple(DTYPES.values())
-    kv_dtype, kv_reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, dtypes.weights, kv_types)
+    kv_dtype, kv_reason = _kv_cache_dtype(args, dtypes)
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
     free = platform.memory_free()
     memory = _plan_memory(args, model, dtypes, specs, free)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend)
-    reasons["kv_cache_dtype"] = "the weights' type" if kv_reason == "auto" else kv_reason
+    reasons["kv_cache_dtype"] = kv_reason
     reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
     if memory.num_state_slots:
         reasons["enable_prefix_caching"] = "recurrent states are those of a request's last token, not of a prefix"
-    seed = args.seed
-    if seed is None:
-        seed = int.from_bytes(os.urandom(8), "little")
-        reasons["seed"] = "drawn at start, for seed=None"
+    seed, num_threads = _seed(args, reasons), _num_threads(args, platform, reasons)
     config = EngineConfig(
         _model_config(args, model, dtypes, memory.max_model_len, seed),
         _cache_config(args, memory, kv_dtype),
@@ -83,6 +79,7 @@ def make_plan(
         compilation,
         reasons,
         model.quantization.config,
+        num_threads,
     )
     return RunnerPlan(
         config,
@@ -109,6 +106,31 @@ def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dty
     if dtype in computes_in:
         return Dtypes(dtype, model.stored_dtype, None)
     return Dtypes(computes_in[0], dtype, dtype)
+
+
+def _kv_cache_dtype(args: EngineArgs, dtypes: Dtypes) -> tuple[torch.dtype, str]:
+    """(dtype, reason): by default what `dtype` asks for, or else what the weights are stored in."""
+    follows = args.dtype != "auto"
+    default = (dtypes.store_as or dtypes.compute) if follows else dtypes.weights
+    dtype, reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, default, tuple(DTYPES.values()))
+    if reason != "auto":
+        return dtype, reason
+    return dtype, f"dtype={args.dtype}" if follows else "the weights' type"
+
+
+def _seed(args: EngineArgs, reasons: dict[str, str]) -> int:
+    if args.seed is not None:
+        return args.seed
+    reasons["seed"] = "drawn at start, for seed=None"
+    return int.from_bytes(os.urandom(8), "little")
+
+
+def _num_threads(args: EngineArgs, platform: Platform, reasons: dict[str, str]) -> int | None:
+    """The threads that were asked for, None if none were; more than the platform allows are not taken."""
+    wanted, most = args.num_threads or torch.get_num_threads(), platform.num_threads()
+    who = "torch.get_num_threads()" if args.num_threads is None else "asked for"
+    reasons["num_threads"] = who if wanted <= most else f"{wanted}, {who}, but this process may use {most} processors"
+    return min(wanted, most) if args.num_threads is not None or wanted > most else None
 
 
 def with_reasons(plan: RunnerPlan, reasons: dict[str, str]) -> RunnerPlan:

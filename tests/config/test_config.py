@@ -15,6 +15,8 @@ from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.config.compilation import CompilationMode
 from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
 from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler
+from llm.engine.model_runner import ModelRunner
+from llm.platforms import current_platform
 
 MIB = 1 << 20
 
@@ -29,7 +31,8 @@ def parts(config: EngineConfig) -> dict[str, Any]:
     """Every decided value by name."""
     whole = (config.model_config, config.cache_config, config.scheduler_config, config.compilation_config)
     values = {field.name: getattr(part, field.name) for part in whole for field in dataclasses.fields(part)}
-    return values | {"device": config.device, "invariant": config.invariant}
+    whole_engine = {"device": config.device, "invariant": config.invariant}
+    return values | whole_engine | {"num_threads": config.num_threads}
 
 
 def test_every_choice_has_its_reason(llm: LLM) -> None:
@@ -65,6 +68,31 @@ def test_what_is_asked_for_wins_over_every_default() -> None:
         assert {name: decided[name] for name in asked} == asked
         assert {llm.config.reasons[name] for name in asked} == {"asked for"}
         assert llm.config.cache_config.num_blocks == 3 * 25  # all that three sequences of 100 can use
+
+
+def test_threads_of_a_call_and_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`num_threads` holds while the engine computes and nowhere else; more than there are processors are not taken."""
+    seen: set[int] = set()
+    prepare = ModelRunner.prepare_batch
+    most, before = current_platform.num_threads(), torch.get_num_threads()
+
+    def prepare_seen(runner: ModelRunner, step: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return prepare(runner, step)
+
+    monkeypatch.setattr(ModelRunner, "prepare_batch", prepare_seen)
+    for asked, used in ((1, 1), (most + 5, most), (None, min(before, most))):
+        seen.clear()
+        with open_llm(num_threads=asked) as llm:
+            llm.generate("In", SamplingParams(max_tokens=2), use_tqdm=False)
+            line = next(line for line in repr(llm.config).splitlines() if line.startswith("num_threads"))
+        assert seen == {used}
+        assert line.split()[1] == str(used)
+        assert ("asked for" in line) is (asked is not None)
+        assert ("may use" in line) is (asked is not None and asked > most)
+        assert torch.get_num_threads() == before
+    with pytest.raises(ValidationError, match="num_threads must be an integer of at least 1"):
+        open_llm(num_threads=0).__enter__()
 
 
 def test_the_config_is_frozen(llm: LLM) -> None:

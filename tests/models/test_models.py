@@ -136,6 +136,18 @@ def test_cache_in_the_type_of_the_weights(case: Case) -> None:
     assert TOLERANCE < deviation(case.folder, outputs) < 0.25
 
 
+@pytest.mark.parametrize(
+    "case", [name for name, row in TINY_MODELS.items() if row.dtype != torch.float32], indirect=True
+)
+def test_float32_is_float32_in_the_cache_too(case: Case) -> None:
+    """`dtype="float32"` alone gives transformers' float32; the test above shows that a rounded cache would be seen."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=TOP)
+    with case.load(kv_cache_dtype="auto", dtype="float32") as llm:
+        assert llm.config.reasons["kv_cache_dtype"] == "dtype=float32"
+        outputs = llm.generate(case.prompts, params, use_tqdm=False)
+    assert deviation(case.folder, outputs) < TOLERANCE
+
+
 def _is_norm_weight(name: str, data: torch.Tensor) -> bool:
     return data.dim() == 1 and name.endswith("weight")
 
