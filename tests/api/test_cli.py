@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +92,66 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         main([*sampled, "--temperature", "1.5", "--seed", seed])
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] != answers[2]
+
+
+OPTIONS: dict[str, tuple[list[str], Any]] = {
+    "max_tokens": (["--max-tokens", "7"], 7),
+    "temperature": (["--temperature", "0.3"], 0.3),
+    "top_k": (["--top-k", "11"], 11),
+    "top_p": (["--top-p", "0.7"], 0.7),
+    "min_p": (["--min-p", "0.05"], 0.05),
+    "seed": (["--seed", "9"], 9),
+    "stop": (["--stop", "a", "--stop", "b"], ["a", "b"]),
+    "extra_args": (["--extra-args", '{"x": 1}'], {"x": 1}),
+}
+ENGINE_OPTIONS: dict[str, tuple[list[str], Any]] = {
+    "model": (["--model", "folder"], "folder"),
+    "quantization": (["--quantization", "w8a8"], "w8a8"),
+    "max_model_len": (["--max-model-len", "99"], 99),
+    "seed": (["--seed", "9"], 9),
+    "verbose": (["--verbose"], True),
+    "logits_processors": (["--logits-processors", "a:B", "--logits_processors", "c:D"], ["a:B", "c:D"]),
+    "compilation_config": (["--compilation-config", "3"], "3"),
+}
+
+
+class Opened(Exception):
+    """`LLM(...)` was called with these arguments."""
+
+
+def opened_with(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    def record(model: Any, **given: Any) -> None:
+        raise Opened({"model": model, **given})
+
+    monkeypatch.setattr("llm.api.LLM", record)
+    with pytest.raises(Opened) as caught:
+        main(arguments)
+    return caught.value.args[0]
+
+
+def test_every_option_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone changes the argument of its name and no other; none is left out here."""
+    model = SimpleNamespace(get_default_sampling_params=lambda: SamplingParams(temperature=0.5, top_k=5))
+    parse = cli._parser().parse_args
+    default = cli._sampling_params(model, parse(["generate", "x"]))  # type: ignore[arg-type]
+    for name, (arguments, value) in OPTIONS.items():
+        params = cli._sampling_params(model, parse(["generate", "x", *arguments]))  # type: ignore[arg-type]
+        assert getattr(params, name) == value != getattr(default, name)
+        assert params == dataclasses.replace(default, **{name: value})
+    plain = opened_with(["generate", "x"], monkeypatch)
+    for name, (arguments, value) in ENGINE_OPTIONS.items():
+        assert opened_with(["generate", "x", *arguments], monkeypatch) == {**plain, name: value} != plain
+    listed = {action.dest for action in next(p for p in parsers(cli._parser()) if "generate" in p.prog)._actions}
+    assert listed == {*OPTIONS, *ENGINE_OPTIONS, "help", "prompt", "chat", "custom_ops"}
+
+
+def test_the_options_of_explain_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = opened_with(["explain"], monkeypatch)
+    assert opened_with(["explain", "folder"], monkeypatch) == {**plain, "model": "folder"}
+    assert opened_with(["explain", "--dummy"], monkeypatch) == {**plain, "load_format": "dummy"}
+    assert opened_with(["explain", "--quantization", "w4a8"], monkeypatch) == {**plain, "quantization": "w4a8"}
+    none = {**plain, "compilation_config": {"custom_ops": "none,+rms_norm"}}
+    assert opened_with(["explain", "--compilation-config.custom_ops", "none,+rms_norm"], monkeypatch) == none
 
 
 def test_without_a_seed_answers_differ(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,18 +13,20 @@ from functools import lru_cache
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from embedded import open_llm, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import llm
+from llm import SamplingParams
 from llm import tokenizer as tokenizer_module
 from llm.base.errors import CheckpointError, ValidationError
-from llm.tokenizer import Tokenizer
+from llm.tokenizer import TextStream, Tokenizer, _TokenBytes
 
 TINY = Path(llm.__file__).parent / "assets" / "tiny"
 CORPUS = ["the quick brown fox", "你好世界 你好吗", "🙂🙃🙂 👩‍👩‍👧 e\u0301 naïve", "the fox, the fox's 好 🙂"]
@@ -319,14 +321,51 @@ def test_a_tokenizer_without_tokenizer_json_is_read_by_transformers() -> None:
     assert loaded("byt5").encode([]) == []
 
 
-def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["truncation", "padding"])
+def test_truncation_and_padding_of_the_file_are_switched_off(what: str, tmp_path: Path) -> None:
     fast = byte_level()
-    plain = fast.encode(CORPUS[1]).ids
-    fast.enable_truncation(4)
-    fast.enable_padding(length=64)
+    text = "a text that is seen nowhere else, so that it takes many tokens"
+    plain = fast.encode(text).ids
+    fast.enable_truncation(4) if what == "truncation" else fast.enable_padding(length=99)
     fast.save(str(tmp_path / "tokenizer.json"))
-    assert FastTokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(CORPUS[1]).ids != plain
-    assert Tokenizer(tmp_path).encode([CORPUS[1], "a"])[0] == plain
+    length = len(FastTokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text))
+    assert length == {"truncation": 4, "padding": 99}[what] and 4 < len(plain) < 99
+    assert Tokenizer(tmp_path).encode([text, "a"])[0] == plain
+
+
+class _Bytes:
+    """A tokenizer whose tokens are bytes, and which replaces what is no text."""
+
+    fast = None
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
+
+
+@given(
+    text=st.text(st.sampled_from("aé你🙂\ufffd"), max_size=12), prompt=st.text(st.sampled_from("aé你🙂"), max_size=4)
+)
+def test_characters_of_any_number_of_tokens_come_whole(text: str, prompt: str) -> None:
+    """Of a tokenizer that says nothing of its bytes. U+FFFD is a character like any other."""
+    stream = TextStream(cast(Any, _Bytes()), _TokenBytes(None), list(prompt.encode()), True)
+    ids = list(text.encode())
+    pieces = [stream.push(token) for token in ids]
+    assert "".join([*pieces, stream.finish()]) == stream.text == text
+    assert all(REPLACED not in piece or REPLACED in text for piece in pieces)
+    if REPLACED not in text:
+        assert [piece for piece in pieces if piece] == list(text)
+
+
+def test_the_tokens_of_a_character_are_shown_as_what_they_complete() -> None:
+    """In logprobs: nothing, nothing, nothing, the character."""
+    text = "a🙂é你🙃 b"
+    with open_llm(max_model_len=64) as llm:
+        output = run(llm, text, SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
+    positions = output.prompt_logprobs
+    assert positions is not None and positions[0] is None and len(positions) > len(text) + 6
+    shown = [item[token].decoded_token for item, token in zip(positions[1:], output.prompt_token_ids[1:], strict=True)]
+    assert text.endswith("".join(shown)) and len("".join(shown)) >= len(text) - 1
+    assert {"🙂", "🙃", "你"} <= set(shown)
 
 
 @pytest.mark.parametrize("adds", [True, False], ids=["file adds BOS", "file adds none"])

@@ -179,6 +179,21 @@ def test_an_eos_is_left_out_unless_asked_for() -> None:
     assert [(beam.tokens, beam.cum_logprob, beam.score) for beam in search.ended] == [([3, 7], -1.5, -0.75)]
 
 
+@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("ends", [1, 2, 7])
+def test_a_search_goes_on_when_every_beam_would_rather_end(width: int, ends: int) -> None:
+    """All the likeliest continuations are EOS, as many as there are: still `width` others run on."""
+    eos = frozenset(range(ends))
+    params = BeamSearchParams(beam_width=width, max_tokens=9, early_stopping="never")
+    search = PromptSearch(params, eos, 9)
+    for _ in range(3):
+        logprobs = {token: Logprob(-1.0 - token / 100 - (9.0 if token >= ends else 0.0)) for token in range(ends + 6)}
+        asked = dict(sorted(logprobs.items(), key=lambda item: -item[1].logprob)[: search.num_candidates])
+        search.advance([asked] * len(search.running))
+        assert len(search.running) == width
+        assert not {beam.tokens[-1] for beam in search.running} & eos
+
+
 def test_as_vllm(tmp_path: Path) -> None:
     """The same sequences as vLLM's, without EOS in reach; its texts and sums."""
     recorded = fixture("llama")

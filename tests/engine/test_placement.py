@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,9 +15,11 @@ from pretend_device import DEVICE, PINNED, OnDevice, PretendPlatform, pretend_de
 import llm.platforms
 from llm import LLM, SamplingParams
 from llm.kernels.backend import Backend
+from llm.kernels.reference.backend import pytorch
 from llm.layers.attention.backend import PagedAttention
 from llm.sampling import sampler
 from llm.sampling.logits_processors import builtin, interface
+from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.penalties import PenaltiesLogitsProcessor
 from llm.sampling_params import StructuredOutputsParams
 
@@ -153,3 +156,24 @@ def test_a_cpu_copies_and_pins_nothing() -> None:
     with open_llm(device="cpu") as opened:
         step = np.arange(3)
         assert np.shares_memory(engine_of(opened).runner.backend.upload(step).numpy(), step)
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_every_processor_is_told_whether_memory_is_pinned(pins: bool) -> None:
+    class Told(interface.LogitsProcessor):
+        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+            told.append(is_pin_memory)
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            return None
+
+    told: list[Any] = []
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=8))
+    LogitsProcessors(config, torch.device("cpu"), [Told], pytorch("a test", torch.device("cpu"), pins))
+    assert told == [pins]

@@ -520,7 +520,8 @@ def plant_drafts_before_their_token(scheduler: Scheduler) -> None:
     verify = scheduler._verify
 
     def always(plan: SchedulerOutput, request: Request, count: int, budget: int, later: int) -> int:
-        return verify(plan, request, request.num_tokens - request.num_computed_tokens, budget, later)
+        # A step that ends before the last known token has used up its budget: nothing would be left for drafts.
+        return verify(plan, request, request.num_tokens - request.num_computed_tokens, budget + 64, later)
 
     scheduler._verify = always  # type: ignore[method-assign]
 

@@ -66,6 +66,50 @@ def test_no_part_of_a_stop_string_leaks(llm: LLM, start: int, length: int) -> No
     assert "".join(llm.stream(PROMPTS[0], kept)) == whole[: whole.index(stop) + length]
 
 
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_a_stop_string_that_ends_just_past_a_piece_does_not_leak(llm: LLM, length: int) -> None:
+    """All but its last character has come by then. A shorter stop string does not shorten what is held back."""
+    pieces = list(llm.stream(PROMPTS[0], LONGER))
+    whole = "".join(pieces)
+    ends = [len("".join(pieces[: count + 1])) + 1 for count in range(len(pieces) - 1)]
+    for stop in {whole[end - length : end] for end in ends if end >= length}:
+        params = SamplingParams(temperature=0, max_tokens=20, stop=[stop, "#"], ignore_eos=True)
+        assert "".join(llm.stream(PROMPTS[0], params)) == whole[: whole.index(stop)]
+
+
+def test_of_stop_strings_that_one_piece_completes_the_first_to_end_counts(llm: LLM) -> None:
+    whole, seen, checked = text_of(llm, PROMPTS[0]), 0, 0
+    for piece in llm.stream(PROMPTS[0], LONGER):
+        start, seen = seen, seen + len(piece)
+        early, late = whole[max(0, start - 4) : start + 1], whole[max(0, start - 4) : seen]
+        if len(piece) < 2 or whole.index(early) != max(0, start - 4):
+            continue
+        params = SamplingParams(temperature=0, max_tokens=20, stop=[late, early], ignore_eos=True)
+        completion = run(llm, PROMPTS[0], params)[0].outputs[0]
+        assert (completion.stop_reason, completion.text) == (early, whole[: max(0, start - 4)])
+        checked += 1
+    assert checked > 2
+
+
+def test_a_stop_string_counts_from_the_token_after_min_tokens_on(llm: LLM) -> None:
+    ids = run(llm, PROMPTS[0], LONGER)[0].outputs[0].token_ids
+    texts = [
+        run(llm, PROMPTS[0], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))[0].outputs[0].text
+        for count in range(1, len(ids) + 1)
+    ]
+    whole, checked = texts[-1], 0
+    for count in range(2, len(ids)):  # the `count`-th token completes it
+        stop = texts[count - 1][-3:]
+        if whole.count(stop) != 1 or len(texts[count - 1]) == len(texts[count - 2]):
+            continue
+        checked += 1
+        for min_tokens, reason in ((0, "stop"), (count - 1, "stop"), (count, "length"), (count + 1, "length")):
+            params = SamplingParams(temperature=0, max_tokens=20, stop=stop, min_tokens=min_tokens, ignore_eos=True)
+            completion = run(llm, PROMPTS[0], params)[0].outputs[0]
+            assert (completion.finish_reason, len(completion.token_ids)) == (reason, count if reason == "stop" else 20)
+    assert checked > 5
+
+
 def test_what_only_looks_like_a_stop_string_is_not_lost(llm: LLM) -> None:
     whole = text_of(llm, PROMPTS[0])
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=whole[-3:] + "#", logprobs=0)

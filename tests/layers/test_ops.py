@@ -11,6 +11,7 @@ import pkgutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from llm.layers import activation, norm, rotary
 from llm.layers.extra import activation as extra_activation
 from llm.layers.extra import conv, gated_norm, mm_encoder, quant_fp8, rel_pos
 from llm.layers.extra import rotary as extra_rotary
-from llm.layers.rotary import RopeParameters
+from llm.layers.rotary import RopeParameters, RotaryEmbedding
 from llm.platforms.cpu import CpuPlatform
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -327,3 +328,25 @@ def test_a_rotation_can_be_enforced() -> None:
     with constructing_for(CpuPlatform(), CompilationConfig.of({"custom_ops": ["none"]})):
         bindings = [extra_rotary.ApplyRotaryEmb(enforce_enable=enforce).binding for enforce in (True, False)]
     assert ["enforced" in binding.reason for binding in bindings] == [True, False]
+
+
+@pytest.mark.parametrize("sections", [(24, 20, 20), (16, 24, 24), (11, 11, 10), (4, 3, 3), (20, 30, 14)], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["runs", "interleaved"])
+def test_each_pair_follows_the_position_that_transformers_gives_it(
+    sections: tuple[int, int, int], interleaved: bool
+) -> None:
+    """[24, 20, 20] is Qwen3-VL's, [16, 24, 24] Qwen2-VL's. Each angle is the number of its axis."""
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    pairs = sum(sections)
+    rope = RopeParameters(mrope_section=sections, mrope_interleaved=interleaved)
+    if interleaved and any(index + 3 * (sections[index] - 1) >= pairs for index in (1, 2)):  # more than its turns
+        with pytest.raises(ValidationError, match="mrope_section"):
+            RotaryEmbedding(2 * pairs, 4, rope)
+        return
+    owner: Any = Qwen3VLTextRotaryEmbedding if interleaved else Qwen2VLRotaryEmbedding
+    angles = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, pairs).clone()
+    holder = SimpleNamespace(mrope_section=list(sections))
+    expected = owner.recomposition_frequencies(holder, angles).flatten()[:pairs]
+    assert RotaryEmbedding(2 * pairs, 4, rope).pair_axis.tolist() == expected.tolist()

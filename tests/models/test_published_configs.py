@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llm import LLM
 from llm.base.errors import UnsupportedModelError
+from llm.layers.rotary import frequencies
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls
 
@@ -56,6 +58,45 @@ def test_a_published_config_is_accepted_and_every_key_accounted_for(name: str) -
     if name in _FACTS:
         windows = {layer.attention.sliding_window for layer in read.layers}
         assert (_head_size(read), read.max_position_embeddings, windows) == _FACTS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_windows_of_a_published_config_are_those_of_transformers(name: str) -> None:
+    """Layer by layer, where transformers says which layers have one."""
+    transformers = pytest.importorskip("transformers")
+    config = PUBLISHED[name]["config"]
+    theirs = transformers.AutoConfig.for_model(**config)
+    kinds = getattr(theirs, "layer_types", None)
+    if kinds is None:
+        pytest.skip("transformers gives all layers of this family one kind")
+    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert [layer.attention.sliding_window for layer in _read(config).layers] == windows
+
+
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("longest", [64, 96, 512])
+@pytest.mark.parametrize("rope", [{"factor": 4.0}, {"factor": 3.0, "original_max_position_embeddings": 64}], ids=str)
+def test_yarn_is_transformers_whatever_the_longest_position_is(longest: int, rope: dict[str, Any]) -> None:
+    """Its ramp is over the original length, which is `max_position_embeddings` only where nothing else is said."""
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    given = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": longest}
+    theirs = LlamaConfig(rope_parameters={**YARN, **rope}, **given)
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    ours = ConfigReader({"model_type": "llama", "rope_parameters": {**YARN, **rope}, **given}).rope()
+    found, found_factor = frequencies(ours, 32, longest)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert found_factor == pytest.approx(factor)
+
+
+def test_yarn_without_a_factor_stretches_from_the_original_to_the_longest_position() -> None:
+    parameters = {**YARN, "original_max_position_embeddings": 64}
+    given = {"model_type": "llama", "max_position_embeddings": 320, "rope_parameters": parameters}
+    assert ConfigReader(given).rope().factor == 5.0
 
 
 @pytest.mark.parametrize(

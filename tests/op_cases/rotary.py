@@ -213,5 +213,7 @@ ROTARY: dict[str, list[Case]] = {
     "dual_chunk_rotary_embedding": [
         Case(dual_chunk(True, HEAD, 24, 8), token_inputs, dual_chunk_reference, 2e-5),
         Case(dual_chunk(False, 12, 24, 0), inputs_with_offsets, dual_chunk_reference, 2e-5),
+        # Two chunks end before chunk_size, so the earlier ones' place is 2L - 1.
+        Case(dual_chunk(True, HEAD, 24, 16), token_inputs, dual_chunk_reference, 2e-5),
     ],
 }

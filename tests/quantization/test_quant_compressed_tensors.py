@@ -215,11 +215,15 @@ def test_logits_equal_the_packages_decompressed_forward(case: str, made: Any) ->
 # Static scales of fused shards
 
 
-def test_ranges_of_fused_static_shards_are_joined(made: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shards",
+    [[(0.04, -11), (0.02, 100), (0.05, 3)], [(0.04, -11), (0.04, 90), (0.04, 3)], [(0.04, 5), (0.02, 5), (0.03, 5)]],
+    ids=["both differ", "equal scales", "equal zeros"],
+)
+def test_ranges_of_fused_static_shards_are_joined(shards: list[tuple[float, int]], made: Any, tmp_path: Path) -> None:
     folder, _ = made("w8a8-static-asym")
     copy = copy_folder(folder, tmp_path)
     tensors = load_file(copy / "model.safetensors")
-    shards = [(0.04, -11), (0.02, 100), (0.05, 3)]
     for part, (scale, zero) in zip("qkv", shards, strict=True):
         tensors[f"model.layers.0.self_attn.{part}_proj.input_scale"].fill_(scale)
         tensors[f"model.layers.0.self_attn.{part}_proj.input_zero_point"].fill_(zero)
@@ -231,6 +235,18 @@ def test_ranges_of_fused_static_shards_are_joined(made: Any, tmp_path: Path) -> 
         assert weight.input_scale == pytest.approx((high - low) / 255)
         assert (-128 - weight.input_offset) * weight.input_scale == pytest.approx(low, abs=weight.input_scale)
         assert (127 - weight.input_offset) * weight.input_scale == pytest.approx(high, abs=weight.input_scale)
+
+
+@pytest.mark.parametrize("widest", ["q", "k", "v"])
+def test_the_widest_of_fused_symmetric_scales_serves_all_shards(widest: str, made: Any, tmp_path: Path) -> None:
+    copy = copy_folder(made("w8a8-static")[0], tmp_path)
+    tensors = load_file(copy / "model.safetensors")
+    for part in "qkv":
+        tensors[f"model.layers.0.self_attn.{part}_proj.input_scale"].fill_(0.5 if part == widest else 0.25)
+    save_file(tensors, copy / "model.safetensors")
+    with open_llm(copy, skip_tokenizer_init=True) as llm:
+        weight = engine_of(llm).runner.model.model.layers[0].self_attn.qkv_proj.packed_weight
+        assert (weight.input_scale, weight.input_offset) == (0.5, 0)
 
 
 # Which layers

@@ -14,7 +14,7 @@ from modelslim_folder import ModelSlimFolder, Tensors, expected_output, write_mo
 from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, one_thread, write_checkpoint
 
-from llm import LLM
+from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -323,3 +323,19 @@ def test_sharded_weights_with_their_own_index_name(write: Writer) -> None:
     (folder / "quant_model_weights.safetensors.index.json").write_text(json.dumps(index))
     with open_llm(folder, skip_tokenizer_init=True) as llm:
         assert worst_error(llm, tensors, "W8A8_DYNAMIC", "1.0.0") < 1e-5
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelslim"])
+def test_a_bias_that_only_quant_bias_holds_survives_a_save(format: str, write: Writer, tmp_path: Path) -> None:
+    folder, written = write(ModelSlimFolder(layers_are("W8A8")))
+    kept = {name: value for name, value in written.items() if not name.endswith("_proj.bias")}
+    assert len(kept) < len(written)
+    save_file(kept, folder / "quant_model_weights.safetensors")
+    prompt, params = [{"prompt_token_ids": [5, 6, 7, 8]}], SamplingParams(temperature=0, max_tokens=3, logprobs=3)
+    with open_llm(folder, skip_tokenizer_init=True) as llm:
+        before = run(llm, prompt, params)[0].outputs[0]
+        assert engine_of(llm).runner.model.model.layers[0].self_attn.qkv_proj.bias.abs().max() > 0.01
+        llm.save_quantized(tmp_path / "saved", format)
+    with open_llm(tmp_path / "saved", skip_tokenizer_init=True) as llm:
+        after = run(llm, prompt, params)[0].outputs[0]
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)

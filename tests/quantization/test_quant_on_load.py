@@ -21,6 +21,7 @@ from llm.api import EMBEDDED_MODEL
 from llm.base.errors import CheckpointError, ValidationError
 from llm.engine.calibrate import run_texts
 from llm.kernels.weight import Weight, dequantize
+from llm.quantization import quantizer
 from llm.quantization.configs.online import RECIPES, OnlineConfig
 from llm.quantization.quantizer import decibels, quantize_weight, signal_to_noise, static_activation
 
@@ -74,6 +75,22 @@ def test_the_search_never_loses_to_rounding(seed: int, size: int) -> None:
     # A least-squares refit can only improve the first candidate, group by group.
     assert (error[True] <= error[False] * (1 + 1e-5)).all()
     assert error[True].sum() < 0.97 * error[False].sum()
+
+
+@quick
+@given(st.integers(0, 2**31))
+def test_scales_are_searched_and_refitted_by_importance(seed: int) -> None:
+    """Each scale is the weighted least-squares fit to its integers; weighing brings the weighted error down."""
+    x = normal(seed, 6, 4, 32)
+    importance = normal(seed + 1, 1, 4, 32).square() ** 2
+    q, scale = quantizer._quantize_groups(x, 4, quantizer._CLIP_SHARES, importance)
+    plain_q, plain_scale = quantizer._quantize_groups(x, 4, quantizer._CLIP_SHARES, None)
+    values = q.float()
+    fit = (importance * values * x).sum(-1) / (importance * values * values).sum(-1)
+    torch.testing.assert_close(scale, fit, rtol=1e-4, atol=0)
+    weighted = (importance * (x - values * scale[..., None]).square()).sum(-1)
+    unweighted = (importance * (x - plain_q.float() * plain_scale[..., None]).square()).sum(-1)
+    assert (weighted <= unweighted * (1 + 1e-4)).all() and weighted.sum() < 0.99 * unweighted.sum()
 
 
 @settings(max_examples=8)

@@ -75,6 +75,15 @@ def test_biases_an_untied_head_and_mixtures_come_back(asked: Any, format: str, b
         assert answers(loaded) == before
 
 
+def test_ignore_names_the_linear_layers_that_are_not_quantized(biased: Path, tmp_path: Path) -> None:
+    """Other loaders read it: vLLM would look for integers in a layer that is missing there."""
+    asked = {"scheme": "w8a8", "lm_head": None, "ignore": ["*.0.mlp.down_proj"]}
+    with open_llm(biased, quantization=asked, skip_tokenizer_init=True) as llm:
+        llm.save_quantized(tmp_path / "saved")
+    section = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert section["ignore"] == ["model.layers.0.mlp.down_proj"]
+
+
 def test_one_format_becomes_the_other(biased: Path, tmp_path: Path) -> None:
     with open_llm(biased, quantization="w8a8", skip_tokenizer_init=True) as llm:
         before = answers(llm)

@@ -18,6 +18,8 @@ import pytest
 import torch
 from documented_processors import DummyLogitsProcessor, WrappedPerReqLogitsProcessor
 from embedded import assert_idle, engine_of, open_llm, run, tokens
+from hypothesis import given
+from hypothesis import strategies as st
 from test_batch_updates import Replay, move_untold, newest_place_first
 
 from llm import LLM, RequestOutput, SamplingParams, ValidationError, plugins
@@ -337,6 +339,49 @@ def test_hugging_face_processors_run_as_request_processors(llm: LLM) -> None:
     ours = run(llm, prompt, SamplingParams(extra_args={"no_repeat_ngram_size": 1}, **greedy))[0].outputs[0].token_ids
     assert bare == with_list == ours != run(llm, prompt, SamplingParams(**greedy))[0].outputs[0].token_ids
     assert len(set(ours)) == len(ours) and not set(ours) & set(prompt)
+
+
+N_GRAM_ROWS = st.lists(
+    st.tuples(st.integers(1, 4), *(st.lists(st.integers(0, 3), max_size=9) for _ in range(3))), min_size=1, max_size=4
+)
+
+
+@given(rows=N_GRAM_ROWS)
+def test_repeated_n_grams_are_those_of_transformers(rows: list[tuple[int, list[int], list[int], list[int]]]) -> None:
+    """Rows of several sizes in one batch; the outputs grow between two calls."""
+    transformers = pytest.importorskip("transformers")
+    ours: Any = NoRepeatNGramLogitsProcessor(None, torch.device("cpu"), False)  # type: ignore[arg-type]
+    outputs = [list(output) for _, _, output, _ in rows]
+    added = [
+        (index, SamplingParams(extra_args={"no_repeat_ngram_size": size}), prompt, outputs[index])
+        for index, (size, prompt, _, _) in enumerate(rows)
+    ]
+    ours.update_state(BatchUpdate(len(rows), [], added, []))
+    for _ in range(2):
+        found = ours.apply(torch.zeros(len(rows), 4))
+        for index, (size, prompt, _, more) in enumerate(rows):
+            ids = torch.tensor([[*prompt, *outputs[index]]], dtype=torch.long)
+            theirs = transformers.NoRepeatNGramLogitsProcessor(size)(ids, torch.zeros(1, 4))
+            assert torch.equal(found[index], theirs[0])
+            outputs[index] += more
+
+
+def test_a_requests_processor_sees_logits_before_penalties(llm: LLM) -> None:
+    """vLLM's order: whatever it makes of them, penalties come last."""
+    seen: list[torch.Tensor] = []
+
+    def look(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.clone())
+        return logits.fill_(0.0).index_fill_(0, torch.tensor([300, 40]), 1.0)
+
+    prompt = [300, 301, 302]
+    for penalty in (1.0, 5.0):
+        params = SamplingParams(temperature=0, max_tokens=1, repetition_penalty=penalty, logits_processors=[look])
+        assert tokens(run(llm, prompt, params)) == [[40]]
+    assert torch.equal(seen[0], seen[1])
+    forced = [lambda output_ids, logits: logits.fill_(0.0).index_fill_(0, torch.tensor([300]), 1.0)]
+    barred = SamplingParams(temperature=0, max_tokens=2, logits_processors=forced, presence_penalty=2.0)
+    assert tokens(run(llm, prompt, [barred]))[0] == [300, 0]
 
 
 def test_an_error_of_a_requests_processor_ends_that_request_alone(

@@ -24,6 +24,7 @@ from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
 from llm.sampling import draw as draw_module
 from llm.sampling import sampler as sampler_module
+from llm.sampling.draw import draw_rows
 from llm.sampling.logits_processors.interface import BatchUpdate
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import MODES, NO_LOGPROBS, TokenLogprobs, gather_logprobs
@@ -32,6 +33,13 @@ from llm.sampling.sampler import Sampler, SamplerOutput, SamplingRows
 from llm.sampling_params import SamplingParams
 
 DRAWS = 20_000
+PINNED_OPTIONS: list[dict[str, Any]] = [{}, {"top_k": 4}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.9, "min_p": 0.05}]
+PINNED = {
+    "{}": [9, 3, 0, 3, 3, 3, 7, 3, 0, 6, 6, 7],
+    "{'top_k': 4}": [0, 6, 3, 6, 3, 6, 9, 3, 3, 6, 9, 9],
+    "{'top_p': 0.8}": [9, 3, 0, 3, 3, 3, 6, 3, 0, 6, 6, 6],
+    "{'top_k': 6, 'top_p': 0.9, 'min_p': 0.05}": [2, 6, 3, 6, 3, 6, 0, 3, 3, 6, 9, 0],
+}
 # PyTorch, and the compiled kernels where there are any.
 SETS = (REFERENCE, *((kernel_set(ISAS[-1]),) if has_compiler() else ()))
 TOY = torch.tensor([1.2, -0.3, 0.7, 2.0, -1.1, 0.0, 1.9, 0.4, -0.6, 1.5])
@@ -541,7 +549,29 @@ def test_an_infinite_logit_forces_its_token() -> None:
     logits[:, [4, 6]] = math.inf
     drawn = draw_many(logits[0], SamplingParams(), count=200)
     assert set(drawn.tolist()) == {4, 6}
-    assert sample(logits, rows_of([SamplingParams(top_p=0.5), SamplingParams(top_k=1), SamplingParams(temperature=0)]))
+    params = [SamplingParams(top_p=0.5), SamplingParams(top_k=1), SamplingParams(temperature=0)]
+    assert sample(logits, rows_of(params)).tokens.tolist() == [4, 4, 4]  # of two equal ones the first
+
+
+@pytest.mark.parametrize("kernels", SETS, ids=["torch", "kernels"][: len(SETS)])
+@pytest.mark.parametrize(("top_p", "count"), [(0.2, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3), (0.75, 3), (0.9, 4)])
+@pytest.mark.parametrize("top_k", [0, 40, 1500])
+def test_ties_at_the_edge_of_top_p_go_to_the_lower_ids(top_p: float, count: int, top_k: int, kernels: Backend) -> None:
+    """Four equal tokens of a quarter each, exactly; the fewest whose mass is at least top_p stay."""
+    tied = [7, 300, 1100, 1600]
+    logits = torch.full((1, 2000), -math.inf)
+    logits[0, tied] = 1.0
+    for number in (0.0, 0.4, 0.999):
+        numbers = np.array([top_k]), np.array([top_p]), np.array([number])
+        draws = draw_rows(logits.clone(), torch.tensor([1.0]), *numbers, {0}, kernels)
+        assert draws.kept[0].tolist() == tied[:count]
+        assert draws.tokens.tolist() == [tied[int(number * count)]]
+
+
+def test_draws_are_what_they_were() -> None:
+    """Recorded with this generator and these cuts: a user's seed gives the same text in every version."""
+    found = {str(options): draw_many(TOY, SamplingParams(**options), 7, 12).tolist() for options in PINNED_OPTIONS}
+    assert found == PINNED
 
 
 def test_a_row_without_a_token_is_an_error_and_its_companions_draw_as_ever() -> None:

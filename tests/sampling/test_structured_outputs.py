@@ -474,6 +474,21 @@ def test_rows_of_a_demanding_expression_do_not_use_up_each_others_limits(llm: LL
     np.testing.assert_array_equal(replayed.allowed(500), answers[0].allowed(500))
 
 
+@pytest.mark.parametrize("left", [0, 1, 2, 5, 60])
+def test_an_answer_that_is_complete_may_end_however_few_tokens_are_left(llm: LLM, left: int) -> None:
+    structure = compiled(llm, regex="[ab]{3}([ab]{2}){0,20}")
+    one = {data[0]: token for token, data in structure.vocabulary.token_bytes.items() if len(data) == 1}
+    for length in range(1, 9):
+        answer = Answer(structure)
+        for _ in range(length):
+            answer.read(one[ord("a")])
+        allowed = answer.allowed(left)
+        is_complete = length >= 3 and length % 2 == 1
+        assert allowed[structure.vocabulary.eos_token_ids].all() == is_complete
+        missing = max(3 - length, (length - 3) % 2) - 1 if not is_complete else 1
+        assert allowed[one[ord("a")]] == (missing <= left)
+
+
 def test_an_answer_without_a_continuation_is_an_error_and_no_stop(llm: LLM) -> None:
     """After the comma no name is left: the pattern's only one has been used."""
     schema = {
