@@ -51,7 +51,7 @@ class BuildWithKernels(build_py):
                 folder.mkdir(parents=True, exist_ok=True)
                 compiler = build.find_compiler()
                 cached = build.cached_library(target, compiler)  # of these sources, this compiler and these flags
-                if cached.exists():
+                if build.is_usable(cached):
                     shutil.copyfile(cached, path)
                 else:
                     build.compile_library(path, target, compiler)

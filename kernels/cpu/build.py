@@ -6,6 +6,9 @@ and no import of this package: setup.py loads this file by its path. The compile
 A library's name carries a key of what went into it (sources, compiler, flags), so a cached file is used only for
 exactly these. Compilation happens in a scratch folder under a lock and ends with an atomic rename: two processes build
 once, and a killed build leaves nothing that could be loaded.
+
+A library ends with its own size and digest, checked before it is loaded: a truncated one would kill the process. The
+cache is used only where nobody else can write.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import pwd
 import shutil
 import subprocess
 import sys
@@ -56,6 +60,9 @@ _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS_ALLOWED = 600
 _OUTPUT_SHOWN = 2000
+# The end of a library: this mark, the SHA-256 of what stands before it, and its size. ELF ignores what follows.
+_MARK = b"offline-llm kernels\0"
+_SEAL_BYTES = len(_MARK) + 32 + 8
 
 
 class BuildError(Exception):
@@ -127,9 +134,23 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/offline-llm/kernels, by default under ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    """$XDG_CACHE_HOME/offline-llm/kernels, by default under ~/.cache; raises `BuildError` where there is no home.
+
+    As its specification says, an XDG_CACHE_HOME that is no absolute path does not count.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    if not os.path.isabs(base):
+        base = os.path.join(os.environ.get("HOME") or _home_of_user(), ".cache")
+    if not os.path.isabs(base):
+        raise BuildError("there is no folder for compiled kernels, as HOME is not set; set XDG_CACHE_HOME to one")
     return Path(base) / "offline-llm" / "kernels"
+
+
+def _home_of_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return ""
 
 
 def packaged_name(target: str) -> str:
@@ -144,7 +165,7 @@ def packaged_library(target: str) -> Path | None:
     """
     name = packaged_name(target)
     installed = (Path(entry, "llm", "kernels", "cpu", PACKAGED_FOLDER.name) for entry in sys.path)
-    return next((folder / name for folder in (PACKAGED_FOLDER, *installed) if (folder / name).exists()), None)
+    return next((folder / name for folder in (PACKAGED_FOLDER, *installed) if is_whole(folder / name)), None)
 
 
 def cached_library(target: str, compiler: str, folder: Path | None = None) -> Path:
@@ -168,19 +189,20 @@ def ensure_library(
         rebuild: compile even if it is there.
 
     Raises:
-        BuildError: there is no compiler, it failed, or the cache cannot be written.
+        BuildError: there is no compiler, it failed, or the cache cannot be written, or others can write to it.
     """
     packaged = None if rebuild else packaged_library(target)
     if packaged is not None:
         return packaged
     compiler = find_compiler()
     path = cached_library(target, compiler, folder)
-    if path.exists() and not rebuild:
-        return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_private(path.parent)
+        if not rebuild and is_usable(path):
+            return path
         with _locked(path.with_suffix(".lock")):
-            if rebuild or not path.exists():  # another process may have built it while this one waited
+            if rebuild or not is_usable(path):  # another process may have built it while this one waited
                 _announce(f"Compiling the CPU kernels ({target}), once, into {path.parent} ...", announce)
                 _compile_into(path, target, compiler)
     except OSError as error:
@@ -201,7 +223,61 @@ def compile_library(output: Path, target: str, compiler: str, extra_flags: tuple
         linked = Path(scratch, "library.so")
         # No OpenMP runtime is linked: the kernels have threads of their own (threads.cpp).
         _run([compiler, "-shared", *extra_flags, "-Wl,--as-needed", *map(str, objects), "-o", str(linked)])
-        os.replace(linked, output)
+        _seal(linked)
+        _replace(linked, output)
+
+
+def is_usable(path: Path) -> bool:
+    """Whether the cached library is whole, and this user's own, or root's, and nobody else's to write."""
+    try:
+        return _is_private(os.stat(path)) and is_whole(path)
+    except OSError:
+        return False
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the library is there and ends with its own size and digest."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return len(content) > _SEAL_BYTES and content[-_SEAL_BYTES:] == _seal_of(content[:-_SEAL_BYTES])
+
+
+def _seal(path: Path) -> None:
+    """Append size and digest, and let the file reach the disk before its name does."""
+    with open(path, "r+b") as file:
+        file.write(_seal_of(file.read()))
+        file.flush()
+        os.fsync(file.fileno())
+    path.chmod(0o755)
+
+
+def _seal_of(content: bytes) -> bytes:
+    return _MARK + hashlib.sha256(content).digest() + len(content).to_bytes(8, "little")
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Rename, and let that reach the disk."""
+    os.replace(source, target)
+    handle = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_private(stat: os.stat_result) -> bool:
+    return stat.st_uid in (0, os.getuid()) and not stat.st_mode & 0o022
+
+
+def _check_private(folder: Path) -> None:
+    """Raise `BuildError` for a folder into which another user could put a library."""
+    if not _is_private(os.stat(folder)):
+        raise BuildError(
+            f"the kernel cache {folder} belongs to another user, or others may write to it; make it your own and "
+            "`chmod go-w` it, or point XDG_CACHE_HOME elsewhere"
+        )
 
 
 def _compile_into(path: Path, target: str, compiler: str) -> None:
@@ -213,7 +289,7 @@ def _compile_into(path: Path, target: str, compiler: str) -> None:
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
     try:
         compile_library(scratch / "library.so", target, compiler)
-        os.replace(scratch / "library.so", path)
+        _replace(scratch / "library.so", path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

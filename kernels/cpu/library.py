@@ -54,10 +54,19 @@ class Library:
         self._handle = ctypes.CDLL(str(path))
         wrong = mismatches(self._handle)
         if wrong:
+            self._unload()
             raise SignatureError(f"{path.name} is not loaded: {' '.join(wrong)}")
-        self.entries = {kernel: kernel.bind_block(self._handle) for kernel in KERNELS.values()}
+        try:
+            self.entries = {kernel: kernel.bind_block(self._handle) for kernel in KERNELS.values()}
+        except AttributeError as error:
+            self._unload()
+            raise SignatureError(f"{path.name} is not loaded: it lacks a function ({error})") from error
         self._float32 = torch.empty(0, dtype=torch.float32)
         self.pool = Pool(_MOST_FREE, eighths, self.ask_large_pages)
+
+    def _unload(self) -> None:
+        """So that another file of this name can be loaded: the loader knows libraries by name."""
+        ctypes.CDLL(None).dlclose(ctypes.c_void_p(self._handle._handle))
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised float32 tensor for a result; large ones lie in memory that an earlier result left."""
@@ -128,10 +137,10 @@ def load_library(target: str) -> Library:
     path = build.ensure_library(target)
     try:
         return Library(target, path)
-    except OSError as error:
+    except (OSError, SignatureError) as error:
         if path.parent.name == build.PACKAGED_FOLDER.name:
             raise build.BuildError(f"the packaged kernels cannot be loaded ({error})") from error
-    # A cached file that the loader refuses was damaged after it was written: once more.
+    # A cached file that the loader refuses, or that lacks a function, is not what was compiled here: once more.
     return Library(target, build.ensure_library(target, rebuild=True))
 
 

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,18 +181,95 @@ def test_a_checkout_uses_the_kernels_of_a_package_installed_from_it(
     (folder / "plain-of-other-sources.so").write_text("another")
     monkeypatch.setattr(build, "source_key", lambda: "key-of-this-test")
     assert build.packaged_library("plain") is None
-    (folder / "plain-key-of-this-test.so").write_text("the one")
+    (folder / "plain-key-of-this-test.so").write_text("half of")
+    assert build.packaged_library("plain") is None
+    build._seal(folder / "plain-key-of-this-test.so")
     assert build.packaged_library("plain") == folder / "plain-key-of-this-test.so"
 
 
+def truncate(path: Path) -> None:
+    """To whole pages, as a crash leaves it: mapping what is missing is SIGBUS."""
+    os.truncate(path, 8192)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def let_others_write(path: Path) -> None:
+    path.chmod(0o777)
+
+
 @needs_compiler
-def test_a_damaged_cached_file_is_built_again(
-    quick_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("spoil", [truncate, empty, damage, let_others_write])
+def test_a_spoilt_cached_file_is_built_again(
+    spoil: Callable[[Path], None], quick_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = build.ensure_library("plain", announce=lambda line: None)
-    path.write_bytes(b"")
+    lines: list[str] = []
+    path = build.ensure_library("plain", announce=lines.append)
+    good = path.read_bytes()
+    assert build.ensure_library("plain", announce=lines.append) == path and len(lines) == 1
+    spoil(path)
     assert library.load_library.__wrapped__("plain").path == path
+    assert build.is_usable(path) and len(path.read_bytes()) == len(good)
+
+
+@needs_compiler
+def test_a_library_that_lacks_a_function_is_built_again(
+    quick_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, by its digest: of other sources, put there under this name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel = signatures.parse("void quick(void* x)")["quick"]
+    monkeypatch.setattr(library, "KERNELS", {"quick": kernel})
+    path = build.ensure_library("plain", announce=lambda line: None)
+    content = path.read_bytes()
+    (quick_sources / "quick.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) long quick_replay(const char*) { return 0; }'
+    )
+    path = build.ensure_library("plain", announce=lambda line: None)
+    path.write_bytes(content)
+    assert build.is_usable(path)
+    assert kernel in library.load_library.__wrapped__("plain").entries
+
+
+@needs_compiler
+def test_a_cache_that_others_write_to_is_not_used(
+    quick_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(build.BuildError, match="others may write"):
+        build.ensure_library("plain", folder=tmp_path)
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    if os.geteuid():
+        with pytest.raises(build.BuildError, match="belongs to another user"):
+            build.ensure_library("plain", folder=tmp_path)
+    assert list(tmp_path.glob("*.so")) == []
+
+
+def test_the_cache_is_never_relative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    for home in ("", "there"):
+        monkeypatch.setenv("HOME", home)
+        monkeypatch.setattr(build, "_home_of_user", lambda: "")
+        with pytest.raises(build.BuildError, match="XDG_CACHE_HOME"):
+            build.cache_folder()
+    monkeypatch.setenv("HOME", "/home/me")
+    assert build.cache_folder() == Path("/home/me/.cache/offline-llm/kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert build.cache_folder() == Path("/caches/offline-llm/kernels")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(build, "_home_of_user", lambda: "/home/known")
+    assert build.cache_folder() == Path("/home/known/.cache/offline-llm/kernels")
 
 
 def fake_compiler(folder: Path, script: str) -> str:
