@@ -56,7 +56,7 @@ def _refused(note: str, **harmless: object) -> dict[str, Argument]:
 _UNSET: tuple[object, ...] = (None, {})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
-    # --- Parameters of our LLM; device, calibration, num_threads and verbose are not vLLM's. ------------------------------------
+    # --- Parameters of our LLM; device, calibration, num_threads and verbose are not vLLM's. -------------------------
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
     _honoured(
         "dtype",

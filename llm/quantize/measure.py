@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -96,25 +97,33 @@ def prompts_from(llm: LLM, texts: Sequence[str], count: int = 64, length: int = 
 
 
 def measure_speed(llm: LLM) -> Speed:
-    """The best of three runs on this machine."""
-    longest = llm.config.model_config.max_model_len
-    length = min(_SPEED_PREFILL, longest - _SPEED_DECODE - 1)
-    vocab = llm.config.model_config.vocab_size
-    prefill = decode = math.inf
+    """Medians on this machine, of the prompts and of every decode step of three runs."""
+    config = llm.config.model_config
+    length = min(_SPEED_PREFILL, config.max_model_len - _SPEED_DECODE - 1)
+    prefills, steps = [], []
     for repeat in range(_SPEED_REPEATS + 1):  # the first is a warm-up
-        ids = [(7 + repeat * 131 + 17 * index) % vocab for index in range(length)]
-        once = _seconds(llm, ids, 1)
-        whole = _seconds(llm, [(token + 1) % vocab for token in ids], 1 + _SPEED_DECODE)
+        ids = [(7 + repeat * 131 + 17 * index) % config.vocab_size for index in range(length)]
+        prefill, decode = _seconds(llm, ids)
         if repeat:
-            prefill, decode = min(prefill, once), min(decode, max(whole - once, 1e-9))
-    return Speed(length / prefill, _SPEED_DECODE / decode)
+            prefills.append(prefill)
+            steps += decode
+    return Speed(length / median(prefills), 1 / median(steps))
 
 
-def _seconds(llm: LLM, ids: list[int], max_tokens: int) -> float:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    started = perf_counter()
-    llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-    return perf_counter() - started
+def _seconds(llm: LLM, ids: list[int]) -> tuple[float, list[float]]:
+    """(seconds until the first token, of each step that adds one more) of one request."""
+    params = SamplingParams(temperature=0, max_tokens=1 + _SPEED_DECODE, ignore_eos=True, detokenize=False)
+    engine, times = llm._open_engine(), [0.0]
+    state = engine.add(llm._preprocessor.rows({"prompt_token_ids": ids}, params, SamplingParams)[0])
+    request = state.completions[0].request
+    while not state.finished:
+        known, started = len(request.token_ids), perf_counter()
+        engine.step()
+        times[-1] += perf_counter() - started
+        if len(request.token_ids) > known:
+            times.append(0.0)
+    engine.end_call()
+    return times[0], times[1:-1]
 
 
 def output_noise(plain: Engine, quantized: Engine, texts: Sequence[str]) -> dict[str, float]:

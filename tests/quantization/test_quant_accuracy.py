@@ -21,6 +21,7 @@ from llm.api import EMBEDDED_MODEL
 from llm.cli import main
 from llm.quantization.quantizer import Quantized
 from llm.quantization.storage import on_load
+from llm.quantize import measure
 from llm.quantize.measure import (
     TextScores,
     agreement,
@@ -227,3 +228,24 @@ def test_the_command_prints_the_table(tmp_path: Any, capsys: pytest.CaptureFixtu
     assert out == "" and "schemes must be of w8a8" in err  # before any work
     assert main(["quantization", "--texts", str(tmp_path / "none.txt")]) == 1
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("noise", [0.0, 9.0])
+def test_speed_is_of_the_middle_step_on_a_noisy_machine(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that steps alone advance: 2 s for a prompt, 0.1 s for a token, and `noise` on every fourth step."""
+    clock, steps = [0.0], [0]
+    with open_llm(quantization="w8a8", max_model_len=300) as llm:
+        engine = llm._open_engine()
+        step = engine.step
+
+        def timed_step() -> None:
+            is_prompt = bool(engine.scheduler.waiting)
+            step()
+            steps[0] += 1
+            clock[0] += 2.0 if is_prompt else 0.1 + (noise if steps[0] % 4 == 0 else 0.0)
+
+        monkeypatch.setattr(engine, "step", timed_step)
+        monkeypatch.setattr(measure, "perf_counter", lambda: clock[0])
+        speed = measure.measure_speed(llm)
+    assert speed.prefill == pytest.approx(256 / 2.0)
+    assert speed.decode == pytest.approx(10.0)
