@@ -50,7 +50,7 @@ from llm.base.checks import (
 from llm.base.missing import missing_names
 from llm.base.names import known_fields
 from llm.beam_params import BeamSearchParams as BeamSearchParams  # vLLM has it here
-from llm.config.elsewhere import SAMPLING
+from llm.config.elsewhere import SAMPLING, STRUCTURED
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ class RepetitionDetectionParams:
         check_integer("min_count", self.min_count, 2 if self.max_pattern_size else 0)
 
 
-@known_fields()
+@known_fields(STRUCTURED)
 @dataclass
 class StructuredOutputsParams:
     """A constraint on the output: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar` or

@@ -281,7 +281,7 @@ def _with_text_content(messages: list[ChatMessage], template: str) -> list[ChatM
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 raise ValidationError(
                     f"the content of a message must be a string or a list of {{'type': 'text', 'text': ...}}, got a "
-                    f"part of type {kind!r}.",
+                    f"part of type {kind!r}; images, audio and video are not read.",
                     parameter="messages",
                     value=kind,
                 )

@@ -69,7 +69,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         max_num_batched_tokens: most tokens computed in one step.
         block_size: tokens per KV cache block.
         kv_cache_memory_bytes: KV budget; None: what can be used, at most half of what is free.
-        kv_cache_dtype: "auto" (the weights' type), "float32", "bfloat16" or "float16".
+        kv_cache_dtype: "auto" (dtype where given, else the weights'), "float32", "bfloat16" or "float16".
         enable_prefix_caching: prompts that begin alike share what was computed.
         enable_chunked_prefill: long prompts are computed over several steps.
         seed: rows without a seed of their own get one derived from this; None: from the operating system.

@@ -332,12 +332,13 @@ DIFFERENT: dict[str, str] = {
     "max_logprobs": "-1, no limit; vLLM: 20",
     "max_num_batched_tokens": "512; vLLM's CPU build: 4096",
     "block_size": "16; vLLM's CPU build: 128",
+    "kv_cache_dtype": '"auto": the dtype that was given, else that of the weights',
     "kv_cache_memory_bytes": "None takes what can be used, at most half of the memory that is free",
     "seed": "rows derive their own seeds from it and record them; None draws one",
     "hf_overrides": "None as the value of a key removes it",
     "load_format": '"auto", "safetensors" or "dummy"; nothing else is read',
     "compilation_config": "switches operations on and off; no graph is captured",
-    "device, calibration, verbose": "not vLLM's; see `LLM`",
+    "device, num_threads, calibration, verbose": "not vLLM's; see `LLM`",
 }
 
 # Keyword arguments that methods do not have -> what to do instead; see `llm.base.names`.

@@ -5,12 +5,32 @@ Owns the tables. A value completes a sentence: "LLM has no argument 'torch_dtype
 
 from __future__ import annotations
 
+_STRUCTURED: dict[str, str] = {
+    "response_format": "pass structured_outputs=StructuredOutputsParams(json=schema), or json_object=True",
+    **{
+        f"guided_{kind}": f"pass structured_outputs=StructuredOutputsParams({kind}=...)"
+        for kind in ("json", "regex", "choice", "grammar", "json_object")
+    },
+    "guided_options_request": "pass structured_outputs=StructuredOutputsParams(...)",
+    "json_schema": "pass structured_outputs=StructuredOutputsParams(json=schema)",
+}
+_TOOLS = "pass tools to LLM.chat, whose template shows them, and read the call from the text"
 # Keyword arguments that no method of `LLM` has, beside the fields of SamplingParams.
 CALLS: dict[str, str] = {
+    **{name: f"{instead} in SamplingParams" for name, instead in _STRUCTURED.items()},
+    "images": "images, audio and video are not read",
     "max_new_tokens": "pass sampling_params=SamplingParams(max_tokens=...)",
     "prompt": "its name is prompts",
     "prompt_token_ids": "pass [{'prompt_token_ids': ids}, ...], or the lists of ids themselves, as prompts",
     "stream": "use LLM.stream(prompt, sampling_params), which yields text as it comes",
+}
+
+_MEDIA = "images, audio and video are not read; describe them in the text"
+# Keys of prompts that are not text -> what to do instead.
+NOT_TEXT: dict[str, str] = {
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "media_io_kwargs", "mm_processor_kwargs"), _MEDIA),
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder models are not here; pass one 'prompt'"),
+    "prompt_embeds": "embeddings are not taken; pass 'prompt_token_ids'",
 }
 
 # Arguments of calls that may be passed along -> the values that ask for nothing, and what to do instead of others.
@@ -42,8 +62,18 @@ SAMPLING: dict[str, str] = {
     "skip_clone": "params are never changed here, so nothing has to be cloned",
     "stream_interval": "LLM.stream yields text as it comes",
     "thinking_token_budget": "load EndThinkingLogitsProcessor, of llm.sampling.logits_processors",
+    **_STRUCTURED,
+    **dict.fromkeys(("tools", "tool_choice"), _TOOLS),
     "use_beam_search": "use LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))",
     "watermarking": "text is not watermarked; write a logits processor that does it",
+}
+
+# Arguments that `StructuredOutputsParams` does not have.
+STRUCTURED: dict[str, str] = {
+    **{name: f"its name is {name.removeprefix('guided_')}" for name in _STRUCTURED if name.startswith("guided_")},
+    "backend": "llguidance constrains; leave it out",
+    "json_schema": "its name is json",
+    "schema": "its name is json",
 }
 
 _NO_POOLING = "only text generation is offered; use a library such as sentence-transformers"

@@ -104,7 +104,7 @@ class EngineArgs:
             refuse("override_generation_config", self.override_generation_config, right)
         if not isinstance(self.generation_config, str | Path):
             refuse("generation_config", self.generation_config, "'auto', 'vllm' or a folder")
-        choices = {"load_format": ("auto", "safetensors", "dummy")}
+        choices: dict[str, tuple[str, ...]] = {"load_format": ("auto", "safetensors", "dummy")}
         choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from llm.base.checks import refuse
 from llm.base.errors import ValidationError
 from llm.base.types import JsonObject
+from llm.config.elsewhere import NOT_TEXT
 
 
 class ParsedPrompt(NamedTuple):
@@ -80,6 +81,10 @@ def _parse_mapping(prompt: Mapping[str, object]) -> ParsedPrompt:
         )
     given = {key for key, value in prompt.items() if value is not None}
     unknown = sorted(map(str, given - {"prompt", "prompt_token_ids"}))
+    if unknown and unknown[0] in NOT_TEXT:
+        raise ValidationError(
+            f"{unknown[0]!r} in a prompt is refused: {NOT_TEXT[unknown[0]]}.", parameter="prompts", value=unknown[0]
+        )
     if unknown:
         raise _bad_prompt("the keys of a prompt", unknown[0], "'prompt' or 'prompt_token_ids' and no other")
     text, token_ids = prompt.get("prompt"), _plain(prompt.get("prompt_token_ids"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from llm.base.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
 from llm.base.types import JsonObject
 from llm.loading.model_files import read_json
+from llm.loading.way_out import schemes_instead
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.configs.online import RECIPES, OnlineConfig
 from llm.quantization.registry import ALIASES, get_quantization_config, plugin_configs, quantization_methods
@@ -150,9 +151,10 @@ def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, object
         return Resolved(None, None, "the checkpoint is not quantized")
     if found.name not in quantization_methods():
         named = repr(found.name) if found.name else "without a quant_method"
+        schemes = schemes_instead(found.name) or " or ".join(map(repr, RECIPES))
         raise UnsupportedModelError(
             f"the checkpoint is quantized as {named} ({found.source}), which is not computed; use the unquantized "
-            f"checkpoint with quantization={' or '.join(map(repr, RECIPES))}. "
+            f"checkpoint with quantization={schemes}. "
             f"Known: {', '.join(quantization_methods())}."
         )
     config = get_quantization_config(found.name).from_config(found.description)
@@ -164,6 +166,13 @@ def _checked_name(asked: object, user: object) -> str:
     """`user` if it names a known format or scheme; raises `ValidationError` otherwise."""
     known = (*quantization_methods(), *RECIPES)
     if not isinstance(user, str) or user not in known:
+        if isinstance(user, str) and user not in _OTHER_NAMES and (schemes := schemes_instead(user)):
+            raise ValidationError(
+                f"quantization={asked!r} is a format that is not computed; pass the unquantized checkpoint with "
+                f"quantization={schemes}, which quantizes it while it is read.",
+                parameter="quantization",
+                value=asked,
+            )
         meant = _OTHER_NAMES.get(str(user), str(user))
         raise ValidationError(
             f"quantization={asked!r} is not known.{nearest(meant, known)} Known: {', '.join(known)}, or a dict "

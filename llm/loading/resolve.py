@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from llm.base.errors import CheckpointError, ValidationError
 from llm.loading.checkpoint import find_index, read_weight_map
+from llm.loading.way_out import of_file
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -54,7 +55,8 @@ def resolve_folder(
         return path
     if os.path.exists(path):
         holds = "config.json and the weights" if weights else "it"
-        raise CheckpointError(f"{argument} {str(model)!r} is a file; pass the folder that holds {holds}")
+        instead = of_file(path) or f"pass the folder that holds {holds}"
+        raise CheckpointError(f"{argument} {str(model)!r} is a file; {instead}")
     if isinstance(model, str) and _HUB_NAME.fullmatch(model):
         return _from_hub(model, revision, weights)
     raise CheckpointError(

@@ -16,6 +16,7 @@ from llm.base.errors import CheckpointError
 from llm.base.types import JsonObject
 from llm.loading.checkpoint import Checkpoint, TensorInfo
 from llm.loading.model_files import read_json
+from llm.loading.way_out import of_folder
 
 _CONFIG_BYTES = 16 << 20
 
@@ -76,7 +77,7 @@ class FolderSource:
     def config(self) -> JsonObject:
         path = self.folder / "config.json"
         if not path.exists():
-            raise CheckpointError(f"{self.folder} has no config.json; is it a Hugging Face model folder?")
+            raise CheckpointError(f"{self.folder} has no config.json; {of_folder(self.folder)}")
         return {**read_json(path, limit_bytes=_CONFIG_BYTES), **self._overrides}
 
     def tensors(self) -> Checkpoint:

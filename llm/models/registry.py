@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 from llm.base.errors import UnsupportedModelError, ValidationError
+from llm.models.way_out import of_architecture
 
 # model_type -> the class in the file of that name. Architectures are known by the class's name.
 _FAMILIES = {
@@ -56,9 +57,10 @@ def resolve_model_cls(architectures: list[str], model_type: str) -> Any:
     for name in (*architectures, model_type):
         if name in _models:
             return _load(_models[name])
+    own = [name for name in _models if name not in _FAMILIES and name not in _FAMILIES.values()]
     raise UnsupportedModelError(
-        f"no model is registered for architectures {architectures} or model_type {model_type!r}. "
-        f"Known: {', '.join(sorted(_models))}; register_model() adds your own class."
+        f"model_type {model_type!r} (architectures {architectures}) is not supported"
+        f"{of_architecture(architectures, model_type, [*_FAMILIES, *own])}."
     )
 
 

@@ -229,7 +229,10 @@ def _scheme(name: str, weights: QuantizationArgs | None, inputs: QuantizationArg
 
 def _check_weights(name: str, weights: QuantizationArgs) -> None:
     if weights.type != "int" or not 1 <= weights.num_bits <= 8:
-        _refuse(f"config_groups.{name} has {weights.num_bits}-bit {weights.type} weights; computed are 1 to 8-bit int")
+        _refuse(
+            f"config_groups.{name} has {weights.num_bits}-bit {weights.type} weights; computed are 1 to 8-bit int: use "
+            "the unquantized checkpoint with quantization='w8a8' or 'w4a16'"
+        )
     if weights.strategy not in ("tensor", "channel", "group"):
         _refuse(
             f"config_groups.{name} has weights of strategy {weights.strategy!r}; computed are tensor, channel, group"

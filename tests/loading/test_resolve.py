@@ -103,8 +103,8 @@ def test_what_no_file_can_be_called_is_refused(model: str) -> None:
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    refuse(tmp_path / "model.gguf", "is a file", "pass the folder")
+    (tmp_path / "model.safetensors").write_bytes(b"GGUF")
+    refuse(tmp_path / "model.safetensors", "is a file", "pass the folder")
 
 
 @pytest.mark.parametrize("model", ["", None, 7, b"org/name"])

@@ -1,0 +1,97 @@
+"""What is not here is refused in one sentence that says what to do instead, and not by a wall of names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded import copy_model
+
+from llm import LLM, LLMError, SamplingParams, StructuredOutputsParams
+from llm.engine.prompts import parse_prompt
+
+MOST_CHARACTERS = 420
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(LLMError) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text and len(text) <= MOST_CHARACTERS, text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("awq", "'w4a16'"),
+        ("gptq_marlin", "'w4a16'"),
+        ("bitsandbytes", "'w8a16' or 'w4a16'"),
+        ("fp8", "'w8a16' or 'w8a8'"),
+        ("gguf", "'w4a16' or 'w8a16'"),
+        ("mxfp4", "'w4a16'"),
+        ("torchao", "'w8a16' or 'w4a16'"),
+    ],
+)
+def test_formats_of_quantized_checkpoints(tmp_path: Path, name: str, instead: str) -> None:
+    asked = refusal(lambda: LLM(quantization=name))
+    assert f"quantization='{name}' is a format that is not computed" in asked and f"quantization={instead}" in asked
+    folder = copy_model(tmp_path / name, config={"quantization_config": {"quant_method": name, "bits": 4}})
+    found = refusal(lambda: LLM(folder))
+    assert f"quantized as '{name}'" in found and f"use the unquantized checkpoint with quantization={instead}" in found
+
+
+def test_a_gguf_file_and_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "model.Q4_K_M.gguf"
+    path.write_bytes(b"GGUF")
+    for model in (path, str(path), tmp_path):
+        assert "use the safetensors checkpoint that it was made from" in refusal(lambda model=model: LLM(model))
+
+
+def test_the_folder_of_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    assert "merge it into its model (peft: merge_and_unload" in refusal(lambda: LLM(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "said"),
+    [
+        ("mixtral", "MixtralForCausalLM", "mixtures of experts are not here yet; the nearest by name is mistral;"),
+        ("gemma", "GemmaForCausalLM", "the nearest by name is gemma2;"),
+        ("qwen2_vl", "Qwen2VLForConditionalGeneration", "it takes images"),
+        ("bert", "BertModel", "only text generation is offered"),
+        ("zzz", "ZzzForCausalLM", "is not supported; supported are gemma2, "),
+    ],
+)
+def test_unknown_families(tmp_path: Path, model_type: str, architecture: str, said: str) -> None:
+    folder = copy_model(tmp_path / "model", config={"model_type": model_type, "architectures": [architecture]})
+    text = refusal(lambda: LLM(folder))
+    assert said in text and architecture in text and "register_model()" in text
+    assert text.count("ForCausalLM") <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("response_format", "StructuredOutputsParams(json=schema)"),
+        ("guided_json", "StructuredOutputsParams(json=...)"),
+        ("guided_choice", "StructuredOutputsParams(choice=...)"),
+        ("tools", "LLM.chat"),
+    ],
+)
+def test_names_of_structured_output(name: str, said: str) -> None:
+    text = refusal(lambda: SamplingParams(**{name: {}}))
+    assert text.startswith(f"SamplingParams has no argument {name!r}; ") and said in text
+    if name != "tools":
+        text = refusal(lambda: LLM.generate(object(), "x", **{name: {}}))  # type: ignore[arg-type]
+        assert text.startswith(f"LLM.generate has no argument {name!r}; ") and said in text
+    assert "its name is json" in refusal(lambda: StructuredOutputsParams(schema={}))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("key", ["multi_modal_data", "prompt_embeds", "encoder_prompt"])
+def test_prompts_that_are_not_text(key: str) -> None:
+    text = refusal(lambda: parse_prompt({"prompt": "x", key: {"image": 1}}))
+    assert text.startswith(f"{key!r} in a prompt is refused: ")
