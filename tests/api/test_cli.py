@@ -237,9 +237,42 @@ def test_a_narrow_terminal_encoding_does_not_stop_the_text(monkeypatch: pytest.M
 
 
 def started(*arguments: str) -> subprocess.Popen[bytes]:
+    return started_python("-m", "llm", "generate", PROMPT, *arguments)
+
+
+def started_python(*arguments: str) -> subprocess.Popen[bytes]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "llm", "generate", PROMPT, *arguments]
+    command = [sys.executable, *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.fixture
+def in_the_background() -> Iterator[None]:
+    """A shell without job control starts `command &` with SIGINT ignored, and so does cron; children inherit it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+SCRIPT = """
+from llm import LLM, SamplingParams
+for piece in LLM().stream("In the beginning", SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)):
+    print(end=piece, flush=True)
+print("[done]")
+"""
+
+
+@pytest.mark.usefixtures("in_the_background")
+@pytest.mark.parametrize("way", ["command", "script"])
+def test_what_runs_in_the_background_ignores_ctrl_c(way: str) -> None:
+    """The Ctrl-C is meant for what runs in the foreground of the same terminal."""
+    command = ["-m", "llm", "generate", PROMPT, "--max-tokens", "150", "--temperature", "0"]
+    process = started_python(*(command if way == "command" else ["-c", SCRIPT]))
+    assert process.stdout and process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 0, err.decode()
+    assert b"interrupted" not in err.lower() and (b"[done]" in out if way == "script" else b"finish reason" in err)
 
 
 def test_a_reader_that_goes_away_ends_it_quietly() -> None:
@@ -252,6 +285,7 @@ def test_a_reader_that_goes_away_ends_it_quietly() -> None:
     assert process.wait() == 0
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_is_no_traceback() -> None:
     process = started("--max-tokens", "2000", "--temperature", "2")
     assert process.stdout and process.stderr

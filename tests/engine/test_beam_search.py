@@ -252,6 +252,7 @@ def test_bad_calls(model: tuple[Path, LLM]) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_an_interruption_hands_back_what_is_done(model: tuple[Path, LLM]) -> None:
     llm = model[1]

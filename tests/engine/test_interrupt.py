@@ -38,7 +38,7 @@ def expected(llm: LLM) -> list[list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def sound_afterwards(llm: LLM, expected: list[list[int]]) -> Iterator[None]:
+def sound_afterwards(ctrl_c: None, llm: LLM, expected: list[list[int]]) -> Iterator[None]:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -879,3 +879,15 @@ def test_a_request_ends_by_eos_then_stop_tokens_then_length(
     assert [request.append(token) for token in tokens] == [False] * (len(tokens) - 1) + [True]
     assert ended(request) == reason
     assert request.output_token_ids == tokens
+
+
+def test_a_prompt_is_admitted_when_all_of_it_has_room_and_not_only_its_first_chunk() -> None:
+    """Half-admitted prompts would preempt each other."""
+    scheduler = make_scheduler(num_blocks=7, block_size=4, budget=12)
+    scheduler.add(make_request("a", [1] * 8))
+    scheduler.add(make_request("b", [2] * 20, max_total_tokens=24))
+    plan = step(scheduler)
+    assert [row.request_id for row in plan.new_rows] == ["a"]
+    scheduler.abort(["a"])
+    plan = step(scheduler)
+    assert plan.num_scheduled_tokens == {"b": 12} and len(plan.new_rows[0].blocks[0]) == 5

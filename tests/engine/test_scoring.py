@@ -204,6 +204,7 @@ def test_nothing_is_no_error(embedded: LLM) -> None:
     assert embedded.perplexity([], use_tqdm=False).num_tokens == 0
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interruption_leaves_nothing_behind(embedded: LLM) -> None:
     runner = engine_of(embedded).runner
     execute = runner.execute

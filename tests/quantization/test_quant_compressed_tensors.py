@@ -156,7 +156,6 @@ def test_every_layer_computes_what_the_package_stored(case: str, made: Any) -> N
             if shards[0].bias is not None:
                 expected += torch.cat([shard.bias for shard in shards]).double()
             assert (layer(x) - expected).abs().max() < 1e-5 * expected.abs().max()
-        assert tokens(run(llm, PROMPT))
 
 
 @pytest.mark.parametrize("case", ["w4a16-asym", "w4a8-group"])

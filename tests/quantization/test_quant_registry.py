@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedded import PROMPTS, copy_model, engine_of, open_llm, python, run
+from embedded import PROMPTS, copy_model, engine_of, open_llm, python, run, tokens
 from torch import nn
 
 from llm import LLM
@@ -155,7 +155,9 @@ def test_a_plugin_quantizes_an_ordinary_checkpoint() -> None:
         assert layers[0].self_attn.o_proj.quant_method.scheme == ""
         assert llm.config.model_config.quantization == "sign"
         assert llm.config.reasons["quantization"] == "asked for"
-        assert run(llm, PROMPTS)
+        with open_llm() as plain:
+            answers = tokens(run(llm, PROMPTS))
+            assert all(answers) and answers != tokens(run(plain, PROMPTS))  # signs alone say something else
     with open_llm(quantization=SignConfig()) as llm:
         assert engine_of(llm).runner.model.model.layers[0].mlp.down_proj.quant_method.scheme == "SIGN"
 

@@ -195,6 +195,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     """A file that may not grow to its size fails as a full disk does, in the library that writes it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open_llm(quantization="w8a8") as llm:
+        before = answers(llm, PROMPTS)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
             with pytest.raises(LLMError, match=r"could not be saved to .*File too large"):
@@ -205,7 +206,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(LLMError, match=r"could not be saved to .*file/saved: "):
             llm.save_quantized(tmp_path / "file" / "saved")
-        assert run(llm, PROMPTS)
+        assert answers(llm, PROMPTS) == before
 
 
 def test_mistakes_are_told_in_a_sentence(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
