@@ -9,10 +9,15 @@ from llm.base.missing import missing_names
 from llm.base.types import JsonObject
 
 
-class TextPrompt(TypedDict):
-    """`{"prompt": "..."}`: text, tokenized with the model's special tokens."""
-
+class _TextPromptBase(TypedDict):
     prompt: str
+
+
+class TextPrompt(_TextPromptBase, total=False):
+    """`{"prompt": "..."}`: text, tokenized with the model's special tokens. Only prompts of equal `cache_salt` share
+    what was computed of them."""
+
+    cache_salt: str
 
 
 class _TokensPromptBase(TypedDict):
@@ -23,6 +28,7 @@ class TokensPrompt(_TokensPromptBase, total=False):
     """`{"prompt_token_ids": [...]}`: used as given; an optional `prompt` is only copied to the output."""
 
     prompt: str
+    cache_salt: str
 
 
 @dataclass

@@ -98,8 +98,10 @@ class RepetitionDetectionParams:
 @known_fields(STRUCTURED)
 @dataclass
 class StructuredOutputsParams:
-    """A constraint on the output: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar` or
-    `json_object`. The other fields are settings of these, under vLLM's names.
+    """A constraint on the output: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar`,
+    `json_object` or `structural_tag` (`{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`: free text in
+    which each beginning is followed by JSON of its schema and its end). The other fields are settings of these, as in
+    vLLM.
 
     JSON has no whitespace, whatever `disable_any_whitespace` says. `\\d`, `\\w` and `\\s` match ASCII only. Needs
     llguidance. `CompletionOutput.structured` holds the outcome.
@@ -110,12 +112,13 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | Mapping[str, object] | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
             refuse("structured_outputs", given, f"given exactly one of {', '.join(kinds)}")

@@ -106,6 +106,7 @@ class SearchPrompt:
     given: object
     token_ids: list[int]
     search: PromptSearch
+    cache_salt: str | None = None
 
 
 class BeamSearches:
@@ -138,7 +139,7 @@ class BeamSearches:
         self._prompts = []
         for given, row in zip(list_prompts(prompts), rows, strict=True):
             room = min(params.max_tokens, config.max_model_len - len(row.token_ids))
-            self._prompts.append(SearchPrompt(given, row.token_ids, PromptSearch(params, eos, room)))
+            self._prompts.append(SearchPrompt(given, row.token_ids, PromptSearch(params, eos, room), row.cache_salt))
 
     def run(self, generate: Callable[[list[Row]], list[RequestOutput]], use_tqdm: bool | Callable[..., Any]) -> None:
         """Search until every prompt is done; `generate` runs rows to their end and may raise."""
@@ -192,7 +193,7 @@ def _row(prompt: SearchPrompt, beam: Beam, sharing: str) -> Row:
     search = prompt.search
     count = -1 if search.params.allowed_token_ids is not None else search.num_candidates
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False, ignore_eos=True)
-    return Row(None, [*prompt.token_ids, *beam.tokens], params, seed=0, sharing=sharing)
+    return Row(None, [*prompt.token_ids, *beam.tokens], params, seed=0, sharing=sharing, cache_salt=prompt.cache_salt)
 
 
 def _only(tops: Logprobs, allowed: Sequence[int] | None) -> Logprobs:

@@ -159,7 +159,7 @@ class Engine:
     def _cache_key(self, prompt_id: str, row: Row) -> bytes | None:
         """With prefix caching off, only the completions of one prompt share blocks, and rows that are to share."""
         if self.config.cache_config.enable_prefix_caching:
-            return b""
+            return b"" if row.cache_salt is None else f"salt {row.cache_salt}".encode()
         if row.sharing is not None:
             return f"sharing {row.sharing}".encode()
         return f"prompt {prompt_id}".encode() if row.params.n > 1 else None

@@ -39,8 +39,8 @@ _RESERVED_FOR_RENDERING = frozenset(
 class Row:
     """One prompt, ready to be added to the engine. `params` is a copy of the caller's, with what is in effect.
 
-    Rows with equal `sharing` share blocks even where prefix caching is off. `score_from`, at least 1, is the first
-    token of the prompt whose logprob is wanted where `prompt_logprobs` are.
+    Rows with equal `sharing` share blocks even where prefix caching is off, rows of different `cache_salt` never do.
+    `score_from`, at least 1, is the first token of the prompt whose logprob is wanted where `prompt_logprobs` are.
     """
 
     prompt: str | None
@@ -49,6 +49,7 @@ class Row:
     seed: int
     sharing: str | None = None
     score_from: int = 1
+    cache_salt: str | None = None
 
 
 class Preprocessor:
@@ -89,7 +90,9 @@ class Preprocessor:
             try:
                 if id(given) not in checked:
                     checked[id(given)] = self._check_params(given.clone())
-                rows.append(self._row(text, token_ids, checked[id(given)].copy_validated(), index))
+                row = self._row(text, token_ids, checked[id(given)].copy_validated(), index)
+                row.cache_salt = parsed[index].cache_salt
+                rows.append(row)
             except ValidationError as error:
                 problems[index] = error
         _raise_problems(problems, len(parsed))
@@ -109,10 +112,14 @@ class Preprocessor:
                 parsed.append(parse_prompt(prompt))
             except ValidationError as error:
                 raise ValidationError(f"{parameter} {index}: {error}", parameter=parameter, value=prompt) from error
+            if parsed[-1].cache_salt is not None:
+                raise _bad("cache_salt", parsed[-1].cache_salt, "left out where texts are scored")
         if continuing and self.tokenizer is not None:
-            texts = [text or "" for text, _ in parsed]
+            texts = [item.text or "" for item in parsed]
             encoded = self.tokenizer.encode_rendered(texts)
-            return [ids if given is None else given for ids, (_, given) in zip(encoded, parsed, strict=True)]
+            return [
+                ids if item.token_ids is None else item.token_ids for ids, item in zip(encoded, parsed, strict=True)
+            ]
         return [ids for _, ids in self._tokenize(parsed)]
 
     def render_chat(
@@ -142,11 +149,11 @@ class Preprocessor:
 
     def _tokenize(self, parsed: list[ParsedPrompt]) -> list[tuple[str | None, list[int]]]:
         """All texts in one call of the tokenizer."""
-        texts = [text for text, token_ids in parsed if token_ids is None and text is not None]
+        texts = [item.text for item in parsed if item.token_ids is None and item.text is not None]
         if texts and self.tokenizer is None:
             raise _no_tokenizer("text prompts need one; pass prompt_token_ids.")
         encoded = iter(self.tokenizer.encode(texts) if self.tokenizer is not None and texts else [])
-        return [(text, next(encoded) if token_ids is None else token_ids) for text, token_ids in parsed]
+        return [(item.text, next(encoded) if item.token_ids is None else item.token_ids) for item in parsed]
 
     def _row(self, text: str | None, token_ids: list[int], params: SamplingParams, index: int) -> Row:
         """A row whose params, a copy of its own, hold what is in effect."""

@@ -16,10 +16,14 @@ from llm.config.elsewhere import NOT_TEXT
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt's text, and its token ids or None when the text is still to be tokenized."""
+    """A prompt's text, and its token ids or None when the text is still to be tokenized.
+
+    Only prompts of equal `cache_salt` share what was computed of them.
+    """
 
     text: str | None
     token_ids: list[int] | None
+    cache_salt: str | None = None
 
 
 def list_prompts(prompts: object) -> list[object]:
@@ -80,7 +84,7 @@ def _parse_mapping(prompt: Mapping[str, object]) -> ParsedPrompt:
             "a chat message is no prompt; pass the conversation to LLM.chat.", parameter="prompts", value=prompt
         )
     given = {key for key, value in prompt.items() if value is not None}
-    unknown = sorted(map(str, given - {"prompt", "prompt_token_ids"}))
+    unknown = sorted(map(str, given - {"prompt", "prompt_token_ids", "cache_salt"}))
     if unknown and unknown[0] in NOT_TEXT:
         raise ValidationError(
             f"{unknown[0]!r} in a prompt is refused: {NOT_TEXT[unknown[0]]}.", parameter="prompts", value=unknown[0]
@@ -90,11 +94,14 @@ def _parse_mapping(prompt: Mapping[str, object]) -> ParsedPrompt:
     text, token_ids = prompt.get("prompt"), _plain(prompt.get("prompt_token_ids"))
     if text is not None and not isinstance(text, str):
         raise _bad_prompt("'prompt'", type(text).__name__, "a string")
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise _bad_prompt("'cache_salt'", type(salt).__name__, "a string that is not empty")
     if token_ids is not None:
-        return ParsedPrompt(text, _token_ids("'prompt_token_ids'", token_ids))
+        return ParsedPrompt(text, _token_ids("'prompt_token_ids'", token_ids), salt)
     if text is None:
         raise _bad_prompt("the keys of a prompt", "a dict without text and ids", "'prompt' or 'prompt_token_ids'")
-    return ParsedPrompt(check_text(text), None)
+    return ParsedPrompt(check_text(text), None, salt)
 
 
 def _token_ids(name: str, value: object) -> list[int]:

@@ -30,7 +30,7 @@ HARMLESS: list[Callable[[LLM], Any]] = [
     lambda llm: llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=[], priority=(1, 1, 1)),
     lambda llm: llm.generate(PROMPTS, GREEDY, use_tqdm=False, mm_processor_kwargs=None, tokenization_kwargs=None),
     lambda llm: llm.generate(PROMPTS, GREEDY, use_tqdm=False, tokenization_kwargs={}),
-    lambda llm: run(llm, [{"prompt": text, "multi_modal_data": None, "cache_salt": None} for text in PROMPTS]),
+    lambda llm: run(llm, [{"prompt": text, "multi_modal_data": None, "multi_modal_uuids": None} for text in PROMPTS]),
     lambda llm: run(llm, [{"prompt": text, "prompt_token_ids": None, "prompt_embeds": None} for text in PROMPTS]),
 ]
 
@@ -136,3 +136,28 @@ def test_a_built_in_processor_that_no_row_uses_changes_nothing(llm: LLM, name: s
     processor = kind(llm.config, torch.device("cpu"), False)
     processor.update_state(None)
     assert torch.equal(processor.apply(logits.clone()), logits)
+
+
+def test_only_prompts_of_one_salt_share_what_was_computed(llm: LLM) -> None:
+    def cached(salt: str | None, text: str = PROMPTS[1] * 3) -> int:
+        return run(llm, {"prompt": text, "cache_salt": salt})[0].num_cached_tokens
+
+    llm.reset_prefix_cache()
+    assert (cached(None), cached("mine"), cached("yours")) == (0, 0, 0)
+    assert min(cached(None), cached("mine"), cached("yours")) > 0
+    assert tokens(run(llm, {"prompt": PROMPTS[1], "cache_salt": "mine"})) == tokens(run(llm, PROMPTS[1]))
+
+
+def test_a_beam_search_keeps_to_the_salt(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    llm.beam_search({"prompt": PROMPTS[1] * 3, "cache_salt": "mine"}, BeamSearchParams(2, 2))
+    assert run(llm, PROMPTS[1] * 3)[0].num_cached_tokens == 0
+    assert run(llm, {"prompt": PROMPTS[1] * 3, "cache_salt": "mine"})[0].num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("salt", ["", 3])
+def test_a_salt_is_a_text(llm: LLM, salt: Any) -> None:
+    with pytest.raises(ValidationError, match="'cache_salt' must be"):
+        run(llm, {"prompt": "x", "cache_salt": salt})
+    with pytest.raises(ValidationError, match="cache_salt must be left out"):
+        llm.perplexity([{"prompt": PROMPTS[0], "cache_salt": "mine"}])

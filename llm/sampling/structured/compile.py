@@ -12,7 +12,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from llm.base.errors import ValidationError
@@ -22,6 +21,7 @@ from llm.sampling.structured.messages import first_line, unusable
 from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex
 from llm.sampling.structured.schema import read_schema
 from llm.sampling.structured.structure import Answer, Structure, Vocabulary
+from llm.sampling.structured.tags import read_tags, tags_grammar
 from llm.sampling_params import StructuredOutputsParams
 from llm.tokenizer import Tokenizer
 
@@ -104,6 +104,8 @@ def _kind(params: StructuredOutputsParams) -> tuple[str, Any]:
         if not isinstance(choices, list | tuple) or not choices or not all(isinstance(i, str) and i for i in choices):
             raise unusable("choice", choices, "it must be a list of at least one text, none of them empty")
         return "choice", list(dict.fromkeys(choices))
+    if params.structural_tag is not None:
+        return "structural_tag", read_tags(params.structural_tag, params.disable_additional_properties)
     kind = "regex" if params.regex is not None else "grammar"
     value = getattr(params, kind)
     if not isinstance(value, str) or not value:
@@ -123,7 +125,7 @@ def _grammar(vocabulary: Vocabulary, kind: str, value: Any) -> str:
     """The constraint in llguidance's form, which llguidance finds valid."""
     matcher = vocabulary.llguidance.LLMatcher
     try:
-        grammar = _written(vocabulary.llguidance, kind, value)
+        grammar = _written(vocabulary, kind, value)
     except ValueError as error:
         raise unusable(kind, value, first_line(error)) from error
     failed, messages = matcher.validate_grammar_with_warnings(grammar, vocabulary.tokenizer)
@@ -134,8 +136,11 @@ def _grammar(vocabulary: Vocabulary, kind: str, value: Any) -> str:
     return grammar
 
 
-def _written(llguidance: ModuleType, kind: str, value: Any) -> str:
+def _written(vocabulary: Vocabulary, kind: str, value: Any) -> str:
+    llguidance = vocabulary.llguidance
     matcher = llguidance.LLMatcher
+    if kind == "structural_tag":
+        return tags_grammar(llguidance, value, _COMPACT, vocabulary.special_tokens)
     if kind == "json":
         return matcher.grammar_from_json_schema(json.dumps(value), overrides=_COMPACT)
     if kind == "regex":
@@ -156,7 +161,7 @@ def _language(kind: str, value: Any) -> tuple[Language | None, int, str]:
         elif kind == "choice":
             root = language.words(item.encode() for item in value)
         else:
-            return None, 0, "the length of an answer to a grammar is not known"
+            return None, 0, f"the length of an answer to a {kind} is not known"
         language.close()
     except TooManyChoices as error:
         raise unusable(kind, value, str(error)) from error

@@ -229,6 +229,7 @@ class Vocabulary:
             raise refused(f"llguidance cannot use this tokenizer ({first_line(error)})") from error
         special = {token for token in range(vocab_size) if self.tokenizer.is_special_token(token)}
         texts = {token: self.tokenizer.decode_bytes([token]) for token in range(vocab_size) if token not in special}
+        self.special_tokens = frozenset(self.tokenizer.decode_str([token]) for token in special)
         self.token_bytes = texts
         self.reader = TokenReader(texts, vocab_size)
         self.size = vocab_size
