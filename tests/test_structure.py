@@ -13,16 +13,13 @@ from test_architecture import PACKAGE, SOURCES, Source, covered, imported_names,
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-# Files and functions that are larger and are being cut; nothing may join them.
-LARGE_FILES = {"api.py", "kernels/cpu/attention.cpp", "kernels/cpu/gemm_int4.cpp"}
-LARGE_FUNCTIONS = {"api.py:__init__", "startup/plan.py:make_plan"}
-# How often `Any` stands in the package; on its way to 250.
-MAX_ANY = 314
+# How often `Any` may stand in the package.
+MAX_ANY = 250
 
 
 def large_files(item: Source) -> list[str]:
     lines = len(item.text.splitlines())
-    if lines <= MAX_FILE_LINES or item.path in LARGE_FILES:
+    if lines <= MAX_FILE_LINES:
         return []
     return [item.at(item.tree, f"{lines} lines; cut it, {MAX_FILE_LINES} are full")]
 
@@ -36,7 +33,7 @@ def large_functions(item: Source) -> list[str]:
     problems = []
     for node in functions(item):
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
-        if lines > MAX_FUNCTION_LINES and f"{item.path}:{node.name}" not in LARGE_FUNCTIONS:
+        if lines > MAX_FUNCTION_LINES:
             problems.append(item.at(node, f"{node.name} has {lines} lines; cut it, {MAX_FUNCTION_LINES} are full"))
     return problems
 
@@ -118,7 +115,7 @@ def test_cpp_files_are_small() -> None:
     paths = [path for pattern in ("*.cpp", "*.h") for path in (PACKAGE / "kernels" / "cpu").glob(pattern)]
     assert len(paths) > 10
     sizes = {str(path.relative_to(PACKAGE)): len(path.read_text("utf-8").splitlines()) for path in paths}
-    assert not [path for path, lines in sizes.items() if lines > MAX_FILE_LINES and path not in LARGE_FILES]
+    assert not [path for path, lines in sizes.items() if lines > MAX_FILE_LINES]
 
 
 def test_any_is_rare() -> None:

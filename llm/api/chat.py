@@ -6,12 +6,13 @@ Owns rendering them by the model's chat template; then it is `generate`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from llm.api.checks import check_asks_nothing
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.names import known_names
+from llm.base.types import JsonObject
 from llm.config.arguments import CALLS
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutput
@@ -29,13 +30,13 @@ class ChatHost(Host, Protocol):
     ) -> list[RequestOutput]: ...
     def render_chat(
         self,
-        messages: Sequence[Any],
+        messages: Sequence[object],
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[JsonObject] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[TokensPrompt]: ...
 
 
@@ -43,7 +44,7 @@ class Chat:
     @known_names("LLM.chat", CALLS)
     def chat(
         self: ChatHost,
-        messages: Sequence[Any],
+        messages: Sequence[object],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
         *,
@@ -53,8 +54,8 @@ class Chat:
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[JsonObject] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
@@ -81,13 +82,13 @@ class Chat:
     @known_names("LLM.render_chat", CALLS)
     def render_chat(
         self: Host,
-        messages: Sequence[Any],
+        messages: Sequence[object],
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[JsonObject] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[TokensPrompt]:
         """What `chat` gives to `generate`, one prompt per conversation; `stream` takes one of them too."""
         self._open_engine()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +46,9 @@ from llm.logger import init_logger, set_log_level
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
 from llm.startup.build import BuiltEngine, build_engine
+
+if TYPE_CHECKING:
+    import torch
 
 logger = init_logger("llm")
 
@@ -111,15 +114,15 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         model: str | Path = EMBEDDED_MODEL,
         *,
         tokenizer: str | Path | None = None,
-        dtype: Any = "auto",
-        quantization: Any = None,
+        dtype: str | torch.dtype = "auto",
+        quantization: str | Mapping[str, object] | None = None,
         calibration: Sequence[str] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         block_size: int | None = None,
         kv_cache_memory_bytes: int | None = None,
-        kv_cache_dtype: Any = "auto",
+        kv_cache_dtype: str | torch.dtype = "auto",
         enable_prefix_caching: bool | None = True,
         enable_chunked_prefill: bool | None = True,
         enforce_eager: bool | None = False,
@@ -134,10 +137,10 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         logprobs_mode: str = "raw_logprobs",
         num_threads: int | None = None,
         device: str = "auto",
-        compilation_config: Any = None,
-        logits_processors: Any = None,
+        compilation_config: object = None,
+        logits_processors: object = None,
         generation_config: str | Path = "auto",
-        override_generation_config: Mapping[str, Any] | None = None,
+        override_generation_config: Mapping[str, object] | None = None,
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -276,9 +279,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
             return "LLM(closed)"
         return f"LLM({self.config.model_config.model!r}, max_model_len={self.config.model_config.max_model_len})"
 
-    def _run(
-        self, engine: Engine, rows: list[Row], use_tqdm: bool | Callable[..., Any], guard: InterruptGuard
-    ) -> list[RequestOutput]:
+    def _run(self, engine: Engine, rows: list[Row], use_tqdm: UseTqdm, guard: InterruptGuard) -> list[RequestOutput]:
         prompts: list[PromptState] = []
         try:
             for row in rows:
@@ -307,7 +308,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
             guard.end()
             raise GenerationInterrupted([prompt.output() if prompt.finished else None for prompt in prompts])
 
-    def _exclusive(self) -> Any:
+    def _exclusive(self) -> AbstractContextManager[object]:
         """The lock of a call: those of other threads wait, one from inside a call is refused.
 
         It is entered by `with` itself, not by a function of ours: no signal can come in between and leave it locked.

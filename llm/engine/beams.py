@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from llm.base.bar import Bar
+from llm.base.bar import Bar, UseTqdm
 from llm.base.checks import check_integer, refuse
 from llm.beam_params import BeamSearchParams
 from llm.engine.engine import Engine
@@ -141,7 +140,7 @@ class BeamSearches:
             room = min(params.max_tokens, config.max_model_len - len(row.token_ids))
             self._prompts.append(SearchPrompt(given, row.token_ids, PromptSearch(params, eos, room), row.cache_salt))
 
-    def run(self, generate: Callable[[list[Row]], list[RequestOutput]], use_tqdm: bool | Callable[..., Any]) -> None:
+    def run(self, generate: Callable[[list[Row]], list[RequestOutput]], use_tqdm: UseTqdm) -> None:
         """Search until every prompt is done; `generate` runs rows to their end and may raise."""
         make = Bar if use_tqdm is True else use_tqdm
         bar = make(total=len(self._prompts), desc="Searching", unit=" prompts", dynamic_ncols=True) if make else None

@@ -6,11 +6,11 @@ that improves as rows finish, and so is the time left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from llm.base.bar import Bar
+from llm.base.bar import Bar, UseTqdm
 from llm.base.errors import ValidationError
 from llm.engine.output import PromptState
 from llm.engine.request import Request
@@ -37,7 +37,7 @@ class Progress:
         use_tqdm: False: nothing is printed; True: `tqdm.auto`; a callable makes the bar (`total=`, `desc=`, ...).
     """
 
-    def __init__(self, prompts: Sequence[PromptState], use_tqdm: bool | Callable[..., Any]) -> None:
+    def __init__(self, prompts: Sequence[PromptState], use_tqdm: UseTqdm) -> None:
         self._requests = [completion.request for prompt in prompts for completion in prompt.completions]
         self._bar: Any = None
         self._shown = 0
