@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llm.base.checks import check_flag, check_integer, check_real, refuse
 from llm.base.names import known_fields
+
+if TYPE_CHECKING:
+    from llm.sampling_params import StructuredOutputsParams
 
 _MOST_PENALTY = 100.0  # length ** penalty stays a float
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
@@ -26,7 +30,8 @@ class BeamSearchParams:
         temperature: 0.0 only, because beams are ranked by the model's own logprobs.
         length_penalty: above 0 favours long sequences (scores are negative), below 0 short ones.
         include_stop_str_in_output: keep the EOS that ended a sequence in its `tokens` and `text`.
-        structured_outputs, watermarking: None only.
+        structured_outputs: only answers of this form are searched; logprobs are not renormalised.
+        watermarking: None only.
         skip_special_tokens: leave special tokens out of `text`.
         allowed_token_ids: the only token ids that beams may be extended by; logprobs are not renormalised over them.
         early_stopping: when the search of a prompt ends, as in transformers. True: once `beam_width` sequences have
@@ -43,7 +48,7 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
-    structured_outputs: None = None
+    structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True
     watermarking: None = None
     allowed_token_ids: list[int] | None = None
@@ -61,9 +66,10 @@ class BeamSearchParams:
         check_real("length_penalty", self.length_penalty, -_MOST_PENALTY, _MOST_PENALTY)
         if self.temperature != 0:
             refuse("temperature", self.temperature, "0.0, as beams are ranked by the model's own logprobs")
-        for name in ("structured_outputs", "watermarking"):
-            if getattr(self, name) is not None:
-                refuse(name, getattr(self, name), "None in a beam search")
+        if self.watermarking is not None:
+            refuse("watermarking", self.watermarking, "None in a beam search")
+        if self.structured_outputs is not None and self.ignore_eos:
+            refuse("ignore_eos", True, "False with structured_outputs, for an answer ends where it is complete")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             refuse("early_stopping", self.early_stopping, "True, False or 'never'")
         if self.allowed_token_ids is not None:

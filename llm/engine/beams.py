@@ -24,7 +24,8 @@ from llm.engine.preprocess import Preprocessor, Row
 from llm.engine.prompts import list_prompts
 from llm.engine.scoring import check_logprobs_mode
 from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
-from llm.sampling_params import SamplingParams
+from llm.sampling.structured.structure import Answer, Structure
+from llm.sampling_params import SamplingParams, StructuredOutputsParams
 from llm.tokenizer import Tokenizer
 
 Logprobs = dict[int, Logprob]
@@ -132,12 +133,15 @@ class BeamSearches:
         _check(params, concurrency_limit, config.vocab_size)
         one_token = SamplingParams(temperature=0.0, max_tokens=1)
         rows = preprocessor.rows(prompts, one_token, SamplingParams)
+        asked = params.structured_outputs
+        self._structure = None if asked is None else preprocessor.structure(asked)
         eos = frozenset() if params.ignore_eos else engine.eos_token_ids
         self._tokenizer = engine.tokenizer
         self._limit = concurrency_limit or max(1, len(rows))
         self._prompts = []
         for given, row in zip(list_prompts(prompts), rows, strict=True):
             room = min(params.max_tokens, config.max_model_len - len(row.token_ids))
+            _check_room(self._structure, room)
             self._prompts.append(SearchPrompt(given, row.token_ids, PromptSearch(params, eos, room), row.cache_salt))
 
     def run(self, generate: Callable[[list[Row]], list[RequestOutput]], use_tqdm: UseTqdm) -> None:
@@ -168,8 +172,19 @@ class BeamSearches:
         outputs = iter(generate(rows))
         for prompt in active:
             found = [next(outputs).outputs[0].logprobs or [] for _ in prompt.search.running]
-            allowed = prompt.search.params.allowed_token_ids
-            prompt.search.advance([_only(tops[0], allowed) for tops in found])
+            beams = zip(prompt.search.running, found, strict=True)
+            prompt.search.advance([self._allowed(prompt.search, beam, tops[0]) for beam, tops in beams])
+
+    def _allowed(self, search: PromptSearch, beam: Beam, tops: Logprobs) -> Logprobs:
+        """Of the logprobs of a beam's next token those that the params allow."""
+        tops = _only(tops, search.params.allowed_token_ids)
+        if self._structure is None:
+            return tops
+        answer = Answer(self._structure)
+        for token in beam.tokens:
+            answer.read(token)
+        fits = answer.allowed(search.max_tokens - len(beam.tokens) - 1)
+        return {token: item for token, item in tops.items() if fits[token]}
 
 
 def _check(params: BeamSearchParams, concurrency_limit: object, vocab_size: int) -> None:
@@ -178,9 +193,18 @@ def _check(params: BeamSearchParams, concurrency_limit: object, vocab_size: int)
     params.validate()
     if concurrency_limit is not None:
         check_integer("concurrency_limit", concurrency_limit, 1)
+    if not isinstance(params.structured_outputs, StructuredOutputsParams | None):
+        refuse("structured_outputs", params.structured_outputs, "a StructuredOutputsParams or None")
     for token in params.allowed_token_ids or ():
         if token >= vocab_size:
             refuse("allowed_token_ids", token, f"below the vocabulary size {vocab_size}")
+
+
+def _check_room(structure: Structure | None, room: int) -> None:
+    needed = None if structure is None else structure.tokens_needed
+    if needed is not None and needed > room:
+        right = f"at least the {needed} tokens that an answer to structured_outputs can need"
+        refuse("max_tokens", room, right)
 
 
 def _output(prompt: SearchPrompt, tokenizer: Tokenizer | None) -> BeamSearchOutput:
@@ -190,7 +214,8 @@ def _output(prompt: SearchPrompt, tokenizer: Tokenizer | None) -> BeamSearchOutp
 
 def _row(prompt: SearchPrompt, beam: Beam, sharing: str) -> Row:
     search = prompt.search
-    count = -1 if search.params.allowed_token_ids is not None else search.num_candidates
+    is_limited = search.params.allowed_token_ids is not None or search.params.structured_outputs is not None
+    count = -1 if is_limited else search.num_candidates
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False, ignore_eos=True)
     return Row(None, [*prompt.token_ids, *beam.tokens], params, seed=0, sharing=sharing, cache_salt=prompt.cache_salt)
 

@@ -22,7 +22,7 @@ from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.request import check_request_processors
 from llm.sampling.structured.compile import StructureCompiler
 from llm.sampling.structured.structure import Structure, Vocabulary
-from llm.sampling_params import SamplingParams
+from llm.sampling_params import SamplingParams, StructuredOutputsParams
 from llm.tokenizer import Tokenizer
 
 logger = logging.getLogger("llm")
@@ -121,6 +121,10 @@ class Preprocessor:
                 ids if item.token_ids is None else item.token_ids for ids, item in zip(encoded, parsed, strict=True)
             ]
         return [ids for _, ids in self._tokenize(parsed)]
+
+    def structure(self, given: StructuredOutputsParams) -> Structure:
+        """Compile a constraint; raises `ValidationError` if it is not usable."""
+        return self._structures.compile(given)
 
     def render_chat(
         self, messages: object, options: Mapping[str, object], template_arguments: Mapping[str, object]

@@ -222,7 +222,6 @@ def test_as_vllm(tmp_path: Path) -> None:
         ("early_stopping", 1),
         ("allowed_token_ids", []),
         ("allowed_token_ids", [1.5]),
-        ("structured_outputs", {"regex": "a"}),
         ("watermarking", True),
     ],
 )
