@@ -1,4 +1,4 @@
-// Activations, plain and gated: one element at a time, computed alike in vectors and in their tails.
+// Activations, plain and gated, element by element: the vector body and the tail of a row compute alike.
 #include "replay.h"
 #include "rows.h"
 #include "vector_math.h"
@@ -16,11 +16,11 @@ template <int64_t FUNCTION> LLM_INLINE F32 activate(F32 x) {
     if constexpr (FUNCTION == QUICK_GELU) return sigmoid_times(x, x * set1(1.702f));
     if constexpr (FUNCTION == GELU) return x * set1(0.5f) * (erf(x * set1(0x1.6a09e6p-1f)) + set1(1.0f));
     if constexpr (FUNCTION == GELU_TANH) {
-        // 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u), which loses nothing where tanh is near -1.
+        // 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u); the right side loses no precision where tanh is near -1.
         const F32 cube = x * x * x;
         return sigmoid_times(x, fma(cube, set1(0.044715f), x) * set1(1.5957691216057308f));
     }
-    // NaN passes: x86's max(a, b) is b when either is NaN.
+    // NaN passes through: x86's max(a, b) is b if either is NaN.
     if constexpr (FUNCTION == RELU) return max(zero(), x);
     if constexpr (FUNCTION == RELU_SQUARED) {
         const F32 positive = max(zero(), x);

@@ -1,13 +1,13 @@
-// Attention over a paged cache, which kv_cache.cpp writes.
+// Attention over the paged KV cache, which kv_cache.cpp writes.
 //
-// The cache is cut into panels of 16 slots (slot = block * block_size + offset): keys
-// [panels][kv_heads][head_size][16], so that the lanes of a vector run along keys, and values
-// [panels][kv_heads][16][head_size], so that they run along channels. One more panel than the slots need is allocated
-// and never written: loads of a head size that is no multiple of 16 run over the end.
+// The KV cache is cut into panels of 16 slots (slot = block * block_size + offset). Keys are
+// [panels][kv_heads][head_size][16]: vector lanes run along keys. Values are [panels][kv_heads][16][head_size]: lanes
+// run along channels. One panel more than the slots need is allocated and never written: with a head size that is no
+// multiple of 16, loads run over the end.
 //
-// The same bits whatever the batch, the chunks and the threads: the softmax advances KEYS positions at a time, from
-// multiples of KEYS counted from position 0; scores are reduced over channels in order, outputs over keys in order, by
-// one thread; and a key that a row does not see never takes part in that row's arithmetic.
+// The bits do not depend on the batch, the chunks or the threads. The softmax advances KEYS positions at a time,
+// counted from position 0. One thread reduces scores over channels in order and outputs over keys in order. A key that
+// a query does not see takes no part in that query's arithmetic.
 #include "attention_tiles.h"
 #include "kinds.h"
 #include "parallel.h"
@@ -15,10 +15,10 @@
 namespace llm {
 namespace {
 
-// Query rows (a token and a head) that share the keys of a task.
+// Query rows (one token in one head) of a task: they share its keys.
 constexpr int64_t TASK_ROWS = 48;
 
-// One step's rows. Row r owns tokens starts[r] : starts[r + 1], the last of its lengths[r] positions.
+// The batch rows of a step. Row r owns the tokens starts[r] : starts[r + 1], the last of its lengths[r] positions.
 struct Step {
     const int32_t *table, *starts, *lengths;
     int64_t rows, table_width, block_size, slots;
@@ -31,7 +31,7 @@ struct Layer {
     int64_t group() const { return heads / kv_heads; }
 };
 
-// Tokens first : end of one row, and the heads first_head : end_head of one group.
+// A task: tokens first : end of one batch row, heads first_head : end_head of one KV head's group.
 struct Task {
     int64_t row, first, end, kv_head, first_head, end_head;
     int64_t heads() const { return end_head - first_head; }
@@ -69,7 +69,7 @@ template <class T> class Attention {
         Block block = open(task, work, all, all.first / KEYS);
         for (int64_t index = all.first / KEYS; index * KEYS < all.end; ++index) {
             const bool last = (index + 1) * KEYS >= all.end;
-            // Staged blocks share one buffer: the next one may be opened only when this one is done.
+            // Staged blocks share one buffer: open the next one only when this one is done.
             const Block next = last || is_staged() ? block : open(task, work, all, index + 1);
             advance(work, rows, index * KEYS, block, next, fetch && !last);
             block = last || !is_staged() ? next : open(task, work, all, index + 1);
@@ -98,7 +98,7 @@ template <class T> class Attention {
         return work;
     }
 
-    // The head and the token of a row of the task: rows are sorted by token.
+    // Head and token of a query row of the task: query rows are sorted by token.
     int64_t head_of(const Task& task, int64_t row) const {
         return task.kv_head * layer.group() + task.first_head + row % task.heads();
     }
@@ -114,7 +114,7 @@ template <class T> class Attention {
             for (int64_t i = 0; i < size; ++i) work.query[row * size + i] = source[i] * factor;
             for (int64_t i = 0; i < work.out_stride; ++i) work.out[row * work.out_stride + i] = 0.0f;
             for (int64_t i = 0; i < LANES; ++i) work.sums[row * LANES + i] = 0.0f;
-            work.maxima[row] = -3e38f;  // finite, so that subtracting it is no NaN
+            work.maxima[row] = -3e38f;  // finite: -inf - -inf would be NaN
             if (layer.sinks) {
                 work.maxima[row] = layer.sinks[head] * log2e;
                 work.sums[row * LANES] = 1.0f;
@@ -129,7 +129,7 @@ template <class T> class Attention {
             const float* from = work.out + row * work.out_stride;
             float* to = out + (token_of(task, row) * layer.heads + head_of(task, row)) * size;
             const F32 total = set1(sum(load(work.sums + row * LANES)));
-            // + 0: a row's zeros are positive, whichever way they came about.
+            // + 0: zeros become positive, however they arose.
             for (int64_t i = 0; i < size; i += LANES) store_part(to + i, load(from + i) / total + zero(), size - i);
         }
     }
@@ -145,7 +145,7 @@ template <class T> class Attention {
         return block * step.block_size + position % step.block_size;
     }
 
-    // The panels of block `index`. Those that no row sees point to panel 0: they are read, and not used.
+    // The panels of block `index`. Where no query row sees a panel it is panel 0: read, but not used.
     Block open(const Task& task, const Work& work, Span all, int64_t index) const {
         Block block;
         for (int panel = 0; panel < PANELS; ++panel) {
@@ -166,7 +166,7 @@ template <class T> class Attention {
         float* keys = work.staged + panel * panel_size;
         float* values = keys + PANELS * panel_size;
         block.keys[panel] = keys, block.values[panel] = values;
-        if (seen.empty()) return;  // stale scratch: finite or not, it is not used
+        if (seen.empty()) return;  // stale scratch, read but not used
         if (step.block_size % LANES == 0) {
             const int64_t at = slot(task, first) / LANES;
             const T *from_keys = keys_at(at, task.kv_head), *from_values = values_at(at, task.kv_head);
@@ -184,11 +184,11 @@ template <class T> class Attention {
         }
     }
 
-    // All rows over the block of positions that starts at `start`.
+    // Advances all query rows over the block of positions that begins at `start`.
     void advance(const Work& work, int64_t rows, int64_t start, const Block& block, const Block& next,
                  bool fetch) const {
-        // The tile that fetches what comes next: the last that is full, which has both the time and no use for the
-        // keys.
+        // The last full tile prefetches the next block: it has enough arithmetic to hide that, and needs these keys no
+        // more.
         const int64_t fetches = fetch ? max(0, rows / MAX_TILE_ROWS - 1) * MAX_TILE_ROWS : -1;
         const bool whole = work.common.first <= start && start + KEYS <= work.common.end;
         for (int64_t row = 0, share; row < rows; row += share) {
@@ -201,7 +201,7 @@ template <class T> class Attention {
 
     float log2_cap() const { return layer.soft_cap * 0x1.715476p+0f; }
 
-    // Rows that see all of the block.
+    // Query rows that all see the whole block.
     template <bool FETCH>
     void advance_tile(const Work& work, int64_t row, int64_t rows, const Block& block, const Block& next) const {
         score_rows<FETCH>(rows, work, row, KEYS, block, next, layer.head_size);
@@ -215,7 +215,7 @@ template <class T> class Attention {
         return {seen.first - start, seen.end - start};
     }
 
-    // Rows of which some do not see all of the block.
+    // Query rows of which some see only a part of the block.
     void advance_edge(const Work& work, int64_t row, int64_t rows, int64_t start, const Block& block) const {
         Span shared{0, KEYS}, any{KEYS, 0};
         for (int64_t r = row; r < row + rows; ++r) {
@@ -231,8 +231,8 @@ template <class T> class Attention {
             const Span seen = seen_in_block(work, r, start);
             if (!seen.empty()) advance_softmax(work, r, scores(r), seen, log2_cap());
         }
-        // Keys that all rows see are added together, the others row by row: each row's keys stay in order, and a key
-        // that a row does not see (0 * inf is NaN) stays out of its sum.
+        // Keys that all rows see are added for the whole tile, the others row by row. Each row's keys stay in order,
+        // and a key that a row does not see is not multiplied by 0 (0 * inf is NaN).
         if (shared.empty()) shared = {KEYS, KEYS};
         const auto add_alone = [&](int64_t r, Span keys) {
             if (!keys.empty()) value_rows<false>(1, work, r, scores(r), keys, block, block, size);
@@ -247,7 +247,7 @@ template <class T> class Attention {
     }
 };
 
-// How the rows' tokens are cut into tasks: tiles of tokens, times kv heads, times parts of a group of heads.
+// Cuts a step into tasks: tiles of tokens, times KV heads, times parts of a KV head's query heads.
 struct Tasks {
     const Step& step;
     const Layer& layer;
@@ -264,8 +264,8 @@ struct Tasks {
     int64_t rows() const { return tile * ceil_div(layer.group(), parts); }
     int64_t per_tile() const { return layer.kv_heads * parts; }
 
-    // `first_task[row]`: the tasks before the row's own. Head by head, so that a head's keys stay in the cache; the
-    // last tiles, which see most, come first.
+    // `first_task[row]`: the number of tasks before those of batch row `row`. Tasks go head by head, so that a head's
+    // keys stay in cache. A row's last tile, which sees most keys, comes first.
     Task task(int64_t index, const int64_t* first_task) const {
         int64_t low = 0, high = step.rows;
         while (high - low > 1) {
@@ -281,7 +281,7 @@ struct Tasks {
     }
 };
 
-// The row that would read outside of the table or the cache, or whose numbers contradict each other; -1: none.
+// The first batch row that would read outside the block table or the KV cache, or whose numbers disagree; -1 if none.
 int64_t first_bad_row(const Step& step, int64_t tokens, int64_t window) {
     if (step.starts[0] != 0 || step.starts[step.rows] != tokens) return 0;
     for (int64_t row = 0; row < step.rows; ++row) {
@@ -320,8 +320,8 @@ void attend(const Step& step, const Layer& layer, const void* key_cache, const v
 
 using namespace llm;
 
-// query [tokens][heads][head_size], tokens `query_stride` floats apart -> out, without gaps. Returns -1, or without
-// having computed anything the first row whose numbers or block ids are out of range.
+// query [tokens][heads][head_size], tokens `query_stride` floats apart -> out, contiguous. Returns -1; or, having
+// computed nothing, the first batch row whose numbers or block ids are out of range.
 LLM_EXPORT int64_t llm_paged_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths,
                                        int64_t rows, int64_t table_width, int64_t block_size, int64_t slots,
                                        const float* query, int64_t query_stride, int64_t tokens, Kind kind,

@@ -1,6 +1,7 @@
-// The arithmetic of attention on a tile of query rows and a block of keys: scores, one step of the softmax, outputs.
+// The arithmetic of attention on a tile of query rows and a block of keys: scores, one step of the online softmax,
+// outputs.
 //
-// A row is one token's query in one head. Scores are reduced over channels in order, outputs over keys in order.
+// A query row is one token's query in one head. Scores are reduced over channels in order, outputs over keys in order.
 #pragma once
 
 #include "integers.h"
@@ -9,20 +10,20 @@
 namespace llm {
 namespace {
 
-// Part of the definition of the result: another number gives other bits.
+// Keys per block. Part of the definition of the result: another number gives other bits.
 constexpr int KEYS = 64, PANELS = KEYS / LANES;
-constexpr int64_t LINE = 64;  // bytes that the caches move together
+constexpr int64_t LINE = 64;  // bytes of a cache line
 #if LLM_PLAIN
-constexpr int MAX_TILE_ROWS = 2;  // a compiler without vectors takes long over large tiles
+constexpr int MAX_TILE_ROWS = 2;  // without vectors, large tiles compile slowly
 #else
 constexpr int MAX_TILE_ROWS = 6;
 #endif
 
-// Rows of the next tile when `left` remain.
+// Height of the next tile when `left` query rows remain.
 LLM_INLINE int64_t tile_rows(int64_t left) {
     if (left >= MAX_TILE_ROWS) return MAX_TILE_ROWS;
 #if LLM_AVX2
-    if (left == 3) return 2;  // 3 x 2 vectors do not fit the registers, 3 x 1 do not fill the multiplier
+    if (left == 3) return 2;  // 3 x 2 vectors would spill, 3 x 1 do not hide FMA latency
 #endif
     return left;
 }
@@ -35,8 +36,8 @@ struct Span {
 
 LLM_INLINE Span intersect(Span a, Span b) { return {max(a.first, b.first), min(a.end, b.end)}; }
 
-// acc[r][v] += sum over i in order of a[r][i] * b[v][i], where b[v] advances by `stride` floats. Meanwhile a line of
-// each `next`, what the task reads after this, is fetched into the second-level cache.
+// acc[r][v] += a[r][i] * b[v][i], i in order; b[v] advances by `stride` floats. With FETCH, each step prefetches one
+// line of every `next` (what the task reads after this block) into the L2 cache.
 template <int ROWS, int VECTORS, bool FETCH>
 LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t row_stride, const float* const* b,
                            int64_t stride, int64_t count, const char* const* next, int64_t next_stride) {
@@ -58,13 +59,13 @@ struct Block { const float *keys[PANELS], *values[PANELS]; };
 
 // What a task works on, in the thread's scratch memory.
 struct Work {
-    float *query, *scores, *out, *sums, *maxima, *staged;  // scores: of one tile of rows
-    Span* spans;                                           // what each row sees
-    Span common;                                           // what all rows see
+    float *query, *scores, *out, *sums, *maxima, *staged;  // scores: of one tile of query rows
+    Span* spans;                                           // positions that each query row sees
+    Span common;                                           // positions that all query rows see
     int64_t out_stride;
 };
 
-// Enough independent chains for the multiplier, few enough for the registers.
+// Vectors per tile row: enough independent FMA chains to hide latency, few enough to stay in registers.
 constexpr int vectors_for(int rows) {
 #if LLM_AVX512
     return rows > 0 ? 4 : 0;
@@ -91,7 +92,7 @@ void score_panels(const Work& work, int64_t row, int panel, const Block& block, 
         store(work.scores + r * KEYS + (panel + v) * LANES, acc[r][v]);
 }
 
-// Scores of the first `keys` keys of the block, and perhaps of some more.
+// Scores of at least the first `keys` keys of the block, rounded up to whole panels.
 template <int ROWS, bool FETCH>
 void score_tile(const Work& work, int64_t row, int64_t keys, const Block& block, const Block& next, int64_t head_size) {
     constexpr int width = vectors_for(ROWS);
@@ -99,7 +100,7 @@ void score_tile(const Work& work, int64_t row, int64_t keys, const Block& block,
         score_panels<ROWS, width, FETCH>(work, row, panel, block, next, head_size);
 }
 
-// Adds the keys [first, end) of the block to VECTORS vectors of the outputs of ROWS rows.
+// Adds the keys [first, end) of the block to VECTORS vectors of the outputs of ROWS query rows.
 template <int ROWS, int VECTORS, bool FETCH>
 void add_values(const Work& work, int64_t row, const float* scores, int64_t channel, Span keys, const Block& block,
                 const Block& next, int64_t head_size) {
@@ -114,7 +115,7 @@ void add_values(const Work& work, int64_t row, const float* scores, int64_t chan
         LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
             const int64_t offset = inside * head_size + channel + v * LANES;
             values[v] = block.values[panel] + offset;
-            // Lines of the next block in the order of their addresses, over all keys and then over all channels.
+            // Prefetches the next block's lines in address order, spread over all keys and all channels.
             const int64_t line = channel / LANES * KEYS + key * VECTORS + v;
             fetched[v] = reinterpret_cast<const char*>(next.values[min(line / head_size, PANELS - 1)]) +
                          line % head_size * LINE;
@@ -150,8 +151,8 @@ LLM_INLINE void value_rows(int64_t rows, const Rest&... rest) {
     if constexpr (ROWS > 1) value_rows<FETCH, ROWS - 1>(rows, rest...);
 }
 
-// One step of the online softmax (arXiv:1805.02867) of one row, in powers of two: scores become probabilities, and what
-// the row has so far is rescaled when its largest score grew. `seen` is relative to the block and not empty.
+// One step of the online softmax (arXiv:1805.02867) for one query row, in powers of two. Scores become probabilities;
+// sum and output so far are rescaled when the maximum grew. `seen` is relative to the block and not empty.
 void advance_softmax(const Work& work, int64_t row, float* scores, Span seen, float soft_cap) {
     if (soft_cap != 0.0f)
         for (int v = 0; v < KEYS; v += LANES) store(scores + v, tanh(load(scores + v)) * set1(soft_cap));

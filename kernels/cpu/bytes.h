@@ -1,4 +1,4 @@
-// Registers of bytes: what the products with int8 and int4 weights share.
+// Vector registers of bytes, shared by the int8 and int4 GEMM.
 #pragma once
 
 #include "simd.h"
@@ -17,10 +17,9 @@ using Bytes = __m512i;
 #else
 using Bytes = __m256i;
 #endif
-constexpr int PANEL_VECTORS = 64 / sizeof(Bytes);  // of a step of a panel
+constexpr int PANEL_VECTORS = 64 / sizeof(Bytes);  // vectors of one step of a panel
 
-// Four bytes, over and over. Written out, and volatile to stay in order: gcc 12 loads all broadcasts ahead and spills
-// the sums.
+// Broadcasts four bytes. Assembly, and volatile to stay in order: gcc 12 hoists all broadcasts and spills the sums.
 LLM_INLINE Bytes broadcast_bytes(const void* four) {
     using Four = const char (*)[4];
     Bytes out;
@@ -30,13 +29,13 @@ LLM_INLINE Bytes broadcast_bytes(const void* four) {
 LLM_INLINE Bytes load_bytes(const void* p) {
     Bytes out;
     std::memcpy(&out, p, sizeof out);
-    asm("" : "+v"(out));  // or gcc loads it again for every product
+    asm("" : "+v"(out));  // or gcc reloads it for every product
     return out;
 }
 
 #if LLM_VNNI
 
-// sum += unsigned bytes * signed bytes, four to an int32.
+// sum += unsigned bytes * signed bytes, four products to an int32.
 LLM_INLINE void dot(Bytes& sum, Bytes unsigned_bytes, Bytes signed_bytes) {
 #if LLM_AVX512
     asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
@@ -45,8 +44,8 @@ LLM_INLINE void dot(Bytes& sum, Bytes unsigned_bytes, Bytes signed_bytes) {
 #endif
 }
 
-// Panels that a tile of so many rows takes at once: as many sums as there are registers, and several streams for few
-// rows.
+// Panels that a tile of `rows` rows takes at once: its sums fill the registers. Few rows take several panels, so that
+// several streams of memory are under way.
 #if LLM_AVX512
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
 #else

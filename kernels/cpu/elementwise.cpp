@@ -1,5 +1,5 @@
-// The sums, products and copies that models leave to PyTorch between kernels, for recorded steps (program.py): one
-// rounding per element, so the bits are PyTorch's.
+// Additions, scalings and copies that models leave to PyTorch, for recorded steps (program.py). Each element is rounded
+// once, so the bits are PyTorch's.
 #include "replay.h"
 #include "rows.h"
 
@@ -19,7 +19,7 @@ LLM_EXPORT void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_
     for (int64_t i = 0; i < count; ++i) out[i] = x[i] + offset;
 }
 
-// Rows of `width` floats that are `stride` apart -> out, without gaps.
+// Rows of `width` floats, `stride` apart -> out, contiguous.
 LLM_EXPORT void llm_copy_rows(const float* x, int64_t stride, float* out, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; ++row) std::memcpy(out + row * width, x + row * stride, width * sizeof(float));
 }

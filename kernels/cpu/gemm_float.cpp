@@ -1,9 +1,8 @@
-// y = x W^T (+ bias): float32 activations and accumulation, weights float32, bfloat16 or float16.
+// GEMM y = x W^T (+ bias): float32 activations and accumulation, weights float32, bfloat16 or float16.
 //
-// Every output is one chain of fused multiply-adds from +0 over k = 0 ... K-1, then the bias, whatever the tile, the
-// number of rows and the thread. A panel is [k][16]; of bfloat16 [k / 2][16][2], so that a shift and a mask widen a
-// column's two. With matrix tiles (gemm_tiles.h) a bfloat16 weight has another chain, its own for any number of rows
-// just the same.
+// Every output is one chain of FMAs from +0 over k = 0 ... K-1, then the bias. The tile, the number of batch rows and
+// the thread do not enter. A panel is [k][16], of bfloat16 [k / 2][16][2]: a shift and a mask widen an output channel's
+// two values. With AMX (gemm_tiles.h) a bfloat16 weight has another chain, which does not depend on the batch either.
 #include "gemm_tiles.h"
 #include "quantize.h"
 #include "vector_math.h"
@@ -13,10 +12,10 @@ namespace llm {
 namespace {
 
 constexpr int64_t PREFETCH_BYTES = 4096;
-// Activations of one row block: what stays in the second-level cache beside the panels.
+// Activations of one block of row tiles: what stays in the L2 cache beside the panels.
 constexpr int64_t BLOCK_BYTES = 1 << 20;
 
-// How many k of a column lie side by side in a panel.
+// How many k of an output channel lie side by side in a panel.
 template <class T> constexpr int64_t DEPTH = 1;
 template <> constexpr int64_t DEPTH<BF16> = 2;
 
@@ -25,7 +24,7 @@ template <class T> LLM_INLINE int64_t position(int64_t lane, int64_t k) {
     return k / DEPTH<T> * DEPTH<T> * LANES + lane * DEPTH<T> + k % DEPTH<T>;
 }
 
-// The weights of the step of a panel that begins at `p`, `k` further on.
+// Widens the weights of one k from the panel step at `p`; `k`: which of the step's k.
 LLM_INLINE F32 load_panel(const float* p, int64_t) { return load(p); }
 LLM_INLINE F32 load_panel(const F16* p, int64_t) { return load(p); }
 LLM_INLINE F32 load_panel(const BF16* p, int64_t k) {
@@ -63,7 +62,7 @@ template <class T, int ROWS, int PANELS> void tile(const Product& p, int64_t row
     }
 }
 
-// How many panels a tile of `rows` rows takes: enough independent chains for the multiplier, few enough for the
+// Panels of a tile of `rows` batch rows: enough independent FMA chains to hide latency, few enough to stay in
 // registers.
 constexpr int panels_for(int rows) {
 #if LLM_AVX512
@@ -89,12 +88,12 @@ template <class T> void multiply(const Product& p, int64_t threads) {
 
 #if LLM_TILES
 
-// 32 activations as three lines of bfloat16: x = first + second + third, but for what is below 2^-133. Of what is not
-// finite the first says it all.
+// Cuts 32 activations into three lines of bfloat16: x = first + second + third, except below 2^-133. Infinity and NaN
+// are all in the first.
 LLM_INLINE void split(F32 low, F32 high, char* first, char* second, char* third) {
     const __m512i top = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     const auto cut = [&](F32 x) { return F32{_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x.v), top))}; };
-    // A NaN may have all its bits below the cut; the fraction's top bit makes sure.
+    // A NaN may have all its set bits below the cut; setting the quiet bit keeps it a NaN.
     const auto head = [&](F32 x) {
         const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
         return as_float({_mm512_mask_or_epi32(as_int(cut(x)).v, nan, as_int(x).v, _mm512_set1_epi32(0x00400000))});
@@ -115,7 +114,7 @@ LLM_INLINE void split(F32 low, F32 high, char* first, char* second, char* third)
     put(third, low_rest - low_2, high_rest - high_2);
 }
 
-// 32 activations as a line of the nearest bfloat16.
+// Rounds 32 activations to a line of the nearest bfloat16.
 LLM_INLINE void round_to(F32 low, F32 high, char* line) {
     const __m512bh rounded = _mm512_cvtne2ps_pbh(high.v, low.v);
     std::memcpy(line, &rounded, LINE);
@@ -151,7 +150,7 @@ template <Form FORM> void multiply_by_tiles(const Product& p, int64_t threads) {
 
 #endif
 
-// A bfloat16 weight, activations rounded to the nearest bfloat16.
+// A bfloat16 weight without AMX, activations rounded to the nearest bfloat16.
 void multiply_rounded(const Product& p, int64_t threads) {
     const Scratch memory(p.m * p.k * sizeof(float));
     float* rounded = memory.as<float>();
@@ -161,7 +160,7 @@ void multiply_rounded(const Product& p, int64_t threads) {
     multiply<BF16>({p, rounded, p.y, p.m}, threads);
 }
 
-// `src` and `dst` may be the same memory when n is a multiple of 16 and k of the depth.
+// `src` and `dst` may be the same memory if n is a multiple of 16 and k of DEPTH.
 template <class T> void pack(const T* src, T* dst, int64_t n, int64_t k, int64_t threads) {
     const int64_t size = panel_elements<T>(k);
     parallel_for(ceil_div(n, LANES), threads, size * sizeof(T), [&](int64_t panel, char* scratch) {
@@ -173,7 +172,7 @@ template <class T> void pack(const T* src, T* dst, int64_t n, int64_t k, int64_t
     });
 }
 
-// The panel of a row, from that row's lane on.
+// An output channel (row of W) inside its panel.
 template <class T> struct PanelRow {
     const T* panel;
     int64_t lane;

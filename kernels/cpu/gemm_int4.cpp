@@ -1,6 +1,7 @@
-// y = x W^T (+ bias) with int4 weights and activations quantized here to int8: exact int32 sums per group of k, groups
-// added in order in float32. int4.h describes the panels. The sums start at -8 times the sum of the activations, which
-// takes the 8 of the nibbles back.
+// GEMM y = x W^T (+ bias): int4 weights, activations quantized here to int8.
+//
+// int32 sums are exact in each group of k; groups are added in order in float32. int4.h describes the panels. Sums
+// start at -8 times the sum of the activations, which takes the nibbles' 8 back.
 #include "bytes.h"
 #include "int4.h"
 #include "quantize.h"
@@ -11,14 +12,13 @@ namespace {
 constexpr int64_t PREFETCH_BYTES = 2048;
 constexpr int64_t BLOCK_BYTES = 512 << 10;
 
-// `sums` below: [rows][PANELS][16] floats, the groups' sums so far; added to, never in registers for longer than a
-// group.
+// `sums` below: [rows][PANELS][16] floats, the groups added so far. In memory: registers hold one group's sums only.
 
-// On AVX2 so many tiles and more read panels that were opened once, into [k / 4][16][4] unsigned bytes.
+// AVX2 with at least this many row tiles unpacks panels once, to [k / 4][16][4] unsigned bytes.
 constexpr int64_t OPENED_FROM = 8;
 constexpr int64_t OPENED_STEP = 2 * PANEL_STEP;
 
-// nibbles(p, high): unsigned bytes, of the k in the low nibbles or of those in the high ones.
+// nibbles(p, high): the low or the high nibbles of a vector, as unsigned bytes.
 #if LLM_AVX512
 LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
     const Bytes both = load_bytes(p);
@@ -27,7 +27,7 @@ LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
 #elif LLM_AVX2
 alignas(32) constexpr uint8_t LOW_NIBBLES[32] = {15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15,
                                                  15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15};
-// The mask stays in memory: 12 sums, 2 vectors of weights, a broadcast and a product are all 16 registers.
+// The mask stays in memory: 12 sums, 2 vectors of weights, a broadcast and a product take all 16 registers.
 LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
     Bytes out = load_256(p);
     if (high) out = _mm256_srli_epi16(out, 4);
@@ -38,7 +38,7 @@ LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
 
 #if LLM_VNNI
 
-// `opened`: the panel, when OPENED.
+// `opened`: the unpacked panel, with OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>
 __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel,
                                           float* sums, const uint8_t* opened = nullptr) {
@@ -107,7 +107,7 @@ void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int
 
 #else
 
-// Unsigned times signed bytes in pairs, added in int16 over 32 k: at most 16 * 15 * 128 = 30720 in magnitude.
+// Unsigned times signed bytes in pairs, summed in int16 over 32 k: at most 16 * 15 * 128 = 30720 in magnitude.
 #if LLM_AVX512
 LLM_INLINE I32 pairs(const Bytes* x) { return {_mm512_madd_epi16(x[0], _mm512_set1_epi16(1))}; }
 #else
@@ -124,7 +124,8 @@ LLM_INLINE void multiply_add(Bytes& sum, Bytes w, Bytes a) {
     asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(product) : "v"(w), "v"(a));
 }
 
-// A group's exact sums to `sums`. Not inlined: its branches for the scales' types would make the caller's loop spill.
+// Adds a group's exact sums to `sums`. Not inlined: with its branches over the scales' types, the caller's loop would
+// spill.
 template <int ROWS, int PANELS>
 __attribute__((noinline)) void add_scaled(const Int4Product& p, int64_t group, int64_t panel, const int32_t* exact,
                                           float* sums) {
@@ -137,7 +138,7 @@ __attribute__((noinline)) void add_scaled(const Int4Product& p, int64_t group, i
     }
 }
 
-// Few rows wait for memory: they take turns at several panels, so that as many streams are under way.
+// Few rows are bound by memory: they alternate between panels, so that several streams of memory are under way.
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
 constexpr int64_t STEPS_IN_WORDS = 4;
 
@@ -165,7 +166,7 @@ LLM_INLINE void few_steps(const int8_t* a, const uint8_t* b, int64_t distance, B
     }
 }
 
-// `opened`: the panel, when OPENED.
+// `opened`: the unpacked panel, with OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>
 __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel,
                                           float* sums, const uint8_t* opened = nullptr) {
@@ -256,7 +257,7 @@ void run_tiles(const Int4Product& p, const Tasks& tasks) {
     });
 }
 
-// One row of a tile of `rows`, as [k / 8][rows][8] and [groups][rows]; returns its scale.
+// Quantizes one batch row of a tile of `rows` to [k / 8][rows][8], its starts to [groups][rows]; returns its scale.
 LLM_INLINE float quantize_row(const Int4Product& p, int64_t row, int64_t rows, int8_t* out, int32_t* start) {
     const float* x = p.x + row * p.k;
     const float scale = row_scale(x, p.k);
@@ -306,7 +307,7 @@ void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int6
     run_tiles(p, tasks);
 }
 
-// Values lie in [-8, 7].
+// Values must lie in [-8, 7].
 void pack_int4(const int8_t* src, uint8_t* dst, int64_t n, int64_t k, int64_t threads) {
     const int64_t steps = ceil_div(k, STEP);
     parallel_for(ceil_div(n, LANES), threads, 0, [&](int64_t panel, char*) {

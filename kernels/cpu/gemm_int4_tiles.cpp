@@ -1,4 +1,4 @@
-// int4.h, by matrix tiles: panels are opened into int8, a block of steps at a time.
+// The int4 GEMM with AMX tiles (int4.h): panels are unpacked to int8, one block of steps at a time.
 #include "gemm_tiles.h"
 #include "int4.h"
 #include "quantize.h"
@@ -9,15 +9,15 @@ namespace llm {
 namespace {
 
 constexpr int64_t TILE_K = 64;         // k of a step of tiles
-constexpr int64_t GROUPED_STEPS = 16;  // in groups, so many steps of an opened panel stay in the first-level cache
+constexpr int64_t GROUPED_STEPS = 16;  // with groups: an unpacked panel stays in the L1 cache
 
-// Whether matrix tiles are faster; the sums are the same.
+// Whether AMX tiles are faster than vectors; the bits are the same.
 bool uses_tiles(int64_t m, int64_t groups, int64_t group_size) {
     if (groups <= 1 || group_size % TILE_K == 0) return m >= 17;
     return group_size % (TILE_K / 2) == 0 && m >= 25;
 }
 
-// Panels that are opened, a block of steps at a time, into int8: a line of nibbles becomes two lines of a tile.
+// Unpacks panels to int8, one block of steps at a time: a line of nibbles becomes two lines of a tile.
 struct NibblePanels {
     const uint8_t* data;
     int64_t lines;  // of nibbles, in a panel
@@ -48,7 +48,7 @@ struct NibblePanels {
     }
 };
 
-// One group: the sums are exact to the end of k.
+// One group: sums stay exact to the end of k.
 void multiply_channels(const Int4Product& p, const TileOperands& a, int64_t from, int64_t threads) {
     const NibblePanels panels{p.panel(0), p.steps()};
     multiply_tiles<INT8>(a, panels, p.panels(), threads, [&](int64_t tile, int64_t panel, int64_t wide, char* sums) {
@@ -65,9 +65,9 @@ void multiply_channels(const Int4Product& p, const TileOperands& a, int64_t from
     });
 }
 
-// Groups: one row tile and one panel at a time, so that the groups' sums so far, [16][16], stay in registers. A group's
-// exact sums leave the tiles at once. An instruction takes `depth` of k, 64 or, for groups of an odd multiple of 32,
-// half a line.
+// Several groups: one row tile and one panel at a time, so that the float sums of the groups so far, [16][16], stay in
+// registers. A group's exact sums leave the tile at once. An instruction takes `depth` of k: 64, or 32 (half a line) if
+// the group size is an odd multiple of 32.
 class GroupTiles {
     const Int4Product& p;
     const TileOperands& a;
@@ -75,7 +75,8 @@ class GroupTiles {
 
     static int64_t depth_of(const Int4Product& p) { return p.group_size % TILE_K ? TILE_K / 2 : TILE_K; }
 
-    // Adds the groups of the block of steps from `first` on to `total`, a part of `meanwhile` fetched at each.
+    // Adds the groups of the block of steps that begins at `first` to `total`; each group prefetches a part of
+    // `meanwhile`.
     void add(TileShapes& shapes, int64_t tile, int64_t first, int64_t panel, const char* opened, float* total,
              const Meanwhile& meanwhile) const {
         alignas(64) int32_t sums[TILE_LINES * LANES] = {};
@@ -84,7 +85,7 @@ class GroupTiles {
         shapes.set(a.tile_rows(tile), depth);
         const char* operands = a.at(tile, first);
         const int64_t operand = a.tile_rows(tile) * LINE, of_group = p.group_size / depth;
-        const int64_t end = min(a.block_steps(first) * TILE_K, p.padded_k() - first * TILE_K + depth - 1) / depth;
+        const int64_t end = ceil_div(min(a.block_steps(first) * TILE_K, p.padded_k() - first * TILE_K), depth);
         int64_t group = first * TILE_K / p.group_size;
         for (int64_t dot = 0, turn = 0; dot < end; ++group, ++turn) {
             meanwhile.fetch(turn, 0);
@@ -128,7 +129,7 @@ class GroupTiles {
             for (int64_t first = 0; first < a.steps; first += a.block)
                 for (int64_t panel = begin; panel < end; ++panel) {
                     const TileSteps opened = weights.open(panel, 1, first, a.block_steps(first), scratch + kept);
-                    // Every row tile fetches its part of what this thread opens next.
+                    // Each row tile prefetches its part of what this thread unpacks next.
                     const bool is_last = panel + 1 == end;
                     const int64_t then = is_last ? first + a.block : first;
                     const StoredSteps after = then < a.steps ? weights.stored(is_last ? begin : panel + 1, then,
@@ -157,8 +158,8 @@ bool linear_int4_by_tiles(const Weight& weight, const float* x, float* y, int64_
     const Int4Product p({weight, x, y, m}, row_scales);
     if (p.groups == 0 || !uses_tiles(m, p.groups, p.group_size)) return false;
     const int64_t block = p.groups > 1 ? GroupTiles::block_steps(p) : SHORT_STEPS;
-    const int64_t most_tiles = p.groups > 1 ? LEAST_TILES
-                                            : MOST_TILES;  // of one panel at a time, few rows have their line
+    // With groups one panel is read at a time, and fewer row tiles fit beside it.
+    const int64_t most_tiles = p.groups > 1 ? LEAST_TILES : MOST_TILES;
     for_row_blocks(p.m, ceil_div(p.k, TILE_K), 1, block, most_tiles, [&](const TileOperands& a, int64_t from) {
         quantize_operands(a, p.x + from * p.k, p.k, 0.0f, 0, row_scales + from, threads);
         if (p.groups > 1) GroupTiles(p, a).multiply(from, threads);

@@ -1,8 +1,9 @@
-// y = x W^T (+ bias) with int8 weights and activations quantized here: exact int32 sums, per-channel scales.
+// GEMM y = x W^T (+ bias): int8 weights, activations quantized here to int8; exact int32 sums, one scale per output
+// channel.
 //
-// A panel is [k / 4][16][4]: four k of a column side by side, as the dot-product instructions read them; k is padded to
-// a multiple of 4 with zeros. Without those instructions both operands are widened to int16 and multiplied in pairs.
-// A sum of k products stays below 2^31 for k up to 2^17: the caller checks.
+// A panel is [k / 4][16][4]: four k of an output channel side by side, as VNNI instructions read them. k is padded to a
+// multiple of 4 with zeros. Without VNNI both operands are widened to int16 and multiplied in pairs. Sums stay below
+// 2^31 for k up to 2^17: the caller checks.
 #include "bytes.h"
 #include "gemm_tiles.h"
 #include "quantize.h"
@@ -13,21 +14,21 @@ namespace {
 
 constexpr int64_t STEP = 4;                   // k of one group of a column
 constexpr int64_t PANEL_STEP = LANES * STEP;  // elements of a panel per step
-// Ahead of panels side by side, and of one alone, whose block is longer.
+// Bytes ahead: of panels read side by side, and of one read alone, whose block is longer.
 constexpr int64_t prefetch_bytes(int panels) { return panels > 1 ? 2048 : 4096; }
 constexpr int64_t BLOCK_BYTES = 512 << 10;
 
 #if LLM_VNNI
 
-// The instruction multiplies unsigned by signed bytes: activations are stored plus 128, and 128 times the column's sum
-// is subtracted at the end, modulo 2^32 and therefore exactly.
+// VNNI multiplies unsigned by signed bytes. Activations are stored plus 128; at the end 128 times the output channel's
+// sum is subtracted, modulo 2^32 and therefore exactly.
 using Operand = uint8_t;
 constexpr int32_t OPERAND_SHIFT = 128;
 LLM_INLINE void store_operand(Operand* p, I32 x) {
     store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(OPERAND_SHIFT));
 }
 
-// Sums [ROWS][PANELS][16]. Not inlined: what else the caller keeps in registers would push them out.
+// Sums [ROWS][PANELS][16]. Not inlined: what the caller keeps in registers would make it spill.
 template <int ROWS, int PANELS>
 __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
                                     int32_t* out) {
@@ -77,7 +78,7 @@ template <int ROWS, int PANELS> void dots(const Operand* a, const int8_t* b, int
 
 #else
 
-// A vector of int16 holds 4 k of some columns; multiplied in pairs it gives two int32 for each column.
+// A vector of int16 holds 4 k of some output channels; multiplied in pairs it gives two int32 per channel.
 using Vector = Bytes;
 constexpr int VECTORS = 2 * PANEL_VECTORS;
 #if LLM_AVX512
@@ -99,18 +100,18 @@ LLM_INLINE Vector broadcast_four(const int16_t* p) {
 LLM_INLINE Vector multiply(Vector a, Vector b) { return _mm256_madd_epi16(a, b); }
 LLM_INLINE Vector nothing() { return _mm256_setzero_si256(); }
 #endif
-// Written out: gcc moves additions behind all products, and spills.
+// Assembly: gcc moves additions behind all products, and spills.
 LLM_INLINE void add_to(Vector& sum, Vector x) { asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(x)); }
-constexpr int VECTOR_BYTES = sizeof(Vector) / 2;  // of int8
+constexpr int VECTOR_BYTES = sizeof(Vector) / 2;  // int8 values that widen to a Vector
 
-// Few rows wait for memory: they take turns at several panels, so that as many streams are under way.
+// Few rows are bound by memory: they alternate between panels, so that several streams of memory are under way.
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 1; }
-// Steps of a panel before its other half, or the next panel, has its turn: they stay in the first-level cache. Four
-// rows are bound by arithmetic and gain from fewer turns.
+// Steps of a panel before its other half, or the next panel, has its turn: they stay in the L1 cache. Four rows are
+// bound by arithmetic and gain from fewer turns.
 constexpr int64_t block_steps(int rows, int panels) { return panels == 1 ? 128 : rows <= 3 ? 8 : 16; }
 
-// acc [ROWS][VECTORS] += the products of `steps` steps, for WIDTH of the vectors from `first` on.
-// Not inlined: the registers of one part are all there are.
+// acc [ROWS][VECTORS] += `steps` steps, for WIDTH of the vectors from `first` on. Not inlined: one part takes all
+// registers.
 template <int ROWS, int WIDTH>
 __attribute__((noinline)) void part(const Operand* a, const int8_t* b, int64_t steps, int64_t ahead, Vector* sums,
                                     int first) {
@@ -124,9 +125,9 @@ __attribute__((noinline)) void part(const Operand* a, const int8_t* b, int64_t s
         Vector w[WIDTH];
         LLM_UNROLL for (int c = 0; c < WIDTH; ++c) {
             w[c] = widen_load(b + s * PANEL_STEP + c * VECTOR_BYTES);
-            asm("" : "+v"(w[c]));  // or gcc loads it again for every product
+            asm("" : "+v"(w[c]));  // or gcc reloads it for every product
         }
-        prefetch(fetched + s * (PANEL_STEP / parts));  // each part fetches its share
+        prefetch(fetched + s * (PANEL_STEP / parts));  // each part prefetches its share
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
             const Vector value = broadcast_four(a + (s * ROWS + r) * STEP);
             LLM_UNROLL for (int c = 0; c < WIDTH; ++c) add_to(acc[r][c], multiply(value, w[c]));
@@ -136,7 +137,7 @@ __attribute__((noinline)) void part(const Operand* a, const int8_t* b, int64_t s
         sums[r * VECTORS + first + c] = acc[r][c];
 }
 
-// The two int32 of each column together: [VECTORS] vectors -> 16 columns.
+// Adds the two int32 of each output channel: [VECTORS] vectors -> 16 channels.
 LLM_INLINE void add_pairs(const Vector* sums, int32_t* out) {
     alignas(64) int32_t pair[2 * LANES];
     std::memcpy(pair, sums, sizeof pair);
@@ -165,8 +166,8 @@ void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
 #endif
 #endif
 
-// y = (float(sum) * its row's scale) * (factor * scale[n]) + bias[n], each product rounded. Where rows are quantized by
-// their largest elements the factor is 1; by input_scale, it is that, and rows' scales are 1.
+// y = (float(sum) * row scale) * (factor * scale[n]) + bias[n], each product rounded. Dynamic quantization: the factor
+// is 1. Static: the factor is input_scale, and row scales are 1.
 struct Int8Product : Product {
     const Operand* a;        // of each tile, [k / 4][rows][4]
     const float* row_scale;  // [m]
@@ -213,7 +214,7 @@ template <int ROWS> void tiles(const Int8Product& p, int64_t row, int64_t panel,
         for (; panel < end; ++panel) tile<ROWS, 1>(p, row, panel);
 }
 
-// One row of a tile of `rows`, as [k / 4][rows][4]; returns the factor of its sums.
+// Quantizes one batch row of a tile of `rows` to [k / 4][rows][4]; returns the factor of its sums.
 LLM_INLINE float quantize_row(const Product& p, int64_t row, int64_t padded_k, int64_t rows, Operand* out) {
     const float* x = p.x + row * p.k;
     const RowQuantizer by(x, p.k, p.input_scale, p.input_offset);
@@ -228,7 +229,7 @@ LLM_INLINE float quantize_row(const Product& p, int64_t row, int64_t padded_k, i
 
 #if LLM_TILES
 
-// From so many rows on, matrix tiles are faster; the sums are the same.
+// From this many batch rows on, AMX tiles are faster; the bits are the same.
 constexpr int64_t TILES_FROM = 12;
 
 void multiply_by_tiles(const Product& product, int64_t threads) {
@@ -236,7 +237,8 @@ void multiply_by_tiles(const Product& product, int64_t threads) {
     float* row_scales = scales.as<float>();
     const Int8Product p(product, nullptr, row_scales, 0);
     const TilePanels panels{static_cast<const char*>(p.data), p.steps()};
-    // With more than two row tiles it pays to read panels from the first-level cache, and the sums so far once more.
+    // With more than two row tiles, short blocks pay: panels are read from the L1 cache, and sums are reloaded once
+    // more.
     const int64_t block = p.m > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS;
     for_row_blocks(p.m, panels.steps(), 1, block, MOST_TILES, [&](const TileOperands& a, int64_t from) {
         quantize_operands(a, p.x + from * p.k, p.k, p.input_scale, p.input_offset, row_scales + from, threads);
@@ -250,7 +252,7 @@ void multiply_by_tiles(const Product& product, int64_t threads) {
 
 #endif
 
-// A row of a weight in its panel: as int8.
+// An output channel (row of W) inside its panel.
 struct PanelRow {
     const int8_t* panel;
     PanelRow(const Weight& weight, int64_t row)
@@ -283,7 +285,7 @@ void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int6
     });
 }
 
-// `src` may be `dst` when n is a multiple of 16 and k of 4.
+// `src` may be `dst` if n is a multiple of 16 and k of 4.
 void pack_int8(const int8_t* src, int8_t* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads) {
     const int64_t steps = ceil_div(k, STEP), bytes = steps * PANEL_STEP;
     parallel_for(ceil_div(n, LANES), threads, bytes, [&](int64_t panel, char* scratch) {

@@ -1,18 +1,18 @@
-// Products by matrix tiles (AMX): 16 rows by 64 outputs at once, from the same panels as every other instruction set.
+// GEMM with AMX tiles: 16 batch rows by 64 output channels at once, from the same panels as every other instruction
+// set.
 //
-// A panel's 64-byte lines (2 bfloat16 or 4 int8 of each of 16 columns) are the lines of a tile as the instructions read
-// it; a step is 16 of them. Activations become operands, for each block of steps: [row tile][step][part][rows][64
-// bytes].
+// A panel's 64-byte line (2 bfloat16 or 4 int8 of each of 16 output channels) is a line of a weight tile as it lies. A
+// step is 16 lines. Activations are copied to operands, block by block: [row tile][step][part][rows][64 bytes].
 //
-// int8: exact sums in int32. bfloat16: an activation is cut into three bfloat16, which hold all its 24 bits, and each
-// step adds the products with the first, then the second, then the third part:
-//     y = (((0 + t(0, 0)) + t(0, 1)) + t(0, 2)) + t(1, 0) + ...    t(s, p) = even chain + odd chain, over the 32 k of
-//     step s
-// Or, where that was asked for, it is rounded to the nearest bfloat16, which is its one part.
-// Every output has this chain, whatever the rows beside it, the tile and the thread. The instruction flushes denormals,
-// also of the parts: an error below 2^-126 for each product, and none above it that a float32 chain would not have.
+// int8: int32 sums are exact. bfloat16: an activation is cut into three bfloat16 parts that hold all its 24 bits. Each
+// step adds the products with the first part, then the second, then the third:
+//     y = (((0 + t(0, 0)) + t(0, 1)) + t(0, 2)) + t(1, 0) + ...
+//     t(s, p) = chain over even k + chain over odd k, of the 32 k of step s and part p
+// With LLM(dtype="bfloat16") an activation is rounded to the nearest bfloat16 and has one part.
+// This order does not depend on the other batch rows, the tile or the thread. The instruction flushes denormals: each
+// product has an error below 2^-126 from that.
 //
-// The compiler does not know what the tile instructions read and write: hence their "memory".
+// The compiler does not know what the tile instructions read and write: hence their "memory" clobbers.
 #pragma once
 
 #include "panels.h"
@@ -23,18 +23,18 @@
 namespace llm {
 namespace {
 
-constexpr int64_t LINE = 64;  // bytes of a row of a tile
+constexpr int64_t LINE = 64;  // bytes of a line of a tile
 constexpr int64_t TILE_LINES = 16;
 constexpr int64_t TILE_BYTES = LINE * TILE_LINES;
-constexpr int64_t TILE_PANELS = 4;            // panels that share a load of the operands
-constexpr int64_t BLOCK_STEPS = 32;           // of k: so much of 8 row tiles' operands stays in the second-level cache
-constexpr int64_t SHORT_STEPS = 8;            // of k: so much of TILE_PANELS panels stays in the first-level cache
-constexpr int64_t OPERAND_BYTES = 704 << 10;  // of a block of row tiles, when it has more than the least
+constexpr int64_t TILE_PANELS = 4;            // panels that share one load of the operands
+constexpr int64_t BLOCK_STEPS = 32;           // the operands of 8 row tiles stay in the L2 cache
+constexpr int64_t SHORT_STEPS = 8;            // TILE_PANELS panels stay in the L1 cache
+constexpr int64_t OPERAND_BYTES = 704 << 10;  // of a block of more than LEAST_TILES row tiles
 constexpr int64_t LEAST_TILES = 8, MOST_TILES = 32;
 constexpr int64_t MOST_GROUPS = 8;    // groups of panels in a task
-constexpr int64_t TILE_AHEAD = 2048;  // bytes of a panel
+constexpr int64_t TILE_AHEAD = 2048;  // bytes of a panel to prefetch ahead
 
-// What a tile instruction reads, AddressSanitizer sees only when it is read once more.
+// AddressSanitizer does not see what a tile instruction reads; an ordinary load of the same lines makes it look.
 LLM_INLINE void touch(const char* from, int64_t lines, int64_t width = LINE) {
 #if defined(__SANITIZE_ADDRESS__)
     for (int64_t line = 0; line < lines; ++line)
@@ -53,12 +53,12 @@ LLM_INLINE void touch(const char* from, int64_t lines, int64_t width = LINE) {
 #define LLM_TILE_DOT_BF16(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum::: "memory")
 #define LLM_TILE_DOT_INT8(sum, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum::: "memory")
 
-// The shapes of the thread's tiles, released at the end: 0 to 3 sums, 4 to 6 operands, 7 a panel.
+// Configures the thread's tiles and releases them at the end: tmm0-3 sums, tmm4-6 operands, tmm7 weights.
 class TileShapes {
     int64_t rows_ = 0;
 
   public:
-    // `depth`: bytes of k that an instruction takes of a line; the same at every call.
+    // `depth`: bytes of k that an instruction takes of a line; the same in every call.
     void set(int64_t rows, int64_t depth = LINE) {
         if (rows == rows_) return;
         struct alignas(64) {
@@ -79,11 +79,11 @@ class TileShapes {
     TileShapes& operator=(const TileShapes&) = delete;
 };
 
-// What the steps of a block bring into the caches while they multiply: of each panel, `lines` a step from `weights` on,
-// and `skip` bytes further from step `turn` on. `soon`: into the first-level cache, else the second.
+// What a block's steps prefetch while they multiply: `lines` lines per step of each panel, starting at `weights`, and
+// `skip` bytes further from step `turn` on. `soon`: into the L1 cache, else L2.
 struct Meanwhile {
     const char* weights;
-    int64_t stride, lines;  // from panel to panel
+    int64_t stride, lines;  // stride: bytes between panels
     int64_t turn, skip;
     bool soon;
 
@@ -94,11 +94,11 @@ struct Meanwhile {
 };
 inline constexpr Meanwhile NOTHING{nullptr, 0, 0, 0, 0, false};
 
-// What activations become: int8, three bfloat16 that hold them whole, or the nearest bfloat16.
+// The operand formats: int8, three bfloat16 parts (exact), or the nearest bfloat16.
 enum Form { INT8, BF16_PARTS, BF16_ROUNDED };
 constexpr int parts_of(Form form) { return form == BF16_PARTS ? 3 : 1; }
 
-// sums 0 ... PANELS - 1 += the products of `steps` steps.
+// Adds `steps` steps to the sums of panels 0 ... PANELS - 1.
 template <Form FORM, int PANELS>
 LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t panel_bytes, int64_t steps,
                           const Meanwhile& meanwhile) {
@@ -131,7 +131,7 @@ LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t 
 #undef LLM_TILE_PANEL
 }
 
-// The sums of PANELS panels, in memory [rows][TILE_PANELS][16] of 4 bytes.
+// Sums of PANELS panels between tiles and memory, [rows][TILE_PANELS][16] of 4 bytes.
 template <int PANELS> LLM_INLINE void load_sums(const void* sums) {
     const char* at = static_cast<const char*>(sums);
     LLM_TILE_LOAD(0, at, TILE_PANELS * LINE);
@@ -153,7 +153,7 @@ LLM_INLINE void clear_sums() {
     LLM_TILE_ZERO(3);
 }
 
-// The operands of a block of rows, in blocks of `block` steps of k.
+// The operands of a block of batch rows, cut into blocks of `block` steps of k.
 struct TileOperands {
     char* data;
     int64_t rows, steps, parts, block;
@@ -161,11 +161,11 @@ struct TileOperands {
     int64_t tiles() const { return ceil_div(rows, TILE_LINES); }
     int64_t tile_rows(int64_t tile) const { return min(TILE_LINES, rows - tile * TILE_LINES); }
     int64_t block_steps(int64_t first) const { return min(block, steps - first); }
-    // Where a row tile's steps of the block that begins at step `first` are.
+    // The operands of row tile `tile` in the block that begins at step `first`.
     char* at(int64_t tile, int64_t first) const {
         return data + (first * rows + tile * TILE_LINES * block_steps(first)) * parts * LINE;
     }
-    // write(step, line, bytes from one part's line to the next) for each step of a row.
+    // Calls write(step, line, bytes between the lines of two parts) for each step of a batch row.
     template <class Write> LLM_INLINE void write_row(int64_t row, const Write& write) const {
         const int64_t tile = row / TILE_LINES, part = tile_rows(tile) * LINE;
         for (int64_t first = 0; first < steps; first += block) {
@@ -177,7 +177,7 @@ struct TileOperands {
     static int64_t bytes(int64_t rows, int64_t steps, int64_t parts) { return rows * steps * parts * LINE; }
 };
 
-// Rows x [a.rows][k] as int8 operands, and the factors of their sums: quantize.h.
+// Quantizes batch rows x [a.rows][k] to int8 operands; `scales` receives the factor of each row's sums (quantize.h).
 inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, float input_scale, int64_t offset,
                               float* scales, int64_t threads) {
     parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
@@ -198,21 +198,21 @@ inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, 
     });
 }
 
-// Some steps of a group of panels: `whole` of them from `data` on, `stride` apart from panel to panel, then perhaps a
-// last one.
+// Steps of a group of panels: `whole` steps from `data` on, panels `stride` bytes apart, then `last`, padded, if not
+// null.
 struct TileSteps {
     const char* data;
     int64_t stride, whole;
     const char* last;  // [panels][TILE_BYTES], or null
 };
 
-// Where the same steps lie in memory: `lines` of 64 bytes in each panel, `stride` bytes from panel to panel.
+// The packed weights of some steps, to be prefetched: `lines` lines per panel, panels `stride` bytes apart.
 struct StoredSteps {
     const char* data;
     int64_t stride, lines;
 };
 
-// Panels whose lines are a tile's as they are: `lines` of 64 bytes each.
+// Panels that tiles can load in place: bfloat16 and int8, `lines` lines of 64 bytes each.
 struct TilePanels {
     const char* data;
     int64_t lines;
@@ -224,7 +224,7 @@ struct TilePanels {
         const int64_t stride = lines * LINE, whole = min(count, lines / TILE_LINES - first);
         const char* from = data + panel * stride + first * TILE_BYTES;
         if (whole == count) return {from, stride, whole, nullptr};
-        std::memset(scratch, 0, wide * TILE_BYTES);  // the lines that the last step lacks
+        std::memset(scratch, 0, wide * TILE_BYTES);  // pads the last step
         for (int64_t c = 0; c < wide; ++c)
             std::memcpy(scratch + c * TILE_BYTES, from + c * stride + whole * TILE_BYTES, lines % TILE_LINES * LINE);
         return {from, stride, whole, scratch};
@@ -235,7 +235,7 @@ struct TilePanels {
     }
 };
 
-// sums (+)= operands x panels: one block of steps of one row tile and one group of panels.
+// sums (+)= operands x panels, for one block of steps, one row tile and one group of panels.
 template <Form FORM, int PANELS>
 void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t first, const TileSteps& b, char* sums,
                const Meanwhile& meanwhile) {
@@ -250,20 +250,21 @@ void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t 
     store_sums<PANELS>(sums);
 }
 
-// A block of rows by all outputs: done(row tile, first panel, how many, sums [rows][TILE_PANELS][16]), which may
-// overwrite them.
+// Multiplies a block of batch rows by all panels. Calls done(row tile, first panel, panels, sums
+// [rows][TILE_PANELS][16]) for each finished tile; `done` may overwrite the sums.
 template <Form FORM, class Panels, class Done>
 void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int64_t threads, const Done& done) {
     constexpr int64_t tile_bytes = TILE_LINES * TILE_PANELS * LINE;
     const int64_t groups = ceil_div(panels, TILE_PANELS), tiles = a.tiles();
-    // A task of several groups of panels has the operands of a long block of steps in its cache for all of them.
+    // With long blocks of steps, a task takes several groups of panels: it reads its operands from cache for all of
+    // them.
     int64_t share = a.steps > a.block && a.block == BLOCK_STEPS && tiles > 1 ? groups / threads : 1;
     share = max(1, min(share, MOST_GROUPS));
     const int64_t kept = share * tiles * tile_bytes;
     parallel_for(ceil_div(groups, share), threads, kept + b.scratch_bytes(a.block), [&](int64_t task, char* scratch) {
         TileShapes shapes;
         const int64_t begin = task * share, end = min(begin + share, groups);
-        // The weights that this thread reads after those of a group and a block of steps.
+        // The weights that this thread reads after (group, block of steps).
         const auto next = [&](int64_t group, int64_t first) {
             if (++group == end && first + a.block < a.steps) group = begin, first += a.block;
             else if (group == end) first = 0;
@@ -278,8 +279,8 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int6
                 const int64_t part = ceil_div(after.lines, tiles),
                               lines = ceil_div(part, steps.whole > 0 ? steps.whole : 1);
                 for (int64_t tile = 0; tile < tiles; ++tile) {
-                    // One row tile waits for memory: it fetches what its own panels hold a little later. More have the
-                    // time to fetch what comes next, every row tile its part.
+                    // One row tile is bound by memory: it prefetches its own panels a little ahead. Several row tiles
+                    // have time to prefetch what comes next: each fetches its part.
                     const Meanwhile meanwhile =
                         Panels::IN_PLACE && tiles == 1
                             ? Meanwhile{steps.data + TILE_AHEAD,
@@ -300,7 +301,7 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int6
     });
 }
 
-// run(operands, first row) for blocks of row tiles, one after the other in the same memory.
+// Calls run(operands, first batch row) for each block of row tiles; all blocks share one buffer.
 template <class Run>
 void for_row_blocks(int64_t m, int64_t steps, int64_t parts, int64_t block, int64_t most_tiles, const Run& run) {
     const int64_t fitting = OPERAND_BYTES / (steps * parts * TILE_BYTES + 1);

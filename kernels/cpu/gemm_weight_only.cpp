@@ -1,8 +1,8 @@
-// y = x W^T (+ bias) with float32 activations and int8 or int4 weights: W[n, k] = (w[n, k] - zero[n, g]) * scale[n, g].
+// GEMM y = x W^T (+ bias): float32 activations, int8 or int4 weights W[n, k] = (w[n, k] - zero[n, g]) * scale[n, g].
 //
-// Each output is one chain of fused multiply-adds from +0 over k = 0 ... K-1, then the bias, as with a float weight.
-// For few rows the weights are made float32 in registers, on their way to the multiplier; for more, a block of k at a
-// time in the cache, for all rows of a block. Panels are those of gemm_int8.cpp and gemm_int4.cpp.
+// Each output is one chain of FMAs from +0 over k = 0 ... K-1, then the bias, as with a float weight. For few batch
+// rows, weights become float32 in registers just before they are multiplied. For more, a block of k is widened once
+// into the L2 cache and shared by a block of row tiles. Panels are those of gemm_int8.cpp and gemm_int4.cpp.
 #include <utility>
 
 #include "weight.h"
@@ -15,8 +15,8 @@ constexpr int TILE_PANELS = 2;
 #else
 constexpr int TILE_PANELS = 1;
 #endif
-constexpr int64_t BLOCK_K = 256;          // of the float weights in the cache
-constexpr int64_t BLOCK_BYTES = 1 << 20;  // of the activations that they are multiplied by
+constexpr int64_t BLOCK_K = 256;          // k of the float weights in the L2 cache
+constexpr int64_t BLOCK_BYTES = 1 << 20;  // activations of one block of row tiles
 constexpr int64_t PREFETCH_BYTES = 2048;
 constexpr int64_t STEP_BYTES = LANES * 4;  // of a panel: 4 k of int8, 8 k of int4
 constexpr int step_of(int bits) { return 32 / bits; }
@@ -26,8 +26,8 @@ template <int BITS> LLM_INLINE const uint8_t* panel_at(const Product& p, int64_t
     return static_cast<const uint8_t*>(p.data) + index * steps_of<BITS>(p) * STEP_BYTES;
 }
 
-// Value J of each column's four bytes, or of its eight nibbles, as an integer with VALUE_BIAS added. A nibble is stored
-// plus 8; k and k + 4 share a byte.
+// Value J of each output channel's four bytes, or eight nibbles, as an integer plus VALUE_BIAS. A nibble is stored plus
+// 8; k and k + 4 share a byte.
 constexpr int nibble_bit(int j) { return j < 4 ? 8 * j : 8 * (j - 4) + 4; }
 #if LLM_AVX512
 template <int BITS> constexpr int VALUE_BIAS = 0;
@@ -36,7 +36,7 @@ template <int BITS> struct Opened {
     LLM_INLINE explicit Opened(const uint8_t* p) : raw(_mm512_loadu_si512(p)) {}
     template <int J> LLM_INLINE F32 value() const {
         if constexpr (BITS == 8) return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(raw, 24 - 8 * J), 24))};
-        // The permutation reads the lowest four bits of each index.
+        // The permutation reads only the lowest four bits of each index.
         const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
         return {_mm512_permutexvar_ps(_mm512_srli_epi32(raw, nibble_bit(J)), table)};
     }
@@ -78,8 +78,8 @@ template <int BITS> struct Opened {
 };
 #endif
 
-// What makes a group's integers of 16 columns weights. A bias of the values is a power of two: times the scale it is
-// exact, and the fused multiply-add rounds once, as the product of the integer itself would.
+// Scales and zeros that turn a group's integers of 16 output channels into weights. The bias is a power of two, so bias
+// * scale is exact and one FMA rounds as the product with the integer itself would.
 template <int BITS, bool ZEROS> struct Grid {
     F32 scale, shift;
     LLM_INLINE Grid() : scale(zero()), shift(zero()) {}
@@ -94,7 +94,7 @@ template <int BITS, bool ZEROS> struct Grid {
     }
 };
 
-// call(integral constant j) for j = 0 ... N - 1
+// Calls call(std::integral_constant j) for j = 0 ... N - 1.
 template <class Call, int... J> LLM_INLINE void for_each(const Call& call, std::integer_sequence<int, J...>) {
     (call(std::integral_constant<int, J>{}), ...);
 }
@@ -108,12 +108,12 @@ constexpr int panels_for(int rows) { return rows <= 3 ? 4 : 2; }
 constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
 
-// Few rows, whole steps in every group: weights go from memory to the multiplier.
+// Few batch rows, whole steps in every group: weights go from memory straight to the FMA.
 template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_rows(const Product& p, int64_t panel) {
     constexpr int PANELS = panels_for(ROWS), STEP = step_of(BITS);
     const uint8_t* b[PANELS];
     F32 acc[ROWS][PANELS];
-    // Beyond the last panel the last one is computed again.
+    // Past the last panel, the last panel is computed again.
     LLM_UNROLL for (int c = 0; c < PANELS; ++c) b[c] = panel_at<BITS>(p, min(panel + c, p.panels() - 1));
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = zero();
     const int64_t steps = steps_of<BITS>(p), group_steps = p.group_size / STEP;
@@ -123,8 +123,8 @@ template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_row
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const int64_t column = min(panel + c, p.panels() - 1) * LANES;
             grid[c].load_group(p, group, column);
-            p.scales().fetch(group,
-                             column + PANELS * LANES);  // of a later panel: they come from memory one line at a time
+            // A later panel's scales: they come from memory one line at a time.
+            p.scales().fetch(group, column + PANELS * LANES);
         }
         for (const int64_t end = min(steps, s + group_steps); s < end; ++s) {
             const int64_t distance = ahead.distance(s);
@@ -159,7 +159,7 @@ template <int BITS, bool ZEROS> void few_rows(const Product& p, const Tasks& tas
 
 #endif
 
-// Weights of k in [first, end) of a panel into out [end - first][TILE_PANELS][16].
+// Widens a panel's weights of k in [first, end) into out [end - first][TILE_PANELS][16].
 template <int BITS, bool ZEROS>
 void widen_block(const Product& p, int64_t panel, int64_t first, int64_t end, float* out) {
     constexpr int STEP = step_of(BITS);
@@ -202,7 +202,7 @@ __attribute__((noinline)) void accumulate(const float* x, int64_t stride, const 
         store(sums + (r * TILE_PANELS + c) * LANES, acc[r][c]);
 }
 
-// One block of tiles of rows with TILE_PANELS panels.
+// One block of row tiles with TILE_PANELS panels.
 template <int BITS, bool ZEROS>
 void block(const Product& p, const Tasks& tasks, int64_t first_tile, int64_t end_tile, int64_t panel, float* weights) {
     constexpr int64_t ROW = TILE_PANELS * LANES;

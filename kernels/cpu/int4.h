@@ -1,8 +1,8 @@
-// What products with int4 weights share: gemm_int4.cpp multiplies by vectors, gemm_int4_tiles.cpp by matrix tiles.
+// Shared by the two int4 GEMMs with int8 activations: gemm_int4.cpp uses vectors, gemm_int4_tiles.cpp AMX tiles.
 //
-// A panel is [k / 8][16][4]: in byte j of a column, weight k + j plus 8 in the low nibble and weight k + 4 + j plus 8
-// in the high one, so that a mask and a shift give four unsigned bytes of consecutive k. k is padded with activations
-// of 0.
+// A panel is [k / 8][16][4] bytes. Byte j of an output channel holds weight k + j plus 8 in its low nibble and weight k
+// + 4 + j plus 8 in its high nibble. A mask and a shift give four unsigned bytes of consecutive k. k is padded; the
+// padding's activations are 0.
 #pragma once
 
 #include "weight.h"
@@ -13,13 +13,13 @@ namespace {
 constexpr int64_t STEP = 8;                // k of one step
 constexpr int64_t PANEL_STEP = LANES * 4;  // bytes of a panel per step
 
-// y = (sum over groups, in order, of float(sum) * scale[g, n]) * its row's scale + bias[n]; a group is added by one
-// fused multiply-add. group_size is a multiple of 8, or there is one group.
+// y = (sum over groups, in order, of float(sum) * scale[g, n]) * row scale + bias[n]. A group is added by one FMA.
+// group_size is a multiple of 8, or there is one group.
 struct Int4Product : Product {
     const float* row_scale;  // [m]
     int64_t groups, group_steps;
     const int8_t* a = nullptr;       // of each tile, [k / 8][rows][8]
-    const int32_t* start = nullptr;  // of each tile, [groups][rows]: -8 times the sum of a group's activations
+    const int32_t* start = nullptr;  // of each tile, [groups][rows]: -8 * the sum of a group's activations
 
     Int4Product(const Product& product, const float* row_scales)
         : Product(product), row_scale(row_scales), groups(ceil_div(k, group_size)),
@@ -32,7 +32,7 @@ struct Int4Product : Product {
     LLM_INLINE F32 group_scale(int64_t group, int64_t column) const {
         return scales().load(group, column, n - column, 4 * LANES);
     }
-    // y = sums * row scale (+ bias) for a panel and `rows` rows, whose sums are `stride` floats apart.
+    // Writes y = sums * row scale (+ bias) for one panel and `rows` batch rows, whose sums are `stride` floats apart.
     LLM_INLINE void finish(int64_t row, int64_t rows, int64_t panel, const float* sums, int64_t stride) const {
         const int64_t column = panel * LANES;
         const F32 its_biases = biases(column);
@@ -44,7 +44,7 @@ struct Int4Product : Product {
 }  // namespace
 
 #if LLM_TILES
-// The same by matrix tiles; false, and nothing done: vectors are faster.
+// Computes with AMX tiles; returns false, having done nothing, where vectors are faster.
 bool linear_int4_by_tiles(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
 #endif
 

@@ -1,4 +1,4 @@
-// How elements are stored: the numbers that Python hands over, and the types they stand for.
+// Element types: the numbers that Python passes, and the C++ types they stand for. weight.py has the same numbers.
 #pragma once
 
 #include "replay.h"
@@ -6,8 +6,7 @@
 
 namespace llm {
 
-// Of integers, two or more lie side by side in a byte or a word: gemm_int8.cpp and gemm_int4.cpp. weight.py has the
-// names.
+// Integer weights are packed: gemm_int8.cpp and gemm_int4.cpp describe how.
 enum class Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 };
 LLM_NAMED(Kind)
 
@@ -15,7 +14,7 @@ namespace {
 
 template <class T> struct Type { using Value = T; };
 
-// call(the element type of a float `kind`)
+// Calls call(Type<T>) with the element type T of a float `kind`.
 template <class Call> LLM_INLINE auto with_type(Kind kind, const Call& call) {
     if (kind == Kind::FLOAT32) return call(Type<float>{});
     if (kind == Kind::BFLOAT16) return call(Type<BF16>{});

@@ -1,4 +1,4 @@
-// Writing keys and values into the paged cache; attention.cpp describes the layout.
+// Writes keys and values into the paged KV cache; attention.cpp describes its layout.
 #include "kinds.h"
 #include "rows.h"
 #include "vector_math.h"
@@ -10,7 +10,7 @@ template <class T> struct Cache {
     T *keys, *values;
     int64_t kv_heads, head_size;
 
-    // One head of a token's key or value, rounded to the type of the cache.
+    // One head of a token's key or value, rounded to the element type of the KV cache.
     void store_key(int64_t slot, int64_t head, const float* from) const {
         T* to = keys + (slot / LANES * kv_heads + head) * head_size * LANES + slot % LANES;
         for (int64_t i = 0; i < head_size; ++i) to[i * LANES] = narrow<T>(from[i]);
@@ -26,8 +26,8 @@ template <class T> struct Cache {
 
 using namespace llm;
 
-// key, value: [tokens][kv_heads][head_size], tokens `stride` floats apart. Returns -1, or without having written
-// anything the first token whose slot is outside of the cache.
+// key, value: [tokens][kv_heads][head_size], tokens `stride` floats apart. Returns -1; or, having written nothing, the
+// first token whose slot is outside the KV cache.
 LLM_EXPORT int64_t llm_write_kv_cache(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
                                       Kind kind, void* key_cache, void* value_cache, const int64_t* slot_mapping,
                                       int64_t slots, int64_t tokens, int64_t kv_heads, int64_t head_size,

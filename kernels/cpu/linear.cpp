@@ -1,4 +1,4 @@
-// What is done with a weight of any kind: multiply by it, read its rows as floats, bring it into panels and back.
+// Operations on a weight of any kind: GEMM, embedding, packing and unpacking.
 #include "weight.h"
 
 using namespace llm;
@@ -13,7 +13,7 @@ auto product_with(const Weight& weight) {
 
 }  // namespace
 
-// y [m, n] = x [m, k] W^T + bias; returns 0, or 1 for integers without scales: then nothing was computed.
+// y [m, n] = x [m, k] W^T + bias. Returns 0; or 1, having computed nothing, for an integer weight without scales.
 LLM_EXPORT int64_t llm_linear(const Weight* weight, const float* x, float* y, int64_t m, int64_t threads) {
     const auto product = product_with(*weight);
     if (product != linear_float && !weight->scale) return 1;
@@ -21,8 +21,8 @@ LLM_EXPORT int64_t llm_linear(const Weight* weight, const float* x, float* y, in
     return 0;
 }
 
-// ids [count] -> y [count, k], of a float kind or of int8 with one scale per row; returns 0, or 1 when an id is not in
-// [0, n): then nothing was read.
+// ids [count] -> y [count, k], of a float weight or of int8 with one scale per row. Returns 0; or 1, having read
+// nothing, if an id is not in [0, n).
 LLM_EXPORT int64_t llm_embedding(const Weight* weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
     if (first_outside(ids, count, weight->n) >= 0) return 1;
     const auto gather = weight->kind == Kind::INT8 ? gather_int8 : gather_float;
@@ -30,8 +30,8 @@ LLM_EXPORT int64_t llm_embedding(const Weight* weight, const int64_t* ids, float
     return 0;
 }
 
-// src [n, k] -> panels of `kind`, one int8 for each value of INT8 and INT4, in `dst`; `sums` [n, padded to panels] of
-// INT8.
+// src [n, k] -> panels of `kind` in `dst`. INT8 and INT4 are passed as one int8 per value. `sums` [n, padded to
+// panels]: of INT8 only.
 LLM_EXPORT void llm_pack(Kind kind, const void* src, void* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads) {
     const int8_t* integers = static_cast<const int8_t*>(src);
     if (kind == Kind::INT8) return pack_int8(integers, static_cast<int8_t*>(dst), sums, n, k, threads);
@@ -39,7 +39,7 @@ LLM_EXPORT void llm_pack(Kind kind, const void* src, void* dst, int32_t* sums, i
     pack_float(kind, src, dst, n, k, threads);
 }
 
-// Rows [first, end) of what was packed, bit for bit.
+// Rows [first, end) of a packed weight, bit for bit.
 LLM_EXPORT void llm_unpack(const Weight* weight, void* dst, int64_t first, int64_t end, int64_t threads) {
     int8_t* integers = static_cast<int8_t*>(dst);
     if (weight->kind == Kind::INT8) return unpack_int8(*weight, integers, first, end, threads);
@@ -47,7 +47,7 @@ LLM_EXPORT void llm_unpack(const Weight* weight, void* dst, int64_t first, int64
     unpack_float(*weight, dst, first, end, threads);
 }
 
-// The fields of Weight in order, each as "type name", then null: Python's declaration must be the same.
+// The fields of Weight in order, each as "type name", then null. Python compares them with its own declaration.
 LLM_EXPORT const char* const* llm_weight_fields() {
 #define LLM_DESCRIBED(TYPE, NAME) #TYPE " " #NAME,
     static constexpr const char* fields[] = {LLM_WEIGHT(LLM_DESCRIBED) nullptr};

@@ -1,12 +1,12 @@
-// Large pages for weights: what is read from end to end for every token has 512 times fewer addresses to translate.
+// Huge pages for weights: every token reads them from end to end, and a 2 MiB page needs one TLB entry instead of 512.
 #include "replay.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
-// Asks for large pages in place of those that lie wholly within [data, data + bytes): before the first write, which
-// then gets them, or when all is `written`, which moves it. A system without them refuses; only speed depends on the
+// Asks for huge pages that lie wholly within [data, data + bytes). Call it before the first write, which then gets
+// them, or with `written`, which moves what is there. A system without huge pages refuses; only speed depends on the
 // answer.
 LLM_EXPORT void llm_large_pages(void* data, int64_t bytes, int64_t written) {
 #if defined(__linux__)

@@ -1,7 +1,7 @@
-// RMS norm and layer norm over the last dimension, with an optional residual that is added first.
+// RMS norm and layer norm over the last dimension, optionally after adding a residual.
 //
-// Sums have fixed lanes (rows.h), so a row's bits do not depend on its companions; everything else is one element at a
-// time, computed alike in the body of a row and in its tail.
+// Sums have fixed lanes (rows.h), so a row's bits do not depend on the other rows. Everything else is elementwise; the
+// vector body and the tail of a row compute alike.
 #include <cmath>
 
 #include "kinds.h"
@@ -10,8 +10,8 @@
 namespace llm {
 namespace {
 
-// A norm of a row, or of the sum of two: RMS over the first `variance_size` channels, or layer norm. The weight and the
-// bias (null: none) are of one kind; `weight_offset` is added to the weight (Gemma stores weight - 1).
+// A norm: RMS over the first `variance_size` channels, or layer norm. Weight and bias (null: none) are of one kind.
+// `weight_offset` is added to the weight (Gemma stores weight - 1).
 struct Norm {
     bool is_layer_norm;
     Kind parameter_kind;
@@ -20,7 +20,7 @@ struct Norm {
     float weight_offset, eps;
 };
 
-// The parameters of a norm; null: none.
+// Weight and bias of a norm; null: none.
 template <class T> struct Scale {
     const T *weight, *bias;
     float offset;
@@ -66,7 +66,7 @@ template <class T> void typed_row(const Norm& norm, const float* x, float* out, 
     else rms_norm(norm, scale, x, out, width);
 }
 
-// `residual`, when it is not null, is added to x first and the sum written to `total`.
+// A `residual` that is not null is added to x first, and the sum is written to `total`.
 void norm_row(const Norm& norm, const float* x, const float* residual, float* total, float* out, int64_t width) {
     if (residual) {
         add(x, residual, total, width);
@@ -75,7 +75,7 @@ void norm_row(const Norm& norm, const float* x, const float* residual, float* to
     with_type(norm.parameter_kind, [&](auto type) { typed_row<typename decltype(type)::Value>(norm, x, out, width); });
 }
 
-// Rows x [rows][width] -> out; with a residual also total = x + residual.
+// x [rows][width] -> out; with a residual also total = x + residual.
 void norm_rows(const Norm& norm, const float* x, const float* residual, float* out, float* total, int64_t rows,
                int64_t width, int64_t threads) {
     for_rows(rows, width, threads, [&](int64_t row) {
@@ -89,7 +89,8 @@ void norm_rows(const Norm& norm, const float* x, const float* residual, float* o
 
 using namespace llm;
 
-// x [rows][width] -> out; with a residual also total = x + residual. The mean is over the first variance_size channels.
+// x [rows][width] -> out; with a residual also total = x + residual. The mean square is over the first variance_size
+// channels.
 LLM_EXPORT void llm_rms_norm(const float* x, const float* residual, Kind kind, const void* weight, float weight_offset,
                              float eps, int64_t variance_size, float* out, float* total, int64_t rows, int64_t width,
                              int64_t threads) {

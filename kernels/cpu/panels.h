@@ -1,8 +1,8 @@
-// How a weight [n, k] is cut into panels of 16 rows, and how the work of a product is cut into tiles and tasks.
+// How a weight [n, k] is cut into panels of 16 output channels, and how a GEMM is cut into tiles and tasks.
 //
-// A panel holds 16 outputs (rows of W) side by side for every k, so that the lanes of a vector run along N and each
-// output is reduced over k = 0, 1, ... K-1 by one lane, whatever else is computed. The last panel is padded with zeros.
-// kernels/README.md draws the formats.
+// A panel holds 16 output channels side by side for every k, so vector lanes run along N. One lane reduces each output
+// over k = 0, 1, ... K-1, whatever else is computed. The last panel is padded with zeros. kernels/README.md draws the
+// formats.
 #pragma once
 
 #include "parallel.h"
@@ -11,8 +11,8 @@
 namespace llm {
 namespace {
 
-// How far ahead a step prefetches. Near the end of a panel that is past it: there, in the panel that will be read next,
-// which `panels` side by side make one that many further on.
+// How many bytes ahead a step prefetches. Near a panel's end the target moves to the panel that is read next: `panels`
+// panels further on when that many are read side by side.
 struct Ahead {
     int64_t bytes, turn, skip;
     Ahead(int64_t distance, int64_t step_bytes, int64_t steps, int64_t panels, int64_t panel_bytes)
@@ -20,45 +20,45 @@ struct Ahead {
     LLM_INLINE int64_t distance(int64_t step) const { return step < turn ? bytes : bytes + skip; }
 };
 
-// Rows of the highest tile.
+// Height of the tallest compiled tile.
 #if LLM_AVX512
 constexpr int MAX_ROWS = 12;
 #else
 constexpr int MAX_ROWS = 6;
 #endif
 
-// Rows of the next tile when `left` remain: as even a split as tiles of at most `most` rows allow. Tiles of 1 to 6, 8,
-// 10 and 12 rows are compiled.
+// Height of the next tile when `left` batch rows remain: an even split into tiles of at most `most` rows. Heights 1 to
+// 6, 8, 10 and 12 are compiled.
 LLM_INLINE int64_t tile_rows(int64_t left, int64_t most) {
     const int64_t share = ceil_div(left, ceil_div(left, most));
     if (share <= 6 || share % 2 == 0) return share;
     return share < left ? share + 1 : share - 1;
 }
 
-// A product as tasks: blocks of row tiles outside, groups of panels inside, so that a block of activations stays in the
-// cache while the panels stream past it.
+// A GEMM as tasks. The outer loop runs over blocks of row tiles, the inner one over groups of panels: a block's
+// activations stay in the L2 cache while the panels stream past.
 class Tasks {
     Scratch starts_;
     int64_t tiles_ = 0, panels_, block_tiles_, threads_, group_panels_ = 2;
 
   public:
-    // `row_bytes`: of the activations; `block_bytes`: how much of them a block may hold.
+    // `row_bytes`: bytes of one row of activations; `block_bytes`: the most that a block of rows may hold.
     Tasks(int64_t m, int64_t n, int64_t most_rows, int64_t row_bytes, int64_t block_bytes, int64_t threads)
         : starts_((m + 1) * sizeof(int64_t)), panels_(ceil_div(n, LANES)), threads_(threads) {
         int64_t* start = starts_.as<int64_t>();
         for (start[0] = 0; start[tiles_] < m; ++tiles_)
             start[tiles_ + 1] = start[tiles_] + tile_rows(m - start[tiles_], most_rows);
         block_tiles_ = max(4, block_bytes / (row_bytes * most_rows + 1));
-        if (tiles_ == 1) group_panels_ = 4;  // as many as a tile of few rows takes at once
+        if (tiles_ == 1) group_panels_ = 4;  // as many as a tile of one row takes at once
     }
     int64_t tiles() const { return tiles_; }
     int64_t first_row(int64_t tile) const { return starts_.as<int64_t>()[tile]; }
     int64_t rows(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
     int64_t group_panels() const { return group_panels_; }
-    // Tiles that one task takes at most.
+    // Row tiles in one block, at most.
     int64_t block_tiles() const { return min(block_tiles_, tiles_); }
-    // For everything, on all threads: prepare(first panel, end panel, the task's scratch), then with the same and each
-    // of a block of tiles run(tile, first panel, end panel, scratch).
+    // Runs everything on all threads. For each task: prepare(first panel, end panel, scratch), then run(tile, first
+    // panel, end panel, scratch) for each row tile of the block.
     template <class Prepare, class Run> void run(int64_t scratch_bytes, const Prepare& prepare, const Run& run) const {
         const int64_t groups = ceil_div(panels_, group_panels_), blocks = ceil_div(tiles_, block_tiles_);
         parallel_for(groups * blocks, threads_, scratch_bytes, [&](int64_t task, char* scratch) {
@@ -68,14 +68,14 @@ class Tasks {
             for (int64_t tile = block; tile < min(block + block_tiles_, tiles_); ++tile) run(tile, panel, end, scratch);
         });
     }
-    // run(tile, first panel, end panel) for everything, on all threads.
+    // The same without `prepare`: run(tile, first panel, end panel).
     template <class Run> void run(const Run& run_tile) const {
         run(0, [](int64_t, int64_t, char*) {},
             [&](int64_t tile, int64_t panel, int64_t end, char*) { run_tile(tile, panel, end); });
     }
 };
 
-// call(integral constant) with the compiled tile height that `rows` is.
+// Calls call(Rows<N>) with the compiled tile height N == rows.
 template <int N> struct Rows { static constexpr int value = N; };
 template <class Call> LLM_INLINE void with_rows(int64_t rows, const Call& call) {
     switch (rows) {

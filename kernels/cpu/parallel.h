@@ -1,7 +1,7 @@
-// Spreading work over the kernels' own threads (threads.cpp).
+// Spreads work over the kernels' own threads (threads.cpp).
 //
-// A slow or late core takes fewer tasks, and nobody waits for a thread that has taken none. No result may depend on
-// which thread runs a task, nor on how many there are.
+// A slow or late core takes fewer tasks; nobody waits for a thread that has taken none. No result may depend on which
+// thread runs a task, or on the number of threads.
 #pragma once
 
 #include <atomic>
@@ -18,11 +18,10 @@
 
 namespace llm {
 
-// work(argument) here and on up to `threads` - 1 workers, each of which calls it at most once: threads.cpp.
+// Calls work(argument) here and on up to `threads` - 1 workers, each at most once: threads.cpp.
 void on_threads(void (*work)(void*), void* argument, int64_t threads);
 
-// Rounding to nearest, denormals kept: the control word is per thread, and a library loaded by the user may have
-// changed it.
+// Rounding to nearest with denormals kept. The control word is per thread, and another library may have changed it.
 class FloatControl {
 #if defined(__x86_64__)
     unsigned saved_ = _mm_getcsr();
@@ -53,8 +52,8 @@ class Scratch {
     template <class T> T* as() const { return static_cast<T*>(data_); }
 };
 
-// The tasks are cut into one run for each thread, which takes them in order: neighbours share what they fetched ahead.
-// Who has finished takes from the others' runs.
+// The tasks are cut into one range per thread. A thread takes its own range in order, so that its prefetches are used,
+// and then helps with the other ranges.
 template <class Task> struct Region {
     static constexpr int64_t MOST_RUNS = 64;
     struct alignas(64) Run {
@@ -86,7 +85,8 @@ template <class Task> struct Region {
     }
 };
 
-// task(index, scratch) for each index in [0, count), on at most `threads` threads; `scratch` is the thread's own.
+// Calls task(index, scratch) for each index in [0, count) on at most `threads` threads; each thread has a `scratch` of
+// its own.
 template <class Task> void parallel_for(int64_t count, int64_t threads, int64_t scratch_bytes, const Task& task) {
     if (count <= 0) return;
     if (threads > count) threads = count;

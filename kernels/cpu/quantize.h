@@ -1,7 +1,7 @@
-// Activations to integers: by each row's largest element, or by a given scale and offset.
+// Quantizes activations to int8: dynamically, by each row's largest magnitude, or by a given scale and offset.
 //
-// The formulas of kernels/reference/quantized.py, with the same roundings: x / scale is a true division, rounded half
-// to even; NaN becomes 0 and leaves its mark in the row's scale.
+// The formulas and roundings of kernels/reference/quantized.py: x / scale is a true division, rounded half to even. NaN
+// becomes 0, and the row's scale becomes NaN.
 #pragma once
 
 #include "simd.h"
@@ -9,13 +9,13 @@
 namespace llm {
 namespace {
 
-// Fewer activations than these are quantized by the calling thread alone.
+// Below this number of activations the calling thread quantizes alone.
 constexpr int64_t SERIAL_ELEMENTS = 1 << 14;
 
-// max|x| of a row; NaN when it holds one. As integers, |NaN| > infinity > every number.
+// max|x| of a row; NaN if the row holds one. Compared as integers, |NaN| > infinity > every number.
 LLM_INLINE float largest_magnitude(const float* x, int64_t k) {
     const I32 mask = set1_i(0x7fffffff);
-    I32 a = set1_i(0), b = a, c = a, d = a;  // one alone waits for itself, and gcc 12 keeps it in memory
+    I32 a = set1_i(0), b = a, c = a, d = a;  // four chains: one has latency, and gcc 12 spills it
     int64_t i = 0;
     for (; i + 4 * LANES <= k; i += 4 * LANES) {
         a = max_i(a, and_i(as_int(load(x + i)), mask));
@@ -27,12 +27,12 @@ LLM_INLINE float largest_magnitude(const float* x, int64_t k) {
     return bits_to_float(static_cast<uint32_t>(largest(max_i(max_i(a, b), max_i(c, d)))));
 }
 
-// How a row becomes integers: clamp(round(x / divisor) + offset, -128, 127), rounded half to even.
+// Quantizes a row: clamp(round(x / divisor) + offset, -128, 127), rounded half to even.
 //
-// The quotients of a row's own scale are made of its reciprocal r, in a third of the time of divisions, and equal to
-// them: x r and one correction give a quotient less than a unit in the last place away, and of such a one, r rounded to
-// nearest and an exact remainder, the second correction makes the correctly rounded quotient (Markstein, IBM J. Res.
-// Dev. 34, 1990). Remainders are exact while scales lie within 2^+-60: a smaller x than 2^-90 gives 0 either way.
+// With a row's own scale, quotients come from its reciprocal r: a third of the time of divisions, the same bits. x * r
+// with one correction is less than a unit in the last place off. From there, with r rounded to nearest and an exact
+// remainder, a second correction gives the correctly rounded quotient (Markstein, IBM J. Res. Dev. 34, 1990).
+// Remainders are exact for scales within 2^+-60; below |x| = 2^-90 both ways give 0.
 class Quantizer {
     F32 divisor_, negative_, reciprocal_, offset_;
     bool divides_;
@@ -51,9 +51,9 @@ class Quantizer {
           offset_(set1(static_cast<float>(offset))), divides_(divides) {}
 
   public:
-    // By a scale for any x.
+    // By a scale for any x: divides.
     Quantizer(float scale, int64_t offset) : Quantizer(scale, offset, true) {}
-    // By the scale of a row; NaN of one that holds a NaN.
+    // By a row's scale, which is NaN if the row holds a NaN.
     explicit Quantizer(float row_scale)
         : Quantizer(row_scale == 0.0f ? 1.0f : row_scale, 0, !has_exact_corrections(row_scale)) {}
     LLM_INLINE I32 operator()(F32 x) const {
@@ -64,8 +64,8 @@ class Quantizer {
 
 LLM_INLINE float row_scale(const float* x, int64_t k) { return largest_magnitude(x, k) / 127.0f; }
 
-// What quantizes a row as a product with int8 says, and the factor of its sums: by the row's own scale where
-// `input_scale` is 0, else by it and `offset`, the factor being 1.
+// The quantizer of one batch row, and the factor of its sums. `input_scale` 0: by the row's own scale, which is the
+// factor. Else: by input_scale and `offset`, with factor 1.
 struct RowQuantizer {
     float factor;
     Quantizer quantize;

@@ -1,6 +1,6 @@
-// Running a recorded sequence of kernel calls: a whole step of a model without returning to Python in between.
+// Replays a recorded sequence of kernel calls: a decode step without returning to Python in between.
 //
-// program.py records the calls and owns what they point to.
+// program.py records the calls and owns the memory they point to.
 #include "replay.h"
 
 namespace llm {
@@ -15,8 +15,7 @@ struct Call {
 }  // namespace
 }  // namespace llm
 
-// Returns -1, or the index of the first call that returned something else than when it was recorded: the rest is not
-// run.
+// Returns -1; or the index of the first call whose return value differs from the recorded one: later calls are not run.
 LLM_EXPORT int64_t llm_replay(const void* program, int64_t count) {
     const llm::Call* calls = static_cast<const llm::Call*>(program);
     for (int64_t i = 0; i < count; ++i)

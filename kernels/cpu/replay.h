@@ -1,5 +1,5 @@
-// What the library exports of a function besides itself: a way to call it with its arguments in one block, from Python
-// (library.py) and again when they were recorded (replay.cpp), and its types.
+// What the library exports beside each function: a form that takes all arguments in one block, for Python (library.py)
+// and for recorded steps (replay.cpp), and the function's types.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ template <class R, class... A> int64_t call_with(R (*function)(A...), const Slot
     return call_with(function, slots, std::index_sequence_for<A...>());
 }
 
-// The name of a type, as it is written.
+// A type's name in source form.
 template <class T> struct TypeName;
 template <> struct TypeName<void> { static constexpr const char* value = "void"; };
 #define LLM_NAMED(TYPE) \
@@ -63,7 +63,7 @@ template <class R, class... A> const char* const* types_of(R (*)(A...)) {
 #define LLM_FUNCTION(NAME) \
     LLM_EXPORT const char* const* NAME##_types() { return llm::types_of(NAME); }
 
-// And NAME_replay(slots), one slot per argument of NAME.
+// Exports NAME_types() and NAME_replay(slots), one slot per argument of NAME.
 #define LLM_KERNEL(NAME) \
     LLM_FUNCTION(NAME)   \
     LLM_EXPORT int64_t NAME##_replay(const llm::Slot* slots) { return llm::call_with(NAME, slots); }

@@ -1,6 +1,6 @@
-// Rotary position embeddings of queries and keys in one pass.
+// Rotary position embedding of queries and keys in one pass.
 //
-// Products and sums are rounded one by one, like the PyTorch twin's: the bits are equal.
+// Products and sums are rounded one by one, as in the PyTorch reference: the bits are equal.
 #include "replay.h"
 #include "rows.h"
 
@@ -14,7 +14,7 @@ struct Table {
     bool halves;  // channel i is paired with i + pairs, else 2i with 2i + 1
 };
 
-// Of each token, `stride` floats apart.
+// Heads of each token; tokens are `stride` floats apart.
 struct Heads {
     const float* from;
     int64_t stride, count, size;
@@ -46,7 +46,7 @@ void rotate_head(const Table& table, int64_t position, const float* from, float*
     for (int64_t i = 2 * table.pairs; i < size; ++i) to[i] = from[i];
 }
 
-// All heads of one token; `to` has no gaps.
+// All heads of one token; `to` is contiguous.
 void rotate_token(const Table& table, int64_t position, const Heads& heads, int64_t token, float* to) {
     for (int64_t head = 0; head < heads.count; ++head)
         rotate_head(table, position, heads.at(token, head), to + (token * heads.count + head) * heads.size, heads.size);
@@ -57,7 +57,7 @@ void rotate_token(const Table& table, int64_t position, const Heads& heads, int6
 
 using namespace llm;
 
-// Returns -1, or without having written anything the first token whose position is not in the table.
+// Returns -1; or, having written nothing, the first token whose position is not in the table.
 LLM_EXPORT int64_t llm_rotary(const int64_t* positions, int64_t tokens, const float* table_rows, int64_t length,
                               int64_t pairs, int64_t halves, const float* query, int64_t query_stride, float* query_out,
                               int64_t heads, const float* key, int64_t key_stride, float* key_out, int64_t kv_heads,

@@ -1,4 +1,4 @@
-// Walking rows of floats: sums with fixed lanes, and spreading rows over threads.
+// Loops over rows of floats: sums in fixed lanes, and spreading rows over threads.
 #pragma once
 
 #include "parallel.h"
@@ -7,10 +7,10 @@
 namespace llm {
 namespace {
 
-// Elements that are worth a thread of their own.
+// Elements that are worth waking one more thread.
 constexpr int64_t ELEMENTS_PER_TASK = 1 << 14;
 
-// row_task(row, scratch) for each row; `scratch` are `scratch_bytes` of the thread's own.
+// Calls row_task(row, scratch) for each row; each thread has `scratch_bytes` of scratch.
 template <class Task>
 void for_rows(int64_t rows, int64_t width, int64_t threads, int64_t scratch_bytes, const Task& row_task) {
     const int64_t at_once = max(1, ELEMENTS_PER_TASK / (width + 1));
@@ -20,13 +20,13 @@ void for_rows(int64_t rows, int64_t width, int64_t threads, int64_t scratch_byte
     });
 }
 
-// row_task(row) for each row.
+// Calls row_task(row) for each row.
 template <class Task> void for_rows(int64_t rows, int64_t width, int64_t threads, const Task& row_task) {
     for_rows(rows, width, threads, 0, [&](int64_t row, float*) { row_task(row); });
 }
 
 // Sum of term(i) over the vectors i = 0, 16, 32, ... of `count` elements: four chains of lanes, then one fixed tree.
-// term(i) must give 0 in the lanes beyond `count`.
+// term(i) must give 0 in lanes beyond `count`.
 template <class Term> LLM_INLINE float sum_vectors(int64_t count, const Term& term) {
     F32 acc[4] = {zero(), zero(), zero(), zero()};
     int64_t i = 0;

@@ -1,8 +1,8 @@
 // Sixteen float lanes on every instruction set: one AVX-512 register, two AVX2 registers, or an array.
 //
-// Kernels are written once, on F32 and I32 and the element type. Every operation rounds the same way on all three, and
-// a sum over lanes has one fixed tree, so the same kernel gives the same bits whatever it was compiled for. Comparisons
-// follow x86: max(a, b) is b when either is NaN.
+// Kernels are written once, on F32, I32 and the element type. Every operation rounds the same way on all three, and a
+// sum over lanes has one fixed tree, so a kernel gives the same bits on every instruction set. Comparisons follow x86:
+// max(a, b) is b if either is NaN.
 #pragma once
 
 #include <cmath>
@@ -27,10 +27,10 @@
 #define LLM_UNROLL _Pragma("GCC unroll 32")
 
 namespace llm {
-namespace {  // one copy per object file: nothing of this can be merged with another instruction set's
+namespace {  // one copy per object file: the linker cannot mix instruction sets
 
 LLM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-// Into the second-level cache, which has more fetches under way than the first.
+// Into the L2 cache, which has more fetches in flight than L1.
 LLM_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 constexpr int LANES = 16;
@@ -45,7 +45,7 @@ LLM_INLINE float bits_to_float(uint32_t bits) {
 }
 LLM_INLINE float widen(float x) { return x; }
 LLM_INLINE float widen(BF16 x) { return bits_to_float(static_cast<uint32_t>(x.bits) << 16); }
-// binary16 -> binary32, exact; a signalling NaN becomes quiet, as the vcvtph2ps instruction does it.
+// float16 -> float32, exact; a signalling NaN becomes quiet, as with vcvtph2ps.
 LLM_INLINE float widen(F16 x) {
     const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
     if (rest >= 0x7c00u)
@@ -74,11 +74,11 @@ LLM_INLINE F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 LLM_INLINE F32 sqrt(F32 a) { return {_mm512_sqrt_ps(a.v)}; }
 LLM_INLINE F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
 LLM_INLINE F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// a < b ? x : y, lane by lane (false for NaN)
+// a < b ? x : y, lane by lane (y if either is NaN)
 LLM_INLINE F32 select_less(F32 a, F32 b, F32 x, F32 y) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
 }
-// Bit i: whether !(a <= b), or a >= b, in lane i. A NaN is not at most anything, nor at least.
+// Bit i is lane i of !(a <= b), or of a >= b. With a NaN the first is true, the second false.
 LLM_INLINE uint32_t not_at_most(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ); }
 LLM_INLINE uint32_t at_least(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 LLM_INLINE F32 nan_to_zero(F32 a) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_ORD_Q), a.v)}; }
@@ -92,7 +92,7 @@ template <int N> LLM_INLINE I32 shift_left(I32 a) { return {_mm512_slli_epi32(a.
 LLM_INLINE F32 as_float(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 LLM_INLINE I32 as_int(F32 a) { return {_mm512_castps_si512(a.v)}; }
 LLM_INLINE F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
-// Rounds to even; a value out of range or NaN gives INT32_MIN.
+// Rounds half to even; NaN and values out of range give INT32_MIN.
 LLM_INLINE I32 to_int(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
 
 LLM_INLINE F32 load(const BF16* p) {
@@ -101,7 +101,7 @@ LLM_INLINE F32 load(const BF16* p) {
 LLM_INLINE F32 load(const F16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 LLM_INLINE I32 max_i(I32 a, I32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 LLM_INLINE I32 and_i(I32 a, I32 b) { return {_mm512_and_si512(a.v, b.v)}; }
-// Truncate to the low byte or half, like a C cast.
+// Truncates to the low 8 or 16 bits, like a C cast.
 LLM_INLINE void store_int8(int8_t* p, I32 x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x.v)); }
 LLM_INLINE void store_int16(int16_t* p, I32 x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(x.v)); }
 LLM_INLINE I32 load_int8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
@@ -228,7 +228,7 @@ LLM_INLINE uint32_t at_least(F32 a, F32 b) {
 }
 LLM_INLINE F32 nan_to_zero(F32 a) { return lanes<F32>([&](int i) { return std::isnan(a.v[i]) ? 0.0f : a.v[i]; }); }
 
-// Wraps around, as the vector instructions do; signed overflow is undefined in C++.
+// Wraps around, as vector instructions do; signed overflow is undefined in C++.
 LLM_INLINE int32_t wrap_add(int32_t a, int32_t b) {
     return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
 }
@@ -273,7 +273,7 @@ LLM_INLINE I32 load_int8(const int8_t* p) { return lanes<I32>([&](int i) { retur
 
 #endif
 
-// The first `count` lanes; the others are `fill` and not read.
+// Loads the first `count` lanes; the other lanes are `fill`, and their memory is not read.
 template <class T> LLM_INLINE F32 load_part(const T* p, int64_t count, float fill = 0.0f) {
     if (count >= LANES) return load(p);
     alignas(64) float lane[LANES];
@@ -303,7 +303,7 @@ LLM_INLINE int32_t largest(I32 x) {
     for (int i = 1; i < LANES; ++i) most = lane[i] > most ? lane[i] : most;
     return most;
 }
-// Lane i with lane i + 8, then i + 4, i + 2, i + 1: one tree for every instruction set.
+// Adds lane i + 8 to lane i, then i + 4, i + 2, i + 1: one tree for every instruction set.
 #if LLM_PLAIN
 LLM_INLINE float larger(float a, float b) { return a > b ? a : b; }
 template <class Op> LLM_INLINE float reduce(F32 x, const Op& op) {

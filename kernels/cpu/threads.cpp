@@ -1,9 +1,8 @@
 // The kernels' own threads: created when work is first shared, asleep between calls, ended by llm_end_threads.
 //
-// A worker spins for a moment after its last task, as the next one usually follows at once, and then sleeps. On a
-// machine whose cores are busy spinning would burn the time slice that the work itself needs, so it stops at the first
-// sign that the system has taken a core away. The caller computes along and waits only for workers that have taken a
-// task.
+// After a task a worker spins for a moment, because the next task usually follows at once, and then sleeps. On a busy
+// machine spinning would burn the time slice that the work itself needs, so it stops at the first sign that the system
+// has taken a core away. The caller computes too, and waits only for workers that have taken a task.
 #include "replay.h"
 
 #include <climits>
@@ -18,19 +17,19 @@ namespace llm {
 namespace {
 
 constexpr int MOST_WORKERS = 255;
-constexpr int64_t SPIN_NS = 300'000;          // the gap that Python leaves between two kernels of a prompt, and more
-constexpr int64_t CONTENDED_SPIN_NS = 2'000;  // while others run on these cores
+constexpr int64_t SPIN_NS = 300'000;          // longer than Python's gap between two kernels of a prefill
+constexpr int64_t CONTENDED_SPIN_NS = 2'000;  // while other processes run on these cores
 constexpr int64_t PREEMPTED_NS = 200'000;     // between two looks at the clock: the core was taken away
 constexpr int64_t CONTENDED_NS = 50'000'000;  // how long a sign of contention counts
 
-// state: region number << 16 | OPEN | workers inside.
+// state: region number << 16 | OPEN | number of workers inside.
 constexpr uint64_t OPEN = 1 << 15, INSIDE = OPEN - 1, REGION = 1 << 16;
 
 struct Pool {
-    std::atomic_flag taken = ATOMIC_FLAG_INIT;  // one region at a time; whoever finds it taken computes alone
+    std::atomic_flag taken = ATOMIC_FLAG_INIT;  // one region at a time; a caller that finds it taken computes alone
     int workers = 0;
     pthread_t ids[MOST_WORKERS];
-    // The open region. Written while no worker is inside and none can enter.
+    // The open region. Written only while no worker is inside and none can enter.
     void (*work)(void*) = nullptr;
     void* argument = nullptr;
     std::atomic<uint64_t> seats{0};
@@ -67,7 +66,7 @@ void relax() {
 #endif
 }
 
-// True once `ready()` holds; false when it is time to sleep instead.
+// True once `ready()` holds; false when it is time to sleep.
 template <class Ready> bool spin(const Ready& ready) {
     if (ready()) return true;
     const int64_t start = now_ns();
@@ -99,7 +98,8 @@ void join_region() {
 
 void* live(void*) {
     is_worker = true;
-    // What was opened before counts: `opened` was 0 when the pool had no workers, or a region waits for this one.
+    // Regions opened before this line count too: `opened` was 0 when the pool had no workers, or a region waits for
+    // this one.
     for (uint32_t seen = 0;;) {
         const auto ready = [&] { return pool.opened.load(std::memory_order_acquire) != seen; };
         while (!spin(ready)) {
@@ -113,7 +113,7 @@ void* live(void*) {
     }
 }
 
-// A child has none of its parent's threads, and may have been forked in the middle of a region.
+// In a forked child: it has none of its parent's threads, and the fork may have come in the middle of a region.
 void forget_workers() {
     pool.taken.clear();
     pool.workers = 0;
@@ -122,7 +122,7 @@ void forget_workers() {
     pool.caller_asleep.store(false);
 }
 
-// Signals are the business of the program's own threads.
+// Workers block all signals: these are for the program's own threads.
 void create_workers(int wanted) {
     static const int registered = pthread_atfork(nullptr, nullptr, forget_workers);
     (void)registered;
@@ -145,7 +145,7 @@ void open_region(void (*work)(void*), void* argument, int64_t seats) {
     if (sleeping > 0) futex_wake(pool.opened, static_cast<int>(sleeping < seats ? sleeping : seats));
 }
 
-// After this no worker is inside, and none enters.
+// Closes the region: after this no worker is inside, and none enters.
 void close_region() {
     const uint32_t before = pool.left.load();
     if ((pool.state.fetch_and(~OPEN, std::memory_order_acq_rel) & INSIDE) == 0) return;
@@ -185,8 +185,8 @@ LLM_EXPORT void llm_end_threads() {
     pool.taken.clear(std::memory_order_release);
 }
 
-// Runs `count` tasks of about `spin` turns of a loop and writes the system's number of the thread that ran each;
-// returns how many workers there are. For tests.
+// For tests: runs `count` tasks of about `spin` turns of a loop each and writes the system's thread id that ran each.
+// Returns the number of workers.
 LLM_EXPORT int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t turns, int64_t threads) {
     llm::parallel_for(count, threads, 0, [&](int64_t i, char*) {
         for (volatile int64_t turn = 0; turn < turns; turn = turn + 1) continue;

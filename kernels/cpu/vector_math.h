@@ -1,8 +1,8 @@
-// Elementary functions on sixteen lanes, and conversions to the narrow float types.
+// Elementary functions on sixteen lanes, and conversions to narrow float types.
 //
-// Made of correctly rounded operations in a fixed order, so they give the same bits on every instruction set and in
-// every lane. Errors against float64, in units in the last place of the exact result, measured over all of the range by
-// tests/test_kernels_fused.py: exp 1, tanh 2, erf 1.5. NaN gives NaN; exp overflows to inf and its denormals are kept.
+// Made of correctly rounded operations in a fixed order: the same bits on every instruction set and in every lane.
+// Errors in units in the last place against float64, measured over the whole range by
+// tests/kernels/test_kernels_fused.py: exp 1, tanh 2, erf 1.5. NaN gives NaN; exp overflows to inf and keeps denormals.
 #pragma once
 
 #include "simd.h"
@@ -13,7 +13,7 @@ namespace {
 // 2^n for integers n (held as floats) in [-126, 127].
 LLM_INLINE F32 power_of_two(F32 n) { return as_float(shift_left<23>(to_int(n) + set1_i(127))); }
 
-// x 2^n for x in [0.5, 2] and integers n in [-252, 254], rounded once where it overflows or is denormal.
+// x * 2^n for x in [0.5, 2] and integers n in [-252, 254], rounded once on overflow or denormal results.
 LLM_INLINE F32 times_power_of_two(F32 x, F32 n) {
 #if LLM_AVX512
     return {_mm512_scalef_ps(x.v, n.v)};
@@ -44,7 +44,7 @@ LLM_INLINE F32 exp(F32 x) {
 }
 
 // 2^x for x <= 0; exactly 0 from -126.5 down. Adding 1.5 * 2^23 + 127 rounds x to an integer and leaves that integer's
-// exponent field, 0 for -127, in the lowest bits of the sum.
+// exponent field (0 for -127) in the lowest bits of the sum.
 LLM_INLINE F32 exp2_of_negative(F32 x) {
     const F32 magic = set1(0x1.8000fep+23f);
     x = max(set1(-127.0f), x);  // a NaN in x passes
@@ -60,10 +60,10 @@ LLM_INLINE F32 exp2_of_negative(F32 x) {
     return p * as_float(shift_left<23>(as_int(rounded)));
 }
 
-// A sign is -1 or 1; a negative zero counts as positive.
+// The sign as -1 or 1; a negative zero counts as positive.
 LLM_INLINE F32 with_sign_of(F32 magnitude, F32 x) { return select_less(x, zero(), zero() - magnitude, magnitude); }
 
-// Near 0 an odd polynomial, elsewhere 1 - 2 / (e^2|x| + 1).
+// An odd polynomial near 0, elsewhere 1 - 2 / (e^2|x| + 1).
 LLM_INLINE F32 tanh(F32 x) {
     const F32 size = abs(x), square = x * x;
     F32 p = set1(-5.70498872745e-3f);
@@ -76,7 +76,7 @@ LLM_INLINE F32 tanh(F32 x) {
     return select_less(size, set1(0.625f), near, with_sign_of(far, x));
 }
 
-// Near 0 an odd polynomial, elsewhere 1 - e^q(|x|).
+// An odd polynomial near 0, elsewhere 1 - e^q(|x|).
 LLM_INLINE F32 erf(F32 x) {
     const F32 size = abs(x), square = x * x;
     F32 p = set1(-5.96761703e-4f);
@@ -103,7 +103,7 @@ LLM_INLINE uint32_t float_to_bits(float x) {
     return bits;
 }
 
-// float32 to a storage type, rounded to nearest even; overflow is inf, every NaN becomes the type's quiet one.
+// float32 to a storage type, rounded half to even; overflow gives inf, every NaN the type's quiet NaN.
 template <class T> LLM_INLINE T narrow(float x);
 template <> LLM_INLINE float narrow<float>(float x) { return x; }
 template <> LLM_INLINE BF16 narrow<BF16>(float x) {
@@ -115,7 +115,7 @@ template <> LLM_INLINE F16 narrow<F16>(float x) {
     const uint32_t bits = float_to_bits(x), size = bits & 0x7fffffffu;
     const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
     if (size > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
-    if (size >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // 65520 and more
+    if (size >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // 65520 and more round to inf
     if (size < 0x38800000u) {  // a denormal: its last place is 2^-24, the last place of floats in [0.5, 1)
         const float shifted = bits_to_float(size) + 0.5f;
         return {static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3f000000u))};

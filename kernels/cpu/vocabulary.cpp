@@ -1,9 +1,8 @@
-// Over the vocabulary: the likeliest token, the k likeliest, log-softmax, logprobs and ranks of chosen tokens, and
-// draws among the likeliest.
+// Operations over the vocabulary: argmax, top-k, log-softmax, logprobs and ranks of given tokens, and top-p draws.
 //
-// A row is read in order of id, and only what beats the best so far leaves the vectors. Selecting is exact, so rows may
-// be cut into chunks as the threads need it; a sum is over a whole row in fixed lanes (rows.h). Neither shows in a
-// result.
+// A row of logits is read in order of token id; only what beats the best so far leaves the vectors. Selection is exact,
+// so rows may be cut into chunks for the threads. A sum is over a whole row in fixed lanes (rows.h). Neither chunks nor
+// threads change a bit.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -16,10 +15,11 @@
 namespace llm {
 namespace {
 
-// Logits that are worth a thread of their own.
+// Logits that are worth waking one more thread.
 constexpr int64_t CHUNK = 1 << 15;
 
-// hit(i) for the i in [begin, end), in order, with !(x[i] <= bound), which hit may raise; until it returns false.
+// Calls hit(i) for each i in [begin, end) with !(x[i] <= bound), in order, until it returns false. `hit` may raise
+// `bound`.
 template <class Hit>
 LLM_INLINE void scan_above(const float* x, int64_t begin, int64_t end, const float& bound, const Hit& hit) {
     constexpr int64_t STEP = 4 * LANES;
@@ -44,7 +44,7 @@ struct Best {
     int64_t id;
 };
 
-// The first of the largest; a NaN, the first one, is larger than anything. All -inf: (-inf, begin).
+// The first of the largest. The first NaN is larger than anything. All -inf: (-inf, begin).
 Best best_of(const float* x, int64_t begin, int64_t end) {
     Best best{-INFINITY, begin};
     scan_above(x, begin, end, best.value, [&](int64_t i) {
@@ -54,7 +54,7 @@ Best best_of(const float* x, int64_t begin, int64_t end) {
     return best;
 }
 
-// One number that orders tokens: the larger logit, then the lower id, is the larger number. -0 is 0, a NaN above inf.
+// A key that orders tokens: larger logit first, then lower id. -0 counts as 0, NaN as above inf.
 LLM_INLINE uint64_t order_of(float value, int64_t id) {
     const uint32_t bits = float_to_bits(value + 0.0f);
     const uint32_t rank = value != value ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -67,7 +67,7 @@ struct Largest {
     const float* x;
     uint64_t* held;
     int64_t k, capacity, count = 0;
-    float bound = -INFINITY;  // what is not above it is not among them
+    float bound = -INFINITY;  // a logit not above it is not among the k largest
 
     static int64_t capacity_for(int64_t k) { return 2 * k + 64; }
 
@@ -83,21 +83,21 @@ struct Largest {
         const float least = x[id_of(held[k - 1])];
         bound = least == least ? least : INFINITY;  // only another NaN is above a NaN
     }
-    // The tokens of -inf that there is room for, the lowest ids first: scan_above never gives them.
+    // Fills the room that is left with tokens of -inf, lowest ids first: scan_above never gives them.
     void fill(int64_t width) {
         for (int64_t id = 0; id < width && count < k; ++id)
             if (x[id] == -INFINITY) held[count++] = order_of(x[id], id);
     }
 };
 
-// How many chunks each row is cut into, so that each thread has work.
+// Chunks that each row is cut into, so that every thread has work.
 int64_t chunks_of(int64_t rows, int64_t width, int64_t threads) {
     const int64_t most = ceil_div(width, CHUNK);
     const int64_t wanted = rows >= 2 * threads ? 1 : 2 * threads / (rows < 1 ? 1 : rows);
     return max(1, min(most, wanted));
 }
 
-// task(row, chunk, begin, end) for every chunk of every row.
+// Calls task(row, chunk, begin, end) for every chunk of every row.
 template <class Task> void for_chunks(int64_t rows, int64_t width, int64_t chunks, int64_t threads, const Task& task) {
     if (chunks == 1)
         return for_rows(rows, width, threads, [&](int64_t row) { task(row, int64_t{0}, int64_t{0}, width); });
@@ -107,14 +107,14 @@ template <class Task> void for_chunks(int64_t rows, int64_t width, int64_t chunk
     });
 }
 
-// e^x for x <= 0; 0 below -87, where barred tokens are and a processor is slow: the result would be denormal.
+// e^x for x <= 0; 0 below -87: masked tokens lie there, and denormal results are slow.
 constexpr float LEAST = -87.0f;
 LLM_INLINE F32 weight(F32 x) {
     const F32 least = set1(LEAST);
     return select_less(x, least, zero(), exp(max(least, x)));  // a NaN passes both
 }
 
-// What log-softmax takes from each logit of a row: the largest, then the logarithm of the sum of e^(x - largest).
+// What log-softmax subtracts from each logit of a row: the largest, then log(sum of e^(x - largest)).
 struct Normaliser {
     F32 top, logarithm;
 
@@ -124,13 +124,13 @@ struct Normaliser {
         const float total = sum_vectors(width, [&](int64_t i) {
             return weight(load_part(x + i, width - i, -INFINITY) - top);
         });
-        // The logarithm of one number in double, rounded once: the same on every instruction set.
+        // One logarithm in double, rounded once: the same on every instruction set.
         return {top, set1(static_cast<float>(std::log(static_cast<double>(total))))};
     }
     LLM_INLINE F32 apply(F32 x) const { return x - top - logarithm; }
 };
 
-// Of each of N values, how many of the row's are at least as large.
+// For each of N values: how many logits of the row are at least as large.
 template <int N>
 void count_at_least(const float* x, int64_t width, const Normaliser& norm, const float* values, int64_t* counts) {
     int64_t found[N] = {};
@@ -143,22 +143,22 @@ void count_at_least(const float* x, int64_t width, const Normaliser& norm, const
     for (int n = 0; n < N; ++n) counts[n] = found[n];
 }
 
-// Of the `count` logits at x, the sum of e^(x - top).
+// The sum of e^(x - top) over `count` logits.
 LLM_INLINE float block_sum(const float* x, int64_t count, F32 top) {
     return sum_vectors(count, [&](int64_t i) { return weight(load_part(x + i, count - i, -INFINITY) - top); });
 }
 
-// Draws among the fewest likeliest tokens of a row that weigh top_p of it.
+// Draws from the smallest set of likeliest tokens of a row whose probabilities reach top_p.
 //
-// Few tokens are looked at: all those lighter than (1 - top_p) / width of the sum weigh less than 1 - top_p together,
-// so none of them is needed. Of the rest, the candidates, only those around the cut are put in order: a histogram over
-// the logits says where it is. Sums are in double and in order of id, so vectors, threads and other rows do not show in
-// them.
+// Few tokens are looked at. Tokens below (1 - top_p) / width of the sum weigh less than 1 - top_p together, so none of
+// them is needed. The others are the candidates; a histogram over their logits finds the cut, and only candidates
+// around it are sorted. Sums are in double and in order of id, so neither instruction set, threads nor other rows
+// change a draw.
 class Nucleus {
     static constexpr float BINS = 64.0f;  // per unit of a logit
     static constexpr int64_t MOST_BINS = static_cast<int64_t>(-LEAST * BINS) + 128;
     static constexpr int64_t BLOCK = 512;
-    static constexpr double SLACK = 1e-4;  // a sum of a row's float32 weights is right to far better than this
+    static constexpr double SLACK = 1e-4;  // far above the rounding error of a row's sum
 
     double* bins_;     // [MOST_BINS] what the candidates of a bin weigh
     uint64_t* order_;  // [width] of the candidates around the cut
@@ -168,7 +168,7 @@ class Nucleus {
     int64_t count_ = 0;
 
     static int64_t padded(int64_t width) { return ceil_div(width, LANES) * LANES; }
-    // Also for what must not be there, a NaN or a logit above the largest, a bin that exists.
+    // Every value has a bin that exists, even what must not occur: NaN, or a logit above the largest.
     static LLM_INLINE int64_t bin_of(float below) {
         const float bin = below * BINS;
         return bin < MOST_BINS - 1 ? static_cast<int64_t>(std::max(bin, 0.0f)) : MOST_BINS - 1;
@@ -185,7 +185,7 @@ class Nucleus {
         for (int64_t i = 0; i < count_; i += LANES) store(weights_ + i, weight(load(logits_ + i) - set1(top)));
     }
 
-    // The last token in the order of likelihood before which the others weigh less than `enough`.
+    // The last token, in order of likelihood, before which the others weigh less than `enough`.
     uint64_t edge(float top, double enough) {
         std::fill(bins_, bins_ + MOST_BINS, 0.0);
         for (int64_t i = 0; i < count_; ++i) bins_[bin_of(top - logits_[i])] += weights_[i];
@@ -220,13 +220,13 @@ class Nucleus {
           weights_(reinterpret_cast<float*>(order_ + padded(width))), logits_(weights_ + padded(width)),
           ids_(reinterpret_cast<int32_t*>(logits_ + padded(width))) {}
 
-    // The token at `uniform` of what they weigh, in order of id; and the last of them in the order of likelihood.
+    // The token at `uniform` of the set's weight, in order of id; and the set's last token in order of likelihood.
     void draw(const float* x, int64_t width, float top, double top_p, double uniform, int64_t* token, int64_t* last) {
         double sum = 0.0;
         for (int64_t i = 0; i < width; i += BLOCK) sum += block_sum(x + i, min(BLOCK, width - i), set1(top));
         find_candidates(x, width, top, (1.0 - top_p) * (1.0 - SLACK) * sum / static_cast<double>(width));
         const uint64_t least = edge(top, top_p * sum);
-        // What is drawn from moves to the front: ids and weights of at least `least`.
+        // The set moves to the front: candidates at or above `least` in the order of likelihood.
         int64_t kept = 0;
         double mass = 0.0;
         for (int64_t i = 0; i < count_; ++i) {
@@ -238,7 +238,7 @@ class Nucleus {
         const double target = uniform * mass;
         double reached = 0.0;
         int64_t i = 0;
-        for (; i < kept - 1; ++i)  // rounding can put the target at the very end
+        for (; i < kept - 1; ++i)  // rounding can put the target at the end
             if ((reached += weights_[i]) > target) break;
         *token = ids_[i];
         *last = id_of(least);
@@ -260,7 +260,7 @@ LLM_EXPORT void llm_log_softmax(const float* x, float* out, int64_t rows, int64_
     });
 }
 
-// x [rows][width] -> its first largest: values and ids [rows]; a NaN is the largest. width >= 1.
+// x [rows][width] -> the first largest of each row: values and ids [rows]; NaN counts as largest. width >= 1.
 LLM_EXPORT void llm_argmax(const float* x, float* values, int64_t* ids, int64_t rows, int64_t width, int64_t threads) {
     const int64_t chunks = chunks_of(rows, width, threads);
     const Scratch scratch(rows * chunks * static_cast<int64_t>(sizeof(Best)));
@@ -279,8 +279,7 @@ LLM_EXPORT void llm_argmax(const float* x, float* values, int64_t* ids, int64_t 
     }
 }
 
-// x [rows][width] -> its k largest in falling order, equal ones by id: values and ids [rows][k]. 1 <= k <= width <
-// 2^32.
+// x [rows][width] -> the k largest of each row, falling, ties by id: values and ids [rows][k]. 1 <= k <= width < 2^32.
 LLM_EXPORT void llm_top_k(const float* x, int64_t k, float* values, int64_t* ids, int64_t rows, int64_t width,
                           int64_t threads) {
     const int64_t chunks = chunks_of(rows, width, threads), capacity = Largest::capacity_for(k);
@@ -308,8 +307,9 @@ LLM_EXPORT void llm_top_k(const float* x, int64_t k, float* values, int64_t* ids
     });
 }
 
-// Of x [rows][width] or, with `normalise`, its log-softmax: values of ids [rows][count], and for the first `ranked` of
-// them how many of the row are at least as large [rows][ranked]. False, and nothing done: an id is not in [0, width).
+// Values of ids [rows][count] in x [rows][width] or, with `normalise`, in its log-softmax; for the first `ranked` ids
+// also how many logits of the row are at least as large, [rows][ranked]. Returns false, having done nothing, if an id
+// is not in [0, width).
 LLM_EXPORT int64_t llm_gather_logprobs(const float* x, const int64_t* ids, int64_t count, int64_t ranked,
                                        int64_t normalise, float* values, int64_t* ranks, int64_t rows, int64_t width,
                                        int64_t threads) {
@@ -338,9 +338,9 @@ LLM_EXPORT void llm_block_sums(const float* x, const float* largest, int64_t blo
     });
 }
 
-// One token of each row, among the fewest likeliest that weigh top_p [rows] of it, at uniform [rows] in [0, 1) of what
-// they weigh; and the last of these in falling order, equal ones by id: tokens and last [rows]. Rows without inf and
-// NaN, and with their largest [rows] above -inf.
+// Draws one token per row from the smallest set of likeliest tokens that reaches top_p [rows], at uniform [rows] in [0,
+// 1) of the set's weight. Writes it to tokens [rows], and to last [rows] the set's last token (falling, ties by id).
+// Rows hold no inf or NaN; their largest [rows] is above -inf.
 LLM_EXPORT void llm_draw_nucleus(const float* x, const float* largest, const double* top_p, const double* uniform,
                                  int64_t* tokens, int64_t* last, int64_t rows, int64_t width, int64_t threads) {
     parallel_for(rows, threads, Nucleus::scratch_bytes(width), [&](int64_t row, char* scratch) {
@@ -349,7 +349,7 @@ LLM_EXPORT void llm_draw_nucleus(const float* x, const float* largest, const dou
     });
 }
 
-// In place: -inf for what is below the row's largest + offset [rows].
+// In place: -inf for logits below the row's largest + offset [rows].
 LLM_EXPORT void llm_cut_below_largest(float* x, const float* offset, int64_t rows, int64_t width, int64_t threads) {
     for_rows(rows, width, threads, [&](int64_t row) {
         if (offset[row] == -INFINITY) return;

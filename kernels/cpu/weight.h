@@ -1,4 +1,4 @@
-// A weight [n, k] as Python describes it once (packed.py), and what products with any weight share.
+// The weight [n, k] that Python declares (weight.py), and what every GEMM shares.
 #pragma once
 
 #include "kinds.h"
@@ -6,16 +6,16 @@
 
 namespace llm {
 
-// What a product makes of its float32 activations before it multiplies. weight.py has the names.
+// What a GEMM makes of its float32 activations before it multiplies. weight.py has the same numbers.
 enum class Activations : int64_t { FLOAT, BFLOAT16, INT8 };
 LLM_NAMED(Activations)
 
 // W[i, j] = (w[i, j] - zero[i, j / group_size]) * scale[i, j / group_size], or w[i, j] of a float kind.
-//   data          panels of 16 rows: kernels/README.md
-//   sums          [n, padded to panels], the sum of each row of w; of INT8 alone
-//   scale, zero   [groups][stride], the rows of a group side by side; zero may be null
+//   data          panels of 16 output channels: kernels/README.md
+//   sums          [n, padded to panels], each output channel's sum over k; INT8 only
+//   scale, zero   [groups][stride], a group's output channels side by side; zero may be null
 //   bias          [n] or null
-//   input_scale   of static int8 activations, with input_offset; 0: each row of activations has its own
+//   input_scale   of static int8 activations, with input_offset; 0: each batch row has its own scale
 #define LLM_WEIGHT(FIELD)           \
     FIELD(const void*, data)        \
     FIELD(const int32_t*, sums)     \
@@ -41,15 +41,14 @@ struct Weight {
 };
 LLM_NAMED(const Weight*)
 
-// One function for each way to multiply: x [m, k] -> y [m, n].
-void linear_float(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);  // gemm_float.cpp
-void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);   // gemm_int8.cpp
-void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);   // gemm_int4.cpp
-void linear_weight_only(const Weight& weight, const float* x, float* y, int64_t m,
-                        int64_t threads);  // gemm_weight_only.cpp
+// The GEMMs, x [m, k] -> y [m, n]: gemm_float.cpp, gemm_int8.cpp, gemm_int4.cpp and gemm_weight_only.cpp.
+void linear_float(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
+void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
+void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
+void linear_weight_only(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
 
-// And for each kind of panels: src [n, k] -> panels; rows [first, end) of a weight -> dst, as they were; rows `ids`
-// [count], all below n, as floats.
+// Packing: src [n, k] -> panels. Unpacking: output channels [first, end) of a weight -> dst. Embedding: rows `ids`
+// [count], all in [0, n), as floats.
 void pack_float(Kind kind, const void* src, void* dst, int64_t n, int64_t k, int64_t threads);
 void pack_int8(const int8_t* src, int8_t* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads);
 void pack_int4(const int8_t* src, uint8_t* dst, int64_t n, int64_t k, int64_t threads);
@@ -61,14 +60,14 @@ void gather_int8(const Weight& weight, const int64_t* ids, float* y, int64_t cou
 
 namespace {
 
-// One value for each row and group.
+// Scales or zeros: one value per output channel and group.
 struct Groups {
     const void* data;
     Kind kind;
     int64_t stride;
 
-    // 16 rows of a group from `row` on; those beyond `count` are 0 and not read. `ahead`: what lies so many rows
-    // further is fetched meanwhile; values come from memory one line at a time.
+    // 16 output channels of a group, from `row` on; lanes beyond `count` are 0 and not read. Prefetches the values
+    // `ahead` channels further: they come from memory one line at a time.
     LLM_INLINE F32 load(int64_t group, int64_t row, int64_t count, int64_t ahead = 0) const {
         return with_type(kind, [&](auto type) {
             const auto* at = static_cast<const typename decltype(type)::Value*>(data) + group * stride + row;
@@ -86,7 +85,7 @@ struct Groups {
     }
 };
 
-// y [m, n] = x [m, k] W^T + bias.
+// One call of a GEMM: y [m, n] = x [m, k] W^T + bias.
 struct Product : Weight {
     const float* x;
     float* y;
@@ -95,9 +94,9 @@ struct Product : Weight {
     int64_t panels() const { return ceil_div(n, LANES); }
     LLM_INLINE Groups scales() const { return {scale, scale_kind, scale_stride}; }
     LLM_INLINE Groups zeros() const { return {zero, zero_kind, zero_stride}; }
-    // The biases of 16 outputs from `column` on, 0 where there are none.
+    // The biases of 16 output channels from `column` on; 0 without a bias.
     LLM_INLINE F32 biases(int64_t column) const { return bias ? load_part(bias + column, n - column) : llm::zero(); }
-    // y = value (+ the biases of these columns), of which those beyond n are left out.
+    // Writes y = value (+ biases) for one batch row and 16 output channels; those beyond n are left out.
     LLM_INLINE void store_output(int64_t row, int64_t column, F32 value, F32 its_biases) const {
         store_part(y + row * n + column, bias ? value + its_biases : value, n - column);
     }
