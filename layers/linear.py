@@ -12,10 +12,12 @@ from torch import nn
 
 from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
+from llm.kernels.weight import Weight
 from llm.layers.parallel import SINGLE, TensorParallel
-from llm.quantization.base import LinearMethodBase, QuantizationConfig
+from llm.quantization.base import LinearMethodBase, PackedLinearMethod, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter
 
+_PACKED_GEMM = PackedLinearMethod.apply
 Output = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
 
 
@@ -46,6 +48,8 @@ class LinearBase(PluggableLayer):
     # Whether ranks split the rows or the columns of the weight.
     splits_outputs: ClassVar[bool] = False
     splits_inputs: ClassVar[bool] = False
+    # What a `PackedLinearMethod` multiplies with, once the weight is loaded.
+    packed_weight: Weight | None = None
 
     def __init__(
         self,
@@ -173,8 +177,16 @@ class LinearBase(PluggableLayer):
         return [size // self.output_size_per_partition for size in scaled]
 
     def forward(self, x: torch.Tensor) -> Output:
-        y = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+        y = self._multiply(x, None if self.skip_bias_add else self.bias)
         return self._result(y) if self.return_bias else y
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`quant_method.apply`, or its GEMM at once where nobody overrode or patched it."""
+        method, weight = self.quant_method, self.packed_weight
+        if weight is None or weight.bias is not bias or method.linear is None:
+            return method.apply(self, x, bias)
+        is_patched = getattr(method.apply, "__func__", None) is not _PACKED_GEMM
+        return method.apply(self, x, bias) if is_patched else method.linear(x, weight)
 
     def _result(self, y: torch.Tensor) -> Output:
         """With `return_bias`: y, and the bias where it was not added."""
@@ -226,7 +238,7 @@ class ColumnParallelLinear(LinearBase):
         self.gather_output = gather_output
 
     def forward(self, x: torch.Tensor) -> Output:
-        y = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+        y = self._multiply(x, None if self.skip_bias_add else self.bias)
         if self.gather_output:
             y = self.tp.all_gather(y)
         return self._result(y) if self.return_bias else y
@@ -318,7 +330,7 @@ class RowParallelLinear(LinearBase):
             width = self.input_size_per_partition
             x = x.narrow(-1, self.tp_rank * width, width)
         adds_bias = self.tp_rank == 0 and not self.skip_bias_add
-        y = self.quant_method.apply(self, x, self.bias if adds_bias else None)
+        y = self._multiply(x, self.bias if adds_bias else None)
         if self.reduce_results:
             y = self.tp.all_reduce(y)
         return self._result(y) if self.return_bias else y

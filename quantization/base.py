@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+
+from llm.kernels.weight import Weight
 
 # weight_loader(param, loaded, shard_id): copies one checkpoint tensor into the parameter, or into the rows of it that
 # belong to `shard_id` ("q", "k", "v", 0, 1 ...; None: all of it), and returns how many elements it filled.
@@ -58,7 +61,13 @@ class QuantizeMethodBase(ABC):
 
 
 class LinearMethodBase(QuantizeMethodBase):
-    """For layers with `quant_kind == "linear"`: y = x W^T + bias."""
+    """For layers with `quant_kind == "linear"`: y = x W^T + bias.
+
+    Attributes:
+        linear: a backend's operation that computes y from x and a `Weight`; see `PackedLinearMethod`.
+    """
+
+    linear: Callable[[torch.Tensor, Weight], torch.Tensor] | None = None
 
     @abstractmethod
     def create_weights(
@@ -77,6 +86,25 @@ class LinearMethodBase(QuantizeMethodBase):
     @abstractmethod
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x float [..., K] -> float [..., N]."""
+
+
+class PackedLinearMethod(LinearMethodBase):
+    """One GEMM with the `Weight` that the layer holds as `packed_weight`.
+
+    A linear layer calls `linear` by itself, unless `apply` is overridden or patched.
+    """
+
+    linear: Callable[[torch.Tensor, Weight], torch.Tensor]
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.linear(x, self.weight_with(layer, bias))
+
+    def weight_with(self, layer: Any, bias: torch.Tensor | None) -> Weight:
+        """The layer's weight with `bias`, which is new at the first GEMM and after somebody replaced it."""
+        weight: Weight = layer.packed_weight
+        if weight.bias is not bias:
+            layer.packed_weight = weight = replace(weight, bias=bias)
+        return weight
 
 
 class EmbeddingMethodBase(LinearMethodBase):

@@ -12,17 +12,18 @@ from llm.base.construction import construction
 from llm.kernels.reference.linear import embedding, linear, pack
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight
-from llm.quantization.base import EmbeddingMethodBase, LinearMethodBase, WeightLoader
+from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader
 
 
-class UnquantizedLinearMethod(LinearMethodBase):
+class UnquantizedLinearMethod(PackedLinearMethod):
     """One parameter `weight` in its storage type: [N, K] while it is loaded, then `packed_weight`'s data."""
 
     def __init__(self) -> None:
         backend = backend_of_construction()
         self.invariant = self._packs = backend.computes("pack", "linear", "embedding")
         self._pack = backend.op("pack")
-        self._linear = backend.op("linear")
+        self._kernel = backend.op("linear")
+        self.linear = linear  # until the weight is packed
         self._embedding = backend.op("embedding")
         self.kernel = backend.source("linear")
         self._rounds_input = construction().may_round and backend.rounds_bf16_inputs
@@ -40,7 +41,7 @@ class UnquantizedLinearMethod(LinearMethodBase):
     ) -> None:
         data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
         layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
-        # None until the weight is loaded, and where PyTorch computes: then `weight` is read as it is.
+        # None until the weight is loaded, and where PyTorch computes: then GEMMs read `weight` itself.
         layer.packed_weight = None  # type: ignore[assignment]
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -51,16 +52,14 @@ class UnquantizedLinearMethod(LinearMethodBase):
         # The parameter itself, so that whoever frees it frees the packed weight.
         activations = "bfloat16" if self._rounds_input and packed.kind == "bfloat16" else "float"
         layer.packed_weight = replace(packed, data=layer.weight, activations=activations)
+        self.linear = self._kernel
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.data.float()
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        weight: Weight | None = layer.packed_weight
-        if weight is None:
-            return linear(x, replace(pack(layer.weight), bias=bias))
-        if weight.bias is not bias:
-            weight = rebind(layer, bias)
-        return self._linear(x, weight)
+    def weight_with(self, layer: Any, bias: torch.Tensor | None) -> Weight:
+        if layer.packed_weight is None:
+            return replace(pack(layer.weight), bias=bias)
+        return super().weight_with(layer, bias)
 
     def dequantize_weight(self, layer: Any) -> torch.Tensor:
         packed = layer.packed_weight
@@ -83,12 +82,6 @@ def left_alone(kind: str, source: str, reason: str) -> UnquantizedLinearMethod:
     method = UnquantizedEmbeddingMethod() if kind == "embedding" else UnquantizedLinearMethod()
     method.source, method.reason = source, reason
     return method
-
-
-def rebind(layer: Any, bias: torch.Tensor | None) -> Weight:
-    """The layer's weight with another bias than it had: at the first product, and after somebody replaced it."""
-    layer.packed_weight = replace(layer.packed_weight, bias=bias)
-    return layer.packed_weight
 
 
 def new_parameter(data: torch.Tensor, weight_loader: WeightLoader, **attributes: Any) -> nn.Parameter:

@@ -15,14 +15,13 @@ from torch import nn
 from llm.base.errors import CheckpointError
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight
-from llm.quantization.base import EmbeddingMethodBase, WeightLoader
+from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.schemes.table import Scheme
 from llm.quantization.storage.base import WeightStorage
-from llm.quantization.unquantized import rebind
 
 
-class IntegerMethod(EmbeddingMethodBase):
+class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
     """An integer weight [N, K] with scales, for linear layers and for embedding tables.
 
     After loading the layer has `packed_weight`, a `Weight` of the backend, and its tensors as buffers, so that whoever
@@ -44,7 +43,7 @@ class IntegerMethod(EmbeddingMethodBase):
         self.reason = reason
         backend = backend_of_construction()
         self._pack = backend.op("pack")
-        self._linear = backend.op("linear")
+        self.linear = backend.op("linear")
         self._embedding = backend.op("embedding")
         self.invariant = backend.computes("linear")
         self.kernel = backend.source("linear")
@@ -77,12 +76,6 @@ class IntegerMethod(EmbeddingMethodBase):
                 bias.data = bias.data.float()  # as the kernels read it, once instead of in every step
         except ValueError as error:
             raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        weight: Weight = layer.packed_weight
-        if weight.bias is not bias:
-            weight = rebind(layer, bias)
-        return self._linear(x, weight)
 
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
         return self._embedding(token_ids, layer.packed_weight)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded import open_llm
+from embedded import engine_of, open_llm
 from kernel_sets import has_kernels, needs_compiler
 
 import llm
@@ -15,7 +15,7 @@ from llm import SamplingParams
 
 PACKAGE = Path(llm.__file__).parent
 # The GEMM's own function is the last of them.
-MOST_FRAMES, MOST_FILES = 12, 9
+MOST_FRAMES, MOST_FILES = 12, 8
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
 
 
@@ -36,6 +36,17 @@ def frames_to_first_gemm(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str
     with open_llm() as engine:
         engine.generate("In the beginning", SamplingParams(max_tokens=1), use_tqdm=False)
     return found
+
+
+def test_a_patched_quant_method_is_what_a_layer_computes_with() -> None:
+    with open_llm() as engine:
+        layer = engine_of(engine).runner.model.model.layers[0].self_attn.qkv_proj
+        x = torch.randn(2, layer.input_size)
+        before, method = layer(x), layer.quant_method
+        method.apply = lambda *arguments: 2 * type(method).apply(method, *arguments)
+        assert torch.equal(layer(x), 2 * before)
+        del method.apply
+        assert torch.equal(layer(x), before)
 
 
 def test_a_request_passes_few_frames_in_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
