@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import versions
+from versions import ROOT
 
 _PATH = Path(__file__).resolve().parents[1] / ".ci" / "check_tests.py"
 KINDS = ("test_kernels_cpu", "test_kernels_attention", "test_kernels_fused", "test_kernels_sanitized", "test_api")
@@ -50,3 +53,14 @@ def test_kernels_must_run_and_sanitizers_are_told_of(check: Any) -> None:
     assert errors == ["no test of test_kernels_cpu ran: no C++ compiler"]
     assert notes == ["no test of sanitized ran: no sanitizers"]
     assert check.problems(cases()[-1:], 1)[0][0] == "no test of test_kernels_cpu ran: there are none"
+
+
+def test_the_lowest_versions_are_those_that_pyproject_claims() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    dependencies = re.findall(r'"([\w-]+)>=([\d.]+)', text.split("dependencies = [")[1].split("]")[0])
+    assert len(dependencies) > 6
+    found = versions.requirements("lowest", text)
+    assert set(found) >= {f"{name}=={version}.*" for name, version in dependencies}
+    assert any(requirement.startswith("llguidance==") for requirement in found)
+    assert not any(requirement.startswith(("pytest", "ruff", "mypy")) for requirement in found)
+    assert versions.requirements("newest", text) == []

@@ -330,7 +330,9 @@ def test_a_rotation_can_be_enforced() -> None:
     assert ["enforced" in binding.reason for binding in bindings] == [True, False]
 
 
-@pytest.mark.parametrize("sections", [(24, 20, 20), (16, 24, 24), (11, 11, 10), (4, 3, 3), (20, 30, 14)], ids=str)
+@pytest.mark.parametrize(
+    "sections", [(24, 20, 20), (16, 24, 24), (11, 11, 10), (4, 3, 3), (14, 10, 8), (20, 30, 14)], ids=str
+)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["runs", "interleaved"])
 def test_each_pair_follows_the_position_that_transformers_gives_it(
     sections: tuple[int, int, int], interleaved: bool
