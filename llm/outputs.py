@@ -160,6 +160,37 @@ class PerplexityOutput:
         return self.perplexity
 
 
+@dataclass
+class RequestStateStats:
+    """When things happened to a request, for `LLM(disable_log_stats=False)`; of `n` completions, to the first.
+
+    Attributes:
+        num_generation_tokens: of the completion.
+        num_preemptions: how often it lost its blocks and was computed again.
+        arrival_time: when it was queued, as `time.time()`.
+        queued_ts, scheduled_ts, first_token_ts, last_token_ts: when it was queued, first computed, and got its first
+            and last token, as `time.monotonic()`; 0.0: not yet.
+    """
+
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from the queue to the first token."""
+        return max(0.0, self.first_token_ts - self.queued_ts)
+
+    def add_tokens(self, count: int, now: float) -> None:
+        self.num_generation_tokens += count
+        self.first_token_ts = self.first_token_ts or now
+        self.last_token_ts = now
+
+
 _OF_COMPLETIONS = frozenset(item.name for item in fields(CompletionOutput)) - {"error", "structured"}
 
 
@@ -179,6 +210,7 @@ class RequestOutput:
             token. None as a whole unless requested.
         params: the parameters in effect, seed and max_tokens included. `print` shows the origin of each. Passed to
             `generate` with the same prompt, they give the same answer.
+        metrics: with `LLM(disable_log_stats=False)`, when things happened.
     """
 
     request_id: str
@@ -190,7 +222,7 @@ class RequestOutput:
     seed: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
     params: SamplingParams | None = None
-    metrics: None = None
+    metrics: RequestStateStats | None = None
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

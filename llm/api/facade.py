@@ -82,6 +82,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         load_format: "auto" and "safetensors" read safetensors; "dummy" makes random weights, for measuring.
         skip_tokenizer_init: no tokenizer; prompts are token ids and outputs have no text.
         chat_template: replaces the model's own; text, or the path of a file.
+        disable_log_stats: False fills `RequestOutput.metrics`.
         use_tqdm_on_load: a bar when loading takes more than two seconds.
         max_logprobs: most logprobs a request may ask for; -1: no limit.
         logprobs_mode: what logprobs report: "raw_logprobs" or "raw_logits", of the model, or "processed_logprobs" or
@@ -133,6 +134,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         skip_tokenizer_init: bool = False,
         chat_template: str | Path | None = None,
         use_tqdm_on_load: bool = True,
+        disable_log_stats: bool = True,
         max_logprobs: int = -1,
         logprobs_mode: str = "raw_logprobs",
         num_threads: int | None = None,
@@ -166,6 +168,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
 
     def _take(self, built: BuiltEngine) -> None:
         self._engine = built.engine
+        built.engine.keeps_times = not self._args.disable_log_stats
         self._default_params = built.default_params
         self._is_quantized = built.plan.is_quantized
         self.config: EngineConfig = built.engine.config

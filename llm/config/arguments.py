@@ -72,7 +72,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
     ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
-    _honoured("use_tqdm_on_load", "calibration", "num_threads", "verbose"),
+    _honoured("disable_log_stats", "use_tqdm_on_load", "calibration", "num_threads", "verbose"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
     _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
     _accepted(
@@ -301,8 +301,8 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     # --- Logs, metrics, traces. ------------------------------------------------------------------------------------
     _accepted(
-        "nothing is logged or counted unless verbose is set, and RequestOutput.metrics stays None.",
-        *("disable_log_stats", "aggregate_engine_logging", "enable_logging_iteration_details", "log_level"),
+        "LLM.stats counts steps and tokens, disable_log_stats=False fills RequestOutput.metrics; nothing is logged.",
+        *("aggregate_engine_logging", "enable_logging_iteration_details", "log_level"),
         *("log_config_file", "logging_config", "show_hidden_metrics_for_version", "custom_histogram_buckets"),
         *("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),
     ),

@@ -35,7 +35,7 @@ GIB = 1 << 30
 
 # None stands for the default of these.
 _FLAGS_OR_NONE = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager")
-_FLAGS = (*_FLAGS_OR_NONE, "skip_tokenizer_init", "use_tqdm_on_load")
+_FLAGS = (*_FLAGS_OR_NONE, "skip_tokenizer_init", "use_tqdm_on_load", "disable_log_stats")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     chat_template: str | None = None
     use_tqdm_on_load: bool = True
+    disable_log_stats: bool = True
     max_logprobs: int = -1
     device: str = "auto"
     generation_config: str | Path = "auto"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import monotonic, perf_counter, time
 
 from llm.base.errors import LogitsProcessorError
 from llm.config.engine import EngineConfig
@@ -19,6 +19,7 @@ from llm.engine.request import Request
 from llm.engine.runner import Runner
 from llm.engine.scheduler import Scheduler
 from llm.engine.step import RunnerOutput, SchedulerOutput
+from llm.outputs import RequestStateStats
 from llm.tokenizer import Tokenizer
 
 
@@ -62,6 +63,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.stats = EngineStats()
         self._make_scheduler = make_scheduler
+        self.keeps_times = False  # whether requests have metrics
         self._completions: dict[str, Completion] = {}
         self._added = 0
 
@@ -83,6 +85,8 @@ class Engine:
         started = perf_counter()
         try:
             plan = self.scheduler.schedule()
+            if self.keeps_times:
+                self._note_scheduled(plan)
             result = self.runner.execute(plan)
             accepted = self.scheduler.settle(plan, result)
             self._update(result)
@@ -151,10 +155,19 @@ class Engine:
         )
         if row.params.prompt_logprobs is not None and index == 0:
             request.prompt_logprobs_from = row.score_from - 1
+        if self.keeps_times:
+            request.metrics = RequestStateStats(arrival_time=time(), queued_ts=monotonic())
         completion = Completion(request, self.tokenizer, streaming, row.score_from)
         self._completions[request.request_id] = completion
         self.scheduler.add(request)
         return completion
+
+    def _note_scheduled(self, plan: SchedulerOutput) -> None:
+        now = monotonic()
+        for request_id in plan.num_scheduled_tokens:
+            metrics = self._completions[request_id].request.metrics
+            if metrics is not None and not metrics.scheduled_ts:
+                metrics.scheduled_ts = now
 
     def _cache_key(self, prompt_id: str, row: Row) -> bytes | None:
         """With prefix caching off, only the completions of one prompt share blocks, and rows that are to share."""
@@ -183,6 +196,8 @@ class Engine:
                     del tokens[count:], result.logprobs.get(request_id, [])[count:]
                     any_finished = True
                     break
+            if request.metrics is not None:
+                request.metrics.add_tokens(len(request.token_ids) - first, monotonic())
             if request_id in result.logprobs:
                 completion.add_logprobs(result.logprobs[request_id])
             if request.finish_reason is not None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from llm.engine.preprocess import Row
 from llm.engine.request import Request
-from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, StructuredOutcome
+from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, RequestStateStats, StructuredOutcome
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
@@ -191,6 +192,7 @@ class PromptState:
             seed=self.row.seed,
             prompt_logprobs=self.completions[0].prompt_logprobs(),
             params=_plain(self.row.params),
+            metrics=_metrics(self.completions[0].request),
         )
 
 
@@ -202,6 +204,11 @@ def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
         logger.warning(
             "%d completions ended with finish_reason='error'; the first with %s: %s", len(errors), kind, message
         )
+
+
+def _metrics(request: Request) -> RequestStateStats | None:
+    """A copy, as a stream's output may be taken before its end."""
+    return None if request.metrics is None else replace(request.metrics, num_preemptions=request.num_preemptions)
 
 
 def _plain(params: SamplingParams) -> SamplingParams:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from enum import Enum, auto
 
+from llm.outputs import RequestStateStats
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 
@@ -32,6 +33,7 @@ class Request:
         cache_key: extra bytes in the hash chain, so that only requests with equal keys share blocks; None: share none.
         prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
             where none is. Of the completions of one prompt the first has them computed.
+        metrics: when things happened to it; None: nobody asked.
         error: what ended it with `finish_reason="error"`.
     """
 
@@ -68,6 +70,7 @@ class Request:
         self.num_findable_blocks = 0
         wanted = params.prompt_logprobs is not None and sample_index == 0
         self.prompt_logprobs_from = 0 if wanted else len(prompt_token_ids)
+        self.metrics: RequestStateStats | None = None
         self.error: Exception | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
