@@ -124,6 +124,8 @@ class Tokenizer:
         Raises:
             ValidationError: the tokenizer has no template and none is given.
         """
+        from llm.chat_template import render
+
         hf = self.huggingface()
         if chat_template is None and not hf.chat_template:
             raise ValidationError(
@@ -134,7 +136,7 @@ class Tokenizer:
         template = None if chat_template is None else _template_text(chat_template)
         if any(isinstance(message.get("content"), list) for message in messages):
             messages = _with_text_content(messages, hf.get_chat_template(template, options.get("tools")))
-        return str(hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options))
+        return render(hf, messages, template, options)
 
     def _context(self, prompt: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """The last tokens of the prompt with a text."""

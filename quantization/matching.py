@@ -6,21 +6,91 @@ compressed-tensors does), or, where the user writes it, a glob with `*`.
 
 from __future__ import annotations
 
+import functools
 import re
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from llm.base.errors import CheckpointError
+from llm.base.text import clip
 
 T = TypeVar("T")
+# Escapes, classes, the heads of groups, counted repetitions; then single characters.
+_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P<\w+>|<?[=!:])|\(|\{\d*,?\d*\}|.", re.DOTALL)
+_NAME_LENGTH = 64
+_MOST_WAYS = 2.0**24
+_SECONDS = 0.25
 
 
 def matches(name: str, pattern: str) -> bool:
     """Whether `pattern` means the layer `name`."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
+        return _match(pattern[3:], name)
     return name == pattern or ("*" in pattern and fnmatchcase(name, pattern))
+
+
+def _match(pattern: str, name: str) -> bool:
+    """`re.match` in bounded time; raises `CheckpointError` for a pattern that is none or would take too long."""
+    started = time.thread_time()
+    found = _compiled(pattern).match(name) is not None
+    if time.thread_time() - started > _SECONDS:
+        raise CheckpointError(f"the pattern re:{clip(pattern)} takes too long to match; write it without repetitions.")
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Of a pattern whose ways to match a name are few enough to try them all, which is what `re` does."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"the pattern re:{clip(pattern)} is no regular expression: {clip(str(error))}."
+        ) from error
+    if _ways(pattern) > _MOST_WAYS:
+        raise CheckpointError(
+            f"the pattern re:{clip(pattern)} repeats too much: repetitions may not be nested, and not more than four."
+        )
+    return compiled
+
+
+def _ways(pattern: str) -> float:
+    """At most how many ways a pattern has to match a name of about 64 characters; infinite for nested repetitions.
+
+    Repetitions share the name: the k-th multiplies by 64 / k. An option multiplies by 2, alternatives by their number.
+    """
+    ways, repetitions, open_groups, closed = 1.0, 0, [_Group()], None
+    for token in _TOKENS.findall(pattern):
+        group = open_groups[-1]
+        if token.startswith("("):
+            open_groups.append(_Group())
+        elif token == ")" and len(open_groups) > 1:
+            closed = open_groups.pop()
+            ways *= closed.alternatives
+            open_groups[-1].varies |= closed.varies or closed.alternatives > 1
+            continue
+        elif token == "|":
+            group.alternatives += 1
+        elif token == "?":
+            ways, group.varies = ways * 2, True
+        elif token in ("*", "+") or (token.startswith("{") and len(token) > 1):
+            if closed is not None and (closed.varies or closed.alternatives > 1):
+                return float("inf")
+            repetitions += 1
+            ways, group.varies = ways * _NAME_LENGTH / repetitions, True
+        closed = None
+    return ways * open_groups[0].alternatives
+
+
+@dataclass
+class _Group:
+    """A group of a pattern: whether something in it may match in several ways, and how many alternatives it has."""
+
+    varies: bool = False
+    alternatives: int = 1
 
 
 def columns_of(layer: Any) -> int:

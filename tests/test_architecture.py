@@ -44,6 +44,7 @@ FLOORS = {
     "llm.models": 5,
     "llm.loading": 6,
     "llm.sampling": 6,
+    "llm.chat_template": 6,
     "llm.tokenizer": 6,
     "llm.tokenizer_backends": 6,
     "llm.engine": 7,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from llm.base.errors import UnsupportedModelError
+from llm.base.text import clip, list_names, show
 from llm.layers.rotary import RECIPES, RopeParameters
 
 T = TypeVar("T")
@@ -50,6 +51,12 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 
+LAYER_KEYS = ("num_hidden_layers", "n_layer")
+_MOST_LAYERS = 10_000
+_LARGEST_SIZE = 2**40
+_LARGEST_ID = 2**31 - 1
+_LARGEST_NUMBER = 1e30
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,7 +72,7 @@ class ConfigReader:
         self._file = file
         self.given = frozenset(raw)
         self.raw = {key: value for key, value in raw.items() if value is not None}
-        self.family = str(self.raw.get("model_type", "?"))
+        self.family = clip(str(self.raw.get("model_type", "?")), 60)
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int = _REQUIRED) -> int:
@@ -78,14 +85,29 @@ class ConfigReader:
         return self._get(key, str, default)
 
     def number(self, key: str, default: float = _REQUIRED) -> float:
+        """A finite number."""
         value = self._get(key, (int, float), default)
+        if not abs(value) <= _LARGEST_NUMBER:  # false for NaN
+            raise self.error(key, value, "a finite number")
         return float(value)
 
-    def positive(self, key: str, default: int = _REQUIRED) -> int:
-        value = self.integer(key, default)
-        if value < 1:
-            raise self.error(key, value, "an integer of at least 1")
+    def positive_number(self, key: str, default: float = _REQUIRED, above: float = 0.0) -> float:
+        value = self.number(key, default)
+        if value <= above:
+            raise self.error(key, value, f"a number above {above:g}")
         return value
+
+    def positive(self, key: str, default: int = _REQUIRED) -> int:
+        """An integer from 1 to what no model comes near: each layer takes memory before weights are looked at."""
+        value, most = self.integer(key, default), _MOST_LAYERS if key in LAYER_KEYS else _LARGEST_SIZE
+        if not 1 <= value <= most:
+            raise self.error(key, value, f"an integer from 1 to {most}")
+        return value
+
+    def layers(self) -> int:
+        """The number of layers that the file names; 0 where it names none under a known key."""
+        reader = ConfigReader(self.raw, self._file)  # of its own: this is no family that reads the key
+        return next((reader.positive(key) for key in LAYER_KEYS if key in self.raw), 0)
 
     def expect(self, key: str, *allowed: Any) -> None:
         """The key, when present, must have one of these values: others would change what is computed."""
@@ -143,7 +165,7 @@ class ConfigReader:
         """One id or a list of them; of generation_config.json too."""
         value = self.raw.get("eos_token_id", [])
         ids = value if isinstance(value, list) else [value]
-        if not all(type(item) is int for item in ids):
+        if not all(type(item) is int and 0 <= item <= _LARGEST_ID for item in ids):
             raise self.error("eos_token_id", value, "a token id or a list of them")
         return tuple(ids)
 
@@ -154,8 +176,8 @@ class ConfigReader:
         left = sorted(set(self.raw) - self._read - _HARMLESS - _GENERATION)
         if left:
             raise UnsupportedModelError(
-                f"config.json of this {self.family} model has keys that are not understood: {', '.join(left)}; if they "
-                f"do not change what is computed, pass hf_overrides={{{left[0]!r}: None, ...}}."
+                f"config.json of this {self.family} model has keys that are not understood: {list_names(left)}; if "
+                f"they do not change what is computed, pass hf_overrides={{{show(left[0])}: None, ...}}."
             )
 
     def _list(self, key: str, kind: type[T]) -> list[T] | None:
@@ -168,7 +190,7 @@ class ConfigReader:
         return value
 
     def error(self, key: str, value: Any, right: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self._file}: {key} is {value!r}, must be {right}.")
+        return UnsupportedModelError(f"{self._file}: {key} is {show(value)}, must be {clip(right)}.")
 
     def _get(self, key: str, kind: Any, default: Any) -> Any:
         self._read.add(key)
@@ -194,30 +216,41 @@ def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
     has_ratio = kind in ("yarn", "deepseek_yarn", "longrope")
     default_factor = ratio if has_ratio else (_REQUIRED if kind != "default" else 1.0)
     rope = RopeParameters(
-        theta=reader.number("rope_theta"),
+        theta=reader.positive_number("rope_theta", above=1.0),
         rope_type=kind,
-        factor=reader.number("factor", default_factor),
-        partial_rotary_factor=reader.number("partial_rotary_factor"),
+        factor=reader.positive_number("factor", default_factor),
+        partial_rotary_factor=reader.positive_number("partial_rotary_factor"),
         max_position_embeddings=longest,
         original_max_position_embeddings=original,
-        low_freq_factor=reader.number("low_freq_factor", 1.0),
-        high_freq_factor=reader.number("high_freq_factor", 4.0),
+        low_freq_factor=reader.positive_number("low_freq_factor", 1.0),
+        high_freq_factor=reader.positive_number("high_freq_factor", 4.0),
         attention_factor=reader.optional_number("attention_factor"),
         mscale=reader.optional_number("mscale"),
         mscale_all_dim=reader.optional_number("mscale_all_dim"),
-        beta_fast=reader.number("beta_fast", 32.0) or 32.0,
-        beta_slow=reader.number("beta_slow", 1.0) or 1.0,
+        beta_fast=_turns(reader, "beta_fast", 32.0),
+        beta_slow=_turns(reader, "beta_slow", 1.0),
         truncate=reader.boolean("truncate", True),
         short_factor=_numbers(reader, "short_factor"),
         long_factor=_numbers(reader, "long_factor"),
     )
     reader.finish()
+    if has_ratio and original < 2:
+        raise model.error("original_max_position_embeddings", original, f"an integer of at least 2 for {kind}")
+    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise reader.error("low_freq_factor", rope.low_freq_factor, "less than high_freq_factor")
     return rope
+
+
+def _turns(reader: ConfigReader, key: str, default: float) -> float:
+    """Of YaRN; 0 stands for the default in some files."""
+    return reader.positive_number(key, default) if reader.number(key, default) else default
 
 
 def _numbers(reader: ConfigReader, key: str) -> tuple[float, ...]:
     values = reader.raw.get(key, [])
     reader.expect(key, values)
-    if not isinstance(values, list) or not all(isinstance(item, int | float) for item in values):
-        raise reader.error(key, values, "a list of numbers")
+    if not isinstance(values, list) or not all(
+        isinstance(item, int | float) and 0 < item <= _LARGEST_NUMBER for item in values
+    ):
+        raise reader.error(key, values, "a list of positive numbers")
     return tuple(map(float, values))

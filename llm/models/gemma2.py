@@ -46,7 +46,7 @@ def gemma_attention(reader: ConfigReader) -> AttentionConfig:
         read_heads(reader, default_kv_heads=4, default_size=256),
         qkv_bias=bias,
         out_bias=bias,
-        scale=reader.number("query_pre_attn_scalar", 256) ** -0.5,
+        scale=reader.positive_number("query_pre_attn_scalar", 256) ** -0.5,
     )
 
 

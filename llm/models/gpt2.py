@@ -49,7 +49,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         reader.expect("scale_attn_weights", True)
         reader.expect("scale_attn_by_inverse_layer_idx", False)
         reader.boolean("reorder_and_upcast_attn", False)  # the scores' precision, which is float32 here anyway
-        norm = NormConfig(reader.number("layer_norm_epsilon", 1e-5), LayerNorm)
+        norm = NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5), LayerNorm)
         layer = LayerConfig(
             attention=AttentionConfig(Heads(heads, heads, hidden // heads), qkv_bias=True, out_bias=True),
             mlp=PlainMLPConfig(

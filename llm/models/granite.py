@@ -43,7 +43,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
             layers=(layer,) * reader.positive("num_hidden_layers"),
             final_norm=norm,
             embedding_multiplier=reader.number("embedding_multiplier", 1.0),
-            logits_divisor=reader.number("logits_scaling", 1.0),
+            logits_divisor=reader.positive_number("logits_scaling", 1.0),
             tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
         )
         reader.finish()

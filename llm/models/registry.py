@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 from llm.base.errors import UnsupportedModelError, ValidationError
+from llm.base.text import show
 from llm.models.way_out import of_architecture
 
 # model_type -> the class in the file of that name. Architectures are known by the class's name.
@@ -59,7 +60,7 @@ def resolve_model_cls(architectures: list[str], model_type: str) -> Any:
             return _load(_models[name])
     own = [name for name in _models if name not in _FAMILIES and name not in _FAMILIES.values()]
     raise UnsupportedModelError(
-        f"model_type {model_type!r} (architectures {architectures}) is not supported"
+        f"model_type {show(model_type)} (architectures {show(architectures)}) is not supported"
         f"{of_architecture(architectures, model_type, [*_FAMILIES, *own])}."
     )
 

@@ -65,14 +65,22 @@ def read_model(args: EngineArgs) -> ReadModel:
     raw = source.config()
     quantization = resolve_quantization(args.quantization, args.calibration, folder, raw)
     reader = ConfigReader(without_quantization_keys(raw, quantization))
-    model_class = resolve_model_cls(list(reader.raw.get("architectures") or []), reader.family)
+    model_class = resolve_model_cls(reader.names("architectures") or [], reader.family)
     architecture = model_class.read_config(reader)
     is_quantized = quantization.config is not None and not quantization.on_load
     if has_weights:
-        source.tensors()
+        _check_layers(reader.layers(), len(source.tensors().tensors))
     # The floats of a quantized checkpoint are mostly scales, whose type says nothing of the model.
     stored = _stored_dtype(source) if has_weights and not is_quantized else reader.dtype()
     return ReadModel(source, reader, model_class, architecture, stored, quantization, has_weights)
+
+
+def _check_layers(layers: int, tensors: int) -> None:
+    """Before memory is taken for the layers."""
+    if layers > tensors:
+        raise CheckpointError(
+            f"config.json says that the model has {layers} layers, and the checkpoint holds {tensors} tensors."
+        )
 
 
 def read_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:

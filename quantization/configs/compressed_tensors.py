@@ -6,20 +6,23 @@ Owns the format's words (groups, targets, presets, formats) and the refusal of w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.base.text import clip, list_names, show
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.configs.reader import Fields
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
 from llm.quantization.storage.compressed_tensors import CompressedTensorsStorage
 from llm.quantization.unquantized import left_alone
 
 _SOURCE = "compressed-tensors"
+_WHERE = f"{_SOURCE}: quantization_config"
 _KEYS = frozenset(
     """quant_method format quantization_status config_groups ignore kv_cache_scheme global_compression_ratio
     transform_config sparsity_config version run_compressed""".split()
@@ -31,45 +34,55 @@ _CLASS_NAMES = {"linear": ("Linear",), "embedding": ("Embedding", "VocabParallel
 _LM_HEAD_NAMES = ("Linear", "ParallelLMHead")
 
 
+# Of a group's weights and activations. What is only of interest while quantizing is not looked at.
+_ARGS_KEYS = frozenset(
+    """num_bits type symmetric group_size strategy block_structure dynamic actorder observer observer_kwargs scale_dtype
+    zp_dtype""".split()
+)
+
+
 @dataclass(frozen=True)
 class QuantizationArgs:
-    """compressed_tensors.quantization.QuantizationArgs, as far as loading needs it."""
+    """compressed_tensors.quantization.QuantizationArgs, as far as loading needs it; `dynamic` may be "local"."""
 
     num_bits: int = 8
     type: str = "int"
     symmetric: bool = True
     group_size: int | None = None
-    strategy: str | None = None
-    block_structure: Any = None
-    dynamic: Any = False
-    actorder: Any = None
-    observer: Any = None
-    observer_kwargs: Any = None
-    scale_dtype: Any = None
-    zp_dtype: Any = None
+    strategy: str = "tensor"
+    dynamic: bool | str = False
+    actorder: str | None = None
 
     @classmethod
-    def parse(cls, given: Any, where: str) -> QuantizationArgs | None:
+    def parse(cls, group: Fields, key: str) -> QuantizationArgs | None:
+        given = group.part(key, _ARGS_KEYS)
         if given is None:
             return None
-        known = {item.name for item in fields(cls)}
-        if not isinstance(given, Mapping) or set(given) - known:
-            raise CheckpointError(f"{_SOURCE}: {where} is not understood: {given!r}.")
-        args = cls(**given)
-        strategy = args.strategy
-        if strategy is None:
-            size = args.group_size
-            strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-        if strategy == "group" and not (isinstance(args.group_size, int) and args.group_size > 0):
-            raise CheckpointError(f"{_SOURCE}: {where} has strategy 'group' and group_size {args.group_size!r}.")
-        return cls(**{**given, "strategy": strategy})
+        size = given.optional_integer("group_size")
+        strategy = clip(
+            given.string("strategy", "tensor" if size is None else "channel" if size == -1 else "group"), 40
+        )
+        if strategy == "group" and (size is None or size < 1):
+            raise CheckpointError(f"{given.where} has strategy 'group' and group_size {size}.")
+        dynamic = given.given.get("dynamic", False)
+        actorder = given.given.get("actorder")
+        return cls(
+            given.integer("num_bits", 8),
+            clip(given.string("type", "int"), 40),
+            given.boolean("symmetric", True),
+            size,
+            strategy,
+            clip(dynamic, 40) if isinstance(dynamic, str) else given.boolean("dynamic", False),
+            # Its first releases wrote true for "group".
+            "group" if actorder is True else None if actorder is False else given.optional_string("actorder"),
+        )
 
 
-_INT8_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
-_INT8_PRESET = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": _INT8_TOKEN}
+_INT8_TOKEN: dict[str, object] = {"num_bits": 8, "strategy": "token", "dynamic": True}
+_INT8_PRESET: dict[str, object] = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": _INT8_TOKEN}
 
 
-def _preset(name: str) -> dict[str, Any]:
+def _preset(name: str) -> dict[str, object]:
     """The integer presets of compressed_tensors.quantization.quant_scheme; groups of 128 but for W8A8."""
     if name in ("W8A8", "INT8"):
         return dict(_INT8_PRESET)
@@ -78,7 +91,7 @@ def _preset(name: str) -> dict[str, Any]:
     integer = {f"W{bits}A{act}" for bits in range(2, 9) for act in (8, 16)} | {"W4A16_ASYM"}
     if name not in integer:
         raise UnsupportedModelError(
-            f"{_SOURCE}: the preset {name!r} is not computed; computed are {', '.join(sorted(integer))} and INT8."
+            f"{_SOURCE}: the preset {show(name)} is not computed; computed are {', '.join(sorted(integer))} and INT8."
         )
     weights = {"num_bits": int(name[1]), "group_size": 128, "strategy": "group", "symmetric": name != "W4A16_ASYM"}
     return {"weights": weights, "input_activations": _INT8_TOKEN if name.endswith("A8") else None}
@@ -122,7 +135,7 @@ class Group:
 class CompressedTensorsConfig(QuantizationConfig):
     """Integer weights with or without integer activations. Raises `UnsupportedModelError` for the rest."""
 
-    def __init__(self, groups: list[Group], ignore: list[str]) -> None:
+    def __init__(self, groups: list[Group], ignore: Sequence[str]) -> None:
         self.groups = groups
         self.ignore = ignore
 
@@ -130,17 +143,15 @@ class CompressedTensorsConfig(QuantizationConfig):
         return _SOURCE
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
-        _refuse_whole(config)
-        default = config.get("format") or "dense"
-        given = config.get("config_groups")
-        if not isinstance(given, Mapping) or not given:
-            raise CheckpointError(f"{_SOURCE}: config_groups is {given!r}, must be an object with one entry or more.")
-        groups = [_parse_group(name, value, default) for name, value in given.items()]
-        ignore = config.get("ignore") or []
-        if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
-            raise CheckpointError(f"{_SOURCE}: ignore is {ignore!r}, must be a list of names.")
-        return cls(groups, ignore)
+    def from_config(cls, config: Mapping[str, object]) -> CompressedTensorsConfig:
+        whole = Fields(config, _WHERE)
+        _refuse_whole(whole)
+        default = whole.string("format", "") or "dense"
+        given = whole.part("config_groups")
+        if given is None or not given.given:
+            raise whole.error("config_groups", "an object with one entry or more")
+        groups = [_parse_group(given, name, default) for name in given.given]
+        return cls(groups, whole.names("ignore"))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         kind = getattr(layer, "quant_kind", "")
@@ -174,39 +185,43 @@ def _means(pattern: str, name: str, fused: str, classes: tuple[str, ...]) -> boo
     return pattern in classes or (exact_or_regex and (matches(name, pattern) or matches(fused, pattern)))
 
 
-def _refuse_whole(config: Mapping[str, Any]) -> None:
-    unknown = sorted(key for key in set(config) - _KEYS if config[key] not in (None, {}, []))
+def _refuse_whole(config: Fields) -> None:
+    unknown = sorted(key for key in config.given.keys() - _KEYS if config.given[key] not in ({}, []))
     if unknown:
-        raise CheckpointError(f"{_SOURCE}: quantization_config has keys that are not understood: {', '.join(unknown)}.")
-    if config.get("kv_cache_scheme"):
+        raise CheckpointError(f"{_WHERE} has keys that are not understood: {list_names(unknown)}.")
+    if config.given.get("kv_cache_scheme"):
         _refuse("a quantized KV cache (kv_cache_scheme) is not computed yet")
-    transforms = config.get("transform_config")
-    if transforms and transforms.get("config_groups"):
+    transforms = config.part("transform_config")
+    if transforms is not None and transforms.given.get("config_groups"):
         _refuse("rotations (transform_config) are not computed")
-    sparsity = config.get("sparsity_config")
-    if sparsity and sparsity.get("format") not in (None, "dense"):
-        _refuse(f"sparse weights (sparsity_config format {sparsity.get('format')!r}) are not computed")
-    status = config.get("quantization_status") or "compressed"
+    sparsity = config.part("sparsity_config")
+    if sparsity is not None and sparsity.string("format", "dense") != "dense":
+        _refuse(f"sparse weights (sparsity_config format {show(sparsity.given['format'])}) are not computed")
+    status = config.string("quantization_status", "") or "compressed"
     if status != "compressed":
-        _refuse(f"quantization_status is {status!r}: the weights were saved before they were compressed")
+        _refuse(f"quantization_status is {show(status)}: the weights were saved before they were compressed")
 
 
-def _parse_group(name: str, given: Any, default_format: str) -> Group:
-    if isinstance(given, list):
-        given = {"targets": given, **_preset(name.upper())}
-    if not isinstance(given, Mapping) or set(given) - _GROUP_KEYS or not given.get("targets"):
-        raise CheckpointError(f"{_SOURCE}: config_groups.{name} is not understood: {given!r}.")
-    weights = QuantizationArgs.parse(given.get("weights"), f"config_groups.{name}.weights")
-    inputs = QuantizationArgs.parse(given.get("input_activations"), f"config_groups.{name}.input_activations")
-    if given.get("output_activations") is not None:
+def _parse_group(groups: Fields, name: str, default_format: str) -> Group:
+    raw = groups.given[name]
+    if isinstance(raw, list):
+        raw = {"targets": raw, **_preset(name.upper())}
+    name = clip(name, 60)
+    given = Fields(raw, f"{_WHERE}: config_groups.{name}", _GROUP_KEYS)
+    targets = given.names("targets")
+    if not targets:
+        raise given.error("targets", "a list with one name or more")
+    weights = QuantizationArgs.parse(given, "weights")
+    inputs = QuantizationArgs.parse(given, "input_activations")
+    if "output_activations" in given.given:
         _refuse(f"config_groups.{name} quantizes output activations, which is not computed")
     scheme = _scheme(name, weights, inputs)
-    stored = given.get("format") or default_format
+    stored = given.string("format", "") or default_format
     if stored in ("mixed-precision", "dense"):
         stored = "int-quantized" if inputs is not None else "pack-quantized"
     if scheme is not None and stored not in _FORMATS:
-        _refuse(f"config_groups.{name} has format {stored!r}; read are {', '.join(_FORMATS)}")
-    return Group(name, tuple(given["targets"]), scheme, stored, weights, inputs)
+        _refuse(f"config_groups.{name} has format {show(stored)}; read are {', '.join(_FORMATS)}")
+    return Group(name, targets, scheme, stored, weights, inputs)
 
 
 def _scheme(name: str, weights: QuantizationArgs | None, inputs: QuantizationArgs | None) -> str | None:
@@ -258,5 +273,5 @@ def _check_inputs(name: str, inputs: QuantizationArgs) -> None:
         )
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     raise UnsupportedModelError(f"{_SOURCE}: {what}.")

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.base.text import clip, list_names, quote, show
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.configs.reader import Fields
 from llm.quantization.matching import agreed, columns_of
 from llm.quantization.registry import get_scheme, scheme_types
 from llm.quantization.storage.base import WeightStorage
@@ -57,18 +59,21 @@ class ModelSlimConfig(QuantizationConfig):
         group_size: of W4A8's second level; 0: per channel.
     """
 
-    def __init__(self, description: Mapping[str, Any]) -> None:
-        self.types = {name: value for name, value in description.items() if "." in name}
-        self.version = str(description.get("version", ""))
-        self.group_size = int(description.get("group_size", _DEFAULT_GROUP_SIZE))
-        _check_globals({name: value for name, value in description.items() if "." not in name})
+    def __init__(self, description: Mapping[str, object]) -> None:
+        fields = Fields({name: value for name, value in description.items() if "." not in name}, FILE)
+        _check_globals(fields)
+        self.version = fields.string("version", "")
+        self.group_size = fields.integer("group_size", _DEFAULT_GROUP_SIZE)
+        if self.group_size < 0:
+            raise fields.error("group_size", "an integer of at least 0")
+        self.types = _types(description)
         _check_tensors(self.types)
 
     def get_name(self) -> str:
         return "ascend"
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ModelSlimConfig:
+    def from_config(cls, config: Mapping[str, object]) -> ModelSlimConfig:
         return cls(config)
 
     @staticmethod
@@ -88,7 +93,7 @@ class ModelSlimConfig(QuantizationConfig):
         scheme = get_scheme(_SAME.get(quant_type, quant_type), kind)
         if scheme is None or quant_type in _REASONS:
             raise UnsupportedModelError(_not_computed(quant_type, kind, prefix))
-        return scheme(self._storage(quant_type, names, layer), FILE, f"its weight is {quant_type}")
+        return scheme(self._storage(quant_type, names, layer), FILE, f"its weight is {clip(quant_type, 40)}")
 
     def prepare_model(self, model: nn.Module) -> None:
         """Anti-outlier checkpoints give norms a bias: y = rmsnorm(x) * w + bias."""
@@ -124,30 +129,43 @@ class ModelSlimConfig(QuantizationConfig):
         return TwoLevelInt4(size if grouped else None, packed=self.version == PACKED_VERSION)
 
 
-def _check_globals(given: Mapping[str, Any]) -> None:
+def _types(description: Mapping[str, object]) -> dict[str, str]:
+    """Tensor name -> type."""
+    types = {}
+    for name, value in description.items():
+        if "." in name:
+            if not isinstance(value, str):
+                raise CheckpointError(f"{FILE} gives {quote(name)} the type {show(value)}, must be a string.")
+            types[name] = value
+    return types
+
+
+def _check_globals(fields: Fields) -> None:
     for name, what in _REFUSED_GLOBALS.items():
-        if given.get(name):
-            raise UnsupportedModelError(f"{FILE} has {name}={given[name]!r}: {what} is not computed.")
-    unknown = sorted(set(given) - _GLOBALS - set(_REFUSED_GLOBALS))
+        if fields.given.get(name):
+            raise UnsupportedModelError(f"{FILE} has {name}={show(fields.given[name])}: {what} is not computed.")
+    unknown = sorted(fields.given.keys() - _GLOBALS - set(_REFUSED_GLOBALS))
     if unknown:
-        raise CheckpointError(f"{FILE} has keys that are not understood: {', '.join(unknown)}.")
+        raise CheckpointError(f"{FILE} has keys that are not understood: {list_names(unknown)}.")
 
 
-def _check_tensors(types: Mapping[str, Any]) -> None:
+def _check_tensors(types: Mapping[str, str]) -> None:
     for name, value in types.items():
         for part, what in _REFUSED_PARTS.items():
             if part in name:
-                raise UnsupportedModelError(f"{FILE} names {name}: {what} are not computed.")
+                raise UnsupportedModelError(f"{FILE} names {quote(name)}: {what} are not computed.")
         module, _, last = name.rpartition(".")
         whole = types.get(f"{module}.weight", value)
         if last not in ("bias", "module") and value != whole:
-            raise CheckpointError(f"{FILE} gives {name} the type {value!r} and {module}.weight {whole!r}.")
+            raise CheckpointError(
+                f"{FILE} gives {clip(name)} the type {show(value)} and its weight {show(whole)}; they must agree."
+            )
 
 
 def _not_computed(quant_type: str, kind: str, prefix: str) -> str:
     why = f" ({_REASONS[quant_type]})" if quant_type in _REASONS else ""
     return (
-        f"{prefix} is stored as {quant_type}{why}, which is not computed for {kind} layers; computed are "
+        f"{prefix} is stored as {clip(quant_type, 40)}{why}, which is not computed for {kind} layers; computed are "
         f"{', '.join(scheme for scheme in scheme_types(kind) if scheme not in _REASONS)}. Use another quantization of "
         "this model, or its original float weights."
     )

@@ -202,7 +202,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"model.layers.0.self_attn.heads_rotation": "FLOAT"}, "rotations of heads are not computed"),
     "kronecker": ({"model.layers.0.mlp.kronecker_rotation_m": "FLOAT"}, "Kronecker rotations are not computed"),
     "smooth": ({"model.layers.0.mlp.up_proj.div.mul_scale": "FLOAT"}, "div.mul_scale"),
-    "unknown-global": ({"surprise": 1}, "keys that are not understood: surprise"),
+    "unknown-global": ({"surprise": 1}, "keys that are not understood: 'surprise'"),
 }
 
 

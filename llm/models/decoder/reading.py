@@ -20,7 +20,7 @@ def read_heads(reader: ConfigReader, *, default_kv_heads: int | None = None, def
 
 
 def read_rms_norm(reader: ConfigReader, default: float = 1e-6, kind: NormClass = RMSNorm) -> NormConfig:
-    return NormConfig(reader.number("rms_norm_eps", default), kind)
+    return NormConfig(reader.positive_number("rms_norm_eps", default), kind)
 
 
 def longest_sequence(reader: ConfigReader, rope: RopeParameters, default: int = 2048) -> int:

@@ -1,0 +1,236 @@
+"""Mutated model folders: whatever a stranger wrote, only this project's errors come out, within time and memory.
+
+`python tests/fuzz/folders.py --hours 2` runs new seeds and prints each finding with the seed that repeats it:
+`python tests/fuzz/folders.py --seed 17`. `test_fuzz_folders.py` runs a few seeds in CI.
+
+Each seed changes one JSON file of a small folder (config, quantization, tokenizer, index) or its template, opens the
+folder and asks for one token and one chat. A worker process works through seeds with limits; the parent sees it die,
+hang or raise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SECONDS_PER_SEED = 30
+MEMORY_BYTES = 12 << 30
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 10**9, 2**31, 2**63, 10**30, 0.0, -1.5, 1e308, float("inf"), float("nan"),
+    "", "x", "int", "group", "re:(.+)+!$", "re:[", "re:.*", "\udc80", "\x1b[2J", "a" * 5000,
+    [], [None], [[]], ["x"], [0],
+    [-1, 2**40], {}, {"x": 1}, {"": None},
+)  # fmt: skip
+TEMPLATES = (
+    "{{ 10**10**8 }}",
+    "{{ 'a' * 10**10 }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{{ '%09999999999d' % 1 }}",
+    "{{ messages.content.a.b }}",
+    "{% for %}",
+    "{{ raise_exception('no') }}",
+    "{{ 'a'.center(10**10) }}",
+    "{{ 'a'|center(10**10) }}",
+    "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ messages[0].content }}",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What went wrong: the seed that repeats it, and what was seen."""
+
+    seed: int
+    what: str
+
+
+def bases(folder: Path) -> list[Path]:
+    """The folders that seeds start from: the embedded model, as it is and saved in both formats of integers."""
+    from llm import LLM
+    from llm.api import EMBEDDED_MODEL
+
+    plain = folder / "plain"
+    if not plain.exists():
+        for format in ("compressed-tensors", "modelslim"):
+            with LLM(quantization="w8a8", num_threads=1) as llm:
+                llm.save_quantized(folder / format, format)
+        shutil.copytree(EMBEDDED_MODEL, plain)
+    return [plain, folder / "compressed-tensors", folder / "modelslim"]
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) below a JSON value; of long lists and objects only some."""
+    if isinstance(value, dict):
+        keys: list[Any] = list(value)
+    else:
+        keys = list(range(len(value))) if isinstance(value, list) else []
+    for key in keys[:200]:
+        yield value, key
+        yield from places(value[key])
+
+
+def mutated(seed: int, base: Path, folder: Path) -> None:
+    """Write `base` into the new `folder`, with one file changed as `seed` says."""
+    draw = random.Random(seed)
+    folder.mkdir()
+    for file in base.iterdir():
+        if file.suffix in {".json", ".safetensors"}:
+            os.link(file, folder / file.name)
+    names = sorted(file.name for file in folder.glob("*.json"))
+    name = draw.choice([*names, "config.json", "config.json", "chat_template.jinja"])
+    if name == "chat_template.jinja":
+        (folder / name).write_text(draw.choice(TEMPLATES))
+        return
+    text = (folder / name).read_text()
+    (folder / name).unlink()
+    if draw.random() < 0.05:  # cut or damaged as text
+        cut = draw.randrange(len(text))
+        (folder / name).write_text(draw.choice([text[:cut], text[:cut] + "\x00" + text[cut:], "[" * 10**5]))
+        return
+    value = json.loads(text)
+    for _ in range(draw.choice([1, 1, 1, 2, 4])):
+        container, key = draw.choice(list(places(value)))
+        action = draw.random()
+        if action < 0.15:
+            del container[key]
+        elif action < 0.25 and isinstance(container, dict):
+            container[draw.choice(["x", "quantization_config", "rope_scaling", "text_config", key + "x"])] = (
+                draw.choice(ODD)
+            )
+        else:
+            container[key] = draw.choice(ODD)
+        if not any(True for _ in places(value)):
+            break
+    (folder / name).write_text(json.dumps(value))
+
+
+def open_folder(folder: Path) -> None:
+    """What a user does first: open, generate, chat."""
+    from llm import LLM, SamplingParams
+    from llm.base.errors import LLMError
+
+    params = SamplingParams(max_tokens=1, temperature=0)
+    for step in (
+        lambda llm: llm.generate("In the beginning", params, use_tqdm=False),
+        lambda llm: llm.chat([{"role": "user", "content": "hi"}], params, use_tqdm=False),
+    ):
+        try:
+            with LLM(folder, num_threads=1, max_num_seqs=2, kv_cache_memory_bytes=1 << 22, max_model_len=64) as llm:
+                step(llm)
+        except LLMError as error:
+            check_message(str(error))
+
+
+def check_message(text: str) -> None:
+    """One sentence that a terminal can show."""
+    assert text and len(text) < 2000, f"a message of {len(text)} characters: {text[:200]!r}"
+    assert all(char.isprintable() or char == "\n" for char in text), f"not printable: {text[:300]!r}"
+
+
+def work(seeds: list[int], folder: Path, one: Callable[[Path], None] = open_folder) -> None:
+    """The worker: prints a line per seed."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    import warnings
+
+    warnings.simplefilter("ignore")
+    starts = bases(folder)
+    for seed in seeds:
+        print("start", seed, flush=True)
+        case = Path(tempfile.mkdtemp(dir=folder)) / "case"
+        mutated(seed, starts[seed % len(starts)], case)
+        try:
+            one(case)
+            said = "ok"
+        except BaseException as error:
+            last = [frame for frame in traceback.extract_tb(error.__traceback__) if "/llm/" in frame.filename][-1:]
+            where = f"{last[0].filename.rpartition('/llm/')[2]}:{last[0].lineno}" if last else "?"
+            said = f"{type(error).__name__} at {where}: {str(error)[:200]!r}"
+        shutil.rmtree(case.parent)
+        print("done", seed, said, flush=True)
+
+
+def run(seeds: range, folder: Path, seconds_per_seed: float = SECONDS_PER_SEED) -> Iterator[Finding]:
+    """Work through the seeds; a worker that dies or hangs is a finding, and the next goes on after it."""
+    left = list(seeds)
+    while left:
+        command = [sys.executable, __file__, "--work", str(left[0]), str(left[-1] + 1), "--folder", str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
+            lines, errors = _watch(worker, seconds_per_seed)
+        done = {int(line.split()[1]): line.split(maxsplit=2)[2].strip() for line in lines if line.startswith("done")}
+        yield from (Finding(seed, said) for seed, said in done.items() if said != "ok")
+        started = [int(line.split()[1]) for line in lines if line.startswith("start")]
+        if not started:
+            raise RuntimeError(f"the worker did not start: {errors[-2000:]}")
+        if started[-1] not in done:
+            how = "hangs" if worker.returncode == -9 else f"dies with {worker.returncode}"
+            yield Finding(started[-1], f"{how}: {errors[-300:]!r}")
+        left = [seed for seed in left if seed > started[-1]]
+
+
+def _watch(worker: subprocess.Popen[str], seconds: float) -> tuple[list[str], str]:
+    """All lines; a worker that prints none for too long is killed. The first is given time to start."""
+    import threading
+
+    lines: list[str] = []
+    errors: list[str] = []
+    readers = [
+        threading.Thread(target=lambda: lines.extend(iter(worker.stdout.readline, ""))),  # type: ignore[union-attr]
+        threading.Thread(target=lambda: errors.append(worker.stderr.read())),  # type: ignore[union-attr]
+    ]
+    for reader in readers:
+        reader.start()
+    count, since = 0, time.monotonic() + 60
+    while readers[0].is_alive():
+        readers[0].join(0.2)
+        if len(lines) != count:
+            count, since = len(lines), time.monotonic()
+        if time.monotonic() - since > seconds:
+            worker.kill()
+    readers[1].join()
+    return lines, "".join(errors)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hours", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, help="run this one, in this process")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(list(range(*args.work)), args.folder)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        if args.seed is not None:
+            starts = bases(Path(folder))
+            mutated(args.seed, starts[args.seed % len(starts)], Path(folder) / "case")
+            open_folder(Path(folder) / "case")
+            return 0
+        end, seed, found = time.monotonic() + 3600 * args.hours, args.first, 0
+        while time.monotonic() < end:
+            for finding in run(range(seed, seed + 100), Path(folder)):
+                print(f"seed {finding.seed}: {finding.what}", flush=True)
+                found += 1
+            seed += 100
+        print(f"{seed - args.first} seeds, {found} findings")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Numbers and patterns of strangers' configs: refused before they cost time or memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded import copy_model, open_llm
+
+from llm.base.errors import LLMError
+from llm.quantization.matching import matches
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, must be an integer from 1 to 10000"),
+        ({"num_hidden_layers": 9999}, "9999 layers, and the checkpoint holds"),
+        ({"rms_norm_eps": INFINITE}, "rms_norm_eps is inf"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, must be a number above 0"),
+        ({"rope_theta": 0, "rope_parameters": None}, "rope_theta is 0"),
+        ({"vocab_size": 2**63}, "vocab_size is 9223372036854775808"),
+        ({"architectures": 7}, "architectures is 7"),
+        ({"eos_token_id": -5}, "eos_token_id is -5"),
+        ({"\x1b[31m" * 99: 1}, "keys that are not understood"),
+    ],
+    ids=str,
+)
+def test_what_no_model_has_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(LLMError, match=says) as caught, open_llm(copy_model(tmp_path / "model", config=changes)):
+        pass
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+
+
+NAME = "model.layers.10.self_attn.qkv_proj"
+ENDLESS = (
+    r"(.+)+!$",
+    r"(?:.*)*",
+    r"(a|b)*c",
+    r"(a?)*",
+    ".?" * 40,
+    "(.|.)" * 40,
+    ".*" * 9 + "!",
+    "(" * 5000,
+    "[",
+    r"((.)+x?){9}",
+)
+PUBLISHED = (
+    ".*lm_head",
+    r"model\.layers\.\d+\.(self_attn|mlp)\..*",
+    "^(?!.*(?:gate|up)).*$",
+    ".*a.*b.*(d|e)_proj.*",
+)
+
+
+@pytest.mark.parametrize("pattern", ENDLESS)
+def test_patterns_that_never_end_are_refused_at_once(pattern: str) -> None:
+    started = time.thread_time()
+    with pytest.raises(LLMError, match="the pattern re:"):
+        matches(NAME, f"re:{pattern}")
+    assert time.thread_time() - started < 1
+
+
+def test_patterns_of_published_checkpoints_match() -> None:
+    assert [matches(NAME, f"re:{pattern}") for pattern in PUBLISHED] == [False, True, True, False]
