@@ -1,5 +1,5 @@
-"""`python -m llm kernels bench`: the rates of the products here, next to PyTorch's own and to what memory gives, and
-what a call takes (bench_calls.py).
+"""`python -m llm kernels bench`: rates of the GEMMs beside PyTorch's and the memory rate, and the time of one call
+(bench_calls.py).
 
 Ours and PyTorch's alternate in the same process; the best and the median of the repetitions are shown. Few rows are
 measured over more weights than the caches hold, ours as decoding runs them: recorded, and repeated without Python in

@@ -20,7 +20,7 @@ def add_command(commands: Any) -> None:
     choices = tuple(build.TARGETS)
     action.add_argument("--target", choices=choices, action="append", help="instruction set (default: the best here)")
     action.add_argument("--force", action="store_true", help="compile again")
-    action = actions.add_parser("bench", help="rates of the matrix products, next to PyTorch's, and what a call takes")
+    action = actions.add_parser("bench", help="rates of the GEMMs beside PyTorch's, and the time of one call")
     action.set_defaults(run=_bench)
     action.add_argument("--seconds", type=float, default=0.3, help="for each entry (default: %(default)s)")
 

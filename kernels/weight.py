@@ -1,7 +1,7 @@
-"""A weight as operations take it: one immutable value with everything that a product with it needs to know.
+"""A weight as operations take it: one immutable value with everything that a GEMM needs to know of it.
 
-Owns `Weight`, the names of its kinds and of what products make of their activations, and the checks that hold for
-every backend. A backend keeps the bits in a layout of its own by subclassing it; here a row is stored as it is, and of
+Owns `Weight`, the names of its kinds and of what a GEMM makes of its activations, and the checks that hold for every
+backend. A backend keeps the bits in a layout of its own by subclassing it; here a row is stored as it is, and of
 int4 two values in a byte. A checkpoint format says where the parts of a weight lie, a scheme which of them there are.
 """
 
@@ -25,7 +25,7 @@ W = TypeVar("W", bound="Weight")
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A matrix [n, k], and how products with it are computed.
+    """A matrix [n, k], and how a GEMM with it is computed.
 
     W[i, j] = w[i, j] of a float kind; of integers (w[i, j] - zero[i, g]) * scale[i, g] with g = j // group_size, or
     table[w[i, j] + 8] in the place of w. Its tensors are those of the layer, so whoever frees or moves a layer's memory
@@ -38,11 +38,11 @@ class Weight:
         zero: [n, groups], None: 0 everywhere.
         group_size: columns that share a scale; 0: all of a row.
         table: float32 [16], the values that int4 stands for; None: -8 to 7.
-        activations: "float": products read them as they are; "bfloat16": rounded to it, for a bfloat16 weight; "int8":
+        activations: "float": GEMMs read them as they are; "bfloat16": rounded to it, for a bfloat16 weight; "int8":
             quantized, by each row's largest or by `input_scale`.
         input_scale: of static int8 activations, q = round(x / input_scale) + input_offset; 0: each row has its own.
         input_offset: a whole number in [-128, 127].
-        bias: float [n], added to products; None: none.
+        bias: float [n], added to the GEMM's result; None: none.
 
     Raises:
         ValueError: the parts do not fit each other, or no product is defined for them.

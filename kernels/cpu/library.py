@@ -23,13 +23,13 @@ from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
 
 ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "amx", "none")
 
-# Elements of a result from which on its memory is kept, and how many bytes are.
+# Results of at least this many elements use pooled memory; the pool keeps at most this many free bytes.
 _POOLED = 1 << 18
 _MOST_FREE = 32 << 20
 
 
 class SignatureError(LLMError):
-    """The compiled kernels are not those that `signatures` declares."""
+    """The compiled kernels differ from what `signatures` declares."""
 
 
 class Library:
@@ -41,7 +41,7 @@ class Library:
     Attributes:
         target: what it was compiled for, of `build.TARGETS`.
         path: the file.
-        recorder: the program that notes calls (program.py), None: nobody does.
+        recorder: the program that records calls (program.py), or None.
         pool: the memory of large results.
         entries: every kernel, called with what its signature's `pack` returns.
     """
@@ -80,7 +80,7 @@ class Library:
         return torch.empty_like(x) if x.numel() < _POOLED else self.empty(*x.shape)
 
     def call(self, kernel: Signature, *arguments: Any) -> int:
-        """What the kernel returns, 0 where it returns nothing.
+        """Call a kernel; returns what it returns, 0 for void.
 
         Python checks the number of arguments and which are floats: the caller answers for their order and for shapes,
         types and the lifetime of what they point to.
@@ -93,16 +93,16 @@ class Library:
         return result
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function `name`, which is no kernel: no program notes its calls."""
+        """The function `name`, which is not a kernel: its calls are never recorded."""
         return FUNCTIONS[name].bind(self._handle)
 
     @property
     def has_tiles(self) -> bool:
-        """Whether products use matrix tiles (gemm_tiles.h)."""
+        """Whether GEMMs use AMX tiles (gemm_tiles.h)."""
         return self.target == "amx"
 
     def ask_large_pages(self, address: int, nbytes: int, written: bool = False) -> None:
-        """For memory that is read or written from end to end; `written`: it holds something already (memory.cpp)."""
+        """Ask for huge pages for memory read from end to end; `written`: it holds data already (memory.cpp)."""
         self.function("llm_large_pages")(address, nbytes, written)
 
     def end_threads(self) -> None:

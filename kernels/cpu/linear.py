@@ -1,6 +1,6 @@
-"""Products with weights of any kind, and rows of tables: one call each, whatever the weight.
+"""The GEMM and the embedding, for weights of any kind: one call each.
 
-Twins of the functions of the same names in `kernels/reference/linear.py`, the library first.
+The operations of `kernels/reference/linear.py`, with the library as their first argument.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ _EMBEDDING = KERNELS["llm_embedding"]
 def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
     """y = x W^T + bias: x float32 [..., K] -> float32 [..., N].
 
-    With float activations each output is one chain of fused multiply-adds over k = 0 ... K-1, then the bias; with
-    matrix tiles and a bfloat16 weight it is the chain of gemm_tiles.h. With int8 activations the bits are those of the
-    definition.
+    With float activations each output is one chain of FMAs over k = 0 ... K-1, then the bias. With AMX a bfloat16
+    weight has the chain of gemm_tiles.h. With int8 activations the bits are those of the reference.
     """
     if x.dtype != torch.float32 or x.shape[-1] != weight.k:
         raise ValueError(f"activations are float32 [..., {weight.k}], got {x.dtype} {list(x.shape)}")
@@ -28,7 +27,7 @@ def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tens
         x = x.contiguous()
     out = library.empty(*x.shape[:-1], weight.n)
     rows = x.numel() // weight.k if weight.k else out.numel() // max(1, weight.n)
-    # Not by `Library.call`: this is the call that a step makes most of, and it saves a frame.
+    # Not by `Library.call`: steps make this call most often, and it saves a frame.
     entry = library.entries[_LINEAR]
     slots = _LINEAR.pack(weight.address, x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads())
     result = entry(slots)
@@ -41,9 +40,9 @@ def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tens
 
 
 def embedding(library: Library, token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
-    """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id that is none.
+    """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id outside [0, N).
 
-    Tables are of floats, or of int8 with one scale per row.
+    The weight is of floats, or of int8 with one scale per row.
     """
     if not weight.is_float and not _has_row_scales(weight):
         raise ValueError(f"a table of {weight.kind} is read by id with one scale per row and no zero points alone")

@@ -1,7 +1,7 @@
-"""Memory for the results of kernels, used again as soon as their last reader lets go of it.
+"""A pool of memory for the results of kernels: a block is reused once the last tensor on it is gone.
 
-Owns `Pool`. A result of some megabytes that is allocated anew for every layer costs more than computing it: the system
-hands out its pages one by one, each filled with zeros, and takes them back a moment later.
+Owns `Pool`. Allocating some megabytes anew for every layer costs more than computing them: the system hands out pages
+one by one, zeroed, and takes them back a moment later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-# Blocks begin on a cache line, those of a large page and more on a large page.
+# Blocks are aligned to cache lines, those of 2 MiB and more to huge pages.
 _LINE = 64
 _LARGE_PAGE = 1 << 21
 
@@ -33,7 +33,7 @@ class Pool:
         most_free: bytes to keep for later, or twice the largest block where that is more; the block that has waited
             longest goes first.
         sizes: a block's size for a number of bytes. Coarser sizes fit more often.
-        prepare: called with the address and size of a new block of a large page and more.
+        prepare: called with the address and size of each new block of at least one huge page.
 
     Attributes:
         made: how many blocks it has allocated.
@@ -52,8 +52,7 @@ class Pool:
         self._largest = 0
         self._free: list[np.ndarray] = []
         self._loans: dict[int, _Loan] = {}
-        # Blocks come back in any thread, in the midst of anything: that is two steps that no thread divides. The rest
-        # waits in turn.
+        # A weak reference gives its block back in any thread, between any two bytecodes: `_give_back` must not lock.
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -74,13 +73,13 @@ class Pool:
         self._free.append(loan.block)
 
     def clear(self) -> None:
-        """Let go of what nobody uses."""
+        """Free all unused blocks."""
         with self._lock:
             del self._free[:]
 
     @property
     def free_bytes(self) -> int:
-        """What waits to be used again."""
+        """Bytes of unused blocks."""
         with self._lock:
             return self._trim()
 
@@ -101,7 +100,7 @@ class Pool:
         return block
 
     def _trim(self) -> int:
-        """Let go of the oldest until the rest is not too much; how much that is."""
+        """Free the oldest unused blocks until the rest is within the limit; returns the bytes that are left."""
         left = sum(block.nbytes for block in list(self._free))
         while left > max(self._most_free, 2 * self._largest):
             left -= self._free.pop(0).nbytes

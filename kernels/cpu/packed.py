@@ -1,4 +1,4 @@
-"""Weights in panels of 16 rows, as the kernels read them: packing once, and back, bit for bit.
+"""Weights in panels of 16 output channels, as the kernels read them: packing and, bit for bit, unpacking.
 
 Owns `PanelWeight`, which the kernels are handed as one struct, and `pack`, the twin of that in `kernels/reference`.
 kernels/README.md draws the panels.
@@ -18,9 +18,9 @@ from llm.kernels.cpu.tensors import pointer
 from llm.kernels.weight import ACTIVATIONS, KINDS, Weight, kind_of
 
 LANES = 16
-# Bytes of the pages that large weights lie in where the system has them: fewer addresses to translate.
+# Bytes of a huge page: large weights lie in them, where the system has them, for fewer TLB misses.
 _LARGE_PAGE = 2 << 20
-# Kind -> the type of its panels, and how many k of a row lie side by side in them.
+# Kind -> the element type of its panels, and how many k of an output channel lie side by side.
 _PANELS = {
     "float32": (torch.float32, 1),
     "bfloat16": (torch.bfloat16, 2),
@@ -155,7 +155,7 @@ def _size(kind: str, n: int, k: int) -> tuple[torch.dtype, int]:
 
 
 def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for panels, from the start of a large page on where there is enough of it, so that few are left out."""
+    """Memory for panels; from one huge page on it is aligned to huge pages."""
     data = torch.empty(size, dtype=dtype)
     if data.nbytes >= _LARGE_PAGE:
         room = torch.empty(data.nbytes + _LARGE_PAGE, dtype=torch.uint8)
@@ -166,7 +166,7 @@ def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _move_to_large_pages(lib: Library, data: torch.Tensor) -> None:
-    """What `_allocate` asked for comes too late where the memory was used before, in small pages."""
+    """For memory that was in use before `_allocate` asked: it lies in small pages already."""
     if data.nbytes >= _LARGE_PAGE:
         lib.ask_large_pages(data.data_ptr(), data.nbytes, written=True)
 

@@ -1,4 +1,4 @@
-"""The method of all integer schemes: storage in, the kernel's weight out, and products with it.
+"""The method of all integer schemes: it makes the kernel's weight from a storage, and multiplies with it.
 
 It gets the integers of its layer from a `WeightStorage` and packs them once. It never sees a file and never makes the
 weight float again.
