@@ -1,4 +1,4 @@
-"""Twelve vLLM scripts run here after changing only their imports.
+"""Thirteen vLLM scripts run here after changing only their imports.
 
 Each script of `vllm_scripts/` is one that vLLM runs when `llm` is replaced by `vllm` in its import lines and MODEL
 names a model; here they run on the embedded model, in this process, and what they print is checked.
@@ -10,6 +10,7 @@ import ast
 import json
 import re
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,18 +22,31 @@ SCRIPTS = sorted((Path(__file__).parents[1] / "vllm_scripts").glob("*.py"))
 
 # What vLLM has at the same path, with `vllm` for `llm`; of its names, those that the scripts may use.
 VLLM_NAMES = {
-    "llm": {"LLM", "SamplingParams", "TextPrompt", "TokensPrompt", "PromptType", "RequestOutput", "CompletionOutput"},
+    "llm": {
+        "LLM",
+        "SamplingParams",
+        "TextPrompt",
+        "TokensPrompt",
+        "PromptType",
+        "RequestOutput",
+        "CompletionOutput",
+        "EngineArgs",
+    },
+    "llm.utils.argparse_utils": {"FlexibleArgumentParser"},
     "llm.inputs": {"TextPrompt", "TokensPrompt", "PromptType"},
     "llm.outputs": {"RequestOutput", "CompletionOutput"},
     "llm.sampling_params": {"SamplingParams", "RequestOutputKind", "BeamSearchParams", "StructuredOutputsParams"},
 }
-VLLM_METHODS = {"generate", "chat", "get_tokenizer", "beam_search"}
+VLLM_METHODS = {"generate", "chat", "get_default_sampling_params", "get_tokenizer", "beam_search"}
 VLLM_ARGUMENTS = set(ARGUMENTS) - {"device", "verbose"}
 SAMPLING_PARAMS = {
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids"),
     *("ignore_eos", "logprobs", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "output_kind"),
     *("extra_args", "structured_outputs"),
 }
+
+# What is written after a script's name.
+ARGUMENTS_OF = {"command_line": ("--max_model_len", "128", "--enforce-eager", "--max-tokens=6", "--temperature", "0")}
 
 
 def basic(printed: str) -> None:
@@ -128,11 +142,16 @@ def structured_outputs(printed: str) -> None:
     assert set(json.loads(lines["json"])) == {"name", "age"}
 
 
+def command_line(printed: str) -> None:
+    assert len(re.findall(r"^Prompt: '.+'\nGenerated text: ['\"].+['\"]$", printed, re.MULTILINE)) == 3
+    assert re.findall(r"^\d+ tokens at most$", printed, re.MULTILINE) == ["6 tokens at most"]
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     check.__name__: check
     for check in (
         *(basic, batch_params, chat, token_prompts, seeds_logprobs, stopping, prefix_caching, engine_args),
-        *(chat_template, greedy_fields, beam_search, structured_outputs),
+        *(command_line, chat_template, greedy_fields, beam_search, structured_outputs),
     )
 }
 
@@ -140,12 +159,13 @@ CHECKS: dict[str, Callable[[str], None]] = {
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_script(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MODEL", raising=False)
+    monkeypatch.setattr(sys, "argv", [str(path), *ARGUMENTS_OF.get(path.stem, ())])
     runpy.run_path(str(path), run_name="__main__")
     CHECKS[path.stem](capsys.readouterr().out)
 
 
-def test_there_are_twelve() -> None:
-    assert len(SCRIPTS) == 12
+def test_there_are_thirteen() -> None:
+    assert len(SCRIPTS) == 13
     assert {path.stem for path in SCRIPTS} == set(CHECKS)
 
 
