@@ -25,7 +25,7 @@ class LinearBase(PluggableLayer):
     """y = x W^T + bias, with the weight behind `quant_method`.
 
     Shapes: x float [..., K] -> y float [..., N]. Sizes are of the whole matrix; this rank holds
-    `output_partition_sizes` rows and `input_size_per_partition` columns of it.
+    `output_partition_sizes` rows and `input_size_per_partition` columns of W.
 
     Args:
         input_size: K.
@@ -245,7 +245,7 @@ class ColumnParallelLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Matrices over the same input, stacked: gate and up in one product. Shard ids are 0, 1, ...
+    """Matrices over the same input, stacked: gate and up in one GEMM. Shard ids are 0, 1, ...
 
     Further arguments: `ColumnParallelLinear`.
     """

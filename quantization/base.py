@@ -30,7 +30,7 @@ class QuantizeMethodBase(ABC):
         source: who asked for it, e.g. "quant_model_description.json".
         reason: why this layer got it, in a few words.
         kernel: what computes it, e.g. "cpu kernel avx512_vnni" or "PyTorch"; "" where nobody says.
-        invariant: whether the bits that a token gets depend on that token alone; see `EngineConfig.invariant`.
+        invariant: whether the bits of a token do not depend on the rest of the batch; see `EngineConfig.invariant`.
     """
 
     invariant: bool = False

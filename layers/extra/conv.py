@@ -1,4 +1,4 @@
-"""Convolutions over images and video: a matrix product where patches do not overlap, as in patch embeddings."""
+"""Convolutions over images and video: a GEMM where patches do not overlap, as in patch embeddings."""
 
 from __future__ import annotations
 

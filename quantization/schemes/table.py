@@ -20,7 +20,7 @@ class Scheme:
     Attributes:
         name: as ModelSlim's description files spell it.
         kind: of the weight, "int8" or "int4" (`llm.kernels.weight.KINDS`).
-        activations: what products make of them (`llm.kernels.weight.ACTIVATIONS`).
+        activations: what a GEMM makes of them (`llm.kernels.weight.ACTIVATIONS`).
         static: activations have one scale and offset for the layer; else each token has its own scale.
         layers: kinds of layers it serves.
         checks: what a weight must be like; each raises `CheckpointError`.
