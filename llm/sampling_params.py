@@ -236,8 +236,8 @@ class SamplingParams:
             self.logits_processors = as_list("logits_processors", self.logits_processors, "a list of callables")
         if isinstance(self.logit_bias, Mapping):
             self.logit_bias = {plain_number(key): plain_number(value) for key, value in self.logit_bias.items()}
-        self.seed = None if self.seed == -1 else self.seed
-        self.top_k = 0 if self.top_k == -1 else self.top_k
+        self.seed = None if isinstance(self.seed, int) and self.seed == -1 else self.seed
+        self.top_k = 0 if isinstance(self.top_k, int) and self.top_k == -1 else self.top_k
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sized
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeGuard
 
 from llm.base.errors import ValidationError
 from llm.base.text import show
+
+_LONGEST_LIST = 1 << 20
+_DEEPEST = 200
 
 
 def refuse(name: str, value: object, right: str) -> NoReturn:
@@ -55,11 +59,21 @@ def as_list(name: str, value: object, right: str) -> list[Any]:
         return []
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         refuse(name, value, right)
-    return [plain_number(item) for item in value]
+    if isinstance(value, Sized) and len(value) > _LONGEST_LIST:
+        refuse(name, value, f"{right} (at most {_LONGEST_LIST})")
+    items = [plain_number(item) for item in itertools.islice(value, _LONGEST_LIST + 1)]
+    if len(items) > _LONGEST_LIST:
+        refuse(name, value, f"{right} (at most {_LONGEST_LIST})")
+    return items
 
 
-def copy_containers(value: Any) -> Any:
-    """A deep copy of lists and dicts. What they hold is shared, not copied."""
+def copy_containers(value: Any, depth: int = 0) -> Any:
+    """A deep copy of lists and dicts. What they hold is shared, not copied.
+
+    Raises `ValidationError` for one that holds itself, or is nested as deeply as that.
+    """
+    if depth > _DEEPEST:
+        raise ValidationError(f"extra_args are nested more than {_DEEPEST} deep, or hold themselves; pass plain data.")
     if type(value) is dict:
-        return {key: copy_containers(item) for key, item in value.items()}
-    return [copy_containers(item) for item in value] if type(value) is list else value
+        return {key: copy_containers(item, depth + 1) for key, item in value.items()}
+    return [copy_containers(item, depth + 1) for item in value] if type(value) is list else value

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from embedded import copy_model, open_llm
 
+from llm import SamplingParams
 from llm.base.errors import LLMError
 from llm.quantization.matching import matches
 
@@ -67,3 +70,23 @@ def test_patterns_that_never_end_are_refused_at_once(pattern: str) -> None:
 
 def test_patterns_of_published_checkpoints_match() -> None:
     assert [matches(NAME, f"re:{pattern}") for pattern in PUBLISHED] == [False, True, True, False]
+
+
+def test_lists_of_a_request_are_bounded() -> None:
+    for endless in (range(10**9), itertools.count()):
+        with pytest.raises(LLMError, match="stop_token_ids must be a list of token ids"):
+            SamplingParams(stop_token_ids=endless)  # type: ignore[arg-type]
+    assert SamplingParams(stop_token_ids=[5]).stop_token_ids == [5]
+
+
+def test_extra_args_that_hold_themselves_are_refused() -> None:
+    loop: dict[str, Any] = {}
+    loop["a"] = [loop]
+    with pytest.raises(LLMError, match="extra_args are nested"):
+        SamplingParams(extra_args=loop).clone()
+
+
+@pytest.mark.parametrize("name", ["top_k", "seed", "n", "temperature", "max_tokens", "logprobs"])
+def test_a_tensor_in_a_scalar_field_is_refused(name: str) -> None:
+    with pytest.raises(LLMError, match=rf"{name} must be .*, got tensor"):
+        SamplingParams(**{name: torch.tensor([1, 2])})
