@@ -96,7 +96,7 @@ class Preprocessor:
             except ValidationError as error:
                 problems[index] = error
         _raise_problems(problems, len(parsed))
-        if any(_is_open(given, row) for given, row in zip(per_row, rows, strict=True)):
+        if params is not None and any(_is_open(given, row) for given, row in zip(per_row, rows, strict=True)):
             _note_open_ends()
         return rows
 
