@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 logger = logging.getLogger("llm")
 
 
@@ -26,9 +24,12 @@ _has_warned = False
 
 
 @contextmanager
-def warn_of_busy_cores() -> Iterator[None]:
-    """Warn, once a process, when other threads ran on the cores of what is computed meanwhile."""
-    if _THREAD is None:
+def warn_of_busy_cores(threads: int) -> Iterator[None]:
+    """Warn, once a process, when other programs ran on the cores of what `threads` compute meanwhile.
+
+    One thread is not told of it: it waits for no other, and cannot be made less.
+    """
+    if _THREAD is None or threads == 1:
         yield
         return
     before = _taken_away(), time.thread_time(), time.perf_counter()
@@ -36,7 +37,7 @@ def warn_of_busy_cores() -> Iterator[None]:
     seconds = time.perf_counter() - before[2]
     lost = seconds - (time.thread_time() - before[1])
     if has_fought(seconds, lost, _taken_away() - before[0]):
-        _warn(lost / seconds)
+        _warn(lost / seconds, threads)
 
 
 def has_fought(seconds: float, lost: float, taken_away: int) -> bool:
@@ -54,7 +55,7 @@ def _taken_away() -> int:
     return resource.getrusage(_THREAD).ru_nivcsw if _THREAD is not None else 0
 
 
-def _warn(share: float) -> None:
+def _warn(share: float, threads: int) -> None:
     global _has_warned
     if not _has_warned:
         _has_warned = True
@@ -62,5 +63,5 @@ def _warn(share: float) -> None:
             "other programs ran on this call's cores for %d%% of its time; it is faster without them, or with fewer "
             "threads than %d: LLM(num_threads=...).",
             round(100 * share),
-            torch.get_num_threads(),
+            threads,
         )

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic, perf_counter, time
 
+import torch
+
 from llm.base.errors import LogitsProcessorError
 from llm.config.engine import EngineConfig
 from llm.engine.cores import warn_of_busy_cores
@@ -98,7 +100,7 @@ class Engine:
     def run(self, prompts: Sequence[PromptState], between_steps: Callable[[], None]) -> None:
         """Step until these prompts are done; rows of suspended streams advance along with them."""
         try:
-            with warn_of_busy_cores():
+            with warn_of_busy_cores(self.config.num_threads or torch.get_num_threads()):
                 for completion in (completion for prompt in prompts for completion in prompt.completions):
                     while completion.request.finish_reason is None:
                         self.step()

@@ -28,7 +28,7 @@ def spin() -> None:
 
 @needs_linux
 def test_one_warning_on_a_shared_core(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Against three busy processes on one core; asleep beside them it says nothing."""
+    """Against three busy processes on one core; asleep beside them, or with one thread, it says nothing."""
     monkeypatch.setattr(cores, "_has_warned", False)
     monkeypatch.setattr(cores, "_LEAST_SECONDS", 0.5)
     allowed = os.sched_getaffinity(0)
@@ -38,14 +38,15 @@ def test_one_warning_on_a_shared_core(monkeypatch: pytest.MonkeyPatch, caplog: p
         for other in others:
             other.start()
         with caplog.at_level(logging.WARNING, logger="llm"):
-            with cores.warn_of_busy_cores():
+            with cores.warn_of_busy_cores(2):
                 time.sleep(1)
             assert not caplog.records
-            for _ in range(2):
-                with cores.warn_of_busy_cores():
+            for threads in (1, 2, 2):
+                with cores.warn_of_busy_cores(threads):
                     deadline = time.monotonic() + 1
                     while time.monotonic() < deadline:
                         pass
+                assert len(caplog.records) == (threads > 1)
     finally:
         os.sched_setaffinity(0, allowed)
         for other in others:
