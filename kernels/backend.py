@@ -1,8 +1,8 @@
-"""How a platform computes: the one object that layers, quantization methods, sampler and runner ask for operations.
+"""How a platform computes: the object from which layers, quantization methods, sampler and runner get operations.
 
 Owns `Backend` and the table of operations; `llm.kernels.select` gives a platform's backend. An operation has one name
-and one signature. `kernels/reference` defines it in plain PyTorch, and a backend computes it with a kernel of its own
-or leaves it to the definition.
+and one signature. `kernels/reference` defines it in plain PyTorch; a backend has a kernel for it or uses the
+definition.
 
 A new backend is a folder beside `cpu/` with a subclass of `Backend`, and one line: the `Platform.get_backend_cls` that
 names it.
@@ -59,7 +59,7 @@ Operation = Callable[..., Any]
 
 
 class NotRecordable(Exception):
-    """A step cannot be recorded; the message names what stands in the way."""
+    """A step cannot be recorded; the message says why."""
 
 
 class Program(Protocol):
@@ -68,7 +68,7 @@ class Program(Protocol):
     kept: list[Any]
 
     def run(self) -> bool:
-        """Compute again, from what its inputs hold now; False: an input was refused, and the outputs are undefined."""
+        """Replay on the current contents of the inputs. False: an input was refused and the outputs are undefined."""
 
 
 class Operations:
@@ -88,21 +88,21 @@ def definition(name: str) -> Operation:
 
 
 class Backend:
-    """The operations of one platform, and what is promised about them.
+    """The operations of one platform, and their guarantees.
 
     Args:
-        kernels: operation -> this backend's own implementation. The rest are the definitions in PyTorch.
+        kernels: operation -> this backend's kernel. The other operations use the definition in PyTorch.
         reason: why this backend was chosen.
         device: where its tensors are.
         pins: copies to `device` go through page-locked memory.
 
     Attributes:
-        name: what it is called in explanations.
+        name: its name in `llm.explain()`.
         variant: which of several builds this is, e.g. an instruction set; "": there is one.
         ops: all operations.
-        records: `record` works.
-        rounds_bf16_inputs: GEMMs with bfloat16 weights are faster with activations rounded to bfloat16, so that is
-            what they read where the model allows it (`Construction.may_round`).
+        records: True if `record` is supported.
+        rounds_bf16_inputs: GEMMs with bfloat16 weights are faster on activations rounded to bfloat16; activations are
+            rounded where the model allows it (`Construction.may_round`).
     """
 
     name: ClassVar[str] = ""
@@ -125,29 +125,29 @@ class Backend:
 
     @classmethod
     def of(cls, platform: Platform) -> Backend:
-        """The backend of `platform`. Asked for every layer, so it must answer with the same object while it can.
+        """The backend of `platform`. Called for every layer, so it should return the same object each time.
 
-        May be another class's, when this one cannot compute here; its `reason` says why.
+        May return an instance of another class if this one cannot compute here; its `reason` says why.
         """
         raise NotImplementedError
 
-    # --- What it computes, and what it promises. ---
+    # --- Operations and guarantees. ---
 
     def op(self, name: str) -> Operation:
         """The operation `name`; KeyError for a name that is not in `OPERATIONS`."""
         return vars(self.ops)[name]
 
     def computes(self, *names: str) -> bool:
-        """Whether all of these operations have a kernel of this backend."""
+        """True if this backend has a kernel for each of these operations."""
         return self._own.issuperset(names)
 
     def source(self, name: str) -> str:
-        """What `op(name)` is, for explanations: "cpu kernel avx512_vnni" or "PyTorch"."""
+        """What computes `op(name)`, for `llm.explain()`: "cpu kernel avx512_vnni" or "PyTorch"."""
         return f"{self.name} kernel {self.variant}".rstrip() if name in self._own else "PyTorch"
 
     @property
     def invariant(self) -> tuple[bool, str]:
-        """Whether every operation's bits are independent of the batch, and why (not)."""
+        """(True if no operation's bits depend on the batch, why or why not)."""
         missing = [name for name in OPERATIONS if name not in self._own]
         if missing:
             return False, f"PyTorch computes {', '.join(missing)}: rounding depends on the batch"
@@ -160,35 +160,35 @@ class Backend:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def kv_cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros for one tensor of a layer's state, such as its keys; memory is touched when written."""
+        """Zeros for one tensor of a layer's state, such as its keys; a page is committed when first written."""
         if self.device.type == "cpu":
             return _untouched_zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """The array on this backend's device; on a CPU in the memory that it has."""
+        """The array as a tensor on this backend's device; on a CPU it shares the array's memory."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor
         return (tensor.pin_memory() if self.pins else tensor).to(self.device, non_blocking=self.pins)
 
     def clear(self) -> None:
-        """Free the memory that is kept for later results, and end the threads; both come again with the next call."""
+        """Free the memory pool and end the worker threads; the next call creates both again."""
 
     # --- Recording. ---
 
     def record(self) -> AbstractContextManager[Program]:
-        """A context that computes as usual and notes what is computed, as a program that does the same again.
+        """A context in which operations run as usual and are recorded as a program that can be replayed.
 
         Raises:
-            NotRecordable: something computed that the program could not repeat; raised inside the context.
+            NotRecordable: the program could not replay an operation; raised inside the context.
         """
         raise NotRecordable(f"the {self.name} backend records nothing")
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros by calloc: `torch.zeros` would write, and so occupy, every page at once."""
+    """Zeros from calloc: `torch.zeros` would write, and so commit, every page at once."""
     count = int(np.prod(shape)) * dtype.itemsize
     storage = torch.from_numpy(np.zeros(count, dtype=np.uint8)).untyped_storage()
-    # Not a view: a view holds its base, and `ModelRunner.close` could not free what somebody else refers to.
+    # Not a view: a view keeps its base alive, and `ModelRunner.close` could not free memory that is still referenced.
     return torch.empty(0, dtype=dtype).set_(storage).resize_(shape)

@@ -1,10 +1,10 @@
-"""`python -m llm kernels bench`: rates of the GEMMs beside PyTorch's and the memory rate, and the time of one call
+"""`python -m llm kernels bench`: GEMM rates next to PyTorch's and to memory bandwidth, and the time of one call
 (bench_calls.py).
 
-Ours and PyTorch's alternate in the same process; the best and the median of the repetitions are shown. Few rows are
-measured over more weights than the caches hold, ours as decoding runs them: recorded, and repeated without Python in
-between (program.py). PyTorch's libraries choose their own instruction set: to compare with
-LLM_CPU_ISA=avx2, also set MKL_ENABLE_INSTRUCTIONS=AVX2 and FBGEMM_ENABLE_INSTRUCTIONS=AVX2.
+Ours and PyTorch's alternate in the same process; the best and the median of the repetitions are shown. With few rows,
+as in a decode step, the weights exceed the caches, and our GEMMs are recorded and replayed without Python
+(program.py). PyTorch's libraries choose their own instruction set: to compare with LLM_CPU_ISA=avx2, also set
+MKL_ENABLE_INSTRUCTIONS=AVX2 and FBGEMM_ENABLE_INSTRUCTIONS=AVX2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llm.kernels.weight import FLOAT_KINDS, Weight
 # (outputs, inputs): the feed-forward of a 0.5 B model, both ways, and a square.
 SHAPES = ((4864, 896), (896, 4864), (2048, 2048))
 ROWS = (1, 4, 16, 64, 240)
-# Few rows read this much weight before they come back to the first byte.
+# With few rows, the copies of a weight are this large together, so that none is in a cache when it is read again.
 _COLD_BYTES = 256 << 20
 _FEW_ROWS = 8
 _READ_BYTES = 1 << 28
@@ -35,7 +35,7 @@ _READ_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Line:
-    """One measurement: operations and bytes of weights and scales in a second, at best and in the median."""
+    """One measurement. best, median: operations per second; bytes_per_s: of weights and scales, at best."""
 
     name: str
     rows: int
@@ -70,7 +70,7 @@ Product = tuple[int, Calls]
 
 
 def _products(backend: Backend, shape: tuple[int, int], rows: int) -> Iterator[tuple[str, Product]]:
-    """Name -> (bytes of one weight and its scales, the product with each of several weights)."""
+    """(name, (bytes of one weight and its scales, the GEMM with each copy of the weight))."""
     n, k = shape
     pack, linear = backend.op("pack"), backend.op("linear")
 
@@ -87,7 +87,7 @@ def _products(backend: Backend, shape: tuple[int, int], rows: int) -> Iterator[t
         values = torch.randint(-8, 8, (n, k), dtype=torch.int8)
 
         def make() -> Weight:
-            """Each copy has scales of its own, which are read too."""
+            """Each copy has its own scales: they too must come from memory."""
             packed: Weight = pack(values, kind).scaled(torch.rand(n, -(-k // group)), group_size=group)
             return replace(packed, activations=activations)
 
@@ -135,7 +135,7 @@ def _measure(
 
 
 def _all_of(backend: Backend, name: str, calls: Calls, x: torch.Tensor) -> Callable[[], Any]:
-    """A function that makes all of `calls` once."""
+    """A function that runs each of `calls` once; few rows are replayed if the backend records."""
     if len(x) > _FEW_ROWS or not backend.records or name.startswith("torch"):
         return lambda: [call(x) for call in calls]
     with backend.record() as program:
@@ -151,6 +151,6 @@ def _time(function: Callable[[], Any]) -> float:
 
 
 def _read_rate() -> float:
-    """Bytes per second of a float32 matrix times a vector, at best."""
+    """Bytes per second of a float32 matrix-vector product, at best."""
     matrix, vector = torch.ones(_READ_BYTES // (4 * 4096), 4096), torch.ones(4096)
     return matrix.nbytes / min(_time(lambda: torch.mv(matrix, vector)) for _ in range(10))

@@ -1,7 +1,7 @@
-"""What calling an operation from Python takes: one short row, with next to nothing to compute.
+"""The cost of calling an operation from Python, on one short row where the arithmetic is negligible.
 
-Part of `python -m llm kernels bench`. Beside it the same call repeated by a recorded program, without Python: the
-kernel itself, its arguments unpacked.
+Part of `python -m llm kernels bench`. The same call is also timed as a recorded program, without Python: that is the
+kernel and the unpacking of its arguments.
 """
 
 from __future__ import annotations

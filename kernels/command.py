@@ -1,4 +1,4 @@
-"""`python -m llm kernels`: compile the CPU kernels ahead of time, and measure them."""
+"""`python -m llm kernels`: compiles the CPU kernels ahead of time, and measures them."""
 
 from __future__ import annotations
 

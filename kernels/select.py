@@ -1,4 +1,4 @@
-"""The backend of a platform: the one place where layers, quantization methods and the runner find theirs."""
+"""Which backend a platform has: layers, quantization methods and the runner all get theirs here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm.plugins import load_class
 
 
 def backend_for(platform: Platform | None) -> Backend:
-    """The backend of `platform`, its kernels compiled now if need be; None: the definitions in PyTorch."""
+    """The backend of `platform`, compiling its kernels if necessary; None: the definitions in PyTorch."""
     if platform is None:
         return REFERENCE
     cls: Any = load_class(
@@ -22,5 +22,5 @@ def backend_for(platform: Platform | None) -> Backend:
 
 
 def backend_of_construction() -> Backend:
-    """The backend of the model under construction; layers and quantization methods keep it, or operations of it."""
+    """The backend of the model under construction. Layers and quantization methods keep it, or operations of it."""
     return backend_for(construction().platform)

@@ -1,8 +1,8 @@
-"""The kernels as operations of PyTorch, `torch.ops.offline_llm.*`: what torch.compile(fullgraph=True) of a layer needs.
+"""The kernels as PyTorch operations, `torch.ops.offline_llm.*`, which torch.compile(fullgraph=True) of a layer needs.
 
-Nothing is registered, and nothing costs, before `register()` is called. Layers go on calling the kernels directly, as
-through PyTorch's dispatcher each call takes longer (kernels/README.md); only a tracer sees operations in their place.
-Not among them are those that write into what they are given: attention and the KV cache, soft caps.
+Nothing is registered before `register()` is called. Layers keep calling the kernels directly, because PyTorch's
+dispatcher makes each call slower (kernels/README.md); only a tracer sees these operations. Kernels that write into
+their arguments are left out: attention with the KV cache, and soft caps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 
 NAMESPACE = "offline_llm"
-# Their arguments and results are tensors and numbers: the schema is the twin's signature.
+# Operations on tensors and numbers only: the schema is the twin's signature.
 PLAIN = (
     *("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rotary_embedding", "log_softmax"),
     *("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "gelu_new", "quick_gelu", "relu", "relu2"),
 )
-# Operations with a weight -> their first argument. The weight is spelled out, field by field.
+# Operations with a weight -> the schema of their first argument; the fields of the weight are the other arguments.
 WITH_WEIGHT = {"linear": "Tensor x", "embedding": "Tensor token_ids"}
 _FIELDS = [item for item in dataclasses.fields(PanelWeight) if item.init and item.name != "library"]
 _NAMES = [item.name for item in _FIELDS]
@@ -43,10 +43,10 @@ _SCHEMA_TYPES = {
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Define `torch.ops.offline_llm.*` for this processor's kernels, and have tracers use them; once per process.
+    """Define `torch.ops.offline_llm.*` for this processor's kernels, and make tracers use them; once per process.
 
-    The operations keep what the kernels promise, bit for bit. They have fake kernels and no derivatives. The first call
-    imports PyTorch's compiler, about a second. Without compiled kernels they are the twins in PyTorch.
+    The operations give the kernels' bits. They have fake kernels and no autograd formulas. The first call imports
+    PyTorch's compiler, which takes about a second. Without compiled kernels the twins in PyTorch are registered.
     """
     backend = backend_for(select_platform("cpu")[0])
     library = torch.library.Library(NAMESPACE, "DEF")
@@ -68,12 +68,12 @@ def register() -> torch.library.Library:
 
 
 def _contiguous(twin: Callable[..., Any]) -> Callable[..., Any]:
-    """What the twin computes, without gaps as kernels leave it."""
+    """The twin with contiguous results, like the kernel's."""
     return lambda *arguments: tree_map(torch.Tensor.contiguous, twin(*arguments))
 
 
 def fields_of(weight: PanelWeight) -> tuple[Any, ...]:
-    """What an operation takes in the place of a weight."""
+    """The arguments that an operation takes in place of a weight."""
     return tuple(getattr(weight, name) for name in _NAMES)
 
 
@@ -96,7 +96,7 @@ _FAKES = {"linear": _fake_linear, "embedding": _fake_embedding}
 
 
 def _substitute(name: str) -> None:
-    """Have a tracer that meets the kernel record the operation."""
+    """Make a tracer that reaches the kernel record the operation instead."""
     operation = getattr(getattr(torch.ops, NAMESPACE), name).default
     if name in WITH_WEIGHT:
 

@@ -1,7 +1,7 @@
 """Attention over a paged cache in C++; `kernels/reference` defines it, attention.cpp documents the layout.
 
-Every call checks block tables and slots against the cache before it computes anything: an index that is out of range
-is an IndexError, not a stray read.
+Every call checks block tables and slots against the cache before it computes anything: an index out of range raises
+IndexError and reads no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import KINDS, pointer
 
-# Slots of a panel; attention.cpp has the same number as LANES.
+# Slots per panel; LANES in attention.cpp.
 PANEL = 16
 _ATTENTION = KERNELS["llm_paged_attention"]
 _WRITE = KERNELS["llm_write_kv_cache"]
@@ -24,7 +24,7 @@ _WRITE = KERNELS["llm_write_kv_cache"]
 def kv_cache_shapes(
     library: Library, spec: KVCacheSpec, num_blocks: int, block_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Keys [panels, kv_heads, head_size, 16] and values [panels, kv_heads, 16, head_size], with one panel to spare."""
+    """Keys [panels, kv_heads, head_size, 16] and values [panels, kv_heads, 16, head_size]; the last panel is spare."""
     panels = -(-num_blocks * block_size // PANEL) + 1
     return (panels, spec.num_kv_heads, spec.head_size, PANEL), (panels, spec.num_kv_heads, PANEL, spec.head_size)
 
@@ -37,7 +37,7 @@ def write_kv_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Store key and value float32 [N, kv_heads, head_size] at the slots int64 [N]; IndexError: no such slot."""
+    """Store key and value float32 [N, kv_heads, head_size] at the slots int64 [N]; IndexError for a bad slot."""
     key, value = _by_token(key), _by_token(value)
     tokens, kv_heads, head_size = key.shape
     slots = cache_sizes(key_cache)[0]
@@ -76,7 +76,7 @@ def paged_attention(
     """softmax(q k^T * scale) v; as `kernels.reference.attention.paged_attention`, in the layout of `kv_cache_shapes`.
 
     Raises:
-        IndexError: a block id is outside of the cache, or a row's numbers contradict each other.
+        IndexError: a block id is outside the cache, or a batch row's start and length contradict each other.
     """
     if metadata.plan is None:
         metadata.plan = _plan(metadata)
@@ -110,7 +110,10 @@ def paged_attention(
 
 
 def _plan(metadata: AttentionMetadata) -> tuple[Any, ...]:
-    """Once a step for all layers of a group: where the kernel finds the rows. `metadata` keeps the tensors alive."""
+    """The kernel's arguments that describe the batch rows; made once per step and group of layers.
+
+    They are addresses: `metadata` keeps the tensors alive.
+    """
     for name in ("block_table", "query_start_loc", "seq_lens"):
         tensor = getattr(metadata, name)
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
@@ -143,6 +146,6 @@ def no_such_slot(slot_mapping: torch.Tensor, token: int, slots: int) -> IndexErr
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
-    """float32 [N, heads, head_size] without gaps inside a token; tokens may be apart."""
+    """float32 [N, heads, head_size], contiguous within a token; tokens may have any stride."""
     _, head, channel = x.stride()
     return x if channel == 1 and head == x.shape[2] else x.contiguous()

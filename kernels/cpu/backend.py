@@ -1,4 +1,4 @@
-"""The C++ kernels as a backend: one per instruction set, or PyTorch where none can be compiled."""
+"""The C++ kernels as a backend: one per instruction set, or PyTorch if the kernels cannot be compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm.kernels.cpu.program import record
 from llm.kernels.reference.backend import pytorch
 from llm.platforms.interface import Platform
 
-# The module here that has the function of an operation's name, where it is not named as the one that defines it.
+# Operation -> the module here that has its function, where that is not named as in `OPERATIONS`.
 _MODULES = {"pack": "packed"}
 _NEXT_BEST = {"amx": "avx512", "avx2_vnni": "avx2"}
 
@@ -26,7 +26,7 @@ class CpuBackend(Backend):
     """The kernels of one loaded library.
 
     Attributes:
-        library: what they are in; nothing outside of `llm.kernels` looks at it.
+        library: the shared library; used only inside `llm.kernels`.
     """
 
     name = "cpu"
@@ -36,14 +36,14 @@ class CpuBackend(Backend):
         super().__init__({name: functools.partial(kernel(name), library) for name in OPERATIONS}, reason)
         self.library = library
         self.variant = library.target
-        # Matrix tiles multiply bfloat16: an activation is one of them when it is rounded, and three when it is not.
+        # AMX tiles multiply bfloat16: a rounded activation is one bfloat16, an exact one is the sum of three.
         self.rounds_bf16_inputs = library.has_tiles
 
     @classmethod
     def of(cls, platform: Platform) -> Backend:
-        """The best that this processor runs, or what LLM_CPU_ISA asks for.
+        """The kernels of the fastest instruction set of this processor, or of LLM_CPU_ISA.
 
-        When it cannot be compiled, one warning says how to fix it and PyTorch computes.
+        If they cannot be compiled, the PyTorch backend, with one warning that says how to fix it.
         """
         isa = requested_isa()
         return pytorch("LLM_CPU_ISA=none") if isa == "none" else _cpu_backend(isa)
@@ -60,7 +60,7 @@ class CpuBackend(Backend):
 
 
 def kernel(name: str) -> Operation:
-    """The function behind an operation: it takes the library first, then what the definition takes."""
+    """The function of an operation: its arguments are the library, then those of the definition."""
     return getattr(importlib.import_module(f"llm.kernels.cpu.{_MODULES.get(name, OPERATIONS[name])}"), name)
 
 
@@ -70,9 +70,9 @@ def _cpu_backend(isa: str | None) -> Backend:
     try:
         return CpuBackend(load_library(target), reason)
     except build.BuildError as error:
-        if target in _NEXT_BEST and isa is None:  # gcc before 11 knows neither, some systems do not grant amx
+        if target in _NEXT_BEST and isa is None:  # gcc before 11 has neither, some systems deny AMX
             next_best, _ = choose_target(_NEXT_BEST[target])
-            with contextlib.suppress(build.BuildError):  # its reason is the same, and said below
+            with contextlib.suppress(build.BuildError):  # the warning below gives the reason
                 return CpuBackend(load_library(next_best), f"{target} is not available: {str(error).splitlines()[0]}")
         warnings.warn(
             f"the CPU kernels are not available: {error}. PyTorch's operations compute instead: slower, and answers "

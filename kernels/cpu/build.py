@@ -3,12 +3,12 @@
 Owns the targets (instruction sets and their flags), the compiler's command lines and the cache. Standard library only
 and no import of this package: setup.py loads this file by its path. The compiler is the one subprocess of the project.
 
-A library's name carries a key of what went into it (sources, compiler, flags), so a cached file is used only for
+The file name of a library contains a hash of its sources, compiler and flags, so a cached file is used only for
 exactly these. Compilation happens in a scratch folder under a lock and ends with an atomic rename: two processes build
 once, and a killed build leaves nothing that could be loaded.
 
-A library ends with its own size and digest, checked before it is loaded: a truncated one would kill the process. The
-cache is used only where nobody else can write.
+A library file ends with its size and digest, checked before it is loaded: loading a truncated one would crash the
+process. The cache is used only if no other user can write to it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SOURCE_FOLDER = Path(__file__).resolve().parent
-# Where a wheel carries its libraries, beside the sources.
+# The folder of a wheel's compiled libraries, beside the sources.
 PACKAGED_FOLDER = SOURCE_FOLDER / "compiled"
 
-# No fast-math and no contraction: every rounding is the one that is written.
+# No fast-math and no contraction: every operation rounds as the source says.
 FLAGS = (
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-fast-math -fno-exceptions -fno-rtti -Wall -Wextra"
 ).split()
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI = (*_AVX512, "-mavx512vnni")
-# Target -> flags; the later, the faster where the processor has it.
+# Target -> flags, slowest first.
 TARGETS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "avx2": _AVX2,
@@ -60,7 +60,7 @@ _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS_ALLOWED = 600
 _OUTPUT_SHOWN = 2000
-# The end of a library: this mark, the SHA-256 of what stands before it, and its size. ELF ignores what follows.
+# A library file ends with this mark and the SHA-256 and the size of all before the mark. ELF loaders ignore the rest.
 _MARK = b"offline-llm kernels\0"
 _SEAL_BYTES = len(_MARK) + 32 + 8
 
@@ -70,20 +70,20 @@ class BuildError(Exception):
 
 
 def supported_targets(cpu_flags: set[str] | None = None) -> list[str]:
-    """The targets this processor runs, the fastest last."""
+    """The targets that this processor supports, the fastest last."""
     flags = read_cpu_flags() if cpu_flags is None else cpu_flags
     return [target for target, needed in _CPU_FLAGS.items() if flags.issuperset(needed.split())]
 
 
 def machine_targets() -> list[str]:
-    """The targets a library for this kind of machine can be compiled for, whatever its processor."""
+    """The targets of this machine's architecture, whether or not its processor supports them."""
     return list(TARGETS) if platform.machine().lower() in {"x86_64", "amd64"} else ["plain"]
 
 
 def wheel_targets(wanted: str) -> list[str]:
-    """What a wheel carries: targets named with commas between them, "all", or "": AVX2 and the best of this processor.
+    """The targets of a wheel: a comma-separated list, "all", or "" for AVX2 and the best of this processor.
 
-    A wheel is often built on one machine and used on another; what it lacks there is compiled at first use.
+    A wheel is often built on one machine and used on another; targets it lacks there are compiled at first use.
     """
     if wanted == "all":
         return machine_targets()
@@ -93,7 +93,7 @@ def wheel_targets(wanted: str) -> list[str]:
 
 
 def read_cpu_flags() -> set[str]:
-    """The features of the processor that this process can use, as Linux names them; empty on other architectures."""
+    """The processor features this process can use, by Linux's names; empty on architectures other than x86-64."""
     path = Path("/proc/cpuinfo")
     if platform.machine().lower() not in {"x86_64", "amd64"} or not path.exists():
         return set()
@@ -105,7 +105,7 @@ def read_cpu_flags() -> set[str]:
 
 
 def request_tiles() -> bool:
-    """Ask Linux for the registers of AMX: 8 KB that a process has only on request, with all its threads."""
+    """Ask Linux to let all threads of this process use the AMX tile registers; True if it does."""
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA) == 0
 
 
@@ -114,7 +114,7 @@ def sources() -> list[Path]:
 
 
 def source_key() -> str:
-    """A digest of every source and of the flags: what a packaged library's name carries."""
+    """A hash of all sources and flags; part of a packaged library's file name."""
     digest = hashlib.sha256(repr((FLAGS, TARGETS)).encode())
     for path in sorted((*SOURCE_FOLDER.glob("*.cpp"), *SOURCE_FOLDER.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -134,9 +134,9 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/offline-llm/kernels, by default under ~/.cache; raises `BuildError` where there is no home.
+    """$XDG_CACHE_HOME/offline-llm/kernels, by default under ~/.cache; raises `BuildError` if there is no home folder.
 
-    As its specification says, an XDG_CACHE_HOME that is no absolute path does not count.
+    A relative XDG_CACHE_HOME is ignored, as its specification says.
     """
     base = os.environ.get("XDG_CACHE_HOME") or ""
     if not os.path.isabs(base):
@@ -154,14 +154,15 @@ def _home_of_user() -> str:
 
 
 def packaged_name(target: str) -> str:
-    """The file name of the library that a wheel carries for exactly these sources."""
+    """The file name of a wheel's library for exactly these sources."""
     return f"{target}-{source_key()}.so"
 
 
 def packaged_library(target: str) -> Path | None:
-    """The library that the wheel carries for exactly these sources, if it does.
+    """The packaged library for exactly these sources, None if there is none.
 
-    In a checkout, that of a package installed from it, which `python -m llm` finds later on the path than the folder.
+    Every entry of sys.path is searched: in a checkout, `python -m llm` imports the checkout, and an installed package
+    that has compiled libraries comes later on the path.
     """
     name = packaged_name(target)
     installed = (Path(entry, "llm", "kernels", "cpu", PACKAGED_FOLDER.name) for entry in sys.path)
@@ -169,8 +170,8 @@ def packaged_library(target: str) -> Path | None:
 
 
 def cached_library(target: str, compiler: str, folder: Path | None = None) -> Path:
-    """Where the library of `target` is cached; it need not be there."""
-    # The compiler's file stands for its version: asking it would cost a subprocess at every start.
+    """The path of `target` in the cache, whether or not the file exists."""
+    # Path, size and time of the compiler identify its version: running it would cost a subprocess at every start.
     real = os.path.realpath(compiler)
     stat = os.stat(real)
     identity = f"{real}:{stat.st_size}:{stat.st_mtime_ns}:{platform.machine()}:{source_key()}"
@@ -184,12 +185,12 @@ def ensure_library(
     """The compiled library of `target`: packaged, cached, or compiled now.
 
     Args:
-        announce: told one line before a compilation starts; by default it is printed to standard error.
+        announce: called with one line before a compilation starts; by default it is printed to standard error.
         folder: the cache, by default `cache_folder()`.
-        rebuild: compile even if it is there.
+        rebuild: compile even if there is a library.
 
     Raises:
-        BuildError: there is no compiler, it failed, or the cache cannot be written, or others can write to it.
+        BuildError: there is no compiler, it failed, the cache cannot be written, or other users can write to it.
     """
     packaged = None if rebuild else packaged_library(target)
     if packaged is not None:
@@ -211,7 +212,7 @@ def ensure_library(
 
 
 def compile_library(output: Path, target: str, compiler: str, extra_flags: tuple[str, ...] = ()) -> None:
-    """Compile the sources of `target` side by side and link them into the shared library `output`."""
+    """Compile the sources for `target` in parallel and link them into the shared library `output`."""
     with tempfile.TemporaryDirectory(dir=output.parent, prefix="build-") as scratch:
         objects = [Path(scratch, f"{path.stem}.o") for path in sources()]
         flags = [*FLAGS, *TARGETS[target], *extra_flags]
@@ -221,14 +222,14 @@ def compile_library(output: Path, target: str, compiler: str, extra_flags: tuple
         with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
         linked = Path(scratch, "library.so")
-        # No OpenMP runtime is linked: the kernels have threads of their own (threads.cpp).
+        # No OpenMP runtime is linked: the kernels have their own threads (threads.cpp).
         _run([compiler, "-shared", *extra_flags, "-Wl,--as-needed", *map(str, objects), "-o", str(linked)])
         _seal(linked)
         _replace(linked, output)
 
 
 def is_usable(path: Path) -> bool:
-    """Whether the cached library is whole, and this user's own, or root's, and nobody else's to write."""
+    """True if the cached library is whole, belongs to this user or root, and no other user can write to it."""
     try:
         return _is_private(os.stat(path)) and is_whole(path)
     except OSError:
@@ -236,7 +237,7 @@ def is_usable(path: Path) -> bool:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the library is there and ends with its own size and digest."""
+    """True if the library exists and ends with its correct size and digest."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -245,7 +246,7 @@ def is_whole(path: Path) -> bool:
 
 
 def _seal(path: Path) -> None:
-    """Append size and digest, and let the file reach the disk before its name does."""
+    """Append size and digest, and sync the file to disk before it is renamed."""
     with open(path, "r+b") as file:
         file.write(_seal_of(file.read()))
         file.flush()
@@ -258,7 +259,7 @@ def _seal_of(content: bytes) -> bytes:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Rename, and let that reach the disk."""
+    """Rename, and sync the rename to disk."""
     os.replace(source, target)
     handle = os.open(target.parent, os.O_RDONLY)
     try:
@@ -281,8 +282,8 @@ def _check_private(folder: Path) -> None:
 
 
 def _compile_into(path: Path, target: str, compiler: str) -> None:
-    # We hold the lock of this file, so scratch folders found for it belong to builds that were killed; those of other
-    # files may be of other processes at work, with other sources or another compiler.
+    # We hold the lock of this file, so scratch folders with its name are left from killed builds. Those of other files
+    # may belong to running builds with other sources or another compiler.
     prefix = f"scratch-{path.stem}-"
     for stale in path.parent.glob(f"{prefix}*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -314,7 +315,7 @@ def _announce(line: str, announce: Callable[[str], None] | None) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """An advisory lock that the system releases when its holder dies."""
+    """Hold an advisory lock, which the system releases when the process dies."""
     with open(path, "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,4 @@
-"""Operations of PyTorch that a recorded step computes with kernels instead, to the same bits (elementwise.cpp).
-
-`substitute` takes what PyTorch was about to run and answers with the same result, or None where it has no kernel.
-"""
+"""PyTorch operations that a recorded step replaces by kernels with the same bits (elementwise.cpp)."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
 
 
 def substitute(library: Library, func: Any, args: Any, kwargs: Any, allocate: Allocate) -> torch.Tensor | None:
-    """The result of `func(*args, **kwargs)` in a tensor of `allocate(shape, dtype)`."""
+    """The result of `func(*args, **kwargs)`, in memory from `allocate(shape, dtype)`; None if there is no kernel."""
     handler = _HANDLERS.get(func)
     return None if handler is None or kwargs else handler(library, args, allocate)
 
@@ -50,7 +47,7 @@ def _multiply(library: Library, args: Any, allocate: Allocate) -> torch.Tensor |
 
 
 def _contiguous(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None:
-    """Rows that are apart: what splitting a fused product leaves."""
+    """Rows with a larger stride, as `split` leaves them of a fused GEMM's result."""
     (x,) = args
     if x.is_contiguous() or x.dtype != torch.float32 or x.dim() < 2 or not x.numel() or not x[0].is_contiguous():
         return None

@@ -1,7 +1,7 @@
-"""The compiled kernels in this process: which instruction set, and loading.
+"""The compiled kernels in this process: choosing the instruction set, and loading.
 
-Owns `Library`, a loaded shared library, and `load_library`, which picks the instruction set by the processor's flags or
-LLM_CPU_ISA. The library has threads of its own (threads.cpp): no OpenMP runtime is linked or called.
+Owns `Library`, a loaded shared library, and `choose_target`, which picks the instruction set by the processor's flags
+or LLM_CPU_ISA. The library has its own threads (threads.cpp): no OpenMP runtime is linked or called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
 
 ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "amx", "none")
 
-# Results of at least this many elements use pooled memory; the pool keeps at most this many free bytes.
+# Results of at least _POOLED elements use pooled memory; the pool keeps at most _MOST_FREE free bytes.
 _POOLED = 1 << 18
 _MOST_FREE = 32 << 20
 
@@ -39,11 +39,11 @@ class Library:
         SignatureError: a function has other arguments than `signatures` declares.
 
     Attributes:
-        target: what it was compiled for, of `build.TARGETS`.
+        target: what it was compiled for, a key of `build.TARGETS`.
         path: the file.
         recorder: the program that records calls (program.py), or None.
         pool: the memory of large results.
-        entries: every kernel, called with what its signature's `pack` returns.
+        entries: signature -> the kernel, called with the bytes from the signature's `pack`.
     """
 
     recorder: Any = None
@@ -65,11 +65,11 @@ class Library:
         self.pool = Pool(_MOST_FREE, eighths, self.ask_large_pages)
 
     def _unload(self) -> None:
-        """So that another file of this name can be loaded: the loader knows libraries by name."""
+        """Needed before another file with this name is loaded: the loader identifies libraries by name."""
         ctypes.CDLL(None).dlclose(ctypes.c_void_p(self._handle._handle))
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """An uninitialised float32 tensor for a result; large ones lie in memory that an earlier result left."""
+        """An uninitialised float32 tensor for a result; large ones are in pooled memory."""
         if self.recorder is not None or math.prod(shape) < _POOLED:
             # Half the time of torch.empty(shape, dtype=...).
             return self._float32.new_empty(*shape) if shape else self._float32.new_empty(())
@@ -82,8 +82,8 @@ class Library:
     def call(self, kernel: Signature, *arguments: Any) -> int:
         """Call a kernel; returns what it returns, 0 for void.
 
-        Python checks the number of arguments and which are floats: the caller answers for their order and for shapes,
-        types and the lifetime of what they point to.
+        Python checks the number of arguments and which are floats. The caller is responsible for their order, and for
+        the shape, type and lifetime of the memory they point to.
         """
         entry = self.entries[kernel]
         slots = kernel.pack(*arguments)
@@ -93,12 +93,12 @@ class Library:
         return result
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function `name`, which is not a kernel: its calls are never recorded."""
+        """The function `name`, which is no kernel: its calls are never recorded."""
         return FUNCTIONS[name].bind(self._handle)
 
     @property
     def has_tiles(self) -> bool:
-        """Whether GEMMs use AMX tiles (gemm_tiles.h)."""
+        """True if GEMMs use AMX tiles (gemm_tiles.h)."""
         return self.target == "amx"
 
     def ask_large_pages(self, address: int, nbytes: int, written: bool = False) -> None:
@@ -111,9 +111,9 @@ class Library:
 
 
 def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[str, str]:
-    """(target, reason) for `isa` (of `ISA_CHOICES`, but not "none"; None: the best), or `ValidationError`.
+    """(target, reason) for `isa`, one of `ISA_CHOICES` except "none"; None: the fastest.
 
-    "avx512" stands for the variant with VNNI where the processor has it.
+    "avx512" includes VNNI if the processor has it. Raises `ValidationError` for instructions it does not have.
     """
     supported = build.supported_targets(cpu_flags)
     if isa is None:
@@ -131,7 +131,7 @@ def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[s
 
 @functools.cache
 def load_library(target: str) -> Library:
-    """The library of `target`, compiled if need be; one per process. Raises `build.BuildError`."""
+    """The library of `target`, compiled if necessary; loaded once per process. Raises `build.BuildError`."""
     if target == "amx" and not build.request_tiles():
         raise build.BuildError("the system does not grant this process the registers of AMX; set LLM_CPU_ISA=avx512")
     path = build.ensure_library(target)
@@ -140,7 +140,7 @@ def load_library(target: str) -> Library:
     except (OSError, SignatureError) as error:
         if path.parent.name == build.PACKAGED_FOLDER.name:
             raise build.BuildError(f"the packaged kernels cannot be loaded ({error})") from error
-    # A cached file that the loader refuses, or that lacks a function, is not what was compiled here: once more.
+    # A cached file that cannot be loaded or lacks a function was not compiled from these sources: compile again.
     return Library(target, build.ensure_library(target, rebuild=True))
 
 

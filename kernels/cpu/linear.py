@@ -1,7 +1,4 @@
-"""The GEMM and the embedding, for weights of any kind: one call each.
-
-The operations of `kernels/reference/linear.py`, with the library as their first argument.
-"""
+"""The GEMM and the embedding in C++, for weights of any kind; `kernels/reference/linear.py` defines them."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ _EMBEDDING = KERNELS["llm_embedding"]
 def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
     """y = x W^T + bias: x float32 [..., K] -> float32 [..., N].
 
-    With float activations each output is one chain of FMAs over k = 0 ... K-1, then the bias. With AMX a bfloat16
-    weight has the chain of gemm_tiles.h. With int8 activations the bits are those of the reference.
+    With float activations each output is one chain of FMAs over k = 0 ... K-1, then the bias; with AMX and a bfloat16
+    weight it is the chain of gemm_tiles.h. With int8 activations the bits are those of the reference.
     """
     if x.dtype != torch.float32 or x.shape[-1] != weight.k:
         raise ValueError(f"activations are float32 [..., {weight.k}], got {x.dtype} {list(x.shape)}")
@@ -27,7 +24,7 @@ def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tens
         x = x.contiguous()
     out = library.empty(*x.shape[:-1], weight.n)
     rows = x.numel() // weight.k if weight.k else out.numel() // max(1, weight.n)
-    # Not by `Library.call`: steps make this call most often, and it saves a frame.
+    # `Library.call` inlined: this is the most frequent call of a step, and a frame less.
     entry = library.entries[_LINEAR]
     slots = _LINEAR.pack(weight.address, x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads())
     result = entry(slots)
@@ -42,7 +39,7 @@ def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tens
 def embedding(library: Library, token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
     """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id outside [0, N).
 
-    The weight is of floats, or of int8 with one scale per row.
+    The weight is float, or int8 with one scale per row.
     """
     if not weight.is_float and not _has_row_scales(weight):
         raise ValueError(f"a table of {weight.kind} is read by id with one scale per row and no zero points alone")

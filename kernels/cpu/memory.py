@@ -1,7 +1,7 @@
-"""A pool of memory for the results of kernels: a block is reused once the last tensor on it is gone.
+"""A memory pool for the results of kernels: a block is reused once the last tensor on it is gone.
 
-Owns `Pool`. Allocating some megabytes anew for every layer costs more than computing them: the system hands out pages
-one by one, zeroed, and takes them back a moment later.
+Owns `Pool`. Allocating megabytes for every layer costs more than computing their contents: each page is a page fault,
+zeroed by the system, and unmapped again when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ _LARGE_PAGE = 1 << 21
 
 
 class _Loan(weakref.ref):
-    """A weak reference to what a tensor's storage holds, and the block that lies under it."""
+    """A weak reference to the array that a tensor's storage keeps alive, and the array's block."""
 
     __slots__ = ("block",)
     block: np.ndarray
 
 
 class Pool:
-    """Blocks of memory that tensors are made on; a block is free again when the last tensor on it is gone.
+    """Memory blocks for tensors; a block becomes free when the last tensor on it is gone.
 
     Args:
-        most_free: bytes to keep for later, or twice the largest block where that is more; the block that has waited
-            longest goes first.
-        sizes: a block's size for a number of bytes. Coarser sizes fit more often.
+        most_free: free bytes to keep, or twice the largest block if that is more; the oldest free block goes first.
+        sizes: rounds a number of bytes up to a block size. With coarser sizes a free block fits more often.
         prepare: called with the address and size of each new block of at least one huge page.
 
     Attributes:
@@ -52,7 +51,7 @@ class Pool:
         self._largest = 0
         self._free: list[np.ndarray] = []
         self._loans: dict[int, _Loan] = {}
-        # A weak reference gives its block back in any thread, between any two bytecodes: `_give_back` must not lock.
+        # A weak reference's callback runs in any thread, between any two bytecodes: `_give_back` must not lock.
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +60,7 @@ class Pool:
         if not count:
             return torch.empty(shape, dtype=dtype)
         block = self._take(-(-self._sizes(count * dtype.itemsize) // _LINE) * _LINE)
-        # The tensor's storage holds this view; when the last tensor on it goes, the block is free.
+        # The tensor's storage keeps this view alive; when the last tensor on it is gone, the block is free.
         view = block[:]
         loan = _Loan(view, self._give_back)
         loan.block = block
@@ -79,7 +78,7 @@ class Pool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of unused blocks."""
+        """Bytes in unused blocks."""
         with self._lock:
             return self._trim()
 
@@ -108,6 +107,6 @@ class Pool:
 
 
 def eighths(nbytes: int) -> int:
-    """The next multiple of an eighth of the largest power of two that `nbytes` holds: 1 / 8 more memory at most."""
+    """`nbytes` rounded up to a multiple of 1/8 of the largest power of two in it: at most 1/8 more memory."""
     step = 1 << max(0, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step

@@ -1,6 +1,6 @@
-"""Weights in panels of 16 output channels, as the kernels read them: packing and, bit for bit, unpacking.
+"""Weights packed into panels of 16 output channels, the layout the kernels read; unpacking gives the same bits back.
 
-Owns `PanelWeight`, which the kernels are handed as one struct, and `pack`, the twin of that in `kernels/reference`.
+Owns `PanelWeight`, which is passed to the kernels as one struct, and `pack`, which `kernels/reference` defines.
 kernels/README.md draws the panels.
 """
 
@@ -18,9 +18,9 @@ from llm.kernels.cpu.tensors import pointer
 from llm.kernels.weight import ACTIVATIONS, KINDS, Weight, kind_of
 
 LANES = 16
-# Bytes of a huge page: large weights lie in them, where the system has them, for fewer TLB misses.
+# Bytes of a huge page: large weights use them where the system allows it, for fewer TLB misses.
 _LARGE_PAGE = 2 << 20
-# Kind -> the element type of its panels, and how many k of an output channel lie side by side.
+# Kind -> (element type of its panels, how many consecutive k of an output channel are adjacent in memory).
 _PANELS = {
     "float32": (torch.float32, 1),
     "bfloat16": (torch.bfloat16, 2),
@@ -34,12 +34,12 @@ _UNPACK = KERNELS["llm_unpack"]
 
 
 class _Description:
-    """The struct of a weight.
+    """The C struct that describes a weight.
 
     Attributes:
         address: of the struct.
         parts: the weight's tensors.
-        places: where their memory was when the struct was written.
+        places: their addresses when the struct was written.
     """
 
     def __init__(self, weight: PanelWeight) -> None:
@@ -50,7 +50,7 @@ class _Description:
         self.write(weight)
 
     def write(self, weight: PanelWeight) -> None:
-        """Once the sizes of all that the kernels will read are checked."""
+        """Check the size of everything the kernels will read, then fill the struct."""
         _check_memory("the packed weight", weight.data, *_size(weight.kind, weight.n, weight.k))
         if weight.kind == "int8":
             _check_memory("the sums of the rows", weight.sums, torch.int32, _padded(weight.n))
@@ -75,11 +75,11 @@ class PanelWeight(Weight):
     """A `Weight` in panels, with scales and zero points group by group in memory.
 
     Attributes:
-        library: whose kernels read it.
-        sums: int32, the sum of each row, padded to panels; of int8 alone.
+        library: the library whose kernels read it.
+        sums: int32, the sum of each row, padded to panels; only for int8.
 
     Raises:
-        ValueError: the kernels have no form for it.
+        ValueError: the kernels do not support it.
     """
 
     library: Library = field(kw_only=True)
@@ -98,10 +98,10 @@ class PanelWeight(Weight):
 
     @property
     def address(self) -> int:
-        """Where the kernels find it, for as long as it lives. Follows its tensors when their memory is replaced.
+        """The address of the struct, valid while the weight lives; rewritten when a tensor's memory was replaced.
 
         Raises:
-            ValueError: the memory of a part was freed, or another put in its place that does not fit.
+            ValueError: the memory of a tensor was freed, or replaced by memory of another size or type.
         """
         description = self._description
         if description is None:
@@ -132,8 +132,7 @@ class PanelWeight(Weight):
 def pack(lib: Library, values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> PanelWeight:
     """float32, bfloat16, float16, or int8 [N, K] with `kind` "int8" or "int4" -> a weight in panels.
 
-    `reuse`: the memory of floats may be overwritten; it is then the packed weight's, when N is a multiple of 16 (and K
-    even, of bfloat16).
+    `reuse`: float values may be packed in place, which happens if N is a multiple of 16 (and K even, for bfloat16).
     """
     kind = kind_of(values, kind)
     n, k = values.shape
@@ -149,13 +148,13 @@ def pack(lib: Library, values: torch.Tensor, kind: str | None = None, reuse: boo
 
 
 def _size(kind: str, n: int, k: int) -> tuple[torch.dtype, int]:
-    """The type and the number of elements of a weight's panels."""
+    """(element type, number of elements) of a weight's panels."""
     dtype, depth = _PANELS[kind]
     return dtype, _padded(n) * _padded(k, depth) // (2 if kind == "int4" else 1)
 
 
 def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for panels; from one huge page on it is aligned to huge pages."""
+    """Memory for panels; if it is at least one huge page, it is aligned to huge pages."""
     data = torch.empty(size, dtype=dtype)
     if data.nbytes >= _LARGE_PAGE:
         room = torch.empty(data.nbytes + _LARGE_PAGE, dtype=torch.uint8)
@@ -166,15 +165,15 @@ def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _move_to_large_pages(lib: Library, data: torch.Tensor) -> None:
-    """For memory that was in use before `_allocate` asked: it lies in small pages already."""
+    """For memory that was written before `_allocate` asked for huge pages: it is in small pages already."""
     if data.nbytes >= _LARGE_PAGE:
         lib.ask_large_pages(data.data_ptr(), data.nbytes, written=True)
 
 
 def _by_group(values: torch.Tensor) -> torch.Tensor:
-    """[N, G] in memory group by group, in the first 16-bit type that loses nothing, else float32.
+    """[N, G] stored group by group, in the first 16-bit type that is exact, else float32.
 
-    Kernels read the values of 16 rows of one group at once. Checkpoints have their scales in the model's own type.
+    Kernels read the values of 16 rows of one group at once. Checkpoints usually have 16-bit scales.
     """
     values = values.float()
     for dtype in (torch.bfloat16, torch.float16):

@@ -1,9 +1,8 @@
-"""Recording the kernel calls of one computation, to run them again without Python in between.
+"""Recording the kernel calls of one step, to replay them without Python.
 
-Owns `record` and `Program`. A program repeats the same calls on the same
-addresses: what varies between runs must be written into its inputs beforehand. Whatever is not a kernel call would be
-missing from the repetition, so while a program is recorded PyTorch may only allocate and make views; the few sums and
-products of elementwise.py are computed by kernels in its place.
+Owns `record` and `Program`. A program repeats the same calls on the same addresses: what varies between runs must be
+written into its inputs before a replay. A replay contains kernel calls only, so while a program is recorded PyTorch
+may allocate and make views but not compute; elementwise.py replaces its few sums and products by kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ALLOCATIONS = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
 }
-# Filled once: nothing that a program runs writes into them.
+# Filled once, at recording: no call of a program writes into them.
 _CONSTANTS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
 
 
@@ -48,35 +47,35 @@ class Program:
         self._slots: list[Any] = []
         self._calls: list[_Call] = []
         self._compiled: Any = None
-        # The calls are repeated on these addresses: nothing that was used may go.
+        # A replay uses the same addresses: no memory that was used may be freed.
         self._pool = Pool(sys.maxsize)
         self._owner = threading.get_ident()
-        # Alive as long as the program: constants, and whatever the caller needs to be.
+        # Kept alive as long as the program: constants, and what the caller adds.
         self.kept: list[Any] = []
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def run(self) -> bool:
-        """Repeat the calls; False when one refused its arguments, after which the outputs are undefined."""
+        """Replay the calls; False if one refused its arguments, after which the outputs are undefined."""
         if self._compiled is None:
             self._compiled = (_Call * len(self._calls))(*self._calls)
         return self._replay(ctypes.addressof(self._compiled), len(self._calls)) < 0
 
     def note(self, entry: Any, slots: bytes, result: int) -> None:
-        """A call that was made, if the recording thread made it."""
+        """Record a call that was made, if the recording thread made it."""
         if threading.get_ident() == self._owner:
-            self._slots.append(slots)  # kept where they are
+            self._slots.append(slots)  # a replay reads them at this address
             addresses = (ctypes.cast(item, ctypes.c_void_p).value for item in (entry, ctypes.c_char_p(slots)))
             self._calls.append(_Call(*addresses, result))
 
 
 @contextmanager
 def record(library: Library) -> Iterator[Program]:
-    """The program of the kernel calls inside the context, which are made as usual.
+    """Record the kernel calls made inside the context as a program.
 
     Raises:
-        NotRecordable: something else computed.
+        NotRecordable: PyTorch computed something that has no kernel.
     """
     program = Program(library)
     library.recorder = program
@@ -88,7 +87,7 @@ def record(library: Library) -> Iterator[Program]:
 
 
 class _OnlyKernels(TorchDispatchMode):
-    """Raises for every operation of PyTorch that computes; places what is allocated in the program's memory."""
+    """Raises for every PyTorch operation that computes; allocations are made in the program's pool."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -96,7 +95,7 @@ class _OnlyKernels(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Kept out of its compiler by name, torch would import all of it at the first recording: most of a second.
+        # True would make torch import its compiler at the first recording, which takes most of a second.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,7 +115,7 @@ class _OnlyKernels(TorchDispatchMode):
 
 
 def _are_views(result: Any, arguments: Any) -> bool:
-    """Whether all tensors of `result` lie in memory of the arguments: `to` or `reshape` may give a view or a copy."""
+    """True if all tensors of `result` share the arguments' memory: `to` or `reshape` may give a view or a copy."""
     given = {item.untyped_storage().data_ptr() for item in tree_leaves(arguments) if isinstance(item, torch.Tensor)}
     made = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
     return bool(made) and all(item.untyped_storage().data_ptr() in given for item in made)

@@ -1,7 +1,6 @@
-"""Activations to integers by themselves, as products make them on their way.
+"""Quantization of activations in C++, as a call of its own; the GEMMs quantize theirs themselves.
 
-Twins of the functions of the same names in `kernels/reference/quantized.py`, the library first, and equal to them bit
-for bit.
+`kernels/reference/quantized.py` defines the functions, and these give the same bits.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def rotary_embedding(
     """As `kernels.reference.rotary.rotary_embedding`.
 
     Raises:
-        IndexError: a position is not in the table.
-        ValueError: not as many positions or keys as queries.
+        IndexError: a position is outside the table.
+        ValueError: the numbers of queries, keys and positions differ.
     """
     dtype = query.dtype
     (query, query_stride), (key, key_stride) = _rows(query), _rows(key)
@@ -62,7 +62,7 @@ def _no_such_position(positions: torch.Tensor, token: int, length: int) -> Index
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """float32 [N, width] without gaps inside a row, and the distance between rows."""
+    """(float32 [N, width], contiguous within a row; the stride between rows)."""
     x = x if x.dtype == torch.float32 else x.float()
     between, inside = x.stride()
     return (x, between) if inside == 1 else (x.contiguous(), x.shape[1])

@@ -1,4 +1,4 @@
-"""Over the vocabulary, in C++; `kernels/reference/vocabulary.py` defines it."""
+"""Operations over the vocabulary in C++; `kernels/reference/vocabulary.py` defines them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GATHER = KERNELS["llm_gather_logprobs"]
 _BLOCK_SUMS = KERNELS["llm_block_sums"]
 _DRAW_NUCLEUS = KERNELS["llm_draw_nucleus"]
 _CUT = KERNELS["llm_cut_below_largest"]
-# Beyond, one sort of the row is faster.
+# For a larger k, sorting the row is faster.
 _MOST = 1024
 
 
@@ -117,7 +117,7 @@ def draw_nucleus(
 
 
 def cut_below_largest(library: Library, logits: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """float32 [n, vocab], [n] -> `logits`, in place where they are contiguous float32."""
+    """float32 [n, vocab], [n] -> `logits`, in place if they are contiguous float32."""
     logits, offset = as_float32(logits), as_float32(offset)
     rows, width = logits.shape
     if offset.shape != (rows,):

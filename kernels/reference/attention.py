@@ -1,8 +1,8 @@
 """Attention over a paged cache, in plain PyTorch.
 
-Owns the cache layout of this implementation and the plan it derives once a step: rows with one new token are gathered
-into padded batches of similar length, every other row is computed by itself. Only slots that a row may see are read:
-the others can hold another request's NaN, and 0 * NaN is NaN.
+Owns the cache layout of this implementation and the plan it makes once per step: batch rows with one new token are
+gathered into padded groups of similar length, every other batch row is computed by itself. Only slots that a batch row
+may see are read: the others can hold another request's NaN, and 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from llm.forward import AttentionMetadata, KVCacheSpec
 
-# Query tokens of one row that are masked at a time, to bound the mask's memory.
+# Query tokens of one batch row that are masked at a time, to bound the mask's memory.
 _QUERY_CHUNK = 512
-# Elements of the keys that are gathered at a time, to stay in the processor's cache.
+# Elements of keys that are gathered at a time, to fit in the processor's cache.
 _GATHER_ELEMENTS = 1 << 20
 
 
@@ -50,7 +50,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v, causal, over what the cache holds for each row.
+    """softmax(q k^T * scale) v, causal, over the cached keys and values of each batch row.
 
     Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shapes`; returns [N, heads, head_size].
     A token at position p sees positions max(0, p - sliding_window + 1) to p. With `soft_cap` a score s becomes
@@ -74,7 +74,7 @@ def paged_attention(
 
 @dataclass
 class _DecodeGroup:
-    """Rows with one query token. tokens int64 [R], slots int64 [R * L], mask bool [R, 1, L] (True: seen)."""
+    """Batch rows with one query token. tokens int64 [R], slots int64 [R * L], mask bool [R, 1, L] (True: seen)."""
 
     tokens: torch.Tensor
     slots: torch.Tensor
@@ -83,7 +83,7 @@ class _DecodeGroup:
 
 @dataclass
 class _PrefillRow:
-    """One row with several query tokens, start to end in the batch. slots int64 [keys], those any of them sees."""
+    """A batch row with several query tokens, [start, end) of the step's. slots int64 [keys]: what any of them sees."""
 
     start: int
     end: int
@@ -94,8 +94,8 @@ class _PrefillRow:
 class _Plan:
     """`buffers` hold the gathered keys and values of a decode group, float32.
 
-    They live as long as the step: memory this large goes back to the operating system when it is freed, and fetching
-    its pages anew in every layer can take longer than attention.
+    They are kept for the whole step: memory this large is unmapped when it is freed, and the page faults of a new
+    allocation in every layer can take longer than attention.
     """
 
     decode: list[_DecodeGroup]
@@ -105,7 +105,7 @@ class _Plan:
 
 def _plan(metadata: AttentionMetadata, sliding_window: int | None, elements_per_token: int) -> _Plan:
     prefill = []
-    # Exponent of the number of blocks a row sees -> (row, first block it sees, how many from there).
+    # log2 of the number of blocks a batch row sees, rounded up -> [(batch row, first block it sees, how many it sees)].
     by_width: dict[int, list[tuple[int, int, int]]] = {}
     size = metadata.block_size
     starts = [0]
@@ -132,7 +132,7 @@ def _plan(metadata: AttentionMetadata, sliding_window: int | None, elements_per_
 def _decode_group(
     metadata: AttentionMetadata, rows: list[tuple[int, int, int]], starts: list[int], sliding_window: int | None
 ) -> _DecodeGroup:
-    """`rows` as in `_plan`: (row, first block it sees, how many from there)."""
+    """`rows` as in `_plan`: (batch row, first block it sees, how many it sees)."""
     size, device = metadata.block_size, metadata.block_table.device
     index, first, _ = torch.tensor(rows, device=device).unsqueeze(-1).unbind(1)  # int64 [R, 1] each
     width = max(width for _, _, width in rows)
@@ -143,7 +143,7 @@ def _decode_group(
     mask = positions < lengths
     if sliding_window is not None:
         mask &= positions >= lengths - sliding_window
-    slots.masked_fill_(~mask, 0)  # slot 0: nobody writes it
+    slots.masked_fill_(~mask, 0)  # slot 0 is never written
     tokens = torch.tensor([starts[row] for row, _, _ in rows], device=device)
     return _DecodeGroup(tokens, slots.view(-1), mask.unsqueeze(1))
 
@@ -159,7 +159,7 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_into(buffer: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The same, in the buffer's memory."""
+    """`_gather` into the buffer's memory."""
     shape = (cache.shape[0], len(slots), cache.shape[2])
     out = buffer[: math.prod(shape)].view(shape)
     if cache.dtype == out.dtype:

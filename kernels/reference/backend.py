@@ -11,7 +11,7 @@ from llm.platforms.interface import Platform
 
 
 class ReferenceBackend(Backend):
-    """What computes on a platform that has no kernels, and where kernels cannot be built."""
+    """The backend of a platform without kernels, and of one whose kernels cannot be built."""
 
     name = "reference"
 
@@ -26,7 +26,7 @@ class ReferenceBackend(Backend):
 
 @functools.cache
 def pytorch(reason: str, device: torch.device = CPU, pins: bool = False) -> ReferenceBackend:
-    """PyTorch's operations on `device`, because of `reason`."""
+    """The reference backend on `device`; `reason` says why it was chosen."""
     return ReferenceBackend({}, reason, device, pins)
 
 

@@ -1,8 +1,7 @@
-"""Weights of any kind in plain PyTorch: packing them, products with them, and rows of tables.
+"""Packing, the GEMM and the embedding for weights of any kind, in plain PyTorch.
 
-Owns the definitions. `kernels/cpu` has the same names and gives the same bits for every product of quantized
-activations; products of float activations agree to rounding. Packing is the plainest there is: the rows as they are,
-and int4 with two values in a byte.
+Owns the definitions. `kernels/cpu` has the same names. Its GEMMs give the same bits for quantized activations, and
+agree to rounding for float activations. `pack` keeps the rows as they are, and puts two int4 values in a byte.
 
 Notation: M rows (tokens), N outputs, K inputs, G groups along K.
 """
@@ -26,9 +25,9 @@ from llm.kernels.weight import Weight, kind_of
 
 
 def pack(values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> Weight:
-    """float32, bfloat16, float16, or int8 [N, K] with `kind` "int8" or "int4" -> a weight that holds them.
+    """float32, bfloat16, float16, or int8 [N, K] with `kind` "int8" or "int4" -> a weight with these values.
 
-    `reuse`: the values' memory may be taken over.
+    `reuse`: the weight may keep the values' memory.
     """
     kind = kind_of(values, kind)
     data = values.contiguous()
@@ -40,15 +39,15 @@ def pack(values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> 
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """y = x W^T + bias, of what `weight.activations` makes of x.
+    """y = x W^T + bias, with x converted as `weight.activations` says.
 
-    "float" and "bfloat16": of x as it is, and rounded. "int8", with (q, xs) = quantize_per_token(x), each operation
-    rounded in this order:
+    "float": x as it is; "bfloat16": x rounded. "int8": with (q, xs) = quantize_per_token(x), each operation rounded
+    and in this order:
 
     - int8: y[m, n] = (float(sum_k q[m, k] w[n, k]) * xs[m]) * scale[n] + bias[n]; with q = quantize_static(x)
       y = float(sum_k (q[m, k] - input_offset) w[n, k]) * (input_scale * scale[n]) + bias[n];
     - int4: y[m, n] = (sum_g float(sum_{k in g} q[m, k] w[n, k]) * scale[n, g]) * xs[m] + bias[n], groups in order, each
-      added by one fused multiply-add.
+      added with one fused multiply-add.
 
     Sums of integers are exact. Shapes: x float32 [..., K] -> float32 [..., N].
     """
@@ -67,7 +66,7 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 def embedding(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id that is none."""
+    """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id outside [0, N)."""
     ids = token_ids.flatten()
     data = F.embedding(ids, weight.data)
     if weight.is_float:

@@ -33,7 +33,7 @@ def add_rms_norm(
     variance_size: int | None = None,
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual): the sum is float32, of which a rounded copy is returned."""
+    """(rms_norm(x + residual), x + residual): the norm is of the float32 sum, the returned sum is rounded."""
     total = x.float() + residual.float()
     return rms_norm(total, weight, eps, variance_size, weight_offset).to(x.dtype), total.to(x.dtype)
 
@@ -52,6 +52,6 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(layer_norm(x + residual), x + residual): the sum is float32, of which a rounded copy is returned."""
+    """(layer_norm(x + residual), x + residual): the norm is of the float32 sum, the returned sum is rounded."""
     total = x.float() + residual.float()
     return layer_norm(total, weight, bias, eps).to(x.dtype), total.to(x.dtype)

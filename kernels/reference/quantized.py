@@ -1,4 +1,4 @@
-"""Activations to integers, and exact sums of integer products, in plain PyTorch.
+"""Quantization of activations, and exact integer GEMMs, in plain PyTorch.
 
 Owns the definitions; `kernels/cpu` gives the same bits. M rows (tokens), N outputs, K inputs.
 """
@@ -9,18 +9,18 @@ import torch
 
 from llm.kernels.weight import Weight
 
-# Integer products run as float32 GEMMs over this many k at a time: 1024 * 128 * 128 = 2**24, so every partial sum is
+# An integer GEMM runs as float32 GEMMs over this many k at a time: 1024 * 128 * 128 = 2**24, so every partial sum is
 # exact in any order. (torch._int_mm saturates on processors whose int8 instructions do.)
 _EXACT_K = 1024
-# Rows of a weight are widened this many elements at a time, so that the float32 copy stays in the cache.
+# Weights are converted to float32 this many elements at a time, so that the copy stays in the cache.
 _WIDEN_ELEMENTS = 1 << 20
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each row by its largest element.
 
-    scale = max|x| / 127 and q = clamp(round_half_even(x / scale), -128, 127); a row whose scale is 0 has q = 0. A row
-    with a NaN or an infinity has a scale that is NaN or infinite, which the product passes on.
+    scale = max|x| / 127 and q = clamp(round_half_even(x / scale), -128, 127); a row whose scale is 0 has q = 0. A NaN
+    or infinity in a row makes its scale NaN or infinite, and with it the row's outputs.
 
     Shapes: x float32 [M, K] -> q int8 [M, K], scale float32 [M].
     """
@@ -55,8 +55,8 @@ def row_sums(weight: Weight) -> torch.Tensor:
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c in float32, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd there, which makes the second rounding, to float32, the
-    only one that counts (Boldo and Melquiond, 2008).
+    The product is exact in float64. The sum is rounded to odd in float64, so that rounding it to float32 gives the
+    correctly rounded result (Boldo and Melquiond, 2008).
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
@@ -69,7 +69,7 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tor
 
 
 def rows_at_once(columns: int) -> int:
-    """Rows of a weight that are widened at a time."""
+    """Rows of a weight that are converted to float32 at a time."""
     return max(1, _WIDEN_ELEMENTS // max(1, columns))
 
 

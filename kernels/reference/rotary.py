@@ -6,7 +6,7 @@ import torch
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool = True) -> torch.Tensor:
-    """Rotate the first 2d channels of each head; the rest passes through.
+    """Rotate the first 2d channels of each head; the others stay as they are.
 
     Channel i is paired with i + d (neox, Hugging Face's order), or 2i with 2i + 1 (interleaved, GPT-J's).
 

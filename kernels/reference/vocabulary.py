@@ -1,4 +1,4 @@
-"""Over the vocabulary, in plain PyTorch."""
+"""Operations over the vocabulary: softmax, maxima, ranks and draws, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 import numpy as np
 import torch
 
-# The maxima of blocks of so many tokens are found several times as fast as torch finds the place of a maximum.
+# Tokens per block. torch finds the maxima of blocks several times as fast as the index of a row's maximum.
 _BLOCK = 512
-# So few top ones are looked for within the blocks that have the largest maxima.
+# Up to this many largest logits are searched for only in the blocks with the largest maxima.
 _FEW = 32
-# Bins of the histogram that top_p is cut by, per unit of a logit.
+# Bins per unit of logit, of the histogram that finds the cut of top_p.
 _BINS = 64.0
-# A sum of a row's float32 weights is right to far better than this.
+# Bound on the relative error of a row's sum of float32 weights; the true error is far smaller.
 _SUM_SLACK = 1e-4
-# Columns are compared with a row so many at a time, to rank them.
+# Ranks are computed for this many chosen tokens of a row at a time.
 _RANKED_AT_ONCE = 16
 
 
@@ -25,9 +25,9 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of the likeliest of each row: float32 [n, vocab] -> (values float32 [n], ids int64 [n]).
+    """The largest logit of each row, the lowest id if tied: float32 [n, vocab] -> (values float32 [n], ids int64 [n]).
 
-    A NaN counts as the likeliest: a value is NaN where the row has one, and -inf where the row has nothing else.
+    A NaN counts as the largest: the value is NaN if the row has one, and -inf if the row has only -inf.
     """
     vocab = logits.shape[1]
     if vocab < 4 * _BLOCK:
@@ -40,12 +40,12 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k likeliest of each row in falling order: float32 [n, vocab] -> (values [n, k], ids int64 [n, k]).
+    """The k largest logits of each row, descending: float32 [n, vocab] -> (values [n, k], ids int64 [n, k]).
 
-    Of equal ones those with the lower ids come first; a NaN is larger than anything. 1 <= k <= vocab.
+    Ties go to the lower ids; a NaN is larger than anything. 1 <= k <= vocab.
 
-    `torch.topk` takes and orders equal values as it likes, and differently for different widths. So its ids are put in
-    order, and a row whose equals may be beyond the edge is sorted as a whole.
+    `torch.topk` breaks ties arbitrarily, and differently for different widths. So its ids are sorted, and a row with
+    a possible tie at the k-th value is sorted whole.
     """
     vocab = logits.shape[1]
     if not 1 <= k <= vocab:
@@ -78,7 +78,7 @@ def gather_logprobs(
         normalise: False: the logits themselves in place of their log-softmax.
 
     Returns:
-        float32 [n, m] and int64 [n, ranked]; a rank counts the row's values that are at least as large.
+        float32 [n, m] and int64 [n, ranked]; a rank is how many values of the row are at least as large.
     """
     values = log_softmax(logits) if normalise else logits
     chosen = values.gather(1, ids)
@@ -86,7 +86,7 @@ def gather_logprobs(
     for start in range(0, ranked, _RANKED_AT_ONCE):
         for line, own in enumerate(chosen[:, start : min(ranked, start + _RANKED_AT_ONCE)]):
             larger = (values[line] >= own.unsqueeze(1)).cpu().numpy()
-            # NumPy counts a mask several times as fast as torch sums it.
+            # NumPy counts a boolean mask several times as fast as torch sums it.
             ranks[line, start : start + len(own)] = [np.count_nonzero(mask) for mask in larger]
     return chosen, torch.from_numpy(ranks).to(logits.device)
 
@@ -94,7 +94,7 @@ def gather_logprobs(
 def block_sums(logits: torch.Tensor, largest: torch.Tensor, block: int) -> torch.Tensor:
     """Sums of e^(logits - largest) over blocks of each row: float32 [n, vocab], [n] -> [n, ceil(vocab / block)].
 
-    The last block is shorter where `block`, a multiple of 16, does not divide vocab. A term below e^-87 may count as 0.
+    `block` is a multiple of 16; if it does not divide vocab, the last block is shorter. A term below e^-87 may be 0.
     """
     weights = (logits - largest.unsqueeze(1)).exp_()
     whole = weights.shape[1] // block * block
@@ -107,18 +107,18 @@ def block_sums(logits: torch.Tensor, largest: torch.Tensor, block: int) -> torch
 def draw_nucleus(
     logits: torch.Tensor, largest: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from each row among the fewest likeliest tokens that weigh top_p of it; of equal ones the lower ids first.
+    """Top-p sampling: draw from the smallest set of most likely tokens whose mass is top_p of the row's.
 
-    A token weighs e^(logit - largest). The draw is in order of id: the first token up to which those that are kept
-    weigh more than `uniform` of what all of them do.
+    A token's mass is e^(logit - largest); ties go to the lower ids. The kept tokens are walked in order of id, and the
+    first whose cumulative mass exceeds `uniform` times their total is drawn.
 
     Args:
         logits: float32 [n, vocab], without NaN and inf, each row with one above -inf.
-        largest: float32 [n].
+        largest: float32 [n], the largest logit of each row.
         top_p: float64 [n], in (0, 1].  uniform: float64 [n], in [0, 1).
 
     Returns:
-        int64 [n], the tokens; int64 [n], the last token of each row, in falling order, that could be drawn.
+        int64 [n], the tokens drawn; int64 [n], the last token kept in each row, in descending order of logits.
     """
     weights = (logits - largest.unsqueeze(1)).exp_()
     masses = np.cumsum(block_sums(logits, largest, _BLOCK).cpu().numpy().astype(np.float64), axis=1)[:, -1]
@@ -127,7 +127,7 @@ def draw_nucleus(
         values, own = logits[line].cpu().numpy(), weights[line].cpu().numpy()
         ids = _nucleus(values, own, share, float(masses[line]))
         cumulative = np.cumsum(own[ids], dtype=np.float64)
-        # Rounding can put the target at the very end.
+        # Rounding can put the target past the last token.
         picked = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
         tokens[line] = ids[min(picked, len(ids) - 1)]
         edges[line] = ids[values[ids] == values[ids].min()][-1]
@@ -135,9 +135,9 @@ def draw_nucleus(
 
 
 def cut_below_largest(logits: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """-inf in place of what is below the row's largest + offset: float32 [n, vocab], [n] -> `logits`, overwritten.
+    """Set logits below the row's largest + offset to -inf, in place: float32 [n, vocab], [n] -> `logits`.
 
-    An offset of -inf leaves its row as it is.
+    An offset of -inf leaves its row unchanged.
     """
     bound = logits.amax(dim=-1) + offset
     bound[offset == -math.inf] = -math.inf
@@ -145,10 +145,10 @@ def cut_below_largest(logits: torch.Tensor, offset: torch.Tensor) -> torch.Tenso
 
 
 def _nucleus(values: np.ndarray, weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:
-    """Ids of the fewest tokens that weigh top_p of `mass`: values and weights [vocab] -> increasing ids.
+    """Ids of the smallest set with top_p of `mass`: values and weights [vocab] -> ids, ascending.
 
-    Few tokens are looked at: all those lighter than (1 - top_p) / vocab of the mass weigh less than 1 - top_p together,
-    so none of them is needed. Of the rest only those around the cut are put in order: a histogram says where it is.
+    Tokens lighter than (1 - top_p) / vocab of the mass have less than 1 - top_p of it together, so none is needed. A
+    histogram of the rest finds the bin of the cut, and only that bin is sorted.
     """
     lightest = (1.0 - top_p) * (1.0 - _SUM_SLACK) * mass / len(weights)
     candidates = np.flatnonzero(weights >= lightest if lightest > 0.0 else weights > 0.0)
@@ -173,7 +173,7 @@ def _sorted(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _some_largest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of `count` largest of each row [n, count], of equals any."""
+    """Ids of the `count` largest logits of each row [n, count], unsorted, ties broken arbitrarily."""
     vocab = logits.shape[1]
     blocks = vocab // _BLOCK
     if count > _FEW or blocks < 4 * count:
@@ -186,7 +186,7 @@ def _some_largest(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _block_amax(logits: torch.Tensor) -> torch.Tensor:
-    """The largest logit of each block [n, blocks], the last one shorter."""
+    """The largest logit of each block [n, blocks]; the last block may be shorter."""
     whole = logits.shape[1] // _BLOCK * _BLOCK
     parts = []
     if whole:

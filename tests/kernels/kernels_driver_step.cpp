@@ -94,7 +94,7 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     calls += 23;
 }
 
-// `threads` is how many chunks a row is cut into; without OpenMP one thread walks them all.
+// A row is cut into chunks by the number of threads; the kernels' own threads share the chunks.
 void over_the_vocabulary(int64_t count, int64_t width, int64_t threads) {
     const int64_t k = width < 5 ? width : 5, blocks = (width + 15) / 16;
     Exactly<float> x(count * width), best(count), top(count * k), picked(count * 9), sums(count * blocks);
