@@ -1,1 +1,1 @@
-"""The layers models are wired from. A layer owns shapes and loading; its arithmetic is a kernel or a quant method."""
+"""The layers that models are built from. A layer owns shapes and loading; a kernel or a quant method computes it."""

@@ -1,7 +1,7 @@
 """Activations as CustomOps, under vLLM's names.
 
-All compute in float32 and return the type of their input. x is float [..., 2d] -> [..., d] for the gated ones (those
-named `...And...`; gate in the first half unless said otherwise), [...] -> [...] for the rest.
+All compute in float32 and return the input's type. Shapes: [..., 2d] -> [..., d] for gated activations (those named
+`...And...`; the gate is the first half unless stated otherwise), [...] -> [...] for the others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`CustomOp` and `PluggableLayer` where the documentation has them: `from llm.layers.custom_op import CustomOp`.
 
-A door: they are defined in `llm.base.custom_op` and `llm.base.replacement`, which is where this package imports them.
+A re-export: they are defined in `llm.base.custom_op` and `llm.base.replacement`, from where this package imports them.
 """
 
 from llm.base.construction import Construction, constructing_for, construction

@@ -1,4 +1,4 @@
-"""The token embedding and the LM head, tied or not, and which of their rows a rank holds."""
+"""The token embedding and the LM head, tied or not, and how their rows are split over ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from llm.quantization.unquantized import UnquantizedEmbeddingMethod, new_paramet
 class VocabShard:
     """The rows of one rank: [original ids | padding | added ids | padding].
 
-    Original ids (those of the checkpoint) and ids added behind them are split over the ranks separately, each padded
-    so that every rank has as many rows.
+    Original ids (in the checkpoint) and ids added after them are split over the ranks separately, each padded so that
+    every rank has the same number of rows.
 
     Attributes:
-        org_start, org_end, added_start, added_end: ids held here, ends excluded.
-        org_rows, added_rows: rows reserved for them, padding included.
+        org_start, org_end, added_start, added_end: the ids of this rank, ends excluded.
+        org_rows, added_rows: their rows, padding included.
     """
 
     org_start: int
@@ -55,7 +55,7 @@ class VocabShard:
         return self.org_rows + self.added_rows
 
     def row_of(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the row of each id, 0 for ids that other ranks hold; which ids are held here)."""
+        """(the row of each id, 0 for ids of other ranks; True for each id of this rank)."""
         is_org = (token_ids >= self.org_start) & (token_ids < self.org_end)
         is_added = (token_ids >= self.added_start) & (token_ids < self.added_end)
         rows = torch.where(is_org, token_ids - self.org_start, token_ids - self.added_start + self.org_rows)
@@ -64,7 +64,7 @@ class VocabShard:
 
 
 def gathered_columns(num_embeddings: int, org_num_embeddings: int, padding_size: int, ranks: int) -> torch.Tensor:
-    """Where each id is when the rows of all ranks, padding included, are put side by side: int64 [num_embeddings]."""
+    """The column of each id in the logits gathered from all ranks, padding included: int64 [num_embeddings]."""
     token_ids = torch.arange(num_embeddings)
     columns = torch.zeros_like(token_ids)
     for rank in range(ranks):
@@ -80,7 +80,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 @PluggableLayer.register("vocab_parallel_embedding")
 class VocabParallelEmbedding(PluggableLayer):
-    """A table [num_embeddings, embedding_dim] read by token id; `quant_method` stores it. Ranks split the ids.
+    """An embedding table [num_embeddings, embedding_dim], stored by `quant_method`. Ranks split the ids.
 
     Shapes: ids int64 [N] -> float [N, embedding_dim].
 
@@ -88,7 +88,7 @@ class VocabParallelEmbedding(PluggableLayer):
         num_embeddings: ids, added ones included.
         embedding_dim: width of a row.
         params_dtype: storage type of an unquantized table; None: torch's default.
-        org_num_embeddings: ids that the checkpoint has; those behind it were added; None: all.
+        org_num_embeddings: number of ids in the checkpoint; later ids were added; None: all.
         padding_size: rows are padded to a multiple of it and of the ranks. vLLM's default is 64; here the kernels pad.
         quant_config: picks the method for `prefix`; None: unquantized.
         prefix: dotted path of the layer in the model.
@@ -128,7 +128,7 @@ class VocabParallelEmbedding(PluggableLayer):
         self.tp = tp
         self.shard = VocabShard.of(num_embeddings, self.org_vocab_size, padding_size, tp)
         self.num_embeddings_padded = self.shard.rows * tp.size
-        # Row i is id i: no other rank, and no padding between or behind.
+        # Row i is id i: one rank, and no padding.
         self.is_plain = self.num_embeddings_padded == num_embeddings and tp.size == 1
         if not self.is_plain:
             columns = gathered_columns(num_embeddings, self.org_vocab_size, padding_size, tp.size)
@@ -155,10 +155,10 @@ class VocabParallelEmbedding(PluggableLayer):
         return method
 
     def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
-        """Copy this rank's rows; padding, and added ids that `loaded` ends before, become zero.
+        """Copy this rank's rows; padding, and added ids that are not in `loaded`, become zero.
 
-        `loaded` has a row per id, or per original id. Returns the elements of `param`; raises ValueError when shapes
-        disagree.
+        `loaded` has a row per id, or per original id. Returns the number of elements of `param`; raises ValueError if
+        the shapes disagree.
         """
         if getattr(param, "shard_slots", False) and loaded.numel() == 1:
             param.data.fill_(loaded.item())

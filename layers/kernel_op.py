@@ -1,6 +1,6 @@
-"""CustomOps that are computed by the backend of the platform: one body, over the backend's operations or PyTorch's.
+"""CustomOps computed by the platform's backend: one body that calls the backend's operations or PyTorch's.
 
-Owns `KernelOp`. What the operations are and who has kernels for them is `llm.kernels.backend`'s.
+Owns `KernelOp`. `llm.kernels.backend` owns the operations and their kernels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from llm.kernels.select import backend_of_construction
 class KernelOp(CustomOp):
     """A CustomOp written once, in `compute`.
 
-    `forward_native` is `compute` over the definitions in PyTorch. `forward_cpu`, `forward_cuda` and the others are
-    `compute` over the kernels of the platform's backend; where it has none for these operations, `forward_native` is
-    bound. A subclass may still override any `forward_*`.
+    `forward_native` is `compute` with the definitions in PyTorch. `forward_cpu`, `forward_cuda` and the others are
+    `compute` with the kernels of the platform's backend; if it has none for these operations, `forward_native` is
+    bound. A subclass may override any `forward_*`.
 
     Attributes:
-        operations: names of those that `compute` calls.
-        backend: of the model under construction.
+        operations: names of the operations that `compute` calls.
+        backend: the backend of the model under construction.
     """
 
     operations: ClassVar[tuple[str, ...]] = ()
@@ -35,7 +35,7 @@ class KernelOp(CustomOp):
         self.backend = backend_of_construction()
 
     def compute(self, ops: Operations, *args: Any, **kwargs: Any) -> Any:
-        """What `forward` returns, by the operations of `ops`; the first of `operations` unless overridden."""
+        """Compute `forward` with the operations of `ops`; by default, call the first of `operations`."""
         return getattr(ops, self.operations[0])(*args, **kwargs)
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ class KernelOp(CustomOp):
         return f"no CPU kernels: {self.backend.reason}" if method == "forward_cpu" else f"no {method}"
 
     def _is_own(self, method: str) -> bool:
-        """Whether `method` is `compute`, and not what a subclass wrote."""
+        """True if `method` is `compute`: no subclass overrides it."""
         return getattr(type(self), method) is getattr(KernelOp, method)
 
     def _bind(self) -> None:

@@ -1,6 +1,6 @@
-"""Linear layers: shapes, which slice of each matrix a rank holds, and how checkpoint shards land in fused weights.
+"""Linear layers: shapes, the slice of each matrix that a rank holds, and loading checkpoint shards into fused weights.
 
-The arithmetic is `quant_method.apply`; how partial results of several ranks meet is `parallel.py`.
+`quant_method.apply` is the arithmetic; `parallel.py` combines the partial results of ranks.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ class LinearBase(PluggableLayer):
 
     Args:
         input_size: K.
-        output_sizes: rows of each logical matrix stacked in the weight; shard ids name them, see `shard_ids`.
-        bias: whether there is one.
-        skip_bias_add: return the bias instead of adding it, for whoever fuses the addition; needs `return_bias`.
+        output_sizes: rows of each logical matrix stacked in the weight; `shard_ids` names them.
+        bias: whether the layer has one.
+        skip_bias_add: return the bias instead of adding it, so that the caller can fuse the addition; needs
+            `return_bias`.
         params_dtype: storage type of an unquantized weight and of the bias; None: torch's default.
         quant_config: picks the method for `prefix`; None: unquantized.
         prefix: dotted path of the layer in the model.
         shard_ids: one name per entry of `output_sizes`, for fused layers.
         return_bias: forward returns (y, the bias that was not added or None); unlike in vLLM the default is y alone.
         tp: this layer's place in a tensor-parallel group.
-        disable_tp: hold the whole matrix on every rank of it.
+        disable_tp: hold the whole matrix on every rank of the group.
 
     Raises:
-        ValidationError: sizes that the group cannot split evenly, or a bias that would be lost.
+        ValidationError: the group cannot split the sizes evenly, or the bias would be lost.
     """
 
     quant_kind = "linear"
     # Whether ranks split the rows or the columns of the weight.
     splits_outputs: ClassVar[bool] = False
     splits_inputs: ClassVar[bool] = False
-    # What a `PackedLinearMethod` multiplies with, once the weight is loaded.
+    # The operand of a `PackedLinearMethod`'s GEMM, once the weight is loaded.
     packed_weight: Weight | None = None
 
     def __init__(
@@ -111,19 +112,22 @@ class LinearBase(PluggableLayer):
         return method
 
     def parts(self, index: int) -> int:
-        """Into how many equal runs of rows the ranks split logical matrix `index`; fewer than ranks: runs repeat."""
+        """The number of equal parts that the rows of logical matrix `index` are split into.
+
+        If there are fewer parts than ranks, several ranks hold the same part.
+        """
         if self.splits_outputs:
             self.tp.share("output_size", self.output_sizes[index])
             return self.tp_size
         return 1
 
     def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
-        """Copy this rank's slice of `loaded`: of the logical matrix `shard_id`, of all of them stacked when None.
+        """Copy this rank's slice of `loaded`, which is logical matrix `shard_id`, or all of them stacked if None.
 
-        `param.output_dim` and `param.input_dim` name the dimensions that follow rows and columns of the weight; they
-        may be shorter (packed values, scales of groups), then slices shrink in proportion. `param.shard_slots` says
-        that it has one number per logical matrix, which every rank holds. Returns how many elements of `param` were
-        filled; raises ValueError when shapes disagree.
+        `param.output_dim` and `param.input_dim` are the dimensions along the rows and columns of the weight. They may
+        be shorter than those (packed values, scales of groups); slices then shrink in proportion. `param.shard_slots`
+        says that it has one number per logical matrix, held by every rank. Returns how many elements of `param` were
+        filled; raises ValueError if the shapes disagree.
         """
         if getattr(param, "shard_slots", False):
             return self._load_slots(param, loaded, shard_id)
@@ -150,7 +154,7 @@ class LinearBase(PluggableLayer):
         index = None if shard_id is None else self.shard_ids.index(shard_id)
         target = param.data if index is None else param.data[index : index + 1]
         if loaded.numel() == 1:
-            target.fill_(loaded.item())  # on disk a number or a list of one
+            target.fill_(loaded.item())  # stored as a scalar or as [1]
         elif loaded.shape == target.shape:
             target.copy_(loaded)
         else:
@@ -169,7 +173,7 @@ class LinearBase(PluggableLayer):
         return filled
 
     def _lengths(self, param: nn.Parameter, dim: int) -> list[int]:
-        """What each logical matrix takes of `param.shape[dim]`, in proportion to its rows."""
+        """The length of each logical matrix along dimension `dim` of `param`, in proportion to its rows."""
         available = param.shape[dim]
         scaled = [size * available for size in self.output_partition_sizes]
         if any(size % self.output_size_per_partition for size in scaled):
@@ -181,7 +185,7 @@ class LinearBase(PluggableLayer):
         return self._result(y) if self.return_bias else y
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`quant_method.apply`, or its GEMM at once where nobody overrode or patched it."""
+        """`quant_method.apply`, or directly its GEMM if `apply` is neither overridden nor patched."""
         method, weight = self.quant_method, self.packed_weight
         if weight is None or weight.bias is not bias or method.linear is None:
             return method.apply(self, x, bias)
@@ -189,7 +193,7 @@ class LinearBase(PluggableLayer):
         return method.apply(self, x, bias) if is_patched else method.linear(x, weight)
 
     def _result(self, y: torch.Tensor) -> Output:
-        """With `return_bias`: y, and the bias where it was not added."""
+        """y; with `return_bias`, (y, the bias that was not added or None)."""
         return y, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:
@@ -211,8 +215,8 @@ class ColumnParallelLinear(LinearBase):
 
     Args:
         gather_output: give every rank the whole y.
-        output_sizes: rows of logical matrices stacked in W, of which a rank holds its rows of each; None: one of
-            `output_size`.
+        output_sizes: rows of the logical matrices stacked in W, each of which the ranks split; None: one matrix of
+            `output_size` rows.
         Further arguments: `LinearBase`.
     """
 
@@ -245,7 +249,7 @@ class ColumnParallelLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Matrices over the same input, stacked: gate and up in one GEMM. Shard ids are 0, 1, ...
+    """Matrices with the same input, stacked: gate and up in one GEMM. Shard ids are 0, 1, ...
 
     Further arguments: `ColumnParallelLinear`.
     """
@@ -258,7 +262,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections, stacked. Shard ids are "q", "k" and "v".
 
-    Ranks split heads; where there are more ranks than key heads, several ranks hold the same key head.
+    Ranks split heads; if there are more ranks than key heads, several ranks hold the same key head.
 
     Args:
         hidden_size: K.
@@ -302,11 +306,11 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 @PluggableLayer.register("row_parallel_linear")
 class RowParallelLinear(LinearBase):
-    """Ranks split the columns of W (the inputs): y is the sum over ranks of x_r W_r^T. The bias is whole, added once.
+    """Ranks split the columns of W (the inputs): y is the sum over ranks of x_r W_r^T. The bias is added once.
 
     Args:
         input_is_parallel: x is this rank's slice; False: x is whole and this rank takes its slice.
-        reduce_results: give every rank the sum; False: each keeps its term (the bias is in that of rank 0).
+        reduce_results: give every rank the sum; False: each keeps its term (rank 0's includes the bias).
         Further arguments: `LinearBase`.
     """
 

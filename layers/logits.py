@@ -14,14 +14,14 @@ from llm.layers.embedding import VocabParallelEmbedding
 class LogitsLayer(PluggableLayer):
     """hidden [L, H] -> float32 logits [L, org_vocab_size], through the LM head's quant method, without padding.
 
-    vLLM calls it LogitsProcessor, as it calls what changes logits afterwards (`llm.sampling.logits_processors`).
+    vLLM calls this class LogitsProcessor, the name that it also uses for `llm.sampling.logits_processors`.
 
     Args:
         vocab_size: ids of the LM head, added ones included.
-        org_vocab_size: logits that are returned; None: all.
-        scale: the logits are multiplied by it, after the cap.
-        logits_as_input: hidden are the logits already; only cap and scale are applied.
-        soft_cap: logits become soft_cap * tanh(logits / soft_cap); None: they do not.
+        org_vocab_size: number of logits to return; None: all.
+        scale: factor on the logits, after the cap.
+        logits_as_input: `hidden` already is the logits; only cap and scale are applied.
+        soft_cap: logits become soft_cap * tanh(logits / soft_cap); None: no cap.
     """
 
     vllm_name = "LogitsProcessor"
@@ -51,7 +51,7 @@ class LogitsLayer(PluggableLayer):
     def forward(
         self, lm_head: VocabParallelEmbedding, hidden: torch.Tensor, embedding_bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`embedding_bias`: added to this rank's logits; None: the bias of `lm_head`, when it has one."""
+        """`embedding_bias`: added to this rank's logits; None: the bias of `lm_head`, if it has one."""
         if self.logits_as_input:
             logits = hidden.to(torch.float32, copy=True)
         else:
@@ -64,7 +64,7 @@ class LogitsLayer(PluggableLayer):
         return logits
 
     def _of_ids(self, lm_head: VocabParallelEmbedding, own: torch.Tensor) -> torch.Tensor:
-        """This rank's columns -> one column per id, of every rank."""
+        """This rank's logits -> the logits of all ranks, one column per id."""
         if not lm_head.is_plain:
             own = lm_head.tp.all_gather(own)[..., lm_head.logit_columns]
         return own[..., : self.org_vocab_size] if self.org_vocab_size < own.shape[-1] else own

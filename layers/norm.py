@@ -1,7 +1,7 @@
-"""Normalisations as CustomOps, under vLLM's names. All compute in float32 and return the type of their input.
+"""Normalisations as CustomOps, under vLLM's names. All compute in float32 and return the input's type.
 
-`RMSNorm`, `GemmaRMSNorm` and `LayerNorm` are called with x alone, or with a residual: then they return
-(norm(x + residual), x + residual), the pair that a decoder layer passes on.
+`RMSNorm`, `GemmaRMSNorm` and `LayerNorm` are called with x, or with x and a residual: then they return
+(norm(x + residual), x + residual).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def filled(size: int, value: float, dtype: torch.dtype | None) -> nn.Parameter:
-    """A parameter [size] that every checkpoint fills."""
+    """A parameter [size] filled with `value`, which the checkpoint overwrites."""
     return nn.Parameter(torch.full((size,), value, dtype=dtype), requires_grad=False)
 
 
@@ -30,7 +30,7 @@ class RMSNorm(KernelOp):
         hidden_size: channels, the last dimension of x.
         eps: added to the mean.
         var_hidden_size: the mean is over this many leading channels; None: over all.
-        has_weight: False: no `weight`, nothing is multiplied.
+        has_weight: False: no `weight`, and no multiplication by it.
         dtype: of `weight` [hidden_size]; None: torch's default.
     """
 

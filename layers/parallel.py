@@ -1,6 +1,6 @@
-"""Tensor parallelism as one layer sees it: which slice of a matrix is this rank's, and how partial results meet.
+"""Tensor parallelism as one layer sees it: this rank's slice of a matrix, and combining the ranks' partial results.
 
-Owns no processes. A group of one needs no communicator; a larger one gets its platform's.
+Owns no processes. A group of one needs no communicator; a larger group uses the platform's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm.plugins import load_class
 
 
 class Communicator:
-    """What layers ask of the processes of a group; the result is the same on every rank.
+    """The collectives that layers use; the result is the same on every rank.
 
     A platform names a subclass in `Platform.get_communicator_cls`.
     """
@@ -30,7 +30,7 @@ class Communicator:
         raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's x [..., n], side by side in the last dimension, in order of rank."""
+        """Every rank's x [..., n], concatenated along the last dimension in order of rank."""
         raise NotImplementedError
 
 
@@ -38,7 +38,7 @@ class Communicator:
 class TensorParallel:
     """A place in a tensor-parallel group: rank `rank` of `size`.
 
-    Without a communicator a layer of a larger group computes its own part and cannot combine parts.
+    Without a communicator, a layer of a group larger than one computes its part and cannot combine the parts.
     """
 
     rank: int = 0
@@ -52,7 +52,7 @@ class TensorParallel:
             )
 
     def share(self, name: str, total: int) -> int:
-        """`total` divided by the ranks; raises `ValidationError` when it does not divide."""
+        """`total` / `size`; raises `ValidationError` if it does not divide evenly."""
         if total % self.size:
             raise ValidationError(
                 f"{name}={total} cannot be split evenly over {self.size} ranks.", parameter=name, value=total
@@ -75,7 +75,7 @@ SINGLE = TensorParallel()
 
 
 def tensor_parallel(platform: Platform, rank: int, size: int) -> TensorParallel:
-    """A place in a group of `size`, with the platform's communicator; `ValidationError` where it has none."""
+    """A place in a group of `size`, with the platform's communicator; `ValidationError` if it has none."""
     if size == 1:
         return SINGLE
     who = f"{type(platform).__name__}.get_communicator_cls"

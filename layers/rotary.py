@@ -1,8 +1,8 @@
 """Rotary position embeddings (arXiv:2104.09864), frequencies fixed at load.
 
-Owns the frequency recipes and the CustomOps that rotate queries and keys. Frequencies are chosen from `max_model_len`,
-never from the current batch: a rope that depends on how long today's prompts are cannot give the same answer twice.
-Tables are float32, and so is the rotation, whatever the type of what is rotated.
+Owns the frequency recipes and the CustomOp that rotates queries and keys. Frequencies depend on `max_model_len`, never
+on the current batch: otherwise a request's answer would depend on the length of other prompts. Tables and rotation are
+float32, whatever the type of queries and keys.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ class RopeParameters:
     Attributes:
         rope_type: a key of `RECIPES`.
         partial_rotary_factor: share of a head's channels that is rotated.
-        max_position_embeddings: what the model was made for before scaling (dynamic).
-        original_max_position_embeddings: the same under the name that llama3, yarn and longrope use.
-        attention_factor: what cosine and sine are multiplied by; None: derived from `factor`.
-        mscale, mscale_all_dim: yarn's weights of log(factor) in the attention factor; deepseek_yarn takes 1 and 0 for
-            those that are None.
+        max_position_embeddings: the context length before scaling (dynamic).
+        original_max_position_embeddings: the same, for llama3, yarn and longrope.
+        attention_factor: factor on cosine and sine; None: derived from `factor`.
+        mscale, mscale_all_dim: yarn's weights of log(factor) in the attention factor; None: deepseek_yarn uses 1 and 0.
         short_factor, long_factor: longrope's divisors, one per rotated pair of channels.
         mrope_section: how many pairs follow the temporal, the vertical and the horizontal position (Qwen2-VL,
             arXiv:2409.12191); empty: one position per token.
-        mrope_interleaved: the three take turns (Qwen3-VL), instead of one run of pairs each.
+        mrope_interleaved: the three alternate (Qwen3-VL) instead of taking one run of pairs each.
     """
 
     theta: float = 10000.0
@@ -64,7 +63,7 @@ def frequencies(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tu
 
 
 def base_wavelengths(theta: float, rotary_dim: int) -> torch.Tensor:
-    """theta ** (2i / d): the wavelengths over 2 pi."""
+    """theta ** (2i / d): the wavelengths divided by 2 pi."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     return theta**exponents
 
@@ -78,14 +77,14 @@ def _linear(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[
 
 
 def _dynamic(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """NTK-aware scaling of the base, once, for the longest sequence that will be served."""
+    """NTK-aware scaling of the base, fixed for sequences of `max_model_len`."""
     original = rope.max_position_embeddings
     stretch = rope.factor * max(max_model_len, original) / original - (rope.factor - 1)
     return 1.0 / base_wavelengths(rope.theta * stretch ** (rotary_dim / (rotary_dim - 2)), rotary_dim), 1.0
 
 
 def _llama3(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, those between interpolated."""
     plain = 1.0 / base_wavelengths(rope.theta, rotary_dim)
     wavelengths = 2 * math.pi / plain
     original = rope.original_max_position_embeddings
@@ -99,12 +98,12 @@ def _llama3(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[
 
 
 def _yarn(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv:2309.00071): fast channels keep their frequency, slow ones are divided by `factor`, with a ramp."""
+    """YaRN (arXiv:2309.00071): high frequencies are kept, low ones divided by `factor`, with a linear ramp between."""
     return _yarn_frequencies(rope, rotary_dim), _yarn_attention_factor(rope)
 
 
 def _deepseek_yarn(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """YaRN as DeepSeek V2 and V3 define it: the same frequencies, the two mscales always divided."""
+    """YaRN as DeepSeek V2 and V3 define it: the same frequencies; both mscales always enter the attention factor."""
     weight = 1.0 if rope.mscale is None else rope.mscale
     factor = _yarn_mscale(rope, weight) / _yarn_mscale(rope, rope.mscale_all_dim or 0.0)
     return _yarn_frequencies(rope, rotary_dim), factor * (rope.attention_factor or 1.0)
@@ -140,7 +139,7 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 
 
 def _longrope(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """LongRoPE (arXiv:2402.13753): the long divisors exactly when longer sequences than the original may come."""
+    """LongRoPE (arXiv:2402.13753): the long divisors if `max_model_len` exceeds the original context."""
     original = rope.original_max_position_embeddings
     divisors = torch.tensor(rope.long_factor if max_model_len > original else rope.short_factor)
     factor = rope.attention_factor

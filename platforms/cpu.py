@@ -67,7 +67,7 @@ class CpuPlatform(Platform):
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
-        """Limits threads to the CPU quota: with more, the kernel would throttle all of them until the next period."""
+        """Limit threads to the CPU quota: with more, Linux would throttle all of them until the next period."""
         if self.is_forked:
             _tell_of_fork()
         threads = torch.get_num_threads()

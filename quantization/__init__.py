@@ -1,1 +1,1 @@
-"""How weights are stored and multiplied: configs route, schemes compute, kernels do the arithmetic."""
+"""Quantization: configs choose a scheme per layer, storages read the file's tensors, schemes compute with kernels."""

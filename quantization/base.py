@@ -1,8 +1,8 @@
 """The protocol between a layer and the way its weights are stored.
 
-Owns the abstract bases. A layer calls `create_weights` when it is constructed, the loader copies checkpoint tensors in
-through each parameter's `weight_loader`, `process_weights_after_loading` rearranges them once for the kernel, `apply`
-computes. Does not own any scheme, and asks a layer what it is by `layer.quant_kind`, never by its class.
+Owns the abstract bases. A layer calls `create_weights` when it is constructed. The loader copies checkpoint tensors in
+through each parameter's `weight_loader`. `process_weights_after_loading` packs them once for the kernel. `apply`
+computes. Does not own any scheme. Identifies a layer by `layer.quant_kind`, never by its class.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 
 from llm.kernels.weight import Weight
 
-# weight_loader(param, loaded, shard_id): copies one checkpoint tensor into the parameter, or into the rows of it that
-# belong to `shard_id` ("q", "k", "v", 0, 1 ...; None: all of it), and returns how many elements it filled.
+# weight_loader(param, loaded, shard_id): copies one checkpoint tensor into the parameter, or into its rows for
+# `shard_id` ("q", "k", "v", 0, 1 ...; None: all rows), and returns how many elements it filled.
 WeightLoader = Callable[[nn.Parameter, torch.Tensor, Any], int]
 
 
@@ -27,10 +27,10 @@ class QuantizeMethodBase(ABC):
 
     Attributes:
         scheme: the arithmetic, e.g. "W8A8_DYNAMIC"; "" for unquantized.
-        source: who asked for it, e.g. "quant_model_description.json".
+        source: what chose it, e.g. "quant_model_description.json".
         reason: why this layer got it, in a few words.
-        kernel: what computes it, e.g. "cpu kernel avx512_vnni" or "PyTorch"; "" where nobody says.
-        invariant: whether the bits of a token do not depend on the rest of the batch; see `EngineConfig.invariant`.
+        kernel: what computes it, e.g. "cpu kernel avx512_vnni" or "PyTorch"; "" if unknown.
+        invariant: True if the bits of a token do not depend on the rest of the batch; see `EngineConfig.invariant`.
     """
 
     invariant: bool = False
@@ -43,20 +43,20 @@ class QuantizeMethodBase(ABC):
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Register empty parameters on `layer`, each with `output_dim`, `input_dim` and `weight_loader` attributes.
 
-        What a loader reads of a parameter: `packed_dim` and `packed_factor` (that dimension holds so many values in
-        one), `shard_slots` (one entry per fused shard along dimension 0), `optional` (a checkpoint may lack it; it then
-        keeps its value).
+        Further attributes of a parameter that loaders read: `packed_dim` and `packed_factor` (an element along that
+        dimension holds this many values), `shard_slots` (one entry per fused shard along dimension 0), `optional` (a
+        checkpoint may lack it; it then keeps its value).
         """
 
     @abstractmethod
     def apply(self, layer: nn.Module, *args: Any) -> torch.Tensor:
-        """Compute."""
+        """Compute the layer."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Rearrange the loaded weights for the kernel; called once. Nothing by default."""
+        """Pack the loaded weights for the kernel; called once. Does nothing by default."""
 
     def dequantize_weight(self, layer: nn.Module) -> torch.Tensor:
-        """The weight as float32 [N, K], for whoever needs it (adapters, saving)."""
+        """The weight as float32 [N, K], for adapters and saving."""
         raise NotImplementedError(f"{type(self).__name__} cannot give its weight back")
 
 
@@ -64,7 +64,7 @@ class LinearMethodBase(QuantizeMethodBase):
     """For layers with `quant_kind == "linear"`: y = x W^T + bias.
 
     Attributes:
-        linear: a backend's operation that computes y from x and a `Weight`; see `PackedLinearMethod`.
+        linear: the backend's operation that computes y from x and a `Weight`; see `PackedLinearMethod`.
     """
 
     linear: Callable[[torch.Tensor, Weight], torch.Tensor] | None = None
@@ -89,9 +89,9 @@ class LinearMethodBase(QuantizeMethodBase):
 
 
 class PackedLinearMethod(LinearMethodBase):
-    """One GEMM with the `Weight` that the layer holds as `packed_weight`.
+    """One GEMM with the layer's `packed_weight`, a `Weight`.
 
-    A linear layer calls `linear` by itself, unless `apply` is overridden or patched.
+    A linear layer calls `linear` directly unless `apply` is overridden or patched.
     """
 
     linear: Callable[[torch.Tensor, Weight], torch.Tensor]
@@ -100,7 +100,7 @@ class PackedLinearMethod(LinearMethodBase):
         return self.linear(x, self.weight_with(layer, bias))
 
     def weight_with(self, layer: Any, bias: torch.Tensor | None) -> Weight:
-        """The layer's weight with `bias`, which is new at the first GEMM and after somebody replaced it."""
+        """The layer's weight with `bias`; a new `Weight` is made only if the bias is not yet the weight's."""
         weight: Weight = layer.packed_weight
         if weight.bias is not bias:
             layer.packed_weight = weight = replace(weight, bias=bias)
@@ -108,7 +108,7 @@ class PackedLinearMethod(LinearMethodBase):
 
 
 class EmbeddingMethodBase(LinearMethodBase):
-    """For layers with `quant_kind == "embedding"`: a table that is read by id and, tied, multiplied as the LM head."""
+    """For layers with `quant_kind == "embedding"`: a table that is read by id and, if tied, is also the LM head."""
 
     @abstractmethod
     def embedding(self, layer: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class EmbeddingMethodBase(LinearMethodBase):
 class KVCacheMethod(QuantizeMethodBase):
     """For attention layers (`quant_kind == "attention"`): the scales of a quantized KV cache.
 
-    `create_weights(layer)` registers them, `apply` is not called: attention reads what was processed.
+    `create_weights(layer)` registers them. `apply` is never called: attention reads the processed scales.
     """
 
     def apply(self, layer: nn.Module, *args: Any) -> torch.Tensor:
@@ -152,7 +152,7 @@ class FusedMoEMethodBase(QuantizeMethodBase):
 
 
 class QuantizationConfig(ABC):
-    """What a checkpoint format says about its layers; picks a method per layer and computes nothing.
+    """What a checkpoint format says about its layers; chooses a method per layer and computes nothing.
 
     Attributes:
         packed_modules_mapping: fused module name -> the checkpoint's names; set from the model class.
@@ -163,7 +163,7 @@ class QuantizationConfig(ABC):
 
     @abstractmethod
     def get_name(self) -> str:
-        """The name a user passes as `quantization=`."""
+        """The name that a user passes as `quantization=`."""
 
     @abstractmethod
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -171,48 +171,48 @@ class QuantizationConfig(ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-        """From what the checkpoint says of itself, {} when it says nothing."""
+        """Construct from the checkpoint's quantization config, {} if it has none."""
         return cls()
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Types of activations it computes with; start-up refuses others."""
+        """Activation dtypes it supports; start-up refuses others."""
         return [torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Least capability, 10 * major + minor, of devices that have one; 0: none needed."""
+        """Least compute capability, 10 * major + minor, of devices that have one; 0: none needed."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Files of a model folder, the first of which that exists is passed to `from_config`."""
+        """File names in a model folder; the first that exists is passed to `from_config`."""
         return []
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None) -> str | None:
-        """Claim a checkpoint by its `quantization_config` (empty when it has none): this config's name, else None."""
+        """This config's name if it handles a checkpoint with this `quantization_config` (empty if none), else None."""
         return None
 
     def maybe_update_config(self, model: str, hf_config: Mapping[str, Any]) -> None:
         """Called once with the model's folder and config.json, before the model is built."""
 
     def apply_mapper(self, to_checkpoint: Callable[[str], str]) -> None:
-        """Called before the model is built, with what turns the model's own paths into the checkpoint's."""
+        """Called before the model is built; `to_checkpoint` maps the model's module paths to the checkpoint's."""
         self._to_checkpoint = to_checkpoint
 
     def checkpoint_names(self, prefix: str) -> list[str]:
-        """The checkpoint's names of the layer at `prefix`: those of its shards when it is fused."""
+        """The checkpoint's names of the layer at `prefix`: of its shards, if it is fused."""
         path, _, last = prefix.rpartition(".")
         names = [f"{path}.{part}" if path else part for part in self.packed_modules_mapping.get(last, [last])]
         return names if self._to_checkpoint is None else [self._to_checkpoint(name) for name in names]
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Called once the model is built, before its weights are loaded: register what only some checkpoints have."""
+        """Called after the model is built and before loading: register parameters that only some checkpoints have."""
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold the tensor `name` although no layer needs it."""
+        """True if a checkpoint may contain the tensor `name` although no layer uses it."""
         return False
 
     def check_used(self) -> None:
-        """Called once the model is built; raises `ValidationError` for what the user asked and no layer took."""
+        """Called after the model is built; raises `ValidationError` for settings of the user that matched no layer."""

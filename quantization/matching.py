@@ -1,7 +1,7 @@
-"""Which layers a pattern means, and that the shards of a fused layer agree.
+"""Which layers a pattern matches, and the check that the shards of a fused layer agree.
 
-Names are dotted paths. A pattern is a name, `re:<regular expression>` matched from the start of the name (as
-compressed-tensors does), or, where the user writes it, a glob with `*`.
+Names are dotted paths. A pattern is a name, `re:<regular expression>` matched from the start of the name (as in
+compressed-tensors), or, in a user's arguments, a glob with `*`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llm.base.errors import CheckpointError
 from llm.base.text import clip
 
 T = TypeVar("T")
-# Escapes, classes, the heads of groups, counted repetitions; then single characters.
+# Escapes, character classes, openings of groups, counted repetitions; then single characters.
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P<\w+>|<?[=!:])|\(|\{\d*,?\d*\}|.", re.DOTALL)
 _NAME_LENGTH = 64
 _MOST_WAYS = 2.0**24
@@ -26,14 +26,14 @@ _SECONDS = 0.25
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether `pattern` means the layer `name`."""
+    """True if `pattern` matches the layer `name`."""
     if pattern.startswith("re:"):
         return _match(pattern[3:], name)
     return name == pattern or ("*" in pattern and fnmatchcase(name, pattern))
 
 
 def _match(pattern: str, name: str) -> bool:
-    """`re.match` in bounded time; raises `CheckpointError` for a pattern that is none or would take too long."""
+    """`re.match` in bounded time; raises `CheckpointError` for a pattern that is invalid or takes too long."""
     started = time.thread_time()
     found = _compiled(pattern).match(name) is not None
     if time.thread_time() - started > _SECONDS:
@@ -43,7 +43,7 @@ def _match(pattern: str, name: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Of a pattern whose ways to match a name are few enough to try them all, which is what `re` does."""
+    """Compile a pattern that can match a name in few enough ways: `re` backtracks through all of them."""
     try:
         compiled = re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -58,9 +58,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _ways(pattern: str) -> float:
-    """At most how many ways a pattern has to match a name of about 64 characters; infinite for nested repetitions.
+    """Upper bound on the ways a pattern can match a name of about 64 characters; infinite for nested repetitions.
 
-    Repetitions share the name: the k-th multiplies by 64 / k. An option multiplies by 2, alternatives by their number.
+    The k-th repetition multiplies by 64 / k, an optional part by 2, alternatives by their number.
     """
     ways, repetitions, open_groups, closed = 1.0, 0, [_Group()], None
     for token in _TOKENS.findall(pattern):
@@ -87,19 +87,19 @@ def _ways(pattern: str) -> float:
 
 @dataclass
 class _Group:
-    """A group of a pattern: whether something in it may match in several ways, and how many alternatives it has."""
+    """A group of a pattern: `varies` if a part of it can match in several ways; the number of its alternatives."""
 
     varies: bool = False
     alternatives: int = 1
 
 
 def columns_of(layer: Any) -> int:
-    """K of a linear layer or an embedding table, as far as this rank holds it."""
+    """This rank's columns K of a linear layer or an embedding table."""
     return layer.embedding_dim if layer.quant_kind == "embedding" else layer.input_size_per_partition
 
 
 def agreed(prefix: str, names: Sequence[str], find: Callable[[str], T]) -> T:
-    """What `find` says of every shard; raises `CheckpointError` when shards differ."""
+    """The result of `find`, the same for every shard; raises `CheckpointError` if shards differ."""
     found = [find(name) for name in names]
     for name, value in zip(names, found, strict=True):
         if value != found[0]:

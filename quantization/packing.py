@@ -1,6 +1,6 @@
-"""The ways checkpoints store small integers, both directions, bit for bit.
+"""How checkpoints pack small integers: packing and unpacking, bit for bit.
 
-Owns the byte layouts of files; how a kernel keeps a weight in memory is the kernel's own (`pack_int4` and its like).
+Owns the byte layouts of files. The layout of weights in memory is the kernels' (`pack` of a backend).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ INT4_MIN, INT4_MAX = -8, 7
 
 
 def pack_to_int32(values: torch.Tensor, bits: int, dim: int = 1) -> torch.Tensor:
-    """compressed-tensors' pack-quantized: a dense little-endian stream of `bits`-bit numbers in 32-bit words.
+    """compressed-tensors' pack-quantized format: a dense little-endian stream of `bits`-bit numbers in 32-bit words.
 
     Each value is stored plus 2**(bits - 1). Weights are packed along K (dim 1), zero points along N (dim 0).
 
@@ -35,7 +35,7 @@ def unpack_from_int32(words: torch.Tensor, bits: int, shape: tuple[int, int], di
         return unpack_from_int32(words.t(), bits, (shape[1], shape[0])).t().contiguous()
     rows, columns = shape
     as_bytes = words.contiguous().view(torch.uint8)
-    if bits == 4:  # one step for the common case
+    if bits == 4:  # the common case, vectorised
         values = torch.stack((as_bytes & 15, as_bytes >> 4), dim=-1).flatten(1)[:, :columns]
     else:
         stream = (as_bytes[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)[:, : columns * bits]
@@ -45,12 +45,12 @@ def unpack_from_int32(words: torch.Tensor, bits: int, shape: tuple[int, int], di
 
 
 def packed_words(count: int, bits: int) -> int:
-    """32-bit words for `count` numbers."""
+    """Number of 32-bit words that hold `count` numbers."""
     return -(-count * bits // 32)
 
 
 def pack_row_pairs(values: torch.Tensor) -> torch.Tensor:
-    """ModelSlim's int4, version 1.0.0: byte [j, k] has row 2j in its low and row 2j + 1 in its high nibble.
+    """ModelSlim's int4, version 1.0.0: byte [j, k] has row 2j in its low nibble and row 2j + 1 in its high nibble.
 
     Shapes: int8 [N, K] in [-8, 7], N even -> int8 [N / 2, K].
     """
@@ -63,10 +63,10 @@ def unpack_row_pairs(packed: torch.Tensor) -> torch.Tensor:
 
 
 def pack_deq_scale(scale: torch.Tensor) -> torch.Tensor:
-    """ModelSlim's deq_scale for float16 models: int64 whose low 32 bits are those of the float32."""
+    """ModelSlim's deq_scale for float16 models: int64 whose low 32 bits are those of a float32."""
     return scale.float().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
 
 def unpack_deq_scale(stored: torch.Tensor) -> torch.Tensor:
-    """float32 from either storage form: float32 itself, or int64 that carries its bits."""
+    """float32 from either storage form: float32, or int64 with the bits of a float32."""
     return stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored.float()

@@ -1,17 +1,17 @@
-"""From float weights to integers: rounding to nearest for 8 bit, a search for the best clipping for 4 bit.
+"""Quantizing float weights: rounding to nearest for 8 bits, a search for the best clipping for 4 bits.
 
-Owns the arithmetic of quantizing, weights and static activations; nothing here knows a layer or a file.
+Owns the arithmetic for weights and static activations; knows neither layers nor files.
 
-Calibration serves 4 bits by weighing and feeding back errors (`quantize_weight`), not by scaling channels as AWQ does
-(arXiv:2306.00978). Scales of mean activation magnitudes with searched exponents, folded into the norms (into up_proj
-too was worse), were measured on the embedded model: calibrated on four draws of 12 chapters, scored on 30,000 tokens of
-others, perplexity over unquantized.
+For 4 bits, calibration weights errors by activations and feeds rounding errors back (`quantize_weight`). It does not
+scale channels as AWQ does (arXiv:2306.00978). Scales from mean activation magnitudes with searched exponents, folded
+into the norms (folding into up_proj too was worse), were measured on the embedded model: calibrated on four draws of 12
+chapters, evaluated on 30,000 tokens of other chapters. The table shows the increase in perplexity over unquantized.
 
            neither          scaling          feedback         both
     w4a16  1.04 to 1.16 %   1.01 to 1.09 %   0.45 to 0.73 %   0.54 to 0.72 %
     w4a8   1.54 to 1.70 %   1.49 to 1.62 %   0.85 to 1.03 %   0.87 to 1.18 %
 
-On top of feedback, scaling changed log perplexity by -0.0006 to +0.0024, each +-0.0009: it brings nothing.
+On top of feedback, scaling changed log perplexity by -0.0006 to +0.0024, each +-0.0009: no gain.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from dataclasses import dataclass
 
 import torch
 
-# Scales tried for a group, as shares of the one that clips nothing. Clipping the largest weights a little costs less
-# than a coarser grid for all the others, the more so the larger the group.
+# Scales tried for a group, as fractions of the scale that clips nothing. Clipping the largest weights a little costs
+# less than a coarser grid for all others, the more so the larger the group.
 _CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
-# A weight is quantized this many elements at a time: temporary memory stays small, and in the cache.
+# A weight is quantized this many elements at a time, so that temporaries stay in the cache.
 _CHUNK_ELEMENTS = 1 << 16
-# Of the mean diagonal of a second moment, added to it: GPTQ's own choice.
+# This fraction of a second moment's mean diagonal is added to its diagonal, as in GPTQ.
 _DAMPING = 0.01
 
 
 @dataclass
 class IntegerWeight:
-    """A weight as integers: W[n, k] = (q[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
+    """An integer weight: W[n, k] = (q[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
 
     Attributes:
         q: int8 [N, K].
         scale: float32 [N, G].
         zero: int8 [N, G]; None: 0 everywhere.
         group_size: K for one scale per row.
-        bits: the values fit so many.
+        bits: the width of the values.
         input_scale, input_offset: of statically quantized activations, x ~ (q - offset) * scale.
-        bias: float32 [N] in place of the layer's own, which the integers already account for.
+        bias: float32 [N] that replaces the layer's bias, if the format stores the bias with the integers.
     """
 
     q: torch.Tensor
@@ -79,16 +79,16 @@ def quantize_weight(
     search: bool,
     moments: Sequence[torch.Tensor] | None = None,
 ) -> Quantized:
-    """Symmetric integers of a weight, one scale per row and group of `group_size` along K.
+    """Symmetric integers for a weight, one scale per row and group of `group_size` along K.
 
-    Rounding to nearest with scale = max|w| / (2**(bits - 1) - 1). With `search` every group tries several smaller
-    scales, refits each by least squares to the integers it gave, and keeps the one of least squared error. With
-    `moments` of the layer's inputs the error of a column counts as much as its activations are large, and each
-    column's rounding error is taken up by the columns after it (GPTQ, arXiv:2210.17323, with fixed groups).
+    Rounds to nearest with scale = max|w| / (2**(bits - 1) - 1). `search` tries several smaller scales per group, refits
+    each by least squares to the integers it gives, and keeps the scale with the least squared error. With `moments` of
+    the layer's inputs, a column's error is weighted by its mean squared activation, and each column's rounding error is
+    compensated in the columns after it (GPTQ, arXiv:2210.17323, with fixed groups).
 
     Args:
         weight: float [N, K].
-        moments: mean of x x^T over runs of columns, float32 [B, B] each, together K columns.
+        moments: mean of x x^T for consecutive runs of columns, float32 [B, B] each, together K columns.
 
     Raises:
         ValueError: a weight is not finite.
@@ -127,7 +127,7 @@ def _feedback(moment: torch.Tensor) -> torch.Tensor:
 def _round_with_feedback(
     x: torch.Tensor, scale: torch.Tensor, bits: int, feedback: Sequence[tuple[torch.Tensor, int]]
 ) -> torch.Tensor:
-    """Round column by column, moving each error onto the columns after it in its run; x, scale float32 [R, K]."""
+    """Round column by column and compensate each error in the later columns of its run; x, scale float32 [R, K]."""
     high = 2 ** (bits - 1) - 1
     q = torch.empty(x.shape, dtype=torch.int8)
     start = 0

@@ -1,7 +1,7 @@
-"""Which class reads which checkpoint format, and which computes which scheme.
+"""Which class reads a checkpoint format, and which computes a scheme.
 
 Owns both tables. Names registered by plugins come before the built-in ones, so a plugin may replace one. Built-in
-classes are named by "module:Class" and imported when first asked for.
+classes are given as "module:Class" and imported at first use.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _BUILTIN_CONFIGS: dict[str, str] = {
 }
 # Other names of the same formats.
 ALIASES = {"modelslim": "ascend"}
-# What a layer's `quant_kind` may be.
+# The values of a layer's `quant_kind`.
 KINDS = ("linear", "embedding", "moe", "attention")
-# FP8, GPTQ, AWQ, MX formats and GGUF take their place here when they come.
+
 
 _plugin_configs: dict[str, type[QuantizationConfig]] = {}
 _plugin_schemes: dict[tuple[str, str], type] = {}
 
 
 def register_quantization_config(name: str) -> Callable[[C], C]:
-    """Class decorator: make a `QuantizationConfig` known as `quantization=name`; it replaces a built-in one.
+    """Class decorator: register a `QuantizationConfig` as `quantization=name`; it replaces a built-in one.
 
-    Raises `ValidationError` when the class is no `QuantizationConfig`.
+    Raises `ValidationError` if the class is no `QuantizationConfig`.
     """
 
     def decorate(config_class: C) -> C:
@@ -52,17 +52,17 @@ def register_quantization_config(name: str) -> Callable[[C], C]:
 
 
 def quantization_methods() -> tuple[str, ...]:
-    """Every name of a checkpoint format, plugins first."""
+    """The names of all checkpoint formats, plugins first."""
     return tuple(dict.fromkeys([*_plugin_configs, *_BUILTIN_CONFIGS]))
 
 
 def plugin_configs() -> dict[str, type[QuantizationConfig]]:
-    """What plugins registered, in order of registration."""
+    """The plugins' configs, in order of registration."""
     return dict(_plugin_configs)
 
 
 def get_quantization_config(name: str) -> type[QuantizationConfig]:
-    """The class for a format; an unknown name raises `ValidationError` that lists the known ones."""
+    """The class for a format; raises `ValidationError`, which lists the known names, for an unknown one."""
     if name in _plugin_configs:
         return _plugin_configs[name]
     name = ALIASES.get(name, name)
@@ -78,13 +78,13 @@ def get_quantization_config(name: str) -> type[QuantizationConfig]:
 
 
 def register_scheme(quant_type: str, kind: str) -> Callable[[C], C]:
-    """Class decorator: make a scheme serve layers of `kind` ("linear", "embedding", "moe", "attention").
+    """Class decorator: register a scheme for layers of `kind` ("linear", "embedding", "moe", "attention").
 
     Args:
-        quant_type: as the description file of a ModelSlim checkpoint spells it, e.g. "W8A8_DYNAMIC".
+        quant_type: as a ModelSlim checkpoint's description file spells it, e.g. "W8A8_DYNAMIC".
 
-    It replaces a built-in scheme. Raises `ValidationError` for another kind, and `LLMError` when another plugin has
-    taken the pair.
+    It replaces a built-in scheme. Raises `ValidationError` for an unknown kind, and `LLMError` if another class is
+    registered for the same type and kind.
     """
     if kind not in KINDS:
         raise ValidationError(
@@ -95,7 +95,7 @@ def register_scheme(quant_type: str, kind: str) -> Callable[[C], C]:
 
     def decorate(scheme_class: C) -> C:
         taken = _plugin_schemes.get((quant_type, kind))
-        # A notebook cell that is run again defines its class again.
+        # Running a notebook cell again defines its class again.
         if taken is not None and _full_name(taken) != _full_name(scheme_class):
             raise LLMError(
                 f"a scheme for {quant_type} {kind} layers is already registered: {_full_name(taken)}; "
@@ -108,7 +108,7 @@ def register_scheme(quant_type: str, kind: str) -> Callable[[C], C]:
 
 
 def get_scheme(quant_type: str, kind: str) -> Any:
-    """What makes the method of a layer from its storage, source and reason, a plugin's first; None: nothing does."""
+    """A function from (storage, source, reason) to a layer's method, a plugin's first; None if the type has none."""
     plugin = _plugin_schemes.get((quant_type, kind))
     row = SCHEMES.get(quant_type)
     if plugin is not None or row is None or kind not in row.layers:

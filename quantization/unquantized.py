@@ -1,4 +1,4 @@
-"""Weights as the checkpoint stores them (float32, bfloat16, float16), computed in float32."""
+"""Float weights in the checkpoint's type (float32, bfloat16, float16); the arithmetic is float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, Weigh
 
 
 class UnquantizedLinearMethod(PackedLinearMethod):
-    """One parameter `weight` in its storage type: [N, K] while it is loaded, then `packed_weight`'s data."""
+    """One parameter `weight` in its storage type: [N, K] while loading, then the data of `packed_weight`."""
 
     def __init__(self) -> None:
         backend = backend_of_construction()
@@ -41,7 +41,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
     ) -> None:
         data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
         layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
-        # None until the weight is loaded, and where PyTorch computes: then GEMMs read `weight` itself.
+        # None until the weight is loaded, and always with PyTorch's operations, whose GEMMs read `weight`.
         layer.packed_weight = None  # type: ignore[assignment]
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -49,7 +49,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
             return
         packed = self._pack(layer.weight.data, reuse=True)
         layer.weight = nn.Parameter(packed.data, requires_grad=False)
-        # The parameter itself, so that whoever frees it frees the packed weight.
+        # The packed weight shares the parameter: freeing the parameter's memory frees it.
         activations = "bfloat16" if self._rounds_input and packed.kind == "bfloat16" else "float"
         layer.packed_weight = replace(packed, data=layer.weight, activations=activations)
         self.linear = self._kernel
@@ -68,7 +68,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
 
 
 class UnquantizedEmbeddingMethod(UnquantizedLinearMethod, EmbeddingMethodBase):
-    """The same table, also read by id."""
+    """The same for an embedding table."""
 
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
         weight: Weight | None = layer.packed_weight
@@ -78,7 +78,7 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod, EmbeddingMethodBase):
 
 
 def left_alone(kind: str, source: str, reason: str) -> UnquantizedLinearMethod:
-    """The method for a layer of `kind` that a quantized model keeps as it is, with who says so and why."""
+    """The method for a layer of `kind` that a quantized model leaves unquantized; `source` and `reason` say why."""
     method = UnquantizedEmbeddingMethod() if kind == "embedding" else UnquantizedLinearMethod()
     method.source, method.reason = source, reason
     return method

@@ -1,4 +1,4 @@
-"""Attention: over a paged cache of keys and values, and of encoders."""
+"""Attention over a paged KV cache: the layer, and the interface of its backends."""
 
 from llm.layers.attention.attention import Attention
 from llm.layers.attention.backend import AttentionBackend, attention_backend

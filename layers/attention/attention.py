@@ -1,6 +1,6 @@
-"""The attention layer: declares its state, writes this step's keys and values, attends over the cache.
+"""The attention layer: declares its state, writes this step's keys and values, attends over the KV cache.
 
-Does not own the cache, which arrives in the `ForwardBatch`, nor its layout and the arithmetic: those are the backend's.
+Does not own the cache, which comes in the `ForwardBatch`; the attention backend owns its layout and the arithmetic.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Attention(nn.Module):
 
     Args:
         layer_index: position of this layer's state among the model's.
-        scale: what dot products are multiplied by before the softmax.
+        scale: factor on the scores before the softmax.
         sliding_window: how many positions a token sees, itself included; None: all.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they do not.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: no cap.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         """query [N, heads * head_size], key and value [N, kv_heads * head_size] -> [N, heads * head_size]."""
         kv_cache, metadata = self.state(batch)
         heads = (query.shape[0], self.num_kv_heads, self.head_size)
-        # Every row's keys are written before any row reads: rows of one step may share blocks (prefix hits).
+        # All keys are written before any batch row reads: batch rows of one step may share blocks (prefix hits).
         self.backend.write(key.view(heads), value.view(heads), kv_cache, metadata)
         return self.attend(query, batch)
 

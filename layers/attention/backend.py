@@ -1,7 +1,7 @@
-"""Where attention stores keys and values, and how it attends: the part of an attention layer that a platform chooses.
+"""How attention stores keys and values and how it computes: the part of an attention layer that a platform chooses.
 
-Owns `AttentionBackend` and the paged one of this package. A platform names another by class path in
-`Platform.get_attn_backend_cls`; it then owns the layout of the cache, which nobody else reads.
+Owns `AttentionBackend` and this package's `PagedAttention`. A platform names another by class path in
+`Platform.get_attn_backend_cls`. The backend owns the layout of the KV cache: no other code reads the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGED_ATTENTION = "llm.layers.attention.backend.PagedAttention"
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What a layer tells its backend; see `Attention` for the meaning of each."""
+    """A layer's parameters for its backend, as `Attention` documents them."""
 
     num_heads: int
     num_kv_heads: int
@@ -31,10 +31,10 @@ class AttentionParams:
 
 
 class AttentionBackend:
-    """One per attention layer, made with its parameters.
+    """The backend of one attention layer, constructed with the layer's parameters.
 
     Attributes:
-        reason: why it computes as it does, a few words; `llm.explain()` shows it.
+        reason: why it computes as it does, in a few words, for `llm.explain()`.
     """
 
     reason: str = "the platform's backend"
@@ -46,7 +46,7 @@ class AttentionBackend:
     def kv_cache_shapes(
         platform: Platform, spec: KVCacheSpec, num_blocks: int, block_size: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of one layer's key and value cache, both of `spec.dtype`. Nobody reads block 0."""
+        """Shapes of one layer's key and value cache, both of `spec.dtype`. Block 0 is never read."""
         raise NotImplementedError
 
     def write(
@@ -66,9 +66,9 @@ class AttentionBackend:
         metadata: AttentionMetadata,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """query [N, heads, head_size] over the cache, this step's tokens included -> the same shape.
+        """Attend with query [N, heads, head_size] over the cache, this step's tokens included -> the same shape.
 
-        `batch.extensions` holds what the platform's model runner added for this step.
+        `batch.extensions` has what the platform's model runner added for this step.
         """
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class PagedAttention(AttentionBackend):
 
 
 def attention_backend(platform: Platform | None, head_size: int) -> type[AttentionBackend]:
-    """The class that `platform` names for heads of this size; None: the paged one."""
+    """The class that `platform` names for heads of this size; for None, `PagedAttention`."""
     path = PAGED_ATTENTION if platform is None else platform.get_attn_backend_cls(head_size)
     plugin = None if platform is None else platform.plugin
     return load_class(path, AttentionBackend, f"{type(platform).__name__}.get_attn_backend_cls", plugin)

@@ -1,4 +1,4 @@
-"""Operations that no model here uses, for models of your own; most are a definition in PyTorch without a kernel.
+"""Operations that no model here uses, for models of your own; most are plain PyTorch without a kernel.
 
-Import them by vLLM's paths, `llm.model_executor.layers.*`: they do not move when a model comes that uses them.
+Import them by vLLM's paths, `llm.model_executor.layers.*`: those stay when an operation moves out of this folder.
 """

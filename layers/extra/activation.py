@@ -24,10 +24,10 @@ class MulAndSilu(KernelOp):
 
 @CustomOp.register("gelu_and_mul_sparse")
 class GeluAndMulSparse(CustomOp):
-    """`GeluAndMul` of a gate cut to the top of its row, as Gemma 3n does.
+    """`GeluAndMul` with a sparse gate (Gemma 3n): gelu(relu(gate - cut)) * up.
 
-    The cut is mean + z std (of the row, biased), with z the quantile of the normal distribution at
-    `activation_sparsity`: gelu(relu(gate - cut)) * up.
+    cut = mean + z std of the gate's row (std biased), with z the quantile of the normal distribution at
+    `activation_sparsity`.
 
     Args:
         activation_sparsity: expected share of zeros, in (0, 1).
@@ -102,8 +102,8 @@ class XIELU(CustomOp):
     """xIELU (arXiv:2411.13010), the activation of Apertus, with two trained slopes; see `kernels/reference`.
 
     Args:
-        alpha_p_init, alpha_n_init: initial slopes for positive and negative x; the parameters [1] of those names hold
-            them before softplus, as checkpoints do (alpha_n: less `beta`).
+        alpha_p_init, alpha_n_init: initial slopes for positive and negative x. The parameters alpha_p and alpha_n [1]
+            hold them before softplus, as checkpoints do (alpha_n: minus `beta`).
         beta: slope at zero.
         eps: negative; the exponential is cut off above it.
         dtype: of the parameters; None: torch's default.
@@ -159,7 +159,7 @@ class SwigluOAIAndMul(CustomOp):
 class SiluAndMulWithClamp(CustomOp):
     """g sigmoid(alpha g) (u + beta), g = min(x[..., :d], limit), u = x[..., d:] within +-limit.
 
-    With the defaults silu(g) u, the shared experts of DeepSeek V4.
+    With the defaults it is silu(g) u, as in the shared experts of DeepSeek V4.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class SiluAndMulWithClamp(CustomOp):
 
 @CustomOp.register("swiglustep_and_mul")
 class SwigluStepAndMul(CustomOp):
-    """min(silu(x[..., :d]), limit) * (x[..., d:] within +-limit): Step 3.5. Here the clamp follows silu."""
+    """min(silu(x[..., :d]), limit) * (x[..., d:] within +-limit): Step 3.5. The clamp comes after silu."""
 
     def __init__(self, limit: float = 7.0, *, enforce_enable: bool = False) -> None:
         super().__init__(enforce_enable=enforce_enable)

@@ -1,4 +1,4 @@
-"""Convolutions over images and video: a GEMM where patches do not overlap, as in patch embeddings."""
+"""Convolutions over images and video: one GEMM if patches do not overlap, as in patch embeddings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Sizes = int | tuple[int, ...]
 
 
 class ConvLayerBase(CustomOp):
-    """x float [B, in_channels, *space] -> [B, out_channels, *space'], in float32, of the type of x.
+    """x float [B, in_channels, *space] -> [B, out_channels, *space'], computed in float32, returned in x's type.
 
-    Arguments as of torch.nn.Conv2d and Conv3d; `padding_mode` is "zeros". The weight is
-    [out_channels, in_channels / groups, *kernel_size]. `enable_linear` says that kernel and stride are equal and
-    nothing pads, dilates or groups: then each patch is multiplied as a row.
+    Arguments are those of torch.nn.Conv2d and Conv3d; `padding_mode` is "zeros". The weight is
+    [out_channels, in_channels / groups, *kernel_size]. `enable_linear` is True if kernel and stride are equal and there
+    is no padding, dilation or grouping: then each patch is a row of one GEMM.
 
     Args:
         params_dtype: of weight and bias; None: torch's default.
@@ -86,7 +86,7 @@ class ConvLayerBase(CustomOp):
         return f"weight={list(self.weight.shape)}, stride={self.stride}, {way}"
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Every patch as a row; what is left at the far edges belongs to no patch, as in a convolution."""
+        """Each patch as a row of one GEMM; a remainder at the far edges is in no patch, as in a convolution."""
         counts = [size // kernel for size, kernel in zip(x.shape[2:], self.kernel_size, strict=True)]
         pairs = list(zip(counts, self.kernel_size, strict=True))
         for dim, (count, kernel) in enumerate(pairs, start=2):

@@ -1,4 +1,4 @@
-"""Norms with a gate, of the mixers in recurrent models: computed in float32, of the type of their input."""
+"""Gated norms of the mixers in recurrent models: computed in float32, returned in the input's type."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _check_divides(parameter: str, groups: int, size: int) -> None:
 class RMSNormGated(CustomOp):
     """RMSNorm with an optional gate z of the shape of x: norm(x * act(z)), or norm(x) * act(z).
 
-    Mamba 2 gates before (arXiv:2405.21060), Qwen3-Next after.
+    Mamba 2 gates before the norm (arXiv:2405.21060), Qwen3-Next after it.
 
     Args:
         hidden_size: channels, the last dimension of x.

@@ -1,4 +1,4 @@
-"""Attention of multimodal encoders: every token sees its whole sequence, nothing is cached."""
+"""Attention of multimodal encoders: not causal, and without a KV cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llm.base.errors import ValidationError
 
 @CustomOp.register("mm_encoder_attn")
 class MMEncoderAttention(CustomOp):
-    """softmax(scale q k^T) v within each sequence, in float32, of the type of the query.
+    """softmax(scale q k^T) v within each sequence, computed in float32, returned in the query's type.
 
     Args:
         num_heads, head_size: of the query.
-        scale: of the scores; None: head_size ** -0.5.
-        num_kv_heads: of key and value, a divisor of `num_heads`; None: as many.
+        scale: factor on the scores; None: head_size ** -0.5.
+        num_kv_heads: of key and value, a divisor of `num_heads`; None: `num_heads`.
         prefix: dotted path of the layer in the model.
-        multimodal_config: vLLM's, which chooses among its implementations; here there is one, and it is not read.
+        multimodal_config: not read. In vLLM it chooses among implementations; here there is one.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class MMEncoderAttention(CustomOp):
         """query float [B, N, heads * head_size] or [B, N, heads, head_size], key and value likewise -> query's shape.
 
         Args:
-            cu_seqlens: int [S + 1], from 0 to B * N: where sequences start in the tokens of all B rows; None: each row
-                is a sequence.
+            cu_seqlens: int [S + 1], from 0 to B * N: where sequences start in the flattened batch; None: each batch
+                row is a sequence.
             max_seqlen: a hint for kernels that size their work by it.
 
         Raises:

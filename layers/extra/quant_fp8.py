@@ -11,12 +11,12 @@ from llm.base.errors import ValidationError
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
-# A group of zeros, or of next to nothing, must not divide by zero.
+# A group of zeros or of tiny values must not divide by zero.
 _SMALLEST_SCALE = 1.0 / (FP8_MAX * 512.0)
 
 
 class GroupShape(NamedTuple):
-    """Rows and columns that share a scale; -1: all of them."""
+    """Rows and columns that share a scale; -1: all."""
 
     row: int
     col: int
@@ -75,10 +75,10 @@ class QuantFP8(CustomOp):
         self, x: torch.Tensor, scale: torch.Tensor | None = None, scale_ub: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x float [M, K]; `scale`: static only, a scalar or an entry per group; `scale_ub`: dynamic only, scalar float,
-        the largest magnitude that a scale is made for (what exceeds it saturates).
+        an upper bound on the magnitude that scales are computed from (larger values saturate).
 
         Raises:
-            ValueError: a scale that is missing, not wanted or of another shape; groups that do not divide x.
+            ValueError: a scale is missing, not wanted or of the wrong shape; groups do not divide x.
         """
         self._check_arguments(x, scale, scale_ub)
         groups = self._groups(x)
@@ -107,7 +107,7 @@ class QuantFP8(CustomOp):
             if total % size:
                 raise ValueError(f"groups of {tuple(self.group_shape)} do not divide x of shape {list(x.shape)}.")
             sizes += [total // size, size]
-        # Per tensor and per channel of no rows there is still a scale: one group, empty.
+        # Without rows, per tensor and per channel still have scales: of one empty group.
         if not x.shape[0] and self.group_shape.row == -1:
             sizes[:2] = [1, 0]
         return x.float().reshape(sizes)

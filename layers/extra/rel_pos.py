@@ -1,4 +1,4 @@
-"""Attention over an image with decomposed relative positions (arXiv:2112.01526), of SAM's encoder and DeepSeek-OCR."""
+"""Attention over an image with decomposed relative positions (arXiv:2112.01526): SAM's encoder and DeepSeek-OCR."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from llm.quantization.base import QuantizationConfig
 
 @PluggableLayer.register("rel_pos_attention")
 class RelPosAttention(PluggableLayer):
-    """x float [B, H, W, dim] -> the same shape and type; every place of an image sees all of it.
+    """x float [B, H, W, dim] -> the same shape and type; every position of an image sees all others.
 
-    With `use_rel_pos` the score of places (h, w) and (h', w') gains q . rel_pos_h[h - h'] + q . rel_pos_w[w - w'].
+    `use_rel_pos` adds q . rel_pos_h[h - h'] + q . rel_pos_w[w - w'] to the score of positions (h, w) and (h', w').
 
     Args:
         dim: channels.
         num_heads: a divisor of `dim`.
-        qkv_bias: whether the projections of query, key and value have a bias; the output's has one.
-        use_rel_pos: with tables of relative positions, `rel_pos_h` [2H - 1, dim / heads] and `rel_pos_w`.
-        input_size: (H, W) of the tables, needed with `use_rel_pos`; other sizes of x interpolate them.
+        qkv_bias: whether the projections of query, key and value have a bias; the output projection always has one.
+        use_rel_pos: have tables of relative positions, `rel_pos_h` [2H - 1, dim / heads] and `rel_pos_w`.
+        input_size: (H, W) of the tables, needed with `use_rel_pos`; they are interpolated for other sizes of x.
         params_dtype, quant_config, prefix: as in `LinearBase`.
     """
 
@@ -79,7 +79,7 @@ class RelPosAttention(PluggableLayer):
         return self.proj(out.transpose(1, 2).reshape(batch, height, width, dim)).to(x.dtype)
 
     def _bias(self, query: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """What relative positions add to the scores: [B, heads, H * W, H * W]."""
+        """The scores' terms for relative positions: [B, heads, H * W, H * W]."""
         places = query.unflatten(2, (height, width))
         rows = torch.einsum("bnhwc,hkc->bnhwk", places, _relative(self.rel_pos_h, height))
         columns = torch.einsum("bnhwc,wkc->bnhwk", places, _relative(self.rel_pos_w, width))
@@ -87,7 +87,7 @@ class RelPosAttention(PluggableLayer):
 
 
 def _relative(table: torch.Tensor, size: int) -> torch.Tensor:
-    """Entry [i, j] is the vector of distance i - j: float32 [size, size, head_size]."""
+    """Entry [i, j] is the table's vector for distance i - j: float32 [size, size, head_size]."""
     wanted = 2 * size - 1
     if table.shape[0] != wanted:
         table = F.interpolate(table.float().t()[None], size=wanted, mode="linear")[0].t()

@@ -1,4 +1,4 @@
-"""Rotations that no model here uses: by tables that are given, and for dual chunk attention."""
+"""Rotary embeddings that no model here uses: with given cosines and sines, and for dual chunk attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ApplyRotaryEmb(CustomOp):
     """Rotation by given cosines and sines, as vision encoders use it.
 
     Args:
-        enforce_enable: on, whatever `custom_ops` says.
+        enforce_enable: enable the operation whatever `custom_ops` says.
         is_neox_style: as in `RotaryEmbedding`.
     """
 
@@ -30,11 +30,11 @@ class ApplyRotaryEmb(CustomOp):
 
 @CustomOp.register("dual_chunk_rotary_embedding")
 class DualChunkRotaryEmbedding(CustomOp):
-    """Rotary embedding for dual chunk attention (arXiv:2402.17463): keys by their place in a chunk, queries five times.
+    """Rotary embedding for dual chunk attention (arXiv:2402.17463): keys are rotated once, queries five times.
 
-    With L = chunk_size - local_size and p the place in the chunk, position mod L, a query is rotated by
-    p (keys of its own chunk), min(p + L, chunk_size) (the chunk before), min(2L - 1, chunk_size) (earlier ones),
-    p + L and p + chunk_size (the same two for the sparse pattern, not clamped).
+    With L = chunk_size - local_size, a key is rotated by its position in its chunk, p = position mod L. A query is
+    rotated by p (keys of its own chunk), min(p + L, chunk_size) (the previous chunk), min(2L - 1, chunk_size) (earlier
+    chunks), p + L and p + chunk_size (the previous and earlier chunks in the sparse pattern, not clamped).
 
     Args:
         head_size, rotary_dim: channels of a head, and how many of them are rotated.
@@ -79,7 +79,7 @@ class DualChunkRotaryEmbedding(CustomOp):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """positions int64 [N], query [N, heads * head_size], key [N, kv_heads * head_size], offsets added to positions.
 
-        Returns the five queries side by side, [N, 5 * heads * head_size] in the order above, and the key.
+        Returns the five queries concatenated in the order above, [N, 5 * heads * head_size], and the key.
         """
         place = (positions if offsets is None else positions + offsets) % self.chunk_len
         last = min(2 * self.chunk_len - 1, self.chunk_size)

@@ -1,1 +1,1 @@
-"""What each checkpoint format says about its layers. Configs route; they hold no arithmetic."""
+"""What each checkpoint format says about its layers. Configs choose schemes and hold no arithmetic."""

@@ -1,7 +1,7 @@
 """compressed-tensors: config.json's `quantization_config` -> a scheme per layer.
 
-Owns the format's words (groups, targets, presets, formats) and the refusal of what is not computed. The tensors are
-`storage/compressed_tensors.py`.
+Owns reading the format's description (groups, targets, presets, formats) and refusing what is not supported.
+`storage/compressed_tensors.py` reads the tensors.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _KEYS = frozenset(
 )
 _GROUP_KEYS = frozenset("targets weights input_activations output_activations format".split())
 _FORMATS = ("int-quantized", "pack-quantized", "naive-quantized")
-# What "Linear" and "Embedding" are called here and elsewhere, by `quant_kind`.
+# `quant_kind` -> class names that a target may use for it.
 _CLASS_NAMES = {"linear": ("Linear",), "embedding": ("Embedding", "VocabParallelEmbedding")}
 _LM_HEAD_NAMES = ("Linear", "ParallelLMHead")
 
 
-# Of a group's weights and activations. What is only of interest while quantizing is not looked at.
+# Keys of a group's weights and activations. Those that matter only while quantizing are accepted and not read.
 _ARGS_KEYS = frozenset(
     """num_bits type symmetric group_size strategy block_structure dynamic actorder observer observer_kwargs scale_dtype
     zp_dtype""".split()
@@ -43,7 +43,7 @@ _ARGS_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class QuantizationArgs:
-    """compressed_tensors.quantization.QuantizationArgs, as far as loading needs it; `dynamic` may be "local"."""
+    """The fields of compressed_tensors.quantization.QuantizationArgs that loading needs; `dynamic` may be "local"."""
 
     num_bits: int = 8
     type: str = "int"
@@ -73,7 +73,7 @@ class QuantizationArgs:
             size,
             strategy,
             clip(dynamic, 40) if isinstance(dynamic, str) else given.boolean("dynamic", False),
-            # Its first releases wrote true for "group".
+            # The first releases of compressed-tensors wrote true for "group".
             "group" if actorder is True else None if actorder is False else given.optional_string("actorder"),
         )
 
@@ -83,7 +83,7 @@ _INT8_PRESET: dict[str, object] = {"weights": {"num_bits": 8, "strategy": "chann
 
 
 def _preset(name: str) -> dict[str, object]:
-    """The integer presets of compressed_tensors.quantization.quant_scheme; groups of 128 but for W8A8."""
+    """An integer preset of compressed_tensors.quantization.quant_scheme; groups of 128, except W8A8."""
     if name in ("W8A8", "INT8"):
         return dict(_INT8_PRESET)
     if name == "UNQUANTIZED":
@@ -133,7 +133,7 @@ class Group:
 
 
 class CompressedTensorsConfig(QuantizationConfig):
-    """Integer weights with or without integer activations. Raises `UnsupportedModelError` for the rest."""
+    """Integer weights with float or integer activations. Raises `UnsupportedModelError` for anything else."""
 
     def __init__(self, groups: list[Group], ignore: Sequence[str]) -> None:
         self.groups = groups
@@ -225,7 +225,7 @@ def _parse_group(groups: Fields, name: str, default_format: str) -> Group:
 
 
 def _scheme(name: str, weights: QuantizationArgs | None, inputs: QuantizationArgs | None) -> str | None:
-    """The arithmetic of a group (vLLM's _get_scheme_from_parts, for integers)."""
+    """The scheme of a group (vLLM's _get_scheme_from_parts, for integers); None: unquantized."""
     if weights is None:
         return None
     _check_weights(name, weights)

@@ -1,7 +1,7 @@
 """ModelSlim (vllm-ascend's format): `quant_model_description.json` -> a scheme per layer.
 
-Owns the description file: tensor name -> type, and a few globals. Both generations of files are read. What is not
-computed is refused by name.
+Owns the description file: tensor name -> type, and a few globals. Both versions of the format are read. Types that are
+not supported are refused by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REFUSED_PARTS = {
     "div.mul_scale": "activations scaled by div.mul_scale (non-fused SmoothQuant)",
     "kv_cache_scale": "a quantized KV cache",
 }
-# One type that is another's arithmetic.
+# Type -> the type with the same arithmetic.
 _SAME = {"W8A8S": "W8A8"}
 _REASONS = {
     "W8A8SC": "its weights are compressed for the NPU",
@@ -55,8 +55,8 @@ class ModelSlimConfig(QuantizationConfig):
 
     Attributes:
         types: tensor name -> type.
-        version: "1.0.0" packs int4 in row pairs.
-        group_size: of W4A8's second level; 0: per channel.
+        version: "1.0.0" packs int4 in pairs of rows.
+        group_size: of W4A8's second-level scales; 0: per channel.
     """
 
     def __init__(self, description: Mapping[str, object]) -> None:
@@ -86,7 +86,7 @@ class ModelSlimConfig(QuantizationConfig):
             return None
         names = self.checkpoint_names(prefix)
         if kind == "embedding" and not any(f"{name}.weight" in self.types for name in names):
-            return None  # a table that the description leaves out is stored as it was
+            return None  # an embedding table that the description leaves out is unquantized
         quant_type = agreed(prefix, names, self._type)
         if quant_type is None:
             return left_alone(kind, FILE, "its weight is FLOAT")
@@ -96,7 +96,7 @@ class ModelSlimConfig(QuantizationConfig):
         return scheme(self._storage(quant_type, names, layer), FILE, f"its weight is {clip(quant_type, 40)}")
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Anti-outlier checkpoints give norms a bias: y = rmsnorm(x) * w + bias."""
+        """Register the bias that norms have in anti-outlier checkpoints: y = rmsnorm(x) * w + bias."""
         for name, module in model.named_modules():
             is_norm = isinstance(getattr(module, "weight", None), nn.Parameter) and not hasattr(module, "quant_method")
             if is_norm and not hasattr(module, "bias"):
@@ -105,7 +105,7 @@ class ModelSlimConfig(QuantizationConfig):
                     _give_bias(module)
 
     def ignores(self, name: str) -> bool:
-        """Copies of norms that the first generation keeps, and what W8A8_MIX only needs where it is static."""
+        """True for copies of norms in the format's first version, and for W8A8_MIX tensors that only W8A8 needs."""
         path, _, last = name.rpartition(".")
         if path.endswith("norm.module"):
             return True
@@ -172,7 +172,10 @@ def _not_computed(quant_type: str, kind: str, prefix: str) -> str:
 
 
 def _give_bias(norm: Any) -> None:
-    """Add a bias after the norm, whichever kernel computes it; with a residual it returns the pair (normed, sum)."""
+    """Add a bias to the norm's result with a hook, whatever kernel computes the norm.
+
+    Called with a residual, a norm returns (normed, sum): the bias is added to the first.
+    """
     norm.bias = new_parameter(torch.zeros_like(norm.weight.data, dtype=torch.float32), _copy, output_dim=0)
 
     def add(module: Any, inputs: Any, output: Any) -> Any:

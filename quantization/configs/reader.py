@@ -1,4 +1,4 @@
-"""Strict, typed reading of a quantization description: what is missing or of another type is one sentence."""
+"""Strict, typed reading of a quantization description: a missing key or a wrong type is an error of one sentence."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Fields:
     """One JSON object of a description. A key whose value is null counts as absent.
 
     Args:
-        given: what the file holds in this place.
-        where: the place, as errors call it.
-        known: the keys that are understood; None: any.
+        given: the parsed JSON value.
+        where: its name in error messages.
+        known: the keys that are allowed; None: any.
 
     Raises:
-        CheckpointError: it is no object, or has keys that are not understood; in methods: a value of another type.
+        CheckpointError: it is no object, or has unknown keys; in methods: a value has the wrong type.
     """
 
     def __init__(self, given: object, where: str, known: frozenset[str] | None = None) -> None:
@@ -56,14 +56,14 @@ class Fields:
         return self.string(key, "") if key in self.given else None
 
     def names(self, key: str) -> tuple[str, ...]:
-        """A list of strings, () when absent."""
+        """A list of strings, () if absent."""
         value = self.given.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, "a list of names")
         return tuple(value)
 
     def part(self, key: str, known: frozenset[str] | None = None) -> Fields | None:
-        """The object under `key`, None when absent."""
+        """The object under `key`, None if absent."""
         return Fields(self.given[key], f"{self.where}.{key}", known) if key in self.given else None
 
     def error(self, key: str, right: str) -> CheckpointError:

@@ -1,1 +1,1 @@
-"""Recipes for integer weights: a table of what is multiplied with what, and the one method that computes them."""
+"""Schemes for integer weights: a table of weight and activation types, and the one method that computes them all."""

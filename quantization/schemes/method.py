@@ -1,7 +1,7 @@
-"""The method of all integer schemes: it makes the kernel's weight from a storage, and multiplies with it.
+"""The quant method of all integer schemes.
 
-It gets the integers of its layer from a `WeightStorage` and packs them once. It never sees a file and never makes the
-weight float again.
+It gets a layer's integers from a `WeightStorage`, packs them once for the kernel, and calls the GEMM or the embedding.
+It never sees a file and never computes with a dequantized weight.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from llm.quantization.storage.base import WeightStorage
 class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
     """An integer weight [N, K] with scales, for linear layers and for embedding tables.
 
-    After loading the layer has `packed_weight`, a `Weight` of the backend, and its tensors as buffers, so that whoever
-    counts or frees the model's memory sees them.
+    After loading, the layer has `packed_weight`, a `Weight` of the backend. Its tensors are buffers of the layer, so
+    that code that counts or frees the model's memory sees them.
 
     Args:
-        scheme: what is multiplied with what.
-        storage: of this one layer.
-        source: who asked for the scheme.
+        scheme: the types of weight and activations.
+        storage: the storage of this layer.
+        source: what chose the scheme.
         reason: why this layer got it.
     """
 
@@ -73,7 +73,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
                 self._take(layer, weight)
             bias = getattr(layer, "bias", None)
             if bias is not None:
-                bias.data = bias.data.float()  # as the kernels read it, once instead of in every step
+                bias.data = bias.data.float()  # as the kernels read it: converted once, not in every step
         except ValueError as error:
             raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
 
@@ -84,7 +84,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         return layer.packed_weight.dequantize()
 
     def integers(self, layer: Any) -> IntegerWeight:
-        """What the layer computes with, exactly, out of the kernel's form."""
+        """The layer's integers and scales, unpacked exactly from the kernel's layout."""
         weight: Weight = layer.packed_weight
         zero = None if weight.zero is None else weight.zero.float()
         found = IntegerWeight(weight.unpack(), weight.scales.float(), weight.group_size, self._scheme.bits, zero=zero)

@@ -1,6 +1,6 @@
-"""Every scheme as a row: the integers of the weight, what activations become, which layers, and what must hold.
+"""All integer schemes in one table: types of weight and activations, supported layers, and checks.
 
-W and A count bits: W8A8 multiplies int8 by int8. The 16 of W8A16 stands for the activations' own type, which is
+W and A are bits: W8A8 multiplies int8 by int8. The 16 of W8A16 means that activations are not quantized: they are
 float32 on a CPU.
 """
 
@@ -20,10 +20,10 @@ class Scheme:
     Attributes:
         name: as ModelSlim's description files spell it.
         kind: of the weight, "int8" or "int4" (`llm.kernels.weight.KINDS`).
-        activations: what a GEMM makes of them (`llm.kernels.weight.ACTIVATIONS`).
-        static: activations have one scale and offset for the layer; else each token has its own scale.
-        layers: kinds of layers it serves.
-        checks: what a weight must be like; each raises `CheckpointError`.
+        activations: what the GEMM converts activations to (`llm.kernels.weight.ACTIVATIONS`).
+        static: activations have one scale and offset per layer; else one scale per token.
+        layers: the kinds of layers it supports.
+        checks: requirements on a weight; each raises `CheckpointError`.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Scheme:
         return 4 if self.kind == "int4" else 8
 
     def check(self, weight: IntegerWeight) -> None:
-        """Raises `CheckpointError` for a weight that the scheme does not compute."""
+        """Raise `CheckpointError` for a weight that the scheme does not support."""
         if weight.bits > self.bits:
             raise CheckpointError(f"{weight.bits}-bit weights do not fit the {self.name} kernel.")
         for check in self.checks:
@@ -46,7 +46,7 @@ class Scheme:
 
 
 def _one_scale_per_row(scheme: Scheme, weight: IntegerWeight) -> None:
-    """Whole sums are scaled: no groups along K, no zero points."""
+    """The int32 sum over all of K is scaled once: no groups along K, no zero points."""
     if weight.scale.shape[1] != 1 or weight.zero is not None:
         raise CheckpointError(
             f"{scheme.name} computes symmetric weights with one scale per row; this layer has groups of "
@@ -72,11 +72,11 @@ SCHEMES = {
     row.name: row
     for row in (
         Scheme("W8A8_DYNAMIC", "int8", "int8", (_one_scale_per_row,), layers=_TABLES),
-        # ModelSlim's PDMIX: static on the decoding machines of a split deployment, dynamic anywhere else, so also here.
+        # ModelSlim's PDMIX: static on the decode machines of a disaggregated deployment, dynamic elsewhere, as here.
         Scheme("W8A8_MIX", "int8", "int8", (_one_scale_per_row,)),
         Scheme("W8A8", "int8", "int8", (_one_scale_per_row, _static_input), static=True),
-        # vllm-ascend's linear form leaves the activations in 16 bits; ours quantizes them, as the name says and as its
-        # mixture-of-experts form does.
+        # vllm-ascend does not quantize activations in linear layers; we do, as the name says and as vllm-ascend does in
+        # mixture-of-experts layers.
         Scheme("W4A8_DYNAMIC", "int4", "int8", (_symmetric,)),
         Scheme("W8A16", "int8", "float", layers=_TABLES),
         Scheme("W4A16", "int4", "float"),

@@ -1,1 +1,1 @@
-"""How checkpoints store quantized weights: parameters as a file has them, and the integers they stand for."""
+"""How checkpoints store quantized weights: the parameters of each format, and reading integers from them."""

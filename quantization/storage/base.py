@@ -1,4 +1,4 @@
-"""The interface between a file's tensors and a scheme's integers."""
+"""The interface between a checkpoint's tensors and a scheme's integers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Ready = Callable[[IntegerWeight], None]
 
 
 class WeightStorage(ABC):
-    """The parameters of one layer's weight, as some format stores them.
+    """The parameters of one layer's weight in a checkpoint format.
 
     Attributes:
-        holds_bias: the format keeps the bias inside the integers, so the layer's own may be missing.
+        holds_bias: the format stores the bias with the integers, so the checkpoint may lack the layer's bias.
     """
 
     holds_bias = False
@@ -35,15 +35,15 @@ class WeightStorage(ABC):
     ) -> None:
         """Register the parameters of a weight [sum(sizes), columns] whose fused shards have `sizes` rows.
 
-        A storage that can hand over the weight before everything else is loaded calls `ready` with it.
+        A storage that has the weight before loading ends calls `ready` with it.
         """
 
     @abstractmethod
     def read(self, layer: nn.Module) -> IntegerWeight | None:
-        """The loaded weight as integers; None: `ready` was called."""
+        """The loaded weight as integers; None if `ready` was called with it."""
 
     def add(self, layer: nn.Module, name: str, data: torch.Tensor, loader: WeightLoader, **attributes: Any) -> None:
-        """Register one parameter; `optional=True` when a file may lack it."""
+        """Register one parameter; `optional=True` if a checkpoint may lack it."""
         setattr(layer, name, new_parameter(data, loader, **attributes))
         self._names.append(name)
 
@@ -52,11 +52,11 @@ class WeightStorage(ABC):
         return getattr(layer, name).data
 
     def was_loaded(self, layer: nn.Module, name: str) -> bool:
-        """Whether the file had an optional parameter."""
+        """True if the checkpoint had this optional parameter."""
         return getattr(getattr(layer, name), "elements_loaded", 0) > 0
 
     def remove(self, layer: nn.Module) -> None:
-        """Take the file's parameters off the layer: the kernel's form has replaced them."""
+        """Remove the checkpoint's parameters from the layer, which now has a packed weight."""
         for name in self._names:
             delattr(layer, name)
         self._names.clear()
@@ -68,7 +68,7 @@ def expand_slots(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 
 def same_in_all_slots(values: torch.Tensor, what: str) -> float:
-    """The one value of a per-tensor quantity that all shards of a fused layer must share."""
+    """The value of a per-tensor quantity, which must be the same for all shards of a fused layer."""
     if not torch.equal(values, values[:1].expand_as(values)):
         raise CheckpointError(f"{what} differs between the shards of a fused layer: {values.tolist()}.")
     return float(values[0])

@@ -23,12 +23,12 @@ class CompressedTensorsStorage(WeightStorage):
 
     Args:
         bits: of each value.
-        packed: pack-quantized.
+        packed: the format is pack-quantized.
         group_size: columns that share a scale; None: one scale per row.
-        per_tensor: one scale for the whole matrix, each shard of a fused layer its own.
-        symmetric: no zero points.
-        static_input: activations have a fixed scale; None: they have none.
-        symmetric_input: and no zero point.
+        per_tensor: one scale per matrix; in a fused layer, one per shard.
+        symmetric: there are no zero points.
+        static_input: activations have a fixed scale.
+        symmetric_input: the activations' fixed scale has no zero point.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CompressedTensorsStorage(WeightStorage):
             raise CheckpointError(f"the weight has values outside of {self.bits} bits, [{low}, {high}].")
 
     def _read_input(self, layer: nn.Module, weight: IntegerWeight) -> None:
-        """Shards of a fused layer see the same activations: their ranges are joined."""
+        """Shards of a fused layer have the same activations: take the union of their ranges."""
         scale = self.take(layer, "input_scale")
         check_positive_scales(scale, "input_scale")
         if self.symmetric_input:

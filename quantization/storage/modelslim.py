@@ -1,6 +1,6 @@
-"""The tensors of ModelSlim checkpoints (vllm-ascend): W8A8 static, one scale per row, and int4 in both generations.
+"""The tensors of ModelSlim checkpoints (vllm-ascend): static W8A8, int8 with one scale per row, and both int4 layouts.
 
-Offsets on disk follow q = round(x / s + offset), so a value is (q - offset) * s.
+Stored offsets follow q = round(x / s + offset), so a value is (q - offset) * s.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from llm.quantization.packing import unpack_deq_scale, unpack_row_pairs
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.base import Ready, WeightStorage, check_positive_scales, same_in_all_slots
 
-# float16 keeps 11 bits: what two scales rounded to it may differ by, with room for the product's own rounding.
+# Relative tolerance for scales that were rounded to float16 (11 bits), with room for the rounding of their product.
 _SCALE_TOLERANCE = 4e-3
 _SCALE_BIAS_TOLERANCE = 1e-3
 
 
 class _RowStorage(WeightStorage):
-    """What the layouts share: adding row-wise parameters."""
+    """Common base of the layouts: adds row-wise parameters."""
 
     def _add_rows(self, layer: nn.Module, name: str, data: torch.Tensor, loader: WeightLoader, **more: Any) -> None:
         self.add(layer, name, data, loader, output_dim=0, **more)
 
     def _offsets(self, layer: nn.Module, name: str) -> torch.Tensor | None:
-        """Zero points, None when they are absent or all 0."""
+        """Zero points; None if they are absent or all 0."""
         values = self.take(layer, name)
         if not self.was_loaded(layer, name) or not values.any():
             return None
@@ -59,14 +59,14 @@ class PerRowInt8(_RowStorage):
 
 
 class StaticInt8(_RowStorage):
-    """W8A8: one activation scale and offset; the product is (sum_k xq w + quant_bias) * deq_scale.
+    """W8A8: one activation scale and offset; y = (sum_k xq w + quant_bias) * deq_scale.
 
-    deq_scale = input_scale * weight_scale; quant_bias holds bias / deq_scale - input_offset * sum_k w, rounded, so the
-    layer's own bias is in it already. Activations are round(x / scale) + offset; vllm-ascend rounds x * (1 / scale) +
-    offset, which differs only on the border between two integers.
+    deq_scale = input_scale * weight_scale; quant_bias = bias / deq_scale - input_offset * sum_k w, rounded: it includes
+    the layer's bias. Activations are round(x / scale) + offset; vllm-ascend rounds x * (1 / scale) + offset, which
+    differs only for values next to the border between two integers.
 
     Tensors: `weight` int8 [N, K], `input_scale`, `input_offset` [1], `quant_bias` int32 [N], `deq_scale` [N] as float32
-    or as int64 that carries its bits, `weight_scale`, `weight_offset` [N, 1].
+    or as int64 with its bits, `weight_scale`, `weight_offset` [N, 1].
     """
 
     holds_bias = True
@@ -96,7 +96,7 @@ class StaticInt8(_RowStorage):
         weight = IntegerWeight(q, (scale / input_scale).float()[:, None], self._columns, 8)
         weight.input_scale, weight.input_offset = input_scale, int(offset)
         if self.was_loaded(layer, "quant_bias"):
-            # The kernel subtracts offset * sum_k w itself; what is left of quant_bias is the float bias.
+            # The kernel subtracts offset * sum_k w itself: add it back to get the float bias.
             sums = q.sum(dim=1, dtype=torch.int64)
             weight.bias = ((self.take(layer, "quant_bias").long() + int(offset) * sums).double() * scale).float()
         elif getattr(layer, "bias", None) is not None and not getattr(layer.bias, "elements_loaded", 0):
@@ -104,7 +104,7 @@ class StaticInt8(_RowStorage):
         return weight
 
     def _output_scale(self, layer: nn.Module, input_scale: float) -> torch.Tensor:
-        """deq_scale in float64, from the file or from its factors; both must agree when both are there."""
+        """deq_scale in float64, from the checkpoint or from its factors; if it has both, they must agree."""
         by_factors = None
         if self.was_loaded(layer, "weight_scale"):
             by_factors = self.take(layer, "weight_scale")[:, 0].double() * input_scale
@@ -121,13 +121,13 @@ class StaticInt8(_RowStorage):
 
 
 class TwoLevelInt4(_RowStorage):
-    """W4A8_DYNAMIC: w = q4 * weight_scale_second[n, g] * weight_scale[n]; per channel without the second level.
+    """W4A8_DYNAMIC: w = q4 * weight_scale_second[n, g] * weight_scale[n]; per channel without second-level scales.
 
     Args:
-        group_size: of the second level; None: per channel.
-        packed: version 1.0.0, `weight` int8 [N / 2, K] with two rows in a byte; else int8 [N, K], a value each.
+        group_size: of the second-level scales; None: per channel.
+        packed: version 1.0.0, `weight` int8 [N / 2, K] with two rows in a byte; else int8 [N, K], one value per byte.
 
-    `scale_bias` ([N, 1] or [N, 16], packed only) is what one NPU kernel adds, 8 * sum_k w: here it checks the load.
+    `scale_bias` ([N, 1] or [N, 16], packed only) is 8 * sum_k w for an NPU kernel; here it verifies the loaded weight.
     """
 
     def __init__(self, group_size: int | None, packed: bool) -> None:
@@ -188,7 +188,7 @@ class TwoLevelInt4(_RowStorage):
 
 
 def converted(loader: WeightLoader, convert: Callable[[torch.Tensor], torch.Tensor]) -> WeightLoader:
-    """A loader that is given `convert(loaded)`."""
+    """`loader`, called with `convert(loaded)`."""
 
     def load(param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
         return loader(param, convert(loaded), shard_id)

@@ -1,7 +1,7 @@
-"""Float weights that become integers while they are read.
+"""Float weights that are quantized while they are loaded.
 
-Each checkpoint tensor is quantized as it arrives, out of the file's memory map, into the rows it fills; the float
-weight is never held. When the last row is there the weight goes to the kernel's form at once.
+Each checkpoint tensor is quantized directly from the file's memory map into its rows of the integer weight; no float
+copy is made. The weight is packed for the kernel as soon as its last row is loaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from llm.quantization.storage.base import Ready, WeightStorage
 
 @dataclass
 class ActivationStatistics:
-    """What calibration saw go into a layer.
+    """Statistics of a layer's inputs during calibration.
 
     Attributes:
         low, high: the smallest and the largest value.
-        moments: mean of x x^T over runs of at most 512 input channels, float32 [B, B] each.
+        moments: mean of x x^T for runs of at most 512 input channels, float32 [B, B] each.
     """
 
     low: float
@@ -34,16 +34,16 @@ class ActivationStatistics:
 
 
 class QuantizeOnLoad(WeightStorage):
-    """A float weight [N, K] on disk.
+    """A weight stored as float [N, K].
 
     Args:
         bits: 8 (rounding to nearest) or 4 (with a search for the best clipping).
         group_size: columns that share a scale; must divide K.
-        statistics: of the layer's inputs; they weigh the errors of 4-bit weights.
+        statistics: of the layer's inputs; they weight the errors of 4-bit weights.
         static_input: fix the activations' scale and offset from `statistics`.
 
     Attributes:
-        signal_to_noise: of the integers against what was read, in decibels, once loaded.
+        signal_to_noise: of the integers against the float weight, in decibels; valid after loading.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class QuantizeOnLoad(WeightStorage):
         self._ready(weight)
         del q, weight
         if self._platform is not None:
-            self._platform.release_memory()  # what quantizing and packing left behind
+            self._platform.release_memory()  # temporaries of quantizing and packing
 
 
 def _scratch(rows: int, columns: int) -> torch.Tensor:
-    """int8 [rows, columns] that goes back to the system when it is freed.
+    """int8 [rows, columns] from mmap, which is unmapped when it is freed.
 
-    Out of the heap, buffers that come and go between the packed weights would leave holes that nothing fills.
+    Temporaries from the heap, between packed weights, would leave holes that are never reused.
     """
     memory = mmap.mmap(-1, max(1, rows * columns), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.int8)[: rows * columns].view(rows, columns)
