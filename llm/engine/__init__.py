@@ -1,1 +1,1 @@
-"""The engine: policy without tensors (scheduler, block manager), and the runner behind a boundary of plain data."""
+"""The engine: policy without tensors (scheduler, block manager), and a runner that exchanges plain data with it."""

@@ -1,4 +1,4 @@
-"""`vllm.engine.arg_utils`: a door."""
+"""`vllm.engine.arg_utils`: a re-export."""
 
 from llm.config.command_line import EngineArgs
 

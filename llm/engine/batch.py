@@ -1,8 +1,8 @@
-"""The persistent batch: one row per running request, kept between steps.
+"""The persistent batch: one batch row per running request, kept between steps.
 
-Owns per-row state as NumPy arrays, so that a step's input is built by a handful of vector operations however many rows
-there are. Rows are packed: new rows take the places of those that left, and places still empty are filled from the end.
-The changes of a step leave as a `BatchUpdate`, in the order its docstring states.
+Owns per-row state as NumPy arrays, so that a few vector operations build a step's input for any number of rows. Rows
+are packed: new rows fill the gaps of removed ones, then rows from the end fill the gaps that remain. The changes of a
+step are reported as a `BatchUpdate`, in the order its docstring states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llm.sampling.logits_processors.state import BatchUpdateBuilder
 from llm.sampling.sampler import SamplingRows
 from llm.sampling_params import SamplingParams
 
-_EMPTY = ""  # the request id of a place whose row has left, within `update`
+_EMPTY = ""  # the request id of a gap, within `update`
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Lines:
     """The (batch row, position) pairs whose logits a step needs, in the order of `ForwardBatch.logits_indices`.
 
     The first `num_sampled` lines are sampled, row by row: the row's last known token, then its drafts. A line after a
-    draft counts only if that draft is accepted. The other lines are scored: the token after them is known, and its
-    logprob is wanted.
+    draft counts only if that draft is accepted. The other lines are scored: they give the prompt logprob of the token
+    after them.
 
     Attributes:
         rows, positions: int64 [L].
@@ -83,13 +83,13 @@ class StepInput:
 
 
 class InputBatch:
-    """State of up to `max_num_seqs` rows.
+    """State of up to `max_num_seqs` batch rows.
 
-    `token_ids[row, :num_tokens[row]]` is everything known of a row; its first `num_computed[row]` are in the KV cache.
-    The arrays are zero pages until written, so their width costs nothing.
+    `token_ids[row, :num_tokens[row]]` are a row's known tokens; the first `num_computed[row]` are in the KV cache.
+    Pages of the arrays are committed when first written, so unused width costs no memory.
 
     Args:
-        upload: what makes an array a tensor on the device that computes.
+        upload: copies an array to a tensor on the device.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
-        # The first position whose successor's prompt logprob is wanted; none is from the prompt's length on.
+        # The first position whose next token needs a prompt logprob; the prompt's length if none does.
         self.prompt_logprobs_from = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_tables = [np.zeros((max_num_seqs, self.max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
@@ -120,13 +120,13 @@ class InputBatch:
         self.sampling = SamplingRows(max_num_seqs)
         self.params: list[SamplingParams] = []
         self.prompt_token_ids: list[list[int]] = []
-        self.output_token_ids: list[list[int]] = []  # live: logits processors hold on to these lists
-        # Requests that came wanting prompt logprobs.
+        self.output_token_ids: list[list[int]] = []  # live: logits processors keep references to these lists
+        # Requests that needed prompt logprobs when they were added.
         self._scored: set[str] = set()
         self._changes = BatchUpdateBuilder()
 
     def update(self, plan: SchedulerOutput) -> BatchUpdate | None:
-        """Apply a step's departures, arrivals and new blocks; what changed, None when the rows are the same."""
+        """Apply a step's removed rows, new rows and new blocks; returns the changes, None if the rows are the same."""
         for request_id in plan.removed:
             row = self.index.pop(request_id)
             self.request_ids[row] = _EMPTY
@@ -140,12 +140,12 @@ class InputBatch:
         return self._changes.get_and_reset(len(self.request_ids))
 
     def added_rows(self) -> list[AddedRequest]:
-        """Every row, as a processor that comes later is told of it."""
+        """Every row as an added one, for a logits processor that is loaded later."""
         rows = zip(self.params, self.prompt_token_ids, self.output_token_ids, strict=True)
         return [(row, *state) for row, state in enumerate(rows)]
 
     def build(self, plan: SchedulerOutput) -> StepInput:
-        """The tokens of the scheduled rows, end to end, in the order of their batch rows."""
+        """The tokens of the scheduled requests, concatenated in the order of their batch rows."""
         scheduled = np.zeros(len(self.request_ids), dtype=np.int64)
         for request_id, count in plan.num_scheduled_tokens.items():
             scheduled[self.index[request_id]] = count
@@ -160,7 +160,7 @@ class InputBatch:
             self._attention(group, rows, row_of_token, positions, ends, counts, lengths)
             for group in range(len(self.block_tables))
         ]
-        if self.has_slots:  # last: `group_states` calls them `SLOTS`
+        if self.has_slots:  # last, which is index `SLOTS` (kv_cache.py)
             metadata.append(self._recurrent(rows, ends, counts, lengths))
         batch = ForwardBatch(
             input_ids=self._upload(self.token_ids[row_of_token, positions].astype(np.int64)),
@@ -179,16 +179,16 @@ class InputBatch:
             self.output_token_ids[row].append(token)
 
     def settle(self, step: StepInput) -> None:
-        """Update the counts once all lines are sampled: rejected drafts are not computed tokens, and free blocks."""
+        """Update the counts after all lines are sampled: rejected drafts do not count, and their blocks are freed."""
         self.num_computed[step.rows] += step.counts
         if step.lines.drafts is not None:
             drafted = step.lines.sampled_rows[step.lines.num_drafts() > 0]
             self.num_computed[drafted] = self.num_tokens[drafted] - 1
-            # As `BlockManager.trim`.
+            # The same as in `BlockManager.trim`.
             self.num_blocks[:, drafted] = -(-self.num_computed[drafted] // self.block_size)
 
     def clear(self) -> None:
-        """Forget every row, even when an update was cut short half way."""
+        """Remove every row, even after an interrupted update."""
         for column in self._columns():
             column.clear()
         self.index.clear()
@@ -214,11 +214,11 @@ class InputBatch:
         return lines, indices
 
     def _add_drafts(self, lines: Lines, indices: np.ndarray, drafts: dict[str, list[int]]) -> np.ndarray:
-        """Replace the last line of each row that samples by all its lines; the indices of those."""
+        """Replace the last line of each row that samples by all its lines; returns their indices."""
         for request_id, own in drafts.items():
             row = self.index[request_id]
             start = self.num_tokens[row]
-            # After the known tokens, where `append` overwrites them.
+            # Stored after the known tokens: `append` overwrites them.
             self.token_ids[row, start : start + len(own)] = own
         counts = lines.positions - self.num_tokens[lines.rows] + 2
         firsts = np.cumsum(counts) - counts
@@ -233,7 +233,7 @@ class InputBatch:
     def _add_scored(
         self, lines: Lines, indices: np.ndarray, rows: np.ndarray, ends: np.ndarray, lengths: np.ndarray
     ) -> np.ndarray:
-        """Add the prompt tokens whose successor's logprob is wanted: all but the prompt's last."""
+        """Add lines for the prompt tokens whose next token needs a logprob: all but the prompt's last."""
         firsts = np.maximum(self.num_computed[rows], self.prompt_logprobs_from[rows])
         lasts = np.minimum(lengths, self.num_prompt_tokens[rows] - 1)
         wanted = np.flatnonzero(firsts < lasts).tolist()
@@ -242,7 +242,7 @@ class InputBatch:
         spans = [np.arange(firsts[index], lasts[index]) for index in wanted]
         lines.rows = np.concatenate((lines.rows, np.repeat(rows[wanted], list(map(len, spans)))))
         lines.positions = np.concatenate((lines.positions, *spans))
-        # ends - lengths: what to add to a position for its index among the step's tokens.
+        # position + ends - lengths is the position's index among the step's tokens.
         shifted = [span + (ends[index] - lengths[index]) for span, index in zip(spans, wanted, strict=True)]
         return np.concatenate((indices, *shifted))
 
@@ -281,7 +281,7 @@ class InputBatch:
         )
 
     def _add(self, new: NewRow) -> None:
-        """Into the lowest empty place, or else at the end."""
+        """Add a row in the lowest gap, or else at the end."""
         row = self._changes.pop_removed()
         if row is None:
             row = len(self.request_ids)
@@ -306,7 +306,7 @@ class InputBatch:
         self._changes.added.append((row, new.params, self.prompt_token_ids[row], self.output_token_ids[row]))
 
     def _condense(self) -> None:
-        """Fill the lowest empty place with the highest row until the rows are packed again."""
+        """Move the last row into the lowest gap until the rows are packed."""
         for hole in reversed(self._changes.removed):
             self._drop_empty_end()
             last = len(self.request_ids) - 1

@@ -1,14 +1,14 @@
-"""Beam search, as transformers does it: which sequences a prompt is left with, by the logprobs of their tokens.
+"""Beam search with the results of transformers' beam search.
 
-Owns the search and no tensors. Each step every running beam of every prompt is one row of one batch, a prompt of its
-own that generates one token; what beams have in common comes from the prefix cache.
+Owns the search and no tensors. In each step, every running beam of every prompt is a request of its own that generates
+one token; the prefix cache provides the tokens that beams share.
 
 A step of one prompt with `beam_width` w:
- 1. candidates: every beam grown by every token, ranked by summed logprob; the first max(2, 1 + number of EOS) * w are
-    kept, so that w of them can go on even if all others have ended;
+ 1. candidates: every beam extended by every token, ranked by summed logprob; the first max(2, 1 + number of EOS) * w
+    are kept, so that w of them can continue even if all others have ended;
  2. of the first w candidates those that have ended (by EOS, or all of them at the last token) join the ended
     sequences, of which the w best by score are kept;
- 3. the w first candidates that have not ended run on.
+ 3. the first w candidates that have not ended continue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Logprobs = dict[int, Logprob]
 
 @dataclass
 class Beam:
-    """A sequence: its generated tokens, the logprobs looked at for each, and their sum."""
+    """A sequence: its generated tokens, the candidates' logprobs at each of them, and the sum of its own logprobs."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -46,7 +46,7 @@ class PromptSearch:
 
     Args:
         eos_token_ids: empty with `ignore_eos`.
-        max_tokens: most tokens to generate, the room in the context considered.
+        max_tokens: most tokens to generate, limited by the context length.
     """
 
     def __init__(self, params: BeamSearchParams, eos_token_ids: frozenset[int], max_tokens: int) -> None:
@@ -73,7 +73,7 @@ class PromptSearch:
         self.done = last or not self.running or self._is_settled(length)
 
     def _candidates(self, logprobs: Sequence[Logprobs]) -> list[Beam]:
-        """The likeliest continuations; of equal ones those of the better beam, then of the lower token id."""
+        """The most likely continuations; ties go to the better beam, then to the lower token id."""
         grown = [
             (beam.cum_logprob + item.logprob, index, token)
             for index, (beam, tops) in enumerate(zip(self.running, logprobs, strict=True))
@@ -87,7 +87,7 @@ class PromptSearch:
         ]
 
     def _is_settled(self, length: int) -> bool:
-        """Whether enough sequences have ended and no running one is taken to become better than they are."""
+        """True if `beam_width` sequences have ended and, by `early_stopping`, no running one can still beat them."""
         if len(self.ended) < self.params.beam_width:
             return False
         if self.params.early_stopping is True:
@@ -145,7 +145,7 @@ class BeamSearches:
             self._prompts.append(SearchPrompt(given, row.token_ids, PromptSearch(params, eos, room), row.cache_salt))
 
     def run(self, generate: Callable[[list[Row]], list[RequestOutput]], use_tqdm: UseTqdm) -> None:
-        """Search until every prompt is done; `generate` runs rows to their end and may raise."""
+        """Search until every prompt is done; `generate` runs rows until they finish, and may raise."""
         make = Bar if use_tqdm is True else use_tqdm
         bar = make(total=len(self._prompts), desc="Searching", unit=" prompts", dynamic_ncols=True) if make else None
         try:
@@ -162,11 +162,11 @@ class BeamSearches:
                 bar.close()
 
     def outputs(self) -> list[BeamSearchOutput | None]:
-        """Per prompt its sequences, None where the search is not done."""
+        """The sequences of each prompt, None for a search that is not done."""
         return [_output(prompt, self._tokenizer) if prompt.search.done else None for prompt in self._prompts]
 
     def _step(self, active: list[SearchPrompt], generate: Callable[[list[Row]], list[RequestOutput]]) -> None:
-        # Beams share blocks even where prefix caching is off, with each other and with no other call.
+        # Beams of this call share blocks even if prefix caching is off.
         sharing = f"beam search {id(self)}"
         rows = [_row(prompt, beam, sharing) for prompt in active for beam in prompt.search.running]
         outputs = iter(generate(rows))
@@ -176,7 +176,7 @@ class BeamSearches:
             prompt.search.advance([self._allowed(prompt.search, beam, tops[0]) for beam, tops in beams])
 
     def _allowed(self, search: PromptSearch, beam: Beam, tops: Logprobs) -> Logprobs:
-        """Of the logprobs of a beam's next token those that the params allow."""
+        """The logprobs of the tokens that the params allow as a beam's next."""
         tops = _only(tops, search.params.allowed_token_ids)
         if self._structure is None:
             return tops
@@ -208,7 +208,7 @@ def _check_room(structure: Structure | None, room: int) -> None:
 
 
 def _output(prompt: SearchPrompt, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """The sequences of a search that is done, the best first."""
+    """The sequences of a finished search, the best first."""
     return BeamSearchOutput([_sequence(prompt, beam, tokenizer) for beam in prompt.search.ended])
 
 

@@ -1,4 +1,4 @@
-"""Who owns which KV block.
+"""Which request owns which KV block.
 
 Owns reference counts, the free list and the prefix cache, per KV group. No tensors: a block is an index into the
 runner's cache. `check_integrity()` audits all of it.
@@ -7,10 +7,11 @@ A block's life:   free list --allocate--> owned by 1..n requests --release--> fr
                        ^                                                        |
                        +-- hashed blocks keep their content there until they are evicted, oldest first
 
-Block 0 of every group is never handed out: it stands in tables for blocks that were freed out of a sliding window.
+Block 0 of every group, the null block, is never allocated: in a block table it replaces blocks that were freed because
+they are outside the sliding window.
 
-A model with recurrent states also has slots: each running request holds one, where all its recurrent states are. They
-are states of the last token alone, so such a model shares no prefixes.
+A model with recurrent states also has slots: each running request owns one, with all its recurrent states. They are
+states after the last token only, so such a model has no prefix cache.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ NULL_BLOCK = 0
 
 
 class IntegrityError(RuntimeError):
-    """The books of the block manager do not add up: a defect of the engine, never of the caller."""
+    """The block manager's state is inconsistent: a defect of the engine, never of the caller."""
 
 
 class BlockPool:
     """The blocks of one KV group.
 
-    A cached block is found by its chain hash; its tokens are compared on a hit, so that a collision cannot serve
+    A cached block is found by its chain hash. Its tokens are compared on a hit, so that a hash collision cannot return
     another prompt's keys.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        # In the order of reuse: never hashed first, then least recently released.
+        # In the order of reuse: blocks without a hash first, then the least recently released.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self.by_hash: dict[bytes, int] = {}
         self.content: dict[int, tuple[bytes, bytes]] = {}  # block -> (hash, tokens)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks off the free list; the caller has checked that there are as many."""
+        """Take `count` blocks from the free list; the caller has checked that there are enough."""
         taken = []
         for _ in range(count):
             block, _ = self.free.popitem(last=False)
@@ -56,7 +57,7 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        """One more owner of a cached block, which may be on the free list."""
+        """Add an owner to a cached block, which may be on the free list."""
         if self.ref_counts[block] == 0:
             del self.free[block]
         self.ref_counts[block] += 1
@@ -73,13 +74,13 @@ class BlockPool:
                 self.free.move_to_end(block, last=False)
 
     def remember(self, block: int, digest: bytes, tokens: bytes) -> None:
-        """Make a full block findable; the first of two blocks with equal content stays the one that is found."""
+        """Add a full block to the prefix cache; of two blocks with equal content the first stays in it."""
         if digest not in self.by_hash and block not in self.content:
             self.by_hash[digest] = block
             self.content[block] = (digest, tokens)
 
     def find(self, digest: bytes, tokens: bytes) -> int:
-        """The block that holds these tokens after this prefix, -1 when none does."""
+        """The cached block with these tokens after this prefix, -1 if there is none."""
         block = self.by_hash.get(digest, -1)
         return block if block >= 0 and self.content[block][1] == tokens else -1
 
@@ -93,7 +94,7 @@ class BlockPool:
             del self.by_hash[content[0]]
 
     def check_integrity(self, owners: Counter[int]) -> None:
-        """`owners`: how many live requests hold each block. Raises `IntegrityError` on any disagreement."""
+        """`owners`: how many live requests own each block. Raises `IntegrityError` for any inconsistency."""
         for block in range(1, self.num_blocks):
             if self.ref_counts[block] != owners[block]:
                 raise IntegrityError(f"block {block} counts {self.ref_counts[block]} owners, has {owners[block]}")
@@ -106,7 +107,7 @@ class BlockPool:
 
 
 class BlockManager:
-    """Blocks of all groups, in units of whole requests.
+    """The blocks of all groups, allocated and freed per request.
 
     Args:
         num_blocks: per pool, the null block included.
@@ -129,7 +130,7 @@ class BlockManager:
         return 0 if self.slots is None else len(self.slots.free)
 
     def match_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
-        """Longest cached prefix: (tokens, block ids per group). At least one token is always left to compute."""
+        """The longest cached prefix: (tokens, block ids per group). At least one token is always left to compute."""
         limit = min(request.num_tokens - 1, request.max_cached_tokens) // self.block_size
         if not self._shares(request) or limit == 0:
             return 0, [[] for _ in self.pools]
@@ -143,16 +144,16 @@ class BlockManager:
         return length * self.block_size, found
 
     def allocate(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """Grow the request's tables to hold `num_tokens`; the new ids per group, or None when blocks are short.
+        """Extend the request's block tables to `num_tokens`; returns the new ids per group.
 
-        An empty list: they hold as many already.
+        None: there are not enough free blocks. An empty list: the tables are long enough already.
         """
         if not request.blocks:
             request.blocks = [[] for _ in self.pools]
         wanted = -(-num_tokens // self.block_size)
-        # The groups' tables are equally long.
+        # The groups' tables have the same length.
         if not self.pools or (len(request.blocks[0]) >= wanted and not self._any_window):
-            return []  # most steps of most rows
+            return []  # the usual case
         self._release_out_of_window(request)
         missing = [wanted - len(blocks) for blocks in request.blocks]
         if any(count > len(pool.free) for count, pool in zip(missing, self.pools, strict=True)):
@@ -163,7 +164,7 @@ class BlockManager:
         return new
 
     def admit(self, request: Request, num_tokens: int, prefix: tuple[int, list[list[int]]]) -> bool:
-        """Give a request without blocks its cached prefix and room for `num_tokens`; False when it does not fit."""
+        """Give a request without blocks its cached prefix and blocks for `num_tokens`; False if they do not fit."""
         if self.slots is not None and not self.slots.free:
             return False
         cached_tokens, hits = prefix
@@ -184,11 +185,11 @@ class BlockManager:
         return self.allocate(request, num_tokens) is not None
 
     def remember(self, request: Request, num_tokens: int) -> None:
-        """Make the full blocks among the first `num_tokens`, which are known, findable.
+        """Add the full blocks of the first `num_tokens`, which are known, to the prefix cache.
 
-        Called when a step that computes them is scheduled: rows later in the same step may already share them, for
-        attention writes every row's keys before any row reads. If the step fails, its promises are void: the engine
-        then starts with a new manager.
+        Called when a step that computes them is scheduled: later requests of the same step may already share them,
+        because attention writes all keys before it reads any. If the step fails, cached blocks may never have been
+        computed: the engine then starts with a new manager.
         """
         full = num_tokens // self.block_size
         first = request.num_findable_blocks
@@ -202,7 +203,7 @@ class BlockManager:
         request.num_findable_blocks = full
 
     def room(self, request: Request, reserve: int) -> int:
-        """How many tokens the request can hold if it is given all free blocks but `reserve`."""
+        """How many tokens the request can hold with all free blocks except `reserve`."""
         held = len(request.blocks[0]) if request.blocks else 0
         return (held + max(0, self.num_free_blocks() - reserve)) * self.block_size
 
@@ -214,7 +215,7 @@ class BlockManager:
                 pool.release(blocks.pop())
 
     def free(self, request: Request) -> None:
-        """Release everything the request holds, last block first, so that the tails of prefixes are evicted first."""
+        """Release all blocks of the request, last block first, so that the ends of prefixes are evicted first."""
         for pool, blocks in zip(self.pools, request.blocks, strict=False):
             for block in reversed(blocks):
                 pool.release(block)
@@ -229,7 +230,7 @@ class BlockManager:
             pool.reset_cache()
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Audit every pool against the requests that hold blocks and slots; raises `IntegrityError`."""
+        """Check every pool against the blocks and slots of the requests; raises `IntegrityError`."""
         requests = list(requests)
         if self.slots is not None:
             self.slots.check_integrity(Counter(request.slot for request in requests if request.slot != NULL_BLOCK))
@@ -247,7 +248,7 @@ class BlockManager:
         return zip(self.pools, self.windows, strict=True)
 
     def _match_group(self, pool: BlockPool, window: int | None, request: Request, limit: int) -> list[int]:
-        """Block ids of the longest usable prefix of at most `limit` blocks. A window needs only its last blocks."""
+        """Block ids of the longest usable prefix of at most `limit` blocks; a window needs only the last ones."""
         if window is None:
             return list(takewhile(lambda block: block >= 0, (self._find(pool, request, i) for i in range(limit))))
         found = [self._find(pool, request, index) for index in range(limit)]
@@ -275,7 +276,7 @@ class BlockManager:
                 index -= 1
 
     def _extend_hashes(self, request: Request) -> None:
-        """Chain of SHA-256 over (parent hash, cache key, tokens) for every full block."""
+        """Extend the hash chain to every full block: SHA-256 of (parent hash, cache key, tokens)."""
         hashes = request.block_hashes
         for index in range(len(hashes), request.num_tokens // self.block_size):
             parent = hashes[-1] if hashes else request.cache_key or b""

@@ -1,6 +1,6 @@
-"""What the engine and a runner say to each other: plain data that can be pickled, so that a pipe could lie between.
+"""What engine and runner exchange at start-up: plain data that can be pickled, so a runner can be another process.
 
-Owns `RunnerPlan`, from which a runner builds its model, and `Loaded`, its answer. What a step asks and answers is
+Owns `RunnerPlan`, from which a runner builds its model, and `Loaded`, its answer. The data of a step are
 `SchedulerOutput` and `RunnerOutput`.
 """
 
@@ -23,20 +23,20 @@ from llm.sampling.logits_processors.interface import LogitsProcessor
 
 @dataclass(frozen=True)
 class RunnerPlan:
-    """Everything a runner needs to build and load its model; decided by `llm.startup.plan`.
+    """Everything a runner needs to build and load its model; made by `llm.startup.plan`.
 
     Attributes:
         platform: name of the platform to compute on, as `select_platform` takes it.
         model_class: see `llm.models.interface.CausalLM`.
         architecture: what `model_class.read_config` returned.
-        hf_config: config.json, without what it says of quantization.
-        kv_cache_specs: of each state of the model's layers, what this rank holds.
-        has_weights: False: `source` has none that are wanted, random ones are made.
-        store_as: the type that float matrices are converted to; None: they stay as they are stored.
-        is_quantized: the checkpoint itself is.
+        hf_config: config.json without its quantization config.
+        kv_cache_specs: this rank's part of each state of the model's layers.
+        has_weights: False: do not load weights from `source`, make random ones.
+        store_as: the type that float matrices are converted to; None: the checkpoint's.
+        is_quantized: the checkpoint is quantized.
         logits_processors: custom ones, in order.
         rank, tp_size: this runner's place in a tensor-parallel group.
-        device_index: which of the platform's devices it computes on.
+        device_index: which of the platform's devices it uses.
     """
 
     config: EngineConfig
@@ -62,18 +62,18 @@ class RunnerPlan:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a runner says when its model is loaded.
+    """A runner's report after loading its model.
 
     Attributes:
-        varies: why answers may depend on the batch although the plan's kernels are invariant; None: they do not.
-        seconds: per phase, in order.
+        varies: why answers may depend on the batch although the kernels are batch-invariant; None: they do not.
+        seconds: time per phase, in order.
     """
 
     varies: str | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def applied_to(self, config: EngineConfig) -> EngineConfig:
-        """The config, with what only the built model could tell."""
+        """The config, completed with what is known only after the model is built."""
         if self.varies is None:
             return config
         return replace(config, invariant=False, reasons=config.reasons | {"invariant": self.varies})

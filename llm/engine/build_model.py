@@ -1,6 +1,6 @@
-"""From a `RunnerPlan` to a model with its weights, in this process's memory.
+"""Building a model from a `RunnerPlan` and loading its weights.
 
-Owns the calls of the model class, of the quantization config and of the loader, in their order.
+Owns the order in which the model class, the quantization config and the loader are called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llm.platforms.interface import Platform
 
 
 def build_model(plan: RunnerPlan, platform: Platform) -> Any:
-    """The model with empty weights; raises `ValidationError` for what the user asked and no layer took."""
+    """The model with empty weights; raises `ValidationError` for a setting of the user that matched no layer."""
     quant_config = plan.config.quant_config
     if quant_config is not None:
         back = tuple((ours, theirs) for theirs, ours in getattr(plan.model_class, "renames", ()))
@@ -38,7 +38,7 @@ def build_model(plan: RunnerPlan, platform: Platform) -> Any:
 
 
 def fill_model(plan: RunnerPlan, platform: Platform, model: Any) -> Mapping[str, Target]:
-    """Load the weights, or make random ones; where each tensor of the checkpoint went, nothing for random ones."""
+    """Load the weights or make random ones. Returns the target of each checkpoint tensor, empty for random weights."""
     if not plan.has_weights:
         _check_dummy_weights_fit(model, platform.memory_free())
         with _told_of_memory():
@@ -59,7 +59,7 @@ def fill_model(plan: RunnerPlan, platform: Platform, model: Any) -> Mapping[str,
 
 @contextmanager
 def _told_of_memory() -> Iterator[None]:
-    """PyTorch's refusal to allocate, a RuntimeError without a type of its own, as ours."""
+    """Turn PyTorch's failed allocations, which are plain RuntimeErrors, into ours."""
     try:
         yield
     except RuntimeError as error:
@@ -69,7 +69,7 @@ def _told_of_memory() -> Iterator[None]:
 
 
 def _check_dummy_weights_fit(model: Any, free: int) -> None:
-    """Nothing is touched yet; weights that are quantized while they are made are on no device and count nothing."""
+    """Called before weights are written. Weights that are quantized on load are on the meta device and count as 0."""
     needed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     if needed > free:
         raise OutOfMemoryError(f"the model's weights take {needed} bytes and {free} are free.")

@@ -1,7 +1,7 @@
-"""Running texts through an engine for the sake of what its layers see.
+"""Running texts through an engine to collect statistics of its layers' inputs.
 
-Owns the windows a text is cut into, and calibration: an unquantized model is built, run and closed here, and while
-this lasts it needs the memory of the unquantized weights.
+Owns cutting texts into windows, and calibration: it builds, runs and closes an unquantized model, which needs the
+memory of the unquantized weights meanwhile.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from llm.sampling_params import SamplingParams
 def run_texts(
     engine: Engine, texts: Sequence[str], parameter: str, between_steps: Callable[[], None] = lambda: None
 ) -> None:
-    """Compute every token of every text, each text by itself; one longer than the model's window in windows.
+    """Compute every token of every text; a text longer than the context is cut into windows.
 
-    Raises `ValidationError`, naming `parameter`, for a text that is none, or without a tokenizer.
+    Raises `ValidationError`, naming `parameter`, for an invalid text, or if there is no tokenizer.
     """
     preprocessor = Preprocessor(engine.config.model_config, engine.tokenizer)
     limit = engine.config.model_config.max_model_len - 1
@@ -27,7 +27,7 @@ def run_texts(
     windows = [ids[start : start + limit] for ids in encoded for start in range(0, len(ids), limit)]
     prompts = [{"prompt_token_ids": ids} for ids in windows]
     rows = preprocessor.rows(prompts, SamplingParams(temperature=0, max_tokens=1), SamplingParams)
-    engine.scheduler.blocks.reset_prefix_cache()  # a token that is found there is not computed
+    engine.scheduler.blocks.reset_prefix_cache()  # cached tokens would not be computed
     engine.run([engine.add(row) for row in rows], between_steps)
 
 
@@ -42,7 +42,7 @@ def observe(engine: Engine, texts: Sequence[str]) -> dict[str, ActivationStatist
 
 
 def calibrate(build: Callable[[], Engine], texts: Sequence[str]) -> dict[str, ActivationStatistics]:
-    """As `observe`, on an engine that `build` makes and that is closed afterwards."""
+    """`observe` on an engine from `build`, which is closed afterwards."""
     engine = build()
     try:
         return observe(engine, texts)

@@ -1,4 +1,4 @@
-"""Whether a call had its cores to itself. Owns the one warning that says it had not."""
+"""Whether other programs used the cores of a call. Owns the one warning that says so."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ logger = logging.getLogger("llm")
 try:
     import resource
 
-    _THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # Linux alone counts by thread
+    _THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # only Linux counts per thread
 except ImportError:  # not on Windows
     _THREAD = None
 
-_LEAST_SECONDS = 2.0  # shorter calls say little
-_FOUGHT_SHARE = 0.25  # of a call's time without a core ...
-_FOUGHT_RATE = 5.0  # ... and so many times a second taken from it, where a thread that sleeps gives it up
+_LEAST_SECONDS = 2.0  # shorter calls are not judged
+_FOUGHT_SHARE = 0.25  # at least this fraction of the call's time off the core ...
+_FOUGHT_RATE = 5.0  # ... and this many involuntary switches per second; a thread that sleeps switches voluntarily
 _has_warned = False
 
 
 @contextmanager
 def warn_of_busy_cores(threads: int) -> Iterator[None]:
-    """Warn, once a process, when other programs ran on the cores of what `threads` compute meanwhile.
+    """Warn, once per process, if other programs ran on the cores of `threads` threads inside the context.
 
-    One thread is not told of it: it waits for no other, and cannot be made less.
+    No warning for one thread: it waits for no other thread, and there are no fewer threads to advise.
     """
     if _THREAD is None or threads == 1:
         yield
@@ -41,12 +41,12 @@ def warn_of_busy_cores(threads: int) -> Iterator[None]:
 
 
 def has_fought(seconds: float, lost: float, taken_away: int) -> bool:
-    """Whether others ran on the cores of a call.
+    """True if other programs ran on the cores of a call.
 
     Args:
-        seconds: how long it took.
-        lost: seconds of these that its thread did not run.
-        taken_away: how often the system took the core from the thread (involuntary context switches).
+        seconds: duration of the call.
+        lost: seconds in which its thread did not run.
+        taken_away: involuntary context switches of the thread.
     """
     return seconds >= _LEAST_SECONDS and lost >= _FOUGHT_SHARE * seconds and taken_away >= _FOUGHT_RATE * seconds
 

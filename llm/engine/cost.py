@@ -1,4 +1,4 @@
-"""The sizes of a built model: what a step reads and computes, whatever computes it.
+"""The sizes of a built model: what a step reads and computes, whatever the backend.
 
 Owns the counting. Every step reads all GEMM weights (linear layers and LM head, a tied table once) and the KV cache of
 its requests. Every token goes through every linear layer, every sampled position through the LM head. Norms, rotary

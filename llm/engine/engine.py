@@ -1,7 +1,7 @@
 """The loop: schedule, execute, append, check, finish.
 
-Owns the requests in flight and nothing that a runner owns (`llm.engine.runner.Runner`). The engine
-runs in the caller's thread; between calls nothing runs at all.
+Owns the requests in flight and nothing that a runner owns (`llm.engine.runner.Runner`). The engine runs in the
+caller's thread; between calls nothing runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EngineStats:
 
     Attributes:
         drafted_tokens, accepted_tokens: drafts that were verified, and how many of them were accepted.
-        seconds: in `step`, of which `model_seconds` in forward, LM head and sampler; the rest is the engine's own.
+        seconds: time in `step`, of which `model_seconds` in forward, LM head and sampler.
     """
 
     steps: int = 0
@@ -47,7 +47,7 @@ class Engine:
     """The requests of one `LLM`.
 
     Args:
-        make_scheduler: a scheduler with every block free; called at the start and again after a failure.
+        make_scheduler: returns a scheduler with all blocks free; called at the start and after a failure.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.stats = EngineStats()
         self._make_scheduler = make_scheduler
-        self.keeps_times = False  # whether requests have metrics
+        self.keeps_times = False  # True: requests have metrics
         self._completions: dict[str, Completion] = {}
         self._added = 0
 
     def add(self, row: Row, *, streaming: bool = False) -> PromptState:
-        """Queue a row's `n` completions; the first computes the prompt, the others share it. Fails as `step`."""
+        """Queue a row's `n` completions; the first computes the prompt, the others share it. Fails like `step`."""
         prompt_id = str(self._added)
         self._added += 1
         stops = frozenset(row.params.stop_token_ids or ())
@@ -83,7 +83,7 @@ class Engine:
             raise
 
     def step(self) -> None:
-        """One step of everything that is queued. If it fails every request is dropped and the engine is usable."""
+        """Run one step. If it fails, every request is dropped and the engine stays usable."""
         started = perf_counter()
         try:
             plan = self.scheduler.schedule()
@@ -98,7 +98,7 @@ class Engine:
         self._count(plan, result, accepted, perf_counter() - started)
 
     def run(self, prompts: Sequence[PromptState], between_steps: Callable[[], None]) -> None:
-        """Step until these prompts are done; rows of suspended streams advance along with them."""
+        """Step until these prompts are finished; requests of suspended streams advance with them."""
         try:
             with warn_of_busy_cores(self.config.num_threads or torch.get_num_threads()):
                 for completion in (completion for prompt in prompts for completion in prompt.completions):
@@ -109,34 +109,34 @@ class Engine:
             self.end_call()
 
     def end_call(self) -> None:
-        """Let go of what is held for the length of a call, threads for example."""
+        """Release what is held only during a call, such as threads."""
         self.runner.end_call()
 
     def abort(self, prompts: Sequence[PromptState]) -> None:
-        """Drop what is unfinished of these prompts and free its blocks."""
+        """Drop the unfinished requests of these prompts and free their blocks."""
         ids = [completion.request.request_id for prompt in prompts for completion in prompt.completions]
         self.scheduler.abort(ids)
         for request_id in ids:
             self._completions.pop(request_id, None)
 
     def reset(self) -> None:
-        """Drop every request and all cached prefixes, after an error anywhere.
+        """Drop every request and the prefix cache, after any error.
 
-        A step that was cut short may have left its bookkeeping half done, and blocks may have been promised that were
-        never computed: the scheduler is made anew, for nothing in the old one can be relied on.
+        An interrupted step may leave the scheduler inconsistent, and cached blocks that were never computed. So the
+        scheduler is replaced by a new one.
         """
         self._abort_all()
         self.scheduler = self._make_scheduler()
         self.runner.reset()
 
     def close(self) -> None:
-        """Let go of everything large, also when something still refers to this engine, as a traceback can."""
+        """Free everything large, even while something such as a traceback still refers to this engine."""
         self._abort_all()
         self.runner.close()
         del self.runner, self.scheduler, self.tokenizer
 
     def _abort_all(self) -> None:
-        """Tell every request that it has ended, also one that had reached its last token but not its last text."""
+        """Finish every request as aborted, even one that has its last token but whose text is not finished."""
         for completion in self._completions.values():
             completion.request.finish("abort")
         self._completions.clear()
@@ -172,7 +172,7 @@ class Engine:
                 metrics.scheduled_ts = now
 
     def _cache_key(self, prompt_id: str, row: Row) -> bytes | None:
-        """With prefix caching off, only the completions of one prompt share blocks, and rows that are to share."""
+        """With prefix caching off, only completions of one prompt share blocks, and rows with equal `sharing`."""
         if self.config.cache_config.enable_prefix_caching:
             return b"" if row.cache_salt is None else f"salt {row.cache_salt}".encode()
         if row.sharing is not None:
@@ -180,7 +180,7 @@ class Engine:
         return f"prompt {prompt_id}".encode() if row.params.n > 1 else None
 
     def _update(self, result: RunnerOutput) -> None:
-        """Append what was sampled; finish what has ended."""
+        """Append the sampled tokens and finish the requests that have ended."""
         any_finished = False
         for request_id, prompt_logprobs in result.prompt_logprobs.items():
             self._completions[request_id].add_prompt_logprobs(prompt_logprobs)
@@ -193,7 +193,7 @@ class Engine:
                 if completion.incremental:
                     completion.push(token)
                 if request.finish_reason is not None:
-                    # Tokens sampled after the last one, in a step with drafts, are dropped.
+                    # With drafts, a step may have sampled tokens after the one that ended the request: drop them.
                     count = len(request.token_ids) - first
                     del tokens[count:], result.logprobs.get(request_id, [])[count:]
                     any_finished = True
@@ -206,7 +206,7 @@ class Engine:
                 self._finish(completion)
         for request_id, error in result.errors.items():
             if request_id not in self._completions:
-                continue  # it ended before the token that could not be sampled
+                continue  # it ended with an earlier token of the step
             if isinstance(error, LogitsProcessorError):
                 raise error
             any_finished = True

@@ -1,4 +1,4 @@
-"""What start-up asks of plugins and of the registries, so that `build.py` reads as the order of start-up.
+"""The start-up checks and calls that involve plugins and registries; `build.py` has their order.
 
 Owns no registry. Everything here runs before memory is allocated.
 """
@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 
 def without_broken_platforms(build: Callable[[EngineArgs], T]) -> Callable[[EngineArgs], T]:
-    """Decorates start-up: under LLM_PLUGIN_ERRORS=warn it begins again without a plugin's platform that has failed.
+    """Decorates start-up: with LLM_PLUGIN_ERRORS=warn, start again without a plugin's platform that has failed.
 
-    Not where the platform was asked for by name.
+    An error of a platform that the user named is raised.
     """
 
     @functools.wraps(build)
@@ -51,7 +51,7 @@ def without_broken_platforms(build: Callable[[EngineArgs], T]) -> Callable[[Engi
 
 
 def check_operations(compilation: CompilationConfig) -> None:
-    """Raise `ValidationError` when `custom_ops` names what is no operation, in this package or a plugin."""
+    """Raise `ValidationError` if `custom_ops` names an operation that neither this package nor a plugin has."""
     if any(name not in op_registry for name in compilation.mentioned):
         # The operation may be in a module that this model does not import.
         for module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
@@ -60,9 +60,9 @@ def check_operations(compilation: CompilationConfig) -> None:
 
 
 def what_varies(model: nn.Module) -> str | None:
-    """Why answers may depend on the batch because something else computes than this package's kernels, else None.
+    """Why answers may depend on the batch: something other than the backend's kernels computes a layer; None if not.
 
-    Whether those kernels themselves are invariant is for `Backend.invariant` to say.
+    `Backend.invariant` says whether those kernels are batch-invariant.
     """
     for module in model.modules():
         if replaced_class(type(module)) is not None:
@@ -80,7 +80,7 @@ def what_varies(model: nn.Module) -> str | None:
 
 
 def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:
-    """The arguments as the platform wants them; raises `PluginError` when it answers with something else."""
+    """The arguments after the platform's update; raises `PluginError` if it returns anything but arguments."""
     updated = platform.check_and_update_config(args)
     if not isinstance(updated, EngineArgs):
         raise PluginError(
@@ -92,7 +92,7 @@ def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:
 
 
 def check_quantization(config: QuantizationConfig, platform: Platform, dtype: torch.dtype) -> None:
-    """Raise `ValidationError` when the platform cannot compute weights stored so with activations of `dtype`."""
+    """Raise `ValidationError` if the platform does not support this quantization with activations of `dtype`."""
     name, takes = config.get_name(), config.get_supported_act_dtypes()
     platform.verify_quantization(name)
     capability = platform.get_device_capability()
@@ -117,7 +117,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def reasons_of_update(platform: Platform, asked: EngineArgs, updated: EngineArgs) -> dict[str, str]:
-    """Why each argument that the platform changed has its value."""
+    """Argument -> why it has its value, for those that the platform changed."""
     changed = [item.name for item in fields(EngineArgs) if getattr(asked, item.name) != getattr(updated, item.name)]
     if "compilation_config" in changed:
         changed += ["custom_ops", "mode", "backend"]
@@ -125,7 +125,7 @@ def reasons_of_update(platform: Platform, asked: EngineArgs, updated: EngineArgs
 
 
 def kv_cache_specs(platform: Platform, declared: Sequence[StateSpec]) -> list[StateSpec]:
-    """What the layers declared, as the platform keeps it; raises `PluginError` when some are lost on the way."""
+    """The layers' specs after the platform's update; raises `PluginError` unless it returns one spec per state."""
     updated = list(platform.update_kv_cache_specs(declared))
     if len(updated) != len(declared) or not all(isinstance(spec, StateSpec) for spec in updated):
         raise PluginError(

@@ -1,6 +1,6 @@
-"""What a runner tells of its model: plain data, for `explain`, reports, calibration and saving.
+"""What a runner reports about its model: plain data for `explain`, reports, calibration and saving.
 
-Owns the questions that need the model's modules or weights. Nobody else looks at them.
+Owns all queries that need the model's modules or weights; no code outside the runner reads those.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class LayerReport:
 
     Attributes:
         scheme: "" when it is not quantized.
-        bytes_before, bytes_after: of its weight, scales included.
-        weight_snr: decibels of the weight against its error; None: the original is not known.
-        output_snr: the same of its outputs on the texts, when it is given what the unquantized layer was given.
+        bytes_before, bytes_after: size of its weight, scales included.
+        weight_snr: signal-to-noise ratio of the quantized weight in decibels; None: the original is not known.
+        output_snr: the same of its outputs on the texts, given the unquantized layer's inputs.
         kind: "linear" or "embedding".
     """
 
@@ -45,11 +45,11 @@ class LayerReport:
 
 
 class ModelInspection:
-    """The base of `ModelRunner` that answers questions.
+    """The base class of `ModelRunner` with the queries about its model.
 
     Attributes:
         plan: what the model was built from.
-        targets: where each tensor of the checkpoint went; empty for random weights.
+        targets: the target of each checkpoint tensor; empty for random weights.
     """
 
     platform: Platform
@@ -61,7 +61,7 @@ class ModelInspection:
     _profile: RunnerProfile
 
     def describe(self) -> Explanation:
-        """What the model computes with, and why."""
+        """What computes the model's layers, and why."""
         return explain_runner(type(self), self.platform, self.model, self.plan.config)
 
     def layer_reports(self) -> list[LayerReport]:
@@ -79,36 +79,36 @@ class ModelInspection:
         return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype)
 
     def start_profile(self) -> None:
-        """From now on time every operation."""
+        """Start timing every operation."""
         self._profile = RunnerProfile(self, self.plan.config.cache_config.kv_cache_dtype)
 
     def stop_profile(self) -> list[ProfileRow]:
-        """The table rows of what was computed since `start_profile`, of exclusive times."""
+        """The table of exclusive times since `start_profile`."""
         rows = self._profile.stop()
         del self._profile
         return rows
 
     def start_observing(self) -> None:
-        """From now on sum up what goes into each linear layer."""
+        """Start collecting statistics of each linear layer's inputs."""
         self._observer = InputObserver(self.model, self.platform.device)
 
     def stop_observing(self) -> dict[str, ActivationStatistics]:
-        """What went into each linear layer since `start_observing`, by dotted path."""
+        """Statistics of each linear layer's inputs since `start_observing`, by dotted path."""
         statistics = self._observer.stop()
         del self._observer
         return statistics
 
     def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]:
-        """From now on keep what goes into and comes out of linear layers, for `take_captured` after each step.
+        """Start keeping inputs and outputs of linear layers, for `take_captured` after each step.
 
-        Returns the layers, the first of `names` that need no more than `limit_bytes` in a step.
+        Returns the captured layers: the first of `names` that together need at most `limit_bytes` per step.
         """
         tokens = self.plan.config.scheduler_config.max_num_batched_tokens
         self._capture = LayerCapture(self.model, names, tokens, limit_bytes)
         return self._capture.names
 
     def take_captured(self) -> Captured:
-        """(input, output) by layer, of what was computed since the last time."""
+        """(input, output) of each captured layer since the last call."""
         return self._capture.take()
 
     def stop_capturing(self) -> None:
@@ -117,7 +117,7 @@ class ModelInspection:
 
     @library_defaults()
     def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]:
-        """(sum of squares of the captured outputs, of the errors of this model's layers given the same inputs)."""
+        """Per layer: (sum of squares of the captured outputs, of this model's errors on the captured inputs)."""
         with self.platform.inference_mode():
             return layer_noise(self.model, captured)
 
@@ -138,6 +138,6 @@ def _layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
 
 
 def _stored_bytes(module: Any) -> int:
-    """What the layer's weight takes in memory, its bias aside."""
+    """Bytes of the layer's weight in memory, without its bias."""
     tensors = [*module.buffers(recurse=False), *module.parameters(recurse=False)]
     return sum(tensor.nbytes for tensor in tensors if tensor is not getattr(module, "bias", None))

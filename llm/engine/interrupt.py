@@ -1,8 +1,8 @@
 """Ctrl-C during a call.
 
 Owns the SIGINT handler, which is installed only inside a call on the main thread and restored after. The first Ctrl-C
-sets a flag that is checked between steps; a second one raises at once; those after it are ignored, for the call is
-ending and they could only tear its cleanup apart.
+sets a flag that is checked between steps. A second one raises at once. Later ones are ignored, because they would
+interrupt the cleanup of the call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class InterruptGuard:
-    """Context manager; `requested` turns True when the user pressed Ctrl-C inside it."""
+    """Context manager; `requested` becomes True when the user presses Ctrl-C inside it."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -23,14 +23,14 @@ class InterruptGuard:
         self._installed = False
 
     def end(self) -> None:
-        """The call is ending, by `requested` or by an error: from now on Ctrl-C raises nothing."""
+        """Called when the call is ending, because of `requested` or an error: from now on Ctrl-C is ignored."""
         self._ending = True
 
     def __enter__(self) -> InterruptGuard:
         # Python delivers signals to the main thread only, and installing a handler elsewhere is an error.
         if threading.current_thread() is threading.main_thread():
             previous = signal.getsignal(signal.SIGINT)
-            # A program that ignores or has replaced SIGINT (None: not from Python) keeps its own way.
+            # A program that ignores SIGINT or has its own handler (None: not from Python) keeps it.
             if previous is signal.default_int_handler:
                 self._previous = signal.signal(signal.SIGINT, self._handle)
                 self._installed = True

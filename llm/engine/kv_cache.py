@@ -1,6 +1,6 @@
-"""The tensors behind block tables and slots.
+"""The tensors that block tables and slots index.
 
-Owns grouping states by their specs; the memory itself is the backend's.
+Owns grouping states by their specs. The backend allocates the memory.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from llm.forward import LatentCacheSpec, PagedSpec, RecurrentSpec, StateSpec
 from llm.kernels.backend import Backend
 
-# Recurrent states have no group of their own: they are all in the slot of their request.
+# Recurrent states have no KV group: all states of a request are in its slot.
 SLOTS = -1
 
 
 def group_states(specs: Sequence[StateSpec]) -> tuple[list[PagedSpec], list[int]]:
-    """The distinct paged specs, one per group, and for each state the index of its group or `SLOTS`."""
+    """(the distinct paged specs, one per group; for each state, the index of its group or `SLOTS`)."""
     groups = list(dict.fromkeys(spec for spec in specs if isinstance(spec, PagedSpec)))
     return groups, [groups.index(spec) if isinstance(spec, PagedSpec) else SLOTS for spec in specs]
 
@@ -32,8 +32,7 @@ def allocate_kv_caches(
 ) -> list[tuple[torch.Tensor, ...]]:
     """The zeroed tensors of each state: (key cache, value cache), or (latent cache,).
 
-    `num_blocks` includes the null block; `kv_cache_shapes(spec, num_blocks, block_size)` is that of the attention
-    backend, whose layout keys and values have.
+    `num_blocks` includes the null block; `kv_cache_shapes(spec, num_blocks, block_size)` is the attention backend's.
     """
     caches: list[tuple[torch.Tensor, ...]] = []
     for spec in specs:
@@ -48,7 +47,7 @@ def allocate_kv_caches(
 def allocate_recurrent_states(
     specs: Sequence[RecurrentSpec], num_slots: int, backend: Backend
 ) -> list[tuple[torch.Tensor, ...]]:
-    """The zeroed tensors of each state, [num_slots, ...]; the null slot included."""
+    """The zeroed tensors of each state, [num_slots, ...]; `num_slots` includes the null slot."""
     return [
         tuple(
             backend.kv_cache((num_slots, *shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)

@@ -1,7 +1,7 @@
 """Builds its model and computes steps with it.
 
-Owns the weights, the KV tensors, the persistent batch and the sampler. It is told what to do by a `SchedulerOutput` and
-answers with a `RunnerOutput`; both are plain data, so a worker in another process could stand here.
+Owns the weights, the KV tensors, the persistent batch and the sampler. It gets a `SchedulerOutput` and returns a
+`RunnerOutput`; both are plain data, so the runner can be a worker in another process.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.sampler import Sampler
 
 R = TypeVar("R")
-# Logits are computed for so many bytes of lines at a time.
+# Logits are computed for as many lines at a time as fit in this many bytes.
 _LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner(ModelInspection):
-    """Runs a model (see `llm.models.interface.CausalLM`) on this process's device; made empty, `load` gives it one.
+    """Runs a model (see `llm.models.interface.CausalLM`) on this process's device; `load` builds the model.
 
-    A platform may name a subclass in `Platform.get_model_runner_cls`. Made to be overridden, each on its own:
-    `place_model`, `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and `compute_logits`.
+    A platform may name a subclass in `Platform.get_model_runner_cls`. A subclass may override each of `place_model`,
+    `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and `compute_logits`.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -51,16 +51,16 @@ class ModelRunner(ModelInspection):
         self.backend = backend_for(platform)
         self.model: Any = None
         self.states: list[tuple[torch.Tensor, ...]] = []
-        # None: every step runs operation by operation.
+        # None: no step is replayed.
         self.replay: DecodeReplay | None = None
-        # None: a row samples one token a step.
+        # None: a batch row samples one token per step.
         self.proposer: Proposer | None = None
 
     def load(self, plan: RunnerPlan) -> Loaded:
         """Build the model, load its weights and allocate its caches; called once, before anything else.
 
         Raises:
-            ValidationError, CheckpointError: the weights do not fit the model, or the model what was asked for.
+            ValidationError, CheckpointError: the weights do not fit the model, or the model does not fit the arguments.
             OutOfMemoryError: the weights or the caches cannot be allocated.
         """
         self.plan = plan
@@ -82,12 +82,12 @@ class ModelRunner(ModelInspection):
         return loaded
 
     def _allocate(self, config: EngineConfig) -> None:
-        """Everything a step needs beside the model."""
+        """Allocate everything that a step needs besides the model."""
         specs, cache = self.plan.kv_cache_specs, config.cache_config
         groups, self._group_of_state = group_states(specs)
         try:
             self.states = self._allocate_states(specs, cache)
-        except MemoryError as error:  # only when the budget was asked for: the one we choose is within what is free
+        except MemoryError as error:  # only if the user set the budget: ours is within free memory
             raise OutOfMemoryError(
                 f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} cannot be allocated; lower it, max_num_seqs or "
                 "max_model_len."
@@ -109,7 +109,7 @@ class ModelRunner(ModelInspection):
         self._lines_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
 
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
-        """Compute the scheduled tokens and sample from the rows that reached their last known token."""
+        """Compute the scheduled tokens and sample for the batch rows whose last known token was computed."""
         with library_defaults(self.plan.config.num_threads), self.platform.inference_mode():
             self.processors.update_state(self.batch.update(plan))
             if self.proposer is not None:
@@ -129,12 +129,12 @@ class ModelRunner(ModelInspection):
 
     @library_defaults()
     def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
-        """Replace the custom processors, between steps; rows that are in the batch are made known to them."""
+        """Replace the custom processors, between steps; they are told of the rows in the batch."""
         self.processors.set_custom(classes, self.batch.added_rows())
 
     @library_defaults()
     def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R:
-        """What `function` says of the model, which it may change, so that recorded steps are forgotten."""
+        """`function(model)`. It may change the model, so recorded steps are dropped."""
         try:
             with torch.no_grad():
                 return function(self.model)
@@ -143,11 +143,11 @@ class ModelRunner(ModelInspection):
                 self.replay = DecodeReplay(self.model, self.backend, self.batch.max_blocks)
 
     def end_call(self) -> None:
-        """Let go of what is held for the length of a call."""
+        """Release what is held only during a call."""
         self.processors.end_call()
 
     def reset(self) -> None:
-        """Forget every row, after a step that failed half way; processors may have followed it half way too."""
+        """Remove every batch row and reset the processors, after a failed step."""
         self.batch.clear()
         self.processors.forget_rows()
         if self.proposer is not None:
@@ -155,7 +155,7 @@ class ModelRunner(ModelInspection):
 
     @library_defaults()
     def close(self) -> None:
-        """Free weights and caches whoever still refers to them: the traceback of an error can, until the next one."""
+        """Free weights and caches even while they are referenced, as by the traceback of the last error."""
         if self.proposer is not None:
             self.proposer.close()
         states = [tensor for state in self.states for tensor in state]
@@ -167,14 +167,14 @@ class ModelRunner(ModelInspection):
         self.platform.release_memory()
 
     def place_model(self, model: Any) -> Any:
-        """The model on the platform's device; it comes with its weights loaded and processed, in the CPU's memory."""
+        """Move the model, whose weights are loaded and processed in CPU memory, to the platform's device."""
         device = self.platform.device
         return model if device.type == "cpu" else model.to(device)
 
     def allocate_kv_caches(
         self, specs: Sequence[PagedSpec], num_blocks: int, block_size: int
     ) -> list[tuple[torch.Tensor, ...]]:
-        """The tensors of each paged state, keys and values as the attention backend lays them out; called once."""
+        """The tensors of each paged state, in the attention backend's layout; called once."""
 
         def shapes(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
             backend = attention_backend(self.platform, spec.head_size)
@@ -190,7 +190,7 @@ class ModelRunner(ModelInspection):
         return [next(in_blocks if isinstance(spec, PagedSpec) else in_slots) for spec in specs]
 
     def prepare_batch(self, step: StepInput) -> ForwardBatch:
-        """The step's batch with the states and, for each of them, the metadata of its group."""
+        """The step's batch, with each state and the metadata of its group."""
         batch = step.forward_batch
         by_group = batch.metadata
         batch.metadata = [by_group[group] for group in self._group_of_state]
@@ -198,10 +198,10 @@ class ModelRunner(ModelInspection):
         return batch
 
     def extend_context(self, batch: ForwardBatch, plan: SchedulerOutput) -> None:
-        """Put what this platform's layers and attention backend need for the step into `batch.extensions`."""
+        """Set `batch.extensions` to what the platform's layers and attention backend need for the step."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [N, H] of the step's tokens; the memory may be used again by the next step."""
+        """Hidden states [N, H] of the step's tokens; the next step may overwrite them."""
         hidden = None if self.replay is None else self.replay.run(batch)
         return self.model.forward(batch) if hidden is None else hidden
 
@@ -210,7 +210,7 @@ class ModelRunner(ModelInspection):
         return self.model.compute_logits(hidden)
 
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
-        """Sample and score the step's lines from the hidden states [N, H]; ask for the next step's drafts."""
+        """Sample and score the step's lines from the hidden states [N, H]; then draft for the next step."""
         reader = LineReader(
             self.batch, self.sampler, self.processors, self.compute_logits, self._lines_per_logits_chunk
         )

@@ -1,6 +1,6 @@
-"""What goes into and comes out of layers while a runner computes: hooks, and the arithmetic over what they see.
+"""Hooks that observe or keep the inputs and outputs of layers, for calibration and the quantization report.
 
-Owns the hooks of calibration and of the quantization report. What they leave behind is plain data.
+Owns the hooks and the statistics. Their results are plain data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from llm.quantization.storage.on_load import ActivationStatistics
 
-# Channels whose correlations are kept: a matrix of all of them would outgrow the model.
+# Channels per block of the second moment: a matrix over all channels would be larger than the model.
 _RUN = 512
 
 # Dotted path of a layer -> its input and its output, float [N, columns] each.
@@ -29,7 +29,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class InputObserver:
-    """Sums over everything each linear layer of `model`, which computes on `device`, is given, until `stop`."""
+    """Sums over the inputs of each linear layer of `model` on `device`, until `stop`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         layers = dict(linear_layers(model))
@@ -37,13 +37,13 @@ class InputObserver:
         self._hooks = [layer.register_forward_pre_hook(self._sums[name]) for name, layer in layers.items()]
 
     def stop(self) -> dict[str, ActivationStatistics]:
-        """Take the hooks off; the statistics by dotted path."""
+        """Remove the hooks; returns the statistics by dotted path."""
         _remove(self._hooks)
         return {name: sums.statistics() for name, sums in self._sums.items()}
 
 
 class _InputSums:
-    """Sums over everything one layer is given."""
+    """Sums over the inputs of one layer."""
 
     def __init__(self, columns: int, device: torch.device) -> None:
         self._moments = [
@@ -67,9 +67,9 @@ class _InputSums:
 
 
 def _shrunk(moment: torch.Tensor, rows: int) -> torch.Tensor:
-    """A second moment moved towards the one that knows nothing, as far as there are few rows for its size.
+    """A second moment shrunk towards a multiple of the identity, the more the fewer tokens (`rows`) it is from.
 
-    Without it a few sentences of calibration make a model three times worse than none.
+    Without this, calibration on a few sentences is three times worse than no calibration.
     """
     size = len(moment)
     known = rows / (rows + size)
@@ -82,10 +82,11 @@ class LayerCapture:
 
     Args:
         names: dotted paths of the layers.
-        limit_bytes: of them are captured as many as need no more in a step of `tokens` tokens, and at least the first.
+        limit_bytes: capture only the first layers that together need at most this in a step of `tokens` tokens; at
+            least one.
 
     Attributes:
-        names: those that are captured, the first of what was asked for.
+        names: the captured layers.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], tokens: int, limit_bytes: int) -> None:
@@ -103,7 +104,7 @@ class LayerCapture:
             self._hooks.append(layer.register_forward_hook(self._keeper(name)))
 
     def take(self) -> Captured:
-        """What was computed since the last time."""
+        """The inputs and outputs since the last call."""
         held, self._held = self._held, {}
         return held
 
@@ -112,14 +113,14 @@ class LayerCapture:
 
     def _keeper(self, name: str) -> Any:
         def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            # A step's memory is used again by the next operation that asks for as much.
+            # Cloned: later operations of the step reuse the memory.
             self._held[name] = inputs[0].clone(), output.clone()
 
         return keep
 
 
 def layer_noise(model: nn.Module, captured: Captured) -> dict[str, tuple[float, float]]:
-    """(sum of squares of the captured outputs, of the differences of this model's) by layer, given the same inputs."""
+    """By layer: (sum of squares of the captured outputs, of this model's errors on the captured inputs)."""
     layers = dict(linear_layers(model))
     found = {}
     for name, (x, output) in captured.items():

@@ -1,7 +1,7 @@
-"""From token ids to what the user gets.
+"""From token ids to the user's `RequestOutput`.
 
-Owns the state of a prompt and its completions: incremental text where streaming or stop strings need it (otherwise the
-text is decoded once, at the end), logprobs, and the finished `RequestOutput`.
+Owns the state of a prompt and its completions: logprobs, and text, which is decoded incrementally for streaming and
+stop strings, and otherwise once at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llm.tokenizer import Tokenizer
 
 logger = logging.getLogger("llm")
 
-_CHARACTER_TOKENS = 4  # a character of UTF-8 has at most so many bytes
+_CHARACTER_TOKENS = 4  # the most bytes, and so tokens, of a character in UTF-8
 
 
 class Completion:
@@ -39,7 +39,7 @@ class Completion:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._score_from = score_from
         self._stops = request.params.stop_strings
-        self._text: str | None = None  # set once known in full
+        self._text: str | None = None  # the final text, once it is known
         self._emitted = 0
         self._stream = None
         if self._tokenizer is not None and (streaming or self._stops):
@@ -48,29 +48,29 @@ class Completion:
 
     @property
     def incremental(self) -> bool:
-        """Whether `push` must see every token as it comes."""
+        """True if `push` must be called for every token."""
         return self._stream is not None
 
     def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         self._logprobs.extend(logprobs)
 
     def add_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
-        """Those of the next prompt tokens."""
+        """Append the logprobs of the next prompt tokens."""
         self._prompt_logprobs.extend(logprobs)
         self.request.prompt_logprobs_from += len(logprobs)
         if self.request.prompt_logprobs_from == self.request.num_prompt_tokens - 1:
             self.request.prompt_logprobs_from = self.request.num_prompt_tokens
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | FlatLogprobs | None:
-        """One entry per prompt token, None for those that are not scored, the first among them; those that were not
-        computed before an error are missing."""
+        """One entry per prompt token, None for tokens without a logprob, such as the first. After an error, entries of
+        tokens that were not computed are missing."""
         if self.request.params.prompt_logprobs is None:
             return None
         scored = self._decode_positions(self._prompt_logprobs, self._score_from)
         return self._shaped([None] * self._score_from + scored)
 
     def push(self, token: int) -> None:
-        """Extend the text by a token; finishes the request when a stop string is complete."""
+        """Extend the text by a token; finishes the request if a stop string is complete."""
         request, stream = self.request, self._stream
         if stream is None or (_ended_by_token(request) and not request.params.include_stop_str_in_output):
             return
@@ -80,7 +80,7 @@ class Completion:
         self._emit(stream.text if self._text is None else self._text, last=self._text is not None)
 
     def finish(self) -> None:
-        """The request has ended: release what was held back."""
+        """Called when the request has ended: emit the text that was held back."""
         if self._stream is not None and self._text is None:
             self._stream.finish()
             self._text = self._stream.text
@@ -101,7 +101,7 @@ class Completion:
         )
 
     def _find_stop(self, text: str, new: int) -> None:
-        """Cut the text at the stop string that was completed first; of several, at the first in the list."""
+        """Cut the text at the stop string that ends first; ties go to the first in the list."""
         found = [(text.find(stop, max(0, len(text) - new - len(stop) + 1)), stop) for stop in self._stops]
         complete = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if complete:
@@ -110,7 +110,7 @@ class Completion:
             self.request.finish("stop", stop)
 
     def _emit(self, text: str, last: bool) -> None:
-        """Hand out text, except what may yet turn out to be the start of a stop string."""
+        """Emit text, except an end that may be the beginning of a stop string."""
         held = 0 if last else max((len(stop) for stop in self._stops), default=1) - 1
         ready = text[self._emitted : max(self._emitted, len(text) - held)]
         if ready and self._streaming:
@@ -139,7 +139,7 @@ class Completion:
         return self.request.params.logprobs is not None or self.request.params.logprob_token_ids is not None
 
     def _shaped(self, positions: list[Any]) -> Any:
-        """As they are, or as `FlatLogprobs`."""
+        """`positions`, as `FlatLogprobs` if the params say so."""
         if not self.request.params.flat_logprobs:
             return positions
         flat = FlatLogprobs()
@@ -148,7 +148,7 @@ class Completion:
         return flat
 
     def _decode_positions(self, items: list[TokenLogprobs], first: int) -> list[dict[int, Logprob]]:
-        """`first`: where the first of them stands in the request."""
+        """`first`: the position of the first item in the request."""
         return [self._decode_position(item, first + index) for index, item in enumerate(items)]
 
     def _decode_position(self, item: TokenLogprobs, place: int) -> dict[int, Logprob]:
@@ -159,7 +159,7 @@ class Completion:
         return position
 
     def _token_text(self, token: int, place: int) -> str | None:
-        """A token as text; a part of a character as the text it completes at this place, "" or all of it."""
+        """The token's text; for a token with a part of a character, the character if it is complete here, else ""."""
         if self._tokenizer is None:
             return None
         text = self._tokenizer.decode([token], False)
@@ -170,7 +170,7 @@ class Completion:
 
 
 class PromptState:
-    """A prompt and its completions, until the last of them is done."""
+    """A prompt and its completions, until all have finished."""
 
     def __init__(self, request_id: str, row: Row, completions: Sequence[Completion]) -> None:
         self.request_id = request_id
@@ -197,7 +197,7 @@ class PromptState:
 
 
 def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
-    """One warning for all completions that ended with an error of their own."""
+    """Log one warning for all completions that ended with an error."""
     errors = [item.error for output in outputs for item in output.outputs if item.error is not None]
     if errors:
         kind, message = type(errors[0]).__name__, " ".join(str(errors[0]).split())
@@ -207,12 +207,12 @@ def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
 
 
 def _metrics(request: Request) -> RequestStateStats | None:
-    """A copy, as a stream's output may be taken before its end."""
+    """A copy, because a stream's output may be taken before the request ends."""
     return None if request.metrics is None else replace(request.metrics, num_preemptions=request.num_preemptions)
 
 
 def _plain(params: SamplingParams) -> SamplingParams:
-    """Without what was compiled for the engine: an output holds plain data."""
+    """The params without the compiled structure: an output has plain data only."""
     if params.structure is not None:
         params = params.copy_validated()
         params.structure = None
@@ -225,5 +225,5 @@ def _structured_outcome(request: Request) -> StructuredOutcome | None:
 
 
 def _ended_by_token(request: Request) -> bool:
-    """Whether the last token is an EOS or a stop token, which the text leaves out."""
+    """True if the last token is an EOS or stop token, which is not in the text."""
     return request.finish_reason == "stop" and not isinstance(request.stop_reason, str)

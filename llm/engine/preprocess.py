@@ -1,7 +1,7 @@
-"""From what the user passed to rows that are known to be good.
+"""From the user's prompts and params to checked rows.
 
-Owns the normalisation of prompts, conversations and parameters and every check that needs the model: all rows are
-judged before any work starts, and one error tells of all that are bad.
+Owns the normalisation of prompts, conversations and parameters, and every check that needs the model. All rows are
+checked before any is run, and one error names all bad ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llm.tokenizer import Tokenizer
 logger = logging.getLogger("llm")
 
 _MAX_PROBLEMS_LISTED = 10
-# Of the renderer's arguments, those that are not the template's: they decide what rendering returns.
+# Arguments of the renderer that are not the template's: they decide what rendering returns.
 _RESERVED_FOR_RENDERING = frozenset(
     "conversation messages tokenize padding truncation max_length return_tensors return_dict "
     "return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -37,10 +37,10 @@ _RESERVED_FOR_RENDERING = frozenset(
 
 @dataclass
 class Row:
-    """One prompt, ready to be added to the engine. `params` is a copy of the caller's, with what is in effect.
+    """One prompt, ready to be added to the engine. `params` is a copy of the caller's, with all defaults resolved.
 
-    Rows with equal `sharing` share blocks even where prefix caching is off, rows of different `cache_salt` never do.
-    `score_from`, at least 1, is the first token of the prompt whose logprob is wanted where `prompt_logprobs` are.
+    Rows with equal `sharing` share blocks even if prefix caching is off; rows with different `cache_salt` never do.
+    `score_from`, at least 1, is the first prompt token that gets a logprob, if `prompt_logprobs` is set.
     """
 
     prompt: str | None
@@ -57,7 +57,7 @@ class Preprocessor:
 
     Args:
         tokenizer: None when the engine was built with `skip_tokenizer_init=True`.
-        eos_token_ids: what ends an answer of `structured_outputs`.
+        eos_token_ids: the tokens that end an answer of `structured_outputs`.
 
     Attributes:
         logits_processors: the loaded classes, each of which validates every row's params.
@@ -82,7 +82,7 @@ class Preprocessor:
                 parsed.append(ParsedPrompt(None, []))
         per_row = _per_row_params(params, len(parsed), default)
         self._calls += 1
-        checked: dict[int, SamplingParams] = {}  # by identity: many rows mostly share one object
+        checked: dict[int, SamplingParams] = {}  # by identity: many rows usually share one object
         rows = []
         for index, ((text, token_ids), given) in enumerate(zip(self._tokenize(parsed), per_row, strict=True)):
             if index in problems:
@@ -101,10 +101,10 @@ class Preprocessor:
         return rows
 
     def token_ids(self, prompts: Sequence[object], parameter: str, continuing: bool = False) -> list[list[int]]:
-        """Token ids of prompts of any kind; texts that continue others get no special tokens.
+        """Token ids of prompts of any kind; with `continuing`, texts get no special tokens.
 
         Raises:
-            ValidationError: names the first prompt that is none, as one of `parameter`.
+            ValidationError: names the first invalid prompt, as one of `parameter`.
         """
         parsed: list[ParsedPrompt] = []
         for index, prompt in enumerate(prompts):
@@ -129,14 +129,14 @@ class Preprocessor:
     def render_chat(
         self, messages: object, options: Mapping[str, object], template_arguments: Mapping[str, object]
     ) -> list[TokensPrompt]:
-        """Conversations as the prompts that the chat template makes of them.
+        """Render conversations to prompts with the chat template.
 
         Args:
-            options: the renderer's arguments that `LLM.chat` has parameters for.
-            template_arguments: further ones, the template's own.
+            options: the renderer's arguments for which `LLM.chat` has parameters.
+            template_arguments: further arguments, of the template.
 
         Raises:
-            ValidationError: `messages` is no conversation, an argument is not the template's, or the template refuses.
+            ValidationError: `messages` is no conversation, an argument is not the template's, or the template raises.
         """
         conversations = list_conversations(messages)
         if not isinstance(template_arguments, Mapping):
@@ -152,7 +152,7 @@ class Preprocessor:
         return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
 
     def _tokenize(self, parsed: list[ParsedPrompt]) -> list[tuple[str | None, list[int]]]:
-        """All texts in one call of the tokenizer."""
+        """(text, token ids) of each prompt; one call of the tokenizer for all texts."""
         texts = [item.text for item in parsed if item.token_ids is None and item.text is not None]
         if texts and self.tokenizer is None:
             raise _no_tokenizer("text prompts need one; pass prompt_token_ids.")
@@ -160,7 +160,7 @@ class Preprocessor:
         return [(item.text, next(encoded) if item.token_ids is None else item.token_ids) for item in parsed]
 
     def _row(self, text: str | None, token_ids: list[int], params: SamplingParams, index: int) -> Row:
-        """A row whose params, a copy of its own, hold what is in effect."""
+        """Make a row; resolves the defaults in `params`, which is the row's own copy."""
         token_ids = self._truncate(token_ids, params)
         self._check_prompt(token_ids)
         room = self.config.max_model_len - len(token_ids)
@@ -192,7 +192,7 @@ class Preprocessor:
         return token_ids if keep is None else token_ids[-keep:]
 
     def _check_params(self, params: SamplingParams) -> SamplingParams:
-        """What the model and the loaded processors decide; the params, with bad_words as token ids."""
+        """Check params against the model and the loaded processors; returns them with bad_words as token ids."""
         vocab = self.config.vocab_size
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
@@ -227,7 +227,7 @@ class Preprocessor:
         return self.tokenizer is None or self.tokenizer.is_fast
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Token ids of each word, as it begins a text and as it follows a space."""
+        """Token ids of each word, at the beginning of a text and after a space."""
         if not words:
             return []
         if self.tokenizer is None:
@@ -246,7 +246,7 @@ class Preprocessor:
                 processor.validate_params(params)
             except ValidationError:
                 raise
-            except Exception as error:  # most often of a key that extra_args lacks
+            except Exception as error:  # usually a KeyError for a key missing in extra_args
                 said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                 raise ValidationError(
                     f"{processor.__name__} refuses the sampling params: {said}", parameter="sampling_params"
@@ -282,14 +282,14 @@ _MAX_TOKENS_OF_VLLM = 16
 
 
 def _is_open(given: SamplingParams, row: Row) -> bool:
-    """Whether vLLM would have ended the row sooner, for want of max_tokens."""
+    """True if the row would be shorter in vLLM, whose max_tokens has another default."""
     is_free = given.max_tokens is None and given.structured_outputs is None
     return is_free and (row.params.max_tokens or 0) > _MAX_TOKENS_OF_VLLM
 
 
 @functools.cache
 def _note_open_ends() -> None:
-    """Once per process."""
+    """Log the note once per process."""
     logger.warning(
         "max_tokens is not given: an answer ends by itself or where the context does, while vLLM's ends after %d "
         "tokens; pass SamplingParams(max_tokens=...) for shorter ones.",
@@ -298,7 +298,7 @@ def _note_open_ends() -> None:
 
 
 def derive_seed(engine_seed: int, call: int, row: int) -> int:
-    """The seed of a row that was given none: a function of the engine's seed, the call's number and the row's."""
+    """The seed of a row without one: a function of the engine's seed and the indices of call and row."""
     digest = hashlib.sha256(f"{engine_seed}/{call}/{row}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
@@ -308,7 +308,7 @@ def _render(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Map
         return tokenizer.render_chat(conversation, **arguments)
     except LLMError:
         raise
-    except Exception as error:  # a template is a program that came with the model: it can raise anything
+    except Exception as error:  # a template is the model's own program: it can raise anything
         reason = " ".join(str(error).split())[:200]
         raise ValidationError(
             f"the chat template cannot render these messages ({type(error).__name__}: {reason}).", parameter="messages"

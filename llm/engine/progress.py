@@ -1,7 +1,7 @@
 """The progress bar of one call.
 
-Owns what the bar counts: tokens, prompt and generated, so that it moves while long rows run. The total is an estimate
-that improves as rows finish, and so is the time left.
+Owns what the bar counts: prompt and generated tokens, so that it moves during long requests. The total and the time
+left are estimates that improve as requests finish.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm.engine.output import PromptState
 from llm.engine.request import Request
 
 _REFRESH_SECONDS = 0.1
-# A refresh looks at every row: so many times what it took must pass before the next, or large calls would pay for it.
+# A refresh reads every request. This many times its duration must pass before the next, so that large calls stay fast.
 _REFRESH_COST_FACTOR = 200
 
 
@@ -47,7 +47,7 @@ class Progress:
             self._bar = make(total=self._estimate()[1], desc="Generating", unit=" tokens", dynamic_ncols=True)
 
     def update(self, force: bool = False) -> None:
-        """Show where things stand; at most ten times a second."""
+        """Refresh the bar, at most ten times a second."""
         if self._bar is None or (not force and monotonic() < self._next):
             return
         started = monotonic()
@@ -56,7 +56,7 @@ class Progress:
         running = sum(request.finish_reason is None and request.num_computed_tokens > 0 for request in self._requests)
         self._bar.total = total
         self._bar.set_postfix_str(f"rows {finished}/{len(self._requests)} done, {running} running", refresh=False)
-        # A preempted row computes its prompt again: the bar waits, it does not go back.
+        # A preempted request computes its prompt again: the bar waits and does not go back.
         self._bar.update(max(0, done - self._shown))
         self._shown = max(done, self._shown)
         now = monotonic()
@@ -68,7 +68,7 @@ class Progress:
             self._bar.close()
 
     def _estimate(self) -> tuple[int, int]:
-        """(tokens done, tokens expected): an unfinished row is expected to be as long as finished ones were."""
+        """(tokens done, tokens expected); an unfinished request is expected to be as long as finished ones."""
         finished = [request.num_output_tokens for request in self._requests if request.finish_reason is not None]
         typical = sum(finished) / len(finished) if finished else None
         done = sum(_tokens_done(request) for request in self._requests)
@@ -76,7 +76,7 @@ class Progress:
 
 
 def _tokens_done(request: Request) -> int:
-    # The last token of a finished row is never computed, and a preempted row starts over without losing its output.
+    # A finished request's last token is never computed; a preempted request starts over and keeps its output.
     if request.finish_reason is not None:
         return request.num_tokens
     return min(max(request.num_computed_tokens, request.num_output_tokens), request.num_tokens)

@@ -1,6 +1,6 @@
-"""What users pass as prompts and conversations, as lists of texts and token ids.
+"""Parsing prompts and conversations into lists of texts and token ids.
 
-Owns their forms. Does not own what needs a model: the tokenizer, the vocabulary, the room in the context.
+Owns the forms in which users pass them. Checks that need a model (tokenizer, vocabulary, context length) are elsewhere.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from llm.config.elsewhere import NOT_TEXT
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt's text, and its token ids or None when the text is still to be tokenized.
+    """A prompt's text, and its token ids or None if the text is not tokenized yet.
 
-    Only prompts of equal `cache_salt` share what was computed of them.
+    Only prompts with equal `cache_salt` share cached prefixes.
     """
 
     text: str | None
@@ -27,7 +27,7 @@ class ParsedPrompt(NamedTuple):
 
 
 def list_prompts(prompts: object) -> list[object]:
-    """One prompt or many, as a list: a string, a dict or a list of integers is one; columns of tables are lists."""
+    """One prompt or many, as a list. A string, dict or list of integers is one prompt; a table's column is a list."""
     prompts = _plain(prompts)
     if isinstance(prompts, str | Mapping) or _is_token_list(prompts):
         return [prompts]
@@ -54,7 +54,7 @@ def _is_conversation(item: object) -> bool:
 
 
 def _plain(value: object) -> object:
-    """One-dimensional arrays, series and tensors as lists; anything else unchanged, padded rows of ids among it."""
+    """One-dimensional arrays, series and tensors as lists; anything else (such as padded 2-D token ids) unchanged."""
     return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", None) == 1 else value
 
 
@@ -67,7 +67,7 @@ def _is_integer(value: object) -> bool:
 
 
 def parse_prompt(prompt: object) -> ParsedPrompt:
-    """Raises `ValidationError` for what is no prompt."""
+    """Parse one prompt; raises `ValidationError` if it is none."""
     prompt = _plain(prompt)
     if isinstance(prompt, str):
         return ParsedPrompt(check_text(prompt), None)
@@ -114,7 +114,7 @@ def _token_ids(name: str, value: object) -> list[int]:
 
 
 def check_text(text: str) -> str:
-    """Strings can hold halves of surrogate pairs (of a file name, of a broken decoding), which are no text."""
+    """`text`; raises for unpaired surrogates, as in strings from file names or broken decoding."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

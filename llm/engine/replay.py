@@ -1,12 +1,12 @@
-"""Decoding steps without Python between the operations: the kernel calls of a step, recorded once and repeated.
+"""Replayed decode steps: the kernel calls of a step are recorded once and replayed without Python.
 
-A decoding step of R rows with k lines each (one, and one more per draft) makes the same calls in the same order every
-time; only ids, positions, slots and block tables differ. Owns the recorded step of each (R, k) and the tensors it
-reads. Weights streaming through the cache push Python out of it, so that between two kernels it costs several times
-what it does elsewhere.
+Decode steps of R batch rows with k lines each (one, and one more per draft) make the same calls in the same order; only
+token ids, positions, slots and block tables differ. Owns the recorded step of each (R, k) and the tensors it reads.
+Replay pays because the weights of a step evict Python's code and data from the caches: between two kernels Python is
+several times slower than elsewhere.
 
-Used only where kernels compute everything (`EngineConfig.invariant`); a model that lets PyTorch compute between its
-kernels is found out while recording, and runs as before.
+Used only if kernels compute everything (`EngineConfig.invariant`). If recording finds that PyTorch computes between the
+model's kernels, steps are not replayed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from llm.kernels.backend import Backend, NotRecordable, Program
 
 Metadata = AttentionMetadata | RecurrentMetadata
 
-# Beyond so many tokens the time between kernels is small beside theirs.
+# With more tokens, the time between kernels is small compared to theirs.
 MAX_TOKENS = 64
-# Recorded steps that are kept; the one used longest ago goes first.
+# Recorded steps to keep; the least recently used is dropped first.
 _MAX_STEPS = 4
 
 
@@ -34,9 +34,9 @@ _Key = tuple[int, int, int]  # rows, lines per row, threads
 
 @dataclass
 class _Step:
-    """A recorded step: `batch` holds the tensors it reads, `hidden` is what it writes.
+    """A recorded step: `batch` has the tensors it reads, `hidden` is its result.
 
-    `first_layers`: of each group of layers, whose metadata are one object.
+    `first_layers`: the first layer of each group; the layers of a group share one metadata object.
     """
 
     program: Program
@@ -46,15 +46,15 @@ class _Step:
 
 
 class DecodeReplay:
-    """Computes hidden states of decoding steps.
+    """Computes the hidden states of decode steps.
 
     Args:
-        model: whose `forward` is recorded.
-        backend: what it computes with, which records.
-        max_blocks: the widest a block table gets.
+        model: its `forward` is recorded.
+        backend: the model's backend, which records.
+        max_blocks: the largest width of a block table.
 
     Attributes:
-        refusal: what made recording impossible, None so far.
+        refusal: why recording was impossible; None: it was not.
     """
 
     def __init__(self, model: Any, backend: Backend, max_blocks: int) -> None:
@@ -67,7 +67,7 @@ class DecodeReplay:
         self._last: _Key | None = None
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """`model.forward(batch)`, float32 [N, H]; the memory is used again by the next call. None: not this step."""
+        """`model.forward(batch)`, float32 [N, H], overwritten by the next call; None if this step is not replayed."""
         before, self._last = self._last, None
         lines = self._lines_per_row(batch)
         if not lines:
@@ -75,22 +75,22 @@ class DecodeReplay:
         key = self._last = (len(batch.input_ids) // lines, lines, torch.get_num_threads())
         step = self._steps.pop(key, None)
         if step is None:
-            # Once more of the same: more are likely to follow.
+            # The second step in a row of this kind: more are likely to follow.
             return self._record(key, batch) if key == before else None
         self._steps[key] = step
         _fill(step.batch, batch, step.first_layers)
-        # Where a kernel refuses its arguments the model is asked: it then says so.
+        # If a kernel refuses its arguments, the caller runs the model, which raises the error.
         return step.hidden if step.program.run() else None
 
     def _lines_per_row(self, batch: ForwardBatch) -> int:
-        """0: this is no decoding step, or one that cannot be repeated."""
+        """Lines per batch row; 0 if this is no decode step or cannot be replayed."""
         tokens = len(batch.input_ids)
         if tokens > MAX_TOKENS or not batch.metadata or not self._is_plain(batch):
             return 0
         counts = batch.metadata[0].query_lens_list
         if len(counts) == tokens:
             return 1
-        # With drafts the logits of every token are needed; a chunk of a prompt has tokens that nobody asks for.
+        # With drafts every token needs logits; a chunk of a prompt has tokens that need none.
         same = len(batch.logits_indices) == tokens and len(set(counts)) == 1
         return counts[0] if same else 0
 
@@ -101,7 +101,7 @@ class DecodeReplay:
             and batch.inputs_embeds is None
             and batch.adapter_ids is None
             and not batch.extensions
-            # Hooks are Python, and repeating skips it.
+            # A replay would skip hooks.
             and not is_watched(self._modules)
         )
 
@@ -123,7 +123,7 @@ class DecodeReplay:
         return hidden
 
     def _own_batch(self, batch: ForwardBatch) -> ForwardBatch:
-        """Tensors of its own, block tables as wide as they get; layers of a group share them as before."""
+        """A copy with its own tensors, and block tables of full width; layers of a group still share metadata."""
         groups = {id(metadata): self._own_metadata(metadata) for metadata in batch.metadata}
         return replace(
             batch,
@@ -143,13 +143,13 @@ class DecodeReplay:
 
 
 def _fill(own: ForwardBatch, batch: ForwardBatch, first_layers: list[int]) -> None:
-    """Write what varies into the tensors of a recorded step."""
+    """Copy the inputs of `batch` into the tensors of a recorded step."""
     own.input_ids.copy_(batch.input_ids)
     own.positions.copy_(batch.positions)
     for layer in first_layers:
         target = _tensors(own.metadata[layer])
         for name, source in _tensors(batch.metadata[layer]).items():
-            # A block table is as wide as the longest row of the step.
+            # The step's block table is only as wide as its longest request needs.
             (target[name][:, : source.shape[1]] if source.dim() == 2 else target[name]).copy_(source)
 
 

@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine, and when it ends.
+"""A request's state in the engine, and the rules by which it ends.
 
 Owns token ids, counters and the stop rules. No tensors. A prompt with `n` completions is `n` requests.
 """
@@ -19,22 +19,22 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """A prompt being continued once.
+    """One completion of a prompt.
 
     Attributes:
-        token_ids: prompt, then what was generated.
-        num_computed_tokens: leading tokens whose keys and values are in the KV cache; moved on after each step.
+        token_ids: prompt tokens, then generated tokens.
+        num_computed_tokens: leading tokens whose keys and values are in the KV cache; updated after each step.
         draft_token_ids: drafts, verified in the next step that computes the last known token.
-        num_cached_tokens: of the prompt, how many came from the prefix cache at first admission.
-        blocks: block ids per KV group, in order of position; owned by the block manager. 0: freed, out of the window.
-        slot: where its recurrent states are; owned by the block manager. 0: it has none.
+        num_cached_tokens: how many prompt tokens came from the prefix cache at first admission.
+        blocks: block ids per KV group, in order of position; owned by the block manager. 0: freed, outside the window.
+        slot: index of its recurrent states; owned by the block manager. 0: it has none.
         block_hashes: chain hashes of the full blocks so far; owned by the block manager.
         num_findable_blocks: leading blocks that are in the prefix cache; owned by the block manager.
         cache_key: extra bytes in the hash chain, so that only requests with equal keys share blocks; None: share none.
-        prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
-            where none is. Of the completions of one prompt the first has them computed.
-        metrics: when things happened to it; None: nobody asked.
-        error: what ended it with `finish_reason="error"`.
+        prompt_logprobs_from: the first prompt position whose next token still needs a logprob; the prompt's length if
+            none does. Only the first completion of a prompt computes them.
+        metrics: its timestamps; None: not recorded.
+        error: the error behind `finish_reason="error"`.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many leading tokens may come from the prefix cache, which keeps no logits: as far as the prompt logprobs
-        that were asked for are known, after a preemption for example."""
+        """How many leading tokens may come from the prefix cache. It has no logits, so tokens that still need prompt
+        logprobs must be computed."""
         if self.params.skip_reading_prefix_cache:
             return 0
         return self.num_tokens if self.prompt_logprobs_from >= self.num_prompt_tokens else self.prompt_logprobs_from
 
     def append(self, token: int) -> bool:
-        """Add a sampled token; True when it ends the request (vLLM's order: EOS, stop ids, length)."""
+        """Append a sampled token; True if it ends the request (in vLLM's order: EOS, stop ids, length)."""
         self.token_ids.append(token)
         if self.num_output_tokens >= self.params.min_tokens:
             if token in self.eos_token_ids:
@@ -113,7 +113,7 @@ class Request:
         return False
 
     def fail(self, error: Exception) -> None:
-        """End it over an error of its own, which is kept without the frames that hold on to tensors and processors."""
+        """End the request with an error, kept without its frames: they would keep tensors and processors alive."""
         self.error = without_frames(error)
         self.finish("error")
 
@@ -123,15 +123,15 @@ class Request:
 
 
 class RowTraceback(Exception):
-    """The traceback of an error that ended a row, as text: the cause of the exception in its output."""
+    """The traceback of an error that ended a request, as text: the `__cause__` of the exception in its output."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def without_frames(error: Exception) -> Exception:
-    """The exception with its traceback turned into text, which `raise` shows and which keeps no object alive."""
-    if error.__traceback__ is None:  # made by the sampler, not raised by anyone
+    """The exception with its traceback as text, which `raise` shows and which keeps no object alive."""
+    if error.__traceback__ is None:  # made by the sampler, never raised
         return error
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     error.__traceback__ = error.__context__ = None
@@ -140,7 +140,7 @@ def without_frames(error: Exception) -> Exception:
 
 
 def repeats(tokens: list[int], rule: RepetitionDetectionParams) -> bool:
-    """Whether `tokens` end in `min_count` copies of a pattern of an allowed size."""
+    """True if `tokens` end with `min_count` copies of a pattern of an allowed size."""
     for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
         tail = tokens[-size * rule.min_count :]
         if len(tail) == size * rule.min_count and tail == tail[-size:] * rule.min_count:

@@ -1,6 +1,6 @@
-"""What stands between the engine and a model: the methods of a runner, in this process or in another.
+"""The interface of a runner, which executes a model for the engine, in this process or another.
 
-Owns the one protocol. Its arguments and answers are plain data that can be pickled.
+Owns the protocol. Its arguments and results are plain data that can be pickled.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ R = TypeVar("R")
 
 
 class Runner(Protocol):
-    """What the engine and the facade ask of a runner; `llm.engine.model_runner.ModelRunner` is the one in this process.
+    """What engine and facade call; `llm.engine.model_runner.ModelRunner` implements it in this process.
 
-    Whoever stands here owns the weights, the KV caches, the persistent batch, the sampler and the logits processors,
-    and nobody else looks at them.
+    A runner owns the weights, the KV caches, the persistent batch, the sampler and the logits processors. No code
+    outside a runner reads them.
     """
 
-    # --- Its life. ---
+    # --- Life cycle. ---
 
     def load(self, plan: RunnerPlan) -> Loaded: ...
     def close(self) -> None: ...
@@ -43,7 +43,7 @@ class Runner(Protocol):
     def end_call(self) -> None: ...
     def reset(self) -> None: ...
 
-    # --- Questions about the model. ---
+    # --- Queries about the model. ---
 
     def describe(self) -> Explanation: ...
     def layer_reports(self) -> list[LayerReport]: ...
@@ -53,7 +53,7 @@ class Runner(Protocol):
     def start_profile(self) -> None: ...
     def stop_profile(self) -> list[ProfileRow]: ...
 
-    # --- What goes through its layers. ---
+    # --- Inputs and outputs of its layers. ---
 
     def start_observing(self) -> None: ...
     def stop_observing(self) -> dict[str, ActivationStatistics]: ...

@@ -1,7 +1,7 @@
-"""Which tokens are computed next.
+"""Which tokens the next step computes.
 
-Owns the policy: first come first served, a token budget per step, chunked prompts, preemption by recomputation. No
-tensors, no clocks. What it decides leaves as a `SchedulerOutput`, plain data that could cross a process boundary.
+Owns the policy: first come first served, a token budget per step, chunked prefill, preemption by recomputation. No
+tensors, no clocks. Its decisions are a `SchedulerOutput`, plain data that can be sent to another process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm.engine.step import NewRow, RunnerOutput, SchedulerOutput
 
 
 class Scheduler:
-    """First come, first served under `max_num_batched_tokens` tokens and `max_num_seqs` rows a step."""
+    """First come, first served, with at most `max_num_batched_tokens` tokens and `max_num_seqs` batch rows per step."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.config = config
@@ -63,7 +63,7 @@ class Scheduler:
             count = request.num_tokens - prefix[0]
             if count > budget and not self.config.enable_chunked_prefill:
                 break
-            # Room for the whole prompt is reserved, not only for this chunk: half-admitted prompts would thrash.
+            # Blocks are reserved for the whole prompt, not only for this chunk: partly admitted prompts would thrash.
             if not self.blocks.admit(request, request.num_tokens, prefix):
                 break
             count = min(count, budget)
@@ -74,7 +74,7 @@ class Scheduler:
         return plan
 
     def settle(self, plan: SchedulerOutput, result: RunnerOutput) -> int:
-        """Count what a step computed, less rejected drafts, and take back their blocks; the number of accepted drafts.
+        """Update computed tokens and free the blocks of rejected drafts; returns the number of accepted drafts.
 
         Call it before the sampled tokens are appended to the requests.
         """
@@ -83,7 +83,7 @@ class Scheduler:
             requests[request_id].num_computed_tokens += count
         for request_id, drafts in plan.draft_token_ids.items():
             request = requests[request_id]
-            # The last sampled token was no draft, or an error came instead of one more.
+            # The last sampled token is no draft; with an error it is missing.
             accepted = max(0, len(result.sampled_token_ids.get(request_id, ())) - 1)
             request.num_computed_tokens -= len(drafts) - accepted
             num_accepted += accepted
@@ -93,7 +93,7 @@ class Scheduler:
         return num_accepted
 
     def finish(self, request: Request) -> None:
-        """Take a request whose `finish_reason` is set out of the engine and free its blocks."""
+        """Forget a request that has a `finish_reason`, and free its blocks."""
         if request.status is RequestStatus.RUNNING:
             self._removed.append(request.request_id)
             # Drafts accepted in its last step are not in the prefix cache yet. Its last token is never computed.
@@ -109,7 +109,7 @@ class Scheduler:
             self.waiting = deque(request for request in self.waiting if request.status is RequestStatus.WAITING)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests wherever they are; unknown ids are requests that had finished."""
+        """Drop requests in any state; ids of finished requests are ignored."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
@@ -118,14 +118,14 @@ class Scheduler:
         self.remove_finished()
 
     def check_integrity(self) -> None:
-        """Audit blocks and queues; raises `IntegrityError` or RuntimeError."""
+        """Check blocks and queues; raises `IntegrityError` or RuntimeError."""
         self.blocks.check_integrity(self.requests.values())
         queued = [request.request_id for request in (*self.running, *self.waiting)]
         if sorted(queued) != sorted(self.requests):
             raise RuntimeError("a request is in no queue, or in two")
 
     def _schedule(self, plan: SchedulerOutput, request: Request, count: int, drafts: int = 0) -> None:
-        """Plan `count` tokens; the last `drafts` may be rejected, so the prefix cache is not told of them."""
+        """Plan `count` tokens; the last `drafts` may be rejected, so they are not added to the prefix cache."""
         plan.num_scheduled_tokens[request.request_id] = count
         self.blocks.remember(request, request.num_computed_tokens + count - drafts)
 
@@ -165,7 +165,7 @@ class Scheduler:
         )
 
     def _preempt_last(self) -> Request:
-        """Send the last arrived running request back to the head of the queue; it recomputes what it had."""
+        """Move the last admitted running request back to the head of the queue; it recomputes its tokens."""
         request = self.running.pop()
         self.blocks.free(request)
         request.num_computed_tokens = 0

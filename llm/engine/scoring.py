@@ -1,7 +1,6 @@
-"""How likely given texts are: rows that score a part of their prompt, and what their logprobs add up to.
+"""Scoring given texts: rows with prompt logprobs for a part of their prompt, and the sums of those logprobs.
 
-Owns the border between a prompt and its continuation, the windows of a text that is longer than the context, and the
-sums.
+Owns the border between a prompt and its continuation, the windows of texts longer than the context, and the sums.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from llm.sampling_params import SamplingParams
 
 
 def check_logprobs_mode(config: ModelConfig) -> None:
-    """Raise `ValidationError` where logprobs are asked for and logits would come."""
+    """Raise `ValidationError` if `logprobs_mode` would return logits where logprobs are needed."""
     if not config.logprobs_mode.endswith("logprobs"):
         refuse("logprobs_mode", config.logprobs_mode, "'raw_logprobs' or 'processed_logprobs' to score texts")
 
 
 def continuation_rows(preprocessor: Preprocessor, prompts: object, continuations: object) -> list[Row]:
-    """One row per pair: prompt and continuation together, scored from where the continuation begins."""
+    """One row per pair: prompt and continuation, scored from the first token of the continuation."""
     first, second = list_prompts(prompts), list_prompts(continuations)
     if len(first) == 1 and len(second) > 1:
         first = first * len(second)
@@ -53,8 +52,8 @@ def continuation_rows(preprocessor: Preprocessor, prompts: object, continuations
 
 
 def perplexity_rows(preprocessor: Preprocessor, texts: object, stride: int | None) -> tuple[list[Row], list[int]]:
-    """(rows, the text each is a window of)."""
-    limit = preprocessor.config.max_model_len - 1  # a row generates one token, which is not looked at
+    """(rows, for each the index of the text that it is a window of)."""
+    limit = preprocessor.config.max_model_len - 1  # a row generates one token, which is ignored
     if stride is not None:
         check_integer("stride", stride, 1, limit - 1)
     windows, borders, owners = [], [], []
@@ -136,7 +135,7 @@ def _text(prompt: Any) -> str:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading ids they share."""
+    """The length of the common prefix."""
     length = 0
     while length < min(len(left), len(right)) and left[length] == right[length]:
         length += 1

@@ -1,6 +1,6 @@
-"""What crosses the runner's boundary in a step: the scheduler's plan and the runner's answer.
+"""What engine and runner exchange in a step: the scheduler's plan and the runner's answer.
 
-Owns no behaviour. Plain data that can be pickled, so that the runner may run in another process.
+Owns no behaviour. Plain data that can be pickled, so that the runner can be in another process.
 
 A row with T known tokens, of which the last is not in the KV cache yet, and two drafts:
 
@@ -8,7 +8,7 @@ A row with T known tokens, of which the last is not in the KV cache yet, and two
     runner   computes positions T - 1, T, T + 1 in one forward; samples at T - 1; if that gave d0, samples at T; ...
     answer   sampled_token_ids = [d0, x]: d0 was accepted; x was sampled where d1 had been drafted
 
-Afterwards the KV cache holds all known tokens but x, as it would after two steps without drafts.
+Afterwards the KV cache holds all known tokens except x, as after two steps without drafts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class NewRow:
 
     Attributes:
         blocks, slot: as in `Request`.
-        prompt_logprobs_from: the first prompt position whose successor's logprob is still wanted; the prompt's length
-            where none is.
+        prompt_logprobs_from: the first prompt position whose next token still needs a logprob; the prompt's length if
+            none does.
     """
 
     request_id: str
@@ -71,9 +71,9 @@ class RunnerOutput:
         prompt_logprobs: request id -> one `TokenLogprobs` per prompt token that follows one computed in this step.
         errors: request id -> why no token could be sampled after those in `sampled_token_ids`: its own processor
             raised, or no token was left. A `LogitsProcessorError` fails the call, unless all requests that it is
-            reported for have ended with the tokens before.
+            reported for ended with an earlier token.
         draft_token_ids: request id -> drafts for its next step.
-        model_seconds: time in forward, LM head and sampler; the rest of the step is the engine's own.
+        model_seconds: time in forward, LM head and sampler.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
