@@ -1,4 +1,4 @@
-"""`vllm.beam_search`: a door. The search is `llm.engine.beams`."""
+"""`vllm.beam_search`: a re-export. The search is `llm.engine.beams`."""
 
 from llm.beam_params import BeamSearchParams
 from llm.outputs import BeamSearchOutput, BeamSearchSequence

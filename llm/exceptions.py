@@ -1,4 +1,4 @@
-"""`vllm.exceptions`: a door. Errors are in `llm.base.errors`."""
+"""`vllm.exceptions`: a re-export. Errors are in `llm.base.errors`."""
 
 from llm.base.errors import ValidationError as VLLMValidationError
 

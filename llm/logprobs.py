@@ -1,4 +1,4 @@
-"""`vllm.logprobs`: a door. Logprobs are in `llm.outputs`."""
+"""`vllm.logprobs`: a re-export. Logprobs are in `llm.outputs`."""
 
 from llm.outputs import FlatLogprobs, Logprob
 

@@ -1,6 +1,6 @@
-"""The methods of `LLM` by which scripts for vLLM reach the model, and make an LLM of a record of arguments.
+"""The methods of `LLM` by which scripts for vLLM access the model.
 
-Owns the methods and `Worker`, what a callable of `collective_rpc` is handed.
+Owns the methods and `Worker`, the argument of a callable passed to `collective_rpc`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Worker:
-    """What stands for vLLM's worker: there is one, in this process."""
+    """Stands in for vLLM's worker: there is one, in this process."""
 
     model: torch.nn.Module
     vllm_config: EngineConfig
@@ -34,7 +34,7 @@ class Worker:
 
     @property
     def model_runner(self) -> Worker:
-        """vLLM's worker holds the model in its runner: `worker.model_runner.model`."""
+        """In vLLM the model is an attribute of the worker's runner: `worker.model_runner.model`."""
         return self
 
     def get_model(self) -> torch.nn.Module:
@@ -44,14 +44,14 @@ class Worker:
 class Access:
     @known_names("LLM.apply_model")
     def apply_model(self: Host, func: Callable[[torch.nn.Module], R]) -> list[R]:
-        """[what `func` says of the model], which it may look at and change.
+        """[func(model)]; `func` may read and change the model.
 
-        Weights that were packed for the kernels are not where a checkpoint has them. Cached prefixes and recorded steps
-        are forgotten, for the model may be another one now.
+        Packed weights are not in the checkpoint's layout. The prefix cache and recorded steps are dropped, because the
+        model may have changed.
 
         Raises:
-            EngineBusyError: from inside a call.
-            ValidationError: `func` is not callable, or a stream is suspended, whose answer would change half way.
+            EngineBusyError: called from inside a call.
+            ValidationError: `func` is not callable, or a stream is suspended, whose answer could change midway.
         """
         if not callable(func):
             raise ValidationError(
@@ -78,11 +78,11 @@ class Access:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> list[R]:
-        """[method(worker, *args, **kwargs)] of the one `Worker` there is, whose `get_model()` is the model.
+        """[method(worker, *args, **kwargs)] with the only `Worker`; its `get_model()` returns the model.
 
         Args:
             method: a callable, or the name of one of the worker's methods.
-            timeout: None only: the call is in this process.
+            timeout: None only, because the call runs in this process.
         """
         if timeout is not None:
             raise ValidationError(

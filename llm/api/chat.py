@@ -1,6 +1,6 @@
 """The methods of `LLM` that answer conversations.
 
-Owns rendering them by the model's chat template; then it is `generate`.
+Owns rendering them with the model's chat template; `generate` does the rest.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Chat:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of `{"role", "content"}`) or many (a list of such lists).
 
-        The model's chat template, given `chat_template_kwargs`, turns each into a prompt; then as `generate`.
+        The model's chat template renders each, with `chat_template_kwargs`, to a prompt for `generate`.
         """
         check_asks_nothing(
             lora_request=lora_request,
@@ -90,7 +90,7 @@ class Chat:
         tools: list[JsonObject] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[TokensPrompt]:
-        """What `chat` gives to `generate`, one prompt per conversation; `stream` takes one of them too."""
+        """The prompts that `chat` passes to `generate`, one per conversation; `stream` also accepts one."""
         self._open_engine()
         options = {
             "chat_template": chat_template,

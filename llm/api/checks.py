@@ -1,6 +1,6 @@
-"""Arguments of calls that scripts for vLLM pass along: what asks for nothing passes, the rest gets a sentence.
+"""Checks of vLLM's call arguments that have no effect here: neutral values are accepted, others are refused.
 
-Owns the checks; the sentences are in `llm.config.elsewhere`.
+Owns the checks; `llm.config.elsewhere` has the messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llm.config.elsewhere import ASKS_NOTHING
 
 
 def check_asks_nothing(**given: object) -> None:
-    """Raise `ValidationError` for the first argument whose value asks for something that is not here."""
+    """Raise `ValidationError` for the first argument whose value needs a feature that is not here."""
     for name, value in given.items():
         harmless, instead = ASKS_NOTHING[name]
         if value not in harmless:
@@ -24,7 +24,7 @@ def check_asks_nothing(**given: object) -> None:
 
 
 def check_priority(priority: Sequence[int] | None, count: int) -> None:
-    """One integer per prompt, or None. The order of the work changes no answer, so the values are not used."""
+    """One integer per prompt, or None. The order of execution changes no answer, so the values are not used."""
     if priority is None:
         return
     if isinstance(priority, str) or not isinstance(priority, Sequence):

@@ -1,6 +1,6 @@
-"""class LLM: its construction, generating, and what keeps calls from colliding.
+"""class LLM: construction, `generate`, and the lock that serialises calls.
 
-Owns one engine. Thin: it validates and delegates. Its other methods are in the files beside this one.
+Owns one engine. Thin: it validates and delegates. Its other methods are in the other files of this folder.
 """
 
 from __future__ import annotations
@@ -57,57 +57,57 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
     """A language model in this process.
 
     Args:
-        model: a folder in Hugging Face's layout, or a hub name; without it the small embedded model.
+        model: a folder in Hugging Face's layout, or a hub name; default: the small embedded model.
         tokenizer: folder or hub name of another tokenizer.
-        dtype: "auto" or "float32": weights stay as they are stored; "bfloat16" or "float16" ("half"): matrices are
-            stored in it. A CPU computes in float32, but a processor with matrix tiles (AMX) rounds what goes into a
-            matrix product to bfloat16 where "bfloat16" was asked for: prompts and batches take two thirds of the time.
-        quantization: "w8a8", "w4a8", "w8a16", "w4a16": quantize the weights while they are read; a dict says it per
-            layer (`llm.quantization.configs.online`). None: as the checkpoint says. A quantized checkpoint's own format
-            may be named: "compressed-tensors", "ascend" (ModelSlim).
-        calibration: texts that are run through the unquantized model first, to see what goes into each layer: they make
-            4-bit weights better, and "w8a8_static" needs them.
-        max_model_len: most tokens of prompt and output together; None: as many as the model and the memory allow.
-        max_num_seqs: most rows computed in one step.
+        dtype: "auto" or "float32": weights keep their stored type; "bfloat16" or "float16" ("half"): matrices are
+            converted to it. A CPU computes in float32, except that with "bfloat16" a processor with AMX rounds the
+            inputs of GEMMs to bfloat16: prefill and batches then take two thirds of the time.
+        quantization: "w8a8", "w4a8", "w8a16", "w4a16": quantize the weights while they are loaded; a dict chooses per
+            layer (`llm.quantization.configs.online`). None: as the checkpoint says. The format of a quantized
+            checkpoint may be named: "compressed-tensors", "ascend" (ModelSlim).
+        calibration: texts that are first run through the unquantized model to collect statistics of each layer's
+            inputs. They improve 4-bit weights, and "w8a8_static" needs them.
+        max_model_len: most tokens of prompt and output together; None: as many as model and memory allow.
+        max_num_seqs: most requests computed in one step.
         max_num_batched_tokens: most tokens computed in one step.
         block_size: tokens per KV cache block.
-        kv_cache_memory_bytes: KV budget; None: what can be used, at most half of what is free.
-        kv_cache_dtype: "auto" (dtype where given, else the weights'), "float32", "bfloat16" or "float16".
-        enable_prefix_caching: prompts that begin alike share what was computed.
+        kv_cache_memory_bytes: size of the KV cache; None: what is useful, at most half of the free memory.
+        kv_cache_dtype: "auto" (dtype if given, else the weights'), "float32", "bfloat16" or "float16".
+        enable_prefix_caching: prompts with a common prefix share its KV cache.
         enable_chunked_prefill: long prompts are computed over several steps.
-        seed: rows without a seed of their own get one derived from this; None: from the operating system.
+        seed: requests without a seed get one derived from this; None: from the operating system.
         revision: of a hub model.
         hf_overrides: keys of config.json to replace; None as a value removes one. Or a callable that takes the config,
             as transformers reads it, and returns it changed.
-        load_format: "auto" and "safetensors" read safetensors; "dummy" makes random weights, for measuring.
+        load_format: "auto" and "safetensors" read safetensors; "dummy" makes random weights, for benchmarks.
         skip_tokenizer_init: no tokenizer; prompts are token ids and outputs have no text.
-        chat_template: replaces the model's own; text, or the path of a file.
+        chat_template: replaces the model's; text, or the path of a file.
         disable_log_stats: False fills `RequestOutput.metrics`.
-        use_tqdm_on_load: a bar when loading takes more than two seconds.
-        max_logprobs: most logprobs a request may ask for; -1: no limit.
-        logprobs_mode: what logprobs report: "raw_logprobs" or "raw_logits", of the model, or "processed_logprobs" or
+        use_tqdm_on_load: show a bar if loading takes more than two seconds.
+        max_logprobs: most logprobs that a request may set; -1: no limit.
+        logprobs_mode: what logprobs report: the model's "raw_logprobs" or "raw_logits", or "processed_logprobs" or
             "processed_logits", after penalties, processors, temperature and cuts.
-        num_threads: that compute, at most as many as the processors this process may use; None: as many as
-            `torch.get_num_threads()` says at each step.
+        num_threads: threads that compute, at most the processors this process may use; None:
+            `torch.get_num_threads()` at each step.
         device: "auto", "cpu", or the name of a platform plugin.
         enforce_eager: nothing is compiled, whatever `compilation_config` says.
         compilation_config: which operations run their kernels and which plain PyTorch: a dict such as
             `{"custom_ops": ["none", "+rms_norm"]}`, or a mode; see `llm.config.compilation.CompilationConfig`.
         logits_processors: `LogitsProcessor` classes, or "module:Class" strings that name them; those of installed
             packages (entry points in `llm.logits_processors`) are loaded before them.
-        generation_config: "auto": generation_config.json supplies the defaults when `generate` gets no params; "vllm":
-            neutral defaults. Or a folder with another generation_config.json.
+        generation_config: "auto": generation_config.json has the defaults if `generate` gets no params; "vllm": neutral
+            defaults. Or a folder with another generation_config.json.
         override_generation_config: its keys to replace, `{"temperature": 0.5}`.
-        verbose: log what was decided and what became of arguments that have no effect here.
-        **kwargs: vLLM's other arguments; `llm.config.arguments.ARGUMENTS` says of each what becomes of it.
+        verbose: log all decisions and the arguments that have no effect here.
+        **kwargs: vLLM's other arguments; `llm.config.arguments.ARGUMENTS` says how each is handled.
 
     Attributes:
-        config: what was decided, with reasons; `print(llm.config)`.
+        config: all decisions with their reasons; `print(llm.config)`.
         startup: seconds per phase of start-up.
 
     Raises:
         ValidationError: an argument is wrong. CheckpointError: the model cannot be loaded. UnsupportedModelError: its
-        architecture is unknown. OutOfMemoryError: the KV budget holds not one sequence.
+        architecture is unknown. OutOfMemoryError: the KV cache cannot hold one sequence.
     """
 
     def __init__(
@@ -188,17 +188,17 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         mm_processor_kwargs: None = None,
         **unknown: NoReturn,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many; outputs come back in the order of the prompts.
+        """Complete one prompt or many; outputs are in the order of the prompts.
 
         Args:
             prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of any of these.
-            sampling_params: one for all rows, or one per row; None: the model's defaults.
+            sampling_params: one for all prompts, or one per prompt; None: the model's defaults.
             use_tqdm: a progress bar in tokens; False prints nothing; a callable makes the bar.
-            priority: one integer per prompt; the order of the work changes no answer.
+            priority: one integer per prompt; not used, because the order of execution changes no answer.
 
         Raises:
-            ValidationError: names every bad row, before any work starts.
-            GenerationInterrupted: Ctrl-C; a KeyboardInterrupt that carries the finished outputs.
+            ValidationError: names every bad prompt, before any is run.
+            GenerationInterrupted: Ctrl-C; a KeyboardInterrupt with the finished outputs.
         """
         if unknown or prompts is MISSING:
             raise wrong_names("LLM.generate", LLM.generate, unknown, CALLS)
@@ -206,7 +206,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
             lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
         )
         check_use_tqdm(use_tqdm)
-        # The guard comes first: Ctrl-C must not leave a lock held or a part of the rows behind.
+        # The guard comes first: Ctrl-C must not leave a lock held or some of the rows queued.
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
             rows = self._preprocessor.rows(prompts, sampling_params, self.get_default_sampling_params)
@@ -217,7 +217,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         return outputs
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers' class."""
+        """The tokenizer as an object of transformers."""
         engine = self._open_engine()
         if engine.tokenizer is None:
             raise ValidationError(
@@ -226,11 +226,11 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         return engine.tokenizer.huggingface()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given no params; a copy."""
+        """The params that `generate` uses if it gets none; a copy."""
         return self._default_params.clone()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing done, while a stream is suspended."""
+        """Clear the prefix cache. While a stream is suspended, does nothing and returns False."""
         with self._exclusive():
             engine = self._begin()
             if engine.scheduler.has_unfinished():
@@ -239,13 +239,13 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
             return True
 
     def close(self) -> None:
-        """Free weights and KV cache, whatever still refers to this object. Harmless when called again."""
+        """Free weights and KV cache even while this object is referenced. May be called again."""
         with self._exclusive():
             if self._engine is None:
                 return
             self._engine.close()
             self._engine = None
-            del self._preprocessor  # it holds the tokenizer
+            del self._preprocessor  # it refers to the tokenizer
             self._dropped.clear()
 
     def __enter__(self) -> LLM:
@@ -259,14 +259,14 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
 
     # Bound here: at interpreter exit this module's own names may be gone before the last LLM is.
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # The model's parts refer to each other: without this, `del llm` frees nothing until Python looks for cycles.
+        # The model has reference cycles: without this, `del llm` frees nothing until the garbage collector runs.
         if not is_exiting() and getattr(self, "_engine", None) is not None:
             self.close()
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one we have
+    if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """What vLLM's has and this one has not, told in a sentence."""
+            """Raise an error for an attribute that only vLLM's LLM has, with what to do instead."""
             instead = METHODS.get(name)
             hint = f"; {instead}." if instead else f".{nearest(name, dir(type(self)))}"
             raise AttributeError(f"LLM has no {name!r}{hint}", name=name, obj=self)
@@ -295,7 +295,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         except GenerationInterrupted:
             engine.abort(prompts)
             raise
-        except BaseException:  # of a callback, of the user's own signal handler, of a second Ctrl-C: anywhere
+        except BaseException:  # from a callback, the user's signal handler or a second Ctrl-C: at any point
             guard.end()
             engine.reset()
             raise
@@ -312,21 +312,21 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
             raise GenerationInterrupted([prompt.output() if prompt.finished else None for prompt in prompts])
 
     def _exclusive(self) -> AbstractContextManager[object]:
-        """The lock of a call: those of other threads wait, one from inside a call is refused.
+        """The lock of a call: calls of other threads wait, a call from inside a call is refused.
 
-        It is entered by `with` itself, not by a function of ours: no signal can come in between and leave it locked.
+        `with` acquires it directly, not in a function of ours, so that no signal in between can leave it locked.
         """
         if self._is_in_call():
             raise EngineBusyError("this LLM is in the middle of a call; a callback cannot call it again.")
         return self._lock
 
     def _is_in_call(self) -> bool:
-        """Whether this thread is inside a call."""
+        """True if this thread is inside a call."""
         lock: Any = self._lock
         return lock._is_owned()
 
     def _begin(self) -> Engine:
-        """What every call starts with; the lock is held."""
+        """The beginning of every call; the lock is held."""
         engine = self._open_engine()
         self._abort_dropped(engine)
         return engine
@@ -337,7 +337,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         return self._engine
 
     def _abort_if_idle(self) -> None:
-        """Abort dropped streams now, unless a call is running, which will."""
+        """Abort dropped streams now; if a call is running, it will abort them."""
         if self._is_in_call() or not self._lock.acquire(blocking=False):
             return
         try:

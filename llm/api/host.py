@@ -1,6 +1,6 @@
-"""What the files of `LLM`'s methods ask of the object that they are methods of.
+"""The type of `self` in the base classes of `LLM`.
 
-Owns the one protocol; `LLM` in `llm.api.facade` is what fulfils it.
+Owns the protocol; `LLM` in `llm.api.facade` implements it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm.outputs import RequestOutput
 
 
 class Host(Protocol):
-    """The parts of `LLM` that all of its base classes use."""
+    """The attributes and methods of `LLM` that its base classes use."""
 
     _preprocessor: Preprocessor
 

@@ -1,6 +1,6 @@
 """The methods of `LLM` that load and unload logits processors between calls.
 
-Owns which classes are loaded, as the preprocessor and the runner are told.
+Owns keeping the loaded classes of the preprocessor and the runner the same.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from llm.sampling.logits_processors.loading import load_logits_processor, qualif
 
 class Processors:
     def add_logits_processor(self: Host, processor: type[LogitsProcessor] | str) -> None:
-        """Load another logits processor, a class or `"module:Class"`, for the calls that follow.
+        """Load a logits processor, a class or `"module:Class"`, for the following calls.
 
-        One of the same module and name is replaced: redefine a class in a notebook cell, add it again, try it. A
-        suspended stream goes on with the new one. Raises as `LLM(logits_processors=...)`.
+        It replaces a loaded class with the same module and name, so a notebook can redefine a class and add it again. A
+        suspended stream continues with the new one. Raises as `LLM(logits_processors=...)`.
         """
         added = load_logits_processor(processor)
         with self._exclusive():
@@ -32,7 +32,7 @@ class Processors:
             _set(self, current)
 
     def remove_logits_processor(self: Host, processor: type[LogitsProcessor] | str) -> None:
-        """Unload a logits processor, named as it was loaded or by its class; `ValidationError` if it is not loaded."""
+        """Unload a logits processor, given by name or class; raises `ValidationError` if it is not loaded."""
         with self._exclusive():
             self._begin()
             current = self._preprocessor.logits_processors

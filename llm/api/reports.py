@@ -1,6 +1,6 @@
-"""The methods of `LLM` that say what it is made of and what quantization changed, and that save it.
+"""The methods of `LLM` that explain the model, report on quantization and save the quantized model.
 
-Owns the methods; what they ask of the model its runner answers.
+Owns the methods; the runner has the data about the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ReportHost(Host, Protocol):
     """Attributes:
     _args: what the engine was built from.
-    _is_quantized: the checkpoint itself is, so that the unquantized model is not at hand.
+    _is_quantized: the checkpoint is quantized, so the unquantized model is not available.
     """
 
     _args: EngineArgs
@@ -36,13 +36,13 @@ class ReportHost(Host, Protocol):
 
 class Reports:
     def explain(self: Host) -> Explanation:
-        """What every operation, pluggable layer and quant method of the model is, and why; print it, or see it as HTML
-        in a notebook."""
+        """The implementation of every operation, pluggable layer and quant method of the model, and why; prints as text
+        and shows as HTML in a notebook."""
         return self._open_engine().runner.describe()
 
     @property
     def stats(self: Host) -> EngineStats:
-        """Steps, tokens and seconds since start, the model's share apart from the engine's own."""
+        """Steps, tokens and seconds since the start, with the model's share of the time."""
         return self._open_engine().stats
 
     @known_names("LLM.quantization_report")
@@ -54,15 +54,15 @@ class Reports:
         against: str | Path | None = None,
         speed: bool = True,
     ) -> QuantizationReport:
-        """What quantization changed: per layer, and for the model as a whole against the unquantized one.
+        """The effect of quantization per layer, and on the whole model compared with the unquantized one.
 
-        The unquantized model is opened beside this one while it is measured. Speed is of this machine, now.
+        The unquantized model is loaded in addition to this one while it is measured. Speed is that of this machine now.
 
         Args:
             texts: for perplexity, agreement, and the noise of each layer's outputs.
             prompts: for greedy agreement over 64 tokens; None: 64 pieces of the texts.
-            against: folder of the unquantized model; needed when the checkpoint was quantized already.
-            speed: measure tokens per second with and without.
+            against: folder of the unquantized model; needed if the checkpoint is quantized.
+            speed: measure tokens per second of both models.
         """
         from llm.quantize.report import make_report
 
@@ -76,18 +76,18 @@ class Reports:
 
     @known_names("LLM.save_quantized")
     def save_quantized(self: Host, path: str | Path, format: str = "compressed-tensors") -> Path:
-        """Write the quantized model as a new folder that vLLM, transformers (with compressed-tensors) and we load.
+        """Write the quantized model to a new folder that vLLM, transformers (with compressed-tensors) and we can load.
 
-        vLLM 0.32 has no kernel for 8-bit weights under float activations on a CPU: for it, on a CPU, save "w8a8",
-        "w4a8", or "w4a16" in groups of 128 with `lm_head=None`.
+        vLLM 0.32 has no CPU kernel for 8-bit weights with float activations. For vLLM on a CPU, save "w8a8", "w4a8", or
+        "w4a16" in groups of 128 with `lm_head=None`.
 
         Args:
-            path: of the folder, which must not exist; it appears when it is complete.
+            path: of the folder, which must not exist; it appears only when it is complete.
             format: "compressed-tensors" or "modelslim".
 
         Raises:
             ValidationError: the model is not quantized, `path` exists, or the format is unknown.
-            LLMError: a layer has no form in the format, or the disk is full.
+            LLMError: the format cannot store a layer's scheme, or the disk is full.
         """
         with self._exclusive():
             return self._begin().runner.save(path, format)

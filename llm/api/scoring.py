@@ -1,4 +1,4 @@
-"""The methods of `LLM` beside generating: beam search, log-likelihood and perplexity.
+"""The methods of `LLM` for beam search, log-likelihood and perplexity.
 
 Owns the methods, as a base class of `LLM` without state.
 """
@@ -32,7 +32,7 @@ class Scoring:
         concurrency_limit: int | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Beam search for the likeliest continuations of each prompt: transformers' sequences and scores.
+        """Beam search for the most likely continuations of each prompt: transformers' sequences and scores.
 
         Args:
             prompts: as for `generate`.

@@ -1,6 +1,7 @@
-"""The methods of `LLM` that give an answer piece by piece.
+"""The methods of `LLM` that stream an answer.
 
-Owns the life of a stream: between two pieces it is suspended and other calls may run; left early, its row is dropped.
+Owns the life cycle of a stream: between two pieces it is suspended and other calls may run; if the caller leaves it
+early, its request is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ELSEWHERE = {**CALLS, **{name: instead for name, (_, instead) in ASKS_NOTHING.i
 
 class StreamingHost(Host, Protocol):
     """Attributes:
-    _dropped: rows of streams that were left early, to be aborted when no call is running.
+    _dropped: the prompts of streams that were left early, to be aborted when no call is running.
     """
 
     _dropped: list[PromptState]
@@ -38,10 +39,10 @@ class StreamingHost(Host, Protocol):
 class Streaming:
     @known_names("LLM.stream", {**_ELSEWHERE, "use_tqdm": "a stream shows no bar"})
     def stream(self: StreamingHost, prompt: object, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the completion's text piece by piece. Leaving the loop early drops the row and frees its blocks.
+        """Yield the completion's text piece by piece. Leaving the loop early drops the request and frees its blocks.
 
-        Other calls work while the stream is suspended. Raises as `generate`, and whatever ended the row with an error
-        of its own; `n` must be 1.
+        Other calls may run while the stream is suspended. Raises as `generate`, and the error that ended the request if
+        there is one; `n` must be 1.
         """
         for state in self.stream_state(prompt, sampling_params):
             pieces = state.completions[0].pieces
@@ -55,7 +56,7 @@ class Streaming:
     def stream_state(
         self: StreamingHost, prompt: object, sampling_params: SamplingParams | None = None
     ) -> Iterator[PromptState]:
-        """As `stream`, but yields the request's state whenever there is new text, and once when it has ended."""
+        """As `stream`, but yields the prompt's state whenever there is new text, and once at the end."""
         state: PromptState | None = None
         try:
             with InterruptGuard() as guard, self._exclusive():
@@ -82,7 +83,7 @@ class Streaming:
 
     # A method whose names are bound here: at interpreter exit this module's own may be gone before the last stream is.
     def _drop(self: StreamingHost, state: PromptState, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        """End a stream's row. A generator can be collected in the middle of any call, so the work may have to wait."""
+        """End a stream's request. A generator can be collected during any call, so aborting it may have to wait."""
         if is_exiting() or state.finished:
             return
         self._dropped.append(state)

@@ -1,4 +1,4 @@
-"""`Bar`, the progress bar of this project: tqdm's, without a thread or process of its own."""
+"""`Bar`, this project's progress bar: tqdm's, without its thread and process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's helpers for scripts with a command line, and for their end; doors: `llm.utils` and `llm.distributed`."""
+"""vLLM's helpers for command-line scripts and their clean-up; re-exported by `llm.utils` and `llm.distributed`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _dashed(text: str) -> str:
-    """The name of a long option with dashes for underscores; values are left as they are."""
+    """A long option with dashes for underscores in its name; its value is unchanged."""
     if not text.startswith("--"):
         return text
     name, equals, value = text.partition("=")
@@ -33,5 +33,5 @@ def random_uuid() -> str:
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect unreferenced objects. Nothing else is left to end: `LLM.close` or `del llm` has freed the memory."""
+    """Run the garbage collector. Nothing else is left to do: `LLM.close` or `del llm` has freed the memory."""
     gc.collect()

@@ -1,8 +1,8 @@
-"""Says clearly when the unrelated PyPI package `llm` sits in the same environment.
+"""Warns if the unrelated PyPI package `llm` is installed in the same environment.
 
 Owns the detection and the one warning. Both packages unpack into `site-packages/llm`, so the one installed last
-overwrites files of the other. Two callers: `llm/__init__.py`, and `llm/models/__init__.py`, which is the first file of
-ours that still runs when the other package was installed last and has replaced `llm/__init__.py`.
+overwrites files of the other. Two callers: `llm/__init__.py`, and `llm/models/__init__.py`, the first file of ours that
+runs if the other package was installed last and has replaced `llm/__init__.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SITE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def check() -> None:
-    """Warn once when `find` sees the other package. Lists a few folders; reads no file."""
+    """Warn once if `find` finds the other package. Lists a few folders; reads no file."""
     found = find(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), sys.path)
     if found is not None:
         # stacklevel stays 1: both callers then share one line, and Python shows the warning once.
@@ -26,7 +26,7 @@ def check() -> None:
 
 
 def find(package_dir: str, search_path: Sequence[str]) -> str | None:
-    """Return where the other package was seen, as a phrase for the warning, or None.
+    """Return where the other package was found, as a phrase for the warning, or None.
 
     Looks at its metadata beside `package_dir` and in the site folders of `search_path`, then at its files inside
     `package_dir`. The site folders matter for an editable install, whose package folder is not in any of them.
@@ -43,7 +43,7 @@ def find(package_dir: str, search_path: Sequence[str]) -> str | None:
 
 
 def message(found: str) -> str:
-    """Return the warning: what was seen, what it breaks, what to do."""
+    """Return the warning: what was found, what it breaks, what to do."""
     return (
         f"The unrelated PyPI package `llm` ({found}) shares this environment with offline-llm; both are imported as "
         "`llm` and overwrite each other's files. Run `python -m pip uninstall -y llm offline-llm` and install "

@@ -1,6 +1,6 @@
-"""The model under construction: which platform its operations are bound for, and how they are switched.
+"""The model under construction: the platform its operations are bound for, and which operations are on.
 
-Owns the one context variable of the package. A constructor reads it once; nothing reads it while a model computes.
+Owns the package's only context variable. A constructor reads it once; nothing reads it while a model computes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from llm.platforms.interface import Platform
 
 @dataclass(frozen=True)
 class Construction:
-    """What a constructor may want to know; `None`: no platform, as when an operation is made by hand.
+    """The settings that constructors read. `platform` None: an operation constructed outside of an LLM.
 
-    `may_round`: products with bfloat16 weights may read their activations rounded to bfloat16, where that is faster.
+    `may_round`: GEMMs with bfloat16 weights may round their activations to bfloat16 where that is faster.
     """
 
     platform: Platform | None = None
@@ -34,7 +34,7 @@ _construction: ContextVar[Construction] = ContextVar("llm_construction", default
 def constructing_for(
     platform: Platform, compilation: CompilationConfig | None = None, *, may_round: bool = False
 ) -> Iterator[None]:
-    """Operations constructed inside this context are bound for `platform`; outside of it, to `forward_native`."""
+    """Operations constructed inside this context are bound for `platform`; those outside, to `forward_native`."""
     token = _construction.set(Construction(platform, compilation or CompilationConfig(), may_round))
     try:
         yield

@@ -1,11 +1,11 @@
-"""Operations that can be switched, and replaced from outside.
+"""Operations that can be turned on and off, and replaced by plugins.
 
 Owns dispatch: an operation's forward is bound once, when it is constructed, to the platform's kernel or to
-`forward_native`, and the reason is kept. `forward_native` is plain PyTorch and the definition that every other
-`forward_*` is tested against. Replacement by class is `llm.base.replacement`'s.
+`forward_native`, and the reason is recorded. `forward_native` is plain PyTorch and the definition that every other
+`forward_*` is tested against. `llm.base.replacement` owns replacement by class.
 
-Who may say what runs, in order: a replacement registered for the class; `compilation_config.custom_ops`; the platform;
-the operation itself, which may decline its kernel (`CustomOp.declines`).
+What decides, in order: a replacement registered for the class; `compilation_config.custom_ops`; the platform; the
+operation itself, which may decline its kernel (`CustomOp.declines`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llm.base.replacement import Replaceable, op_registry, replaced_class, repla
 from llm.config.compilation import CompilationConfig
 from llm.platforms.interface import Platform
 
-# Platform's dispatch key -> methods to look for, the first that the operation has is bound.
+# The platform's dispatch key -> candidate methods; the first that the operation has is bound.
 _METHODS = {
     "cpu": ("forward_cpu",),
     "cuda": ("forward_cuda",),
@@ -44,7 +44,7 @@ class PluggableLayer(Replaceable):
 
 @dataclass(frozen=True)
 class Binding:
-    """Which method an operation runs (`forward_cpu` ...) and why; whether it is turned off, and compiled then."""
+    """Which method an operation runs (`forward_cpu` ...) and why; whether it is off, and whether it is compiled."""
 
     method: str
     reason: str
@@ -53,7 +53,7 @@ class Binding:
 
 
 class _BoundOnceMade(ABCMeta):
-    """Binds an operation when its constructor has returned: `declines` may look at what the constructor set.
+    """Binds an operation after its constructor has returned, because `declines` may read what the constructor set.
 
     It derives from ABCMeta so that an operation may have abstract methods.
     """
@@ -67,9 +67,9 @@ class _BoundOnceMade(ABCMeta):
 class CustomOp(Replaceable, metaclass=_BoundOnceMade):
     """Base of operations with more than one implementation.
 
-    An operation overrides `forward_native` and those of `forward_cpu`, `forward_cuda`, `forward_hip` (without it
-    `forward_cuda`), `forward_xpu`, `forward_tpu`, `forward_oot` that it has kernels for. A kernel inherited from a
-    class whose `forward_native` has been overridden since is never bound: it computes something else.
+    An operation overrides `forward_native` and, of `forward_cpu`, `forward_cuda`, `forward_hip` (default:
+    `forward_cuda`), `forward_xpu`, `forward_tpu` and `forward_oot`, those for which it has kernels. A kernel inherited
+    from a class is not bound if a subclass has overridden `forward_native`: it would compute something else.
 
     Args:
         enforce_enable: on, whatever `custom_ops` says.
@@ -95,27 +95,28 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         raise NotImplementedError(f"{type(self).__name__} has no forward_native")
 
     def declines(self, method: str) -> str | None:
-        """Why this instance cannot run `method` ("forward_cpu" ...), None when it can; asked once, when it is made.
+        """Why this instance cannot run `method` ("forward_cpu" ...), None if it can; called once, after construction.
 
-        For a kernel that was not compiled, or does not know this dtype or head size: `forward_native` is bound then.
+        Override it for a kernel that may be missing or does not support a dtype or head size: `forward_native` is bound
+        instead.
         """
         return None
 
     @classmethod
     def enabled(cls) -> bool:
-        """Whether the config of the model under construction turns this operation on."""
+        """True if the config of the model under construction turns this operation on."""
         return construction().compilation.judge(cls.name)[0]
 
     @staticmethod
     def default_on() -> bool:
-        """Whether operations that `custom_ops` does not name are on."""
+        """True if operations that `custom_ops` does not name are on."""
         return construction().compilation.base_mode == "all"
 
     def _bind(self) -> None:
         self.binding, self._forward_method = self._dispatch()
 
     def _dispatch(self) -> tuple[Binding, Callable[..., Any]]:
-        """What to run and why, by the class, `custom_ops`, the platform and `declines`, in that order."""
+        """What to run and why: decided by the class, `custom_ops`, the platform and `declines`, in that order."""
         config = construction().compilation
         replaced = replaced_class(type(self))
         prefix = f"{replacement_reason(type(self))}; " if replaced else ""
@@ -129,11 +130,11 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         return Binding(binding.method, prefix + binding.reason), self._bound(binding.method)
 
     def _bound(self, method: str) -> Callable[..., Any]:
-        """What `forward` calls for `method`."""
+        """The function that `forward` calls for `method`."""
         return getattr(self, method)
 
     def _choose_kernel(self, own: tuple[str, ...] | None) -> Binding:
-        """The platform's kernel when there is one; `own`: a replacement's methods, of which one must be bound."""
+        """The platform's kernel if there is one. `own`: the methods of a replacement, one of which must be bound."""
         wanted = _wanted_methods(construction().platform)
         if own is not None:
             wanted = tuple(dict.fromkeys(("forward_oot", *wanted)))
@@ -151,7 +152,7 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         return Binding("forward_native", ", ".join([*reasons, "native"]))
 
     def _missing(self, method: str) -> str | None:
-        """Why this class cannot run `method`, None when it can."""
+        """Why this class cannot run `method`, None if it can."""
         definer, native = (_definer(type(self), name) for name in (method, "forward_native"))
         if definer is None:
             return f"no {method}"
@@ -160,7 +161,7 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         return None
 
     def _own_methods(self, replaced: type) -> tuple[str, ...]:
-        """The methods that a replacement overrides and a platform could bind here; none raises."""
+        """The methods that a replacement overrides and this platform may bind; raises if there are none."""
         wanted = ("forward_oot", *_wanted_methods(construction().platform), "forward_native")
         cls = type(self)
         own = tuple(name for name in wanted if getattr(cls, name, None) is not getattr(replaced, name, None))
@@ -182,14 +183,14 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
 
 
 def is_watched(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody wants to see or change what one of them computes: what goes around its `forward` would not."""
+    """True if any module is hooked or patched; a fused or recorded path would bypass it."""
     if torch.nn.modules.module._global_forward_hooks or torch.nn.modules.module._global_forward_pre_hooks:
         return True
     return any(item._forward_hooks or item._forward_pre_hooks or "forward" in vars(item) for item in modules)
 
 
 def check_registered(compilation: CompilationConfig) -> None:
-    """Raise `ValidationError` when `custom_ops` names something that is no operation, with names that are near."""
+    """Raise `ValidationError`, with a similar name, if `custom_ops` names something that is no operation."""
     for name in compilation.mentioned:
         found = op_registry.get(name)
         if found is None:
@@ -219,5 +220,5 @@ def _kernel(method: str) -> Binding:
 
 
 def _definer(cls: type, method: str) -> type | None:
-    """The class that defines `method` for `cls`, None when only `CustomOp` does or nobody."""
+    """The class below `CustomOp` that defines `method` for `cls`, None if there is none."""
     return next((base for base in cls.__mro__ if method in vars(base) and base is not CustomOp), None)

@@ -1,7 +1,7 @@
 """Every exception this project raises on purpose.
 
-Owns the exception types. A message is one sentence: what was wrong, the value, what would be right. Each check stands
-beside the thing it checks, not here. Messages never contain prompt text.
+Owns the exception types, not the checks. A message is one sentence: what was wrong, the value, what would be right.
+Messages never contain prompt text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class LLMError(Exception):
 
 
 class ValidationError(LLMError, ValueError):
-    """A value the user passed is not usable.
+    """A value that the user passed is invalid.
 
     Attributes:
         parameter: the name of the argument or field, as the user wrote it.
@@ -30,7 +30,7 @@ class ValidationError(LLMError, ValueError):
 
 
 class ArgumentError(ValidationError, TypeError):
-    """A call was given an argument that it does not have."""
+    """A call got an argument that the function does not have."""
 
 
 class CheckpointError(LLMError, ValueError):
@@ -38,7 +38,7 @@ class CheckpointError(LLMError, ValueError):
 
 
 class UnsupportedModelError(LLMError, ValueError):
-    """The checkpoint asks for an architecture or an option that no registered model supports."""
+    """The checkpoint needs an architecture or an option that no registered model supports."""
 
 
 class OutOfMemoryError(LLMError, MemoryError):
@@ -87,6 +87,6 @@ class GenerationInterrupted(KeyboardInterrupt):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the known name closest to `name`, or "" when none is close."""
+    """Return " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

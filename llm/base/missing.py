@@ -1,6 +1,6 @@
-"""Names and modules that code for vLLM imports and this package does not have: each import says what to do instead.
+"""Names and modules that code for vLLM imports and this package does not have: the error says what to do instead.
 
-Owns how it is said; the tables are in `llm.config.elsewhere`, which is read when something is missing.
+Owns raising the errors. The tables are in `llm.config.elsewhere`, which is imported only if something is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 
 def missing_name(module: str, name: str) -> Exception:
-    """What a module's `__getattr__` raises: an ImportError that says what to do instead, else an AttributeError."""
+    """The error for a module's `__getattr__`: an ImportError that says what to do instead, or an AttributeError."""
     from llm.config.elsewhere import MODULES, NAMES
 
     instead = NAMES.get(name) or MODULES.get(f"{module}.{name}")
@@ -21,7 +21,7 @@ def missing_name(module: str, name: str) -> Exception:
 
 
 def missing_names(module: str) -> Callable[[str], NoReturn]:
-    """A `__getattr__` for `module`. Hide it behind TYPE_CHECKING: mypy takes any name of a module that has one."""
+    """A `__getattr__` for `module`. Hide it from type checkers: with it, mypy accepts any name of the module."""
 
     def __getattr__(name: str) -> NoReturn:
         raise missing_name(module, name)
@@ -30,7 +30,7 @@ def missing_names(module: str) -> Callable[[str], NoReturn]:
 
 
 class _MissingModules:
-    """The last finder that Python asks: nobody has found the module."""
+    """The last finder on sys.meta_path: reached if no other finds the module."""
 
     @staticmethod
     def find_spec(fullname: str, path: Sequence[str] | None = None, target: object = None) -> None:
@@ -43,6 +43,6 @@ class _MissingModules:
 
 
 def explain_missing_modules() -> None:
-    """From now on an import of a module in the table raises a sentence; called once, by `llm/__init__.py`."""
+    """Install the finder that raises for imports of modules in the table; called once, by `llm/__init__.py`."""
     if _MissingModules not in sys.meta_path:
         sys.meta_path.append(_MissingModules)

@@ -1,6 +1,6 @@
-"""Unknown keyword arguments of a function or dataclass: one sentence that names the nearest known one.
+"""Unknown keyword arguments of a function or dataclass: an error that names the nearest known one.
 
-Owns the decorators. Python's own TypeError names no alternative and has no attribute for the argument's name.
+Owns the decorators. Python's TypeError names no alternative and has no attribute for the argument's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 _NOWHERE: Mapping[str, str] = {}
 
-# The default of a parameter that has none, in a function that checks the names of its arguments itself.
+# Stands for "no default" in a function that checks the names of its arguments itself.
 MISSING: object = object()
 
 
@@ -49,10 +49,11 @@ def known_names(what: str, elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[
 def wrong_names(
     what: str, function: Callable[..., object], unknown: Mapping[str, object], elsewhere: Mapping[str, str] = _NOWHERE
 ) -> TypeError:
-    """As `known_names`, for a function that takes `**unknown: NoReturn` and calls this: no call has a frame more.
+    """The error of `known_names`, for a function that takes `**unknown: NoReturn`; unlike the decorator, it adds no
+    frame to a call.
 
     Args:
-        unknown: the arguments that it does not have; empty: one whose default is `MISSING` was not given.
+        unknown: the arguments that the function does not have; empty: one whose default is `MISSING` was not given.
     """
     parameters = inspect.signature(function).parameters.values()
     known = [item.name for item in parameters if item.name != "self" and item.kind is not item.VAR_KEYWORD]

@@ -11,7 +11,7 @@ from time import perf_counter
 
 
 class PhaseTimes(dict[str, float]):
-    """Phase name -> seconds; a phase that comes again is added to."""
+    """Phase name -> seconds; times of a repeated phase are added up."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -22,6 +22,6 @@ class PhaseTimes(dict[str, float]):
             self[name] = self.get(name, 0.0) + perf_counter() - started
 
     def add(self, others: Mapping[str, float]) -> None:
-        """The phases that somebody else timed."""
+        """Add phases that were timed elsewhere."""
         for name, seconds in others.items():
             self[name] = self.get(name, 0.0) + seconds

@@ -1,4 +1,4 @@
-"""Classes that may be constructed in another's place: the registries, and who replaces what on which platform.
+"""Replacing operations and layers by class: the registries, and which class replaces which on a platform.
 
 Owns `Replaceable`, the base of `CustomOp` and `PluggableLayer`. Does not own dispatch: `llm.base.custom_op`.
 """
@@ -19,23 +19,23 @@ T = TypeVar("T", bound=type)
 
 # Registered name -> in-tree class.
 op_registry: dict[str, type[Replaceable]] = {}
-# In-tree class name -> the class that is constructed in its place, on every platform.
+# In-tree class name -> the class that replaces it, on every platform.
 op_registry_oot: dict[str, type[Replaceable]] = {}
-# Name of a plugin's platform -> the same, on that platform alone.
+# Name of a plugin's platform -> the same, on that platform only.
 platform_replacements: dict[str, dict[str, type[Replaceable]]] = {}
 
 
 class Replaceable(nn.Module):
-    """What `CustomOp` and `PluggableLayer` share: a name, and a class that may be constructed in this one's place.
+    """Common base of `CustomOp` and `PluggableLayer`: a registered name, and a class that may replace this one.
 
-    Both keep their entries in the same two dictionaries, so either's `register_oot` replaces either.
+    Both use the same two dictionaries, so `register_oot` of one also replaces classes of the other.
     """
 
     name: ClassVar[str] = ""
-    vllm_name: ClassVar[str] = ""  # of the class that vLLM registers under `name`, where it is another
+    vllm_name: ClassVar[str] = ""  # the class that vLLM registers under `name`, if its name differs
     op_registry: ClassVar[dict[str, type[Replaceable]]] = op_registry
     op_registry_oot: ClassVar[dict[str, type[Replaceable]]] = op_registry_oot
-    _is_base: ClassVar[bool] = True  # of a class itself, not of those that derive from it: no operation, replaces none
+    _is_base: ClassVar[bool] = True  # set per class, not inherited: True for classes that are no operations themselves
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         replacement = _replacement(cls.__name__) or cls
@@ -47,7 +47,7 @@ class Replaceable(nn.Module):
 
     @classmethod
     def register(cls, name: str) -> Callable[[T], T]:
-        """Class decorator: make the class known as `name`, e.g. "rms_norm"; a name taken raises `ValidationError`."""
+        """Class decorator: register the class as `name`, e.g. "rms_norm"; raises `ValidationError` if it is taken."""
 
         def decorate(op_cls: T) -> T:
             _check_class(op_cls, cls)
@@ -64,12 +64,12 @@ class Replaceable(nn.Module):
         """Class decorator: construct the class in place of the in-tree class that it derives from.
 
         All of these work: `@CustomOp.register_oot`, with `()`, with `("RMSNorm")` or `(name="RMSNorm")`, and
-        `@RMSNorm.register_oot`. The name is the in-tree class's or that of vLLM's, or the one it is registered under
+        `@RMSNorm.register_oot`. The name is that of the in-tree class here or in vLLM, or its registered name
         ("rms_norm").
 
         Raises:
-            ValidationError: the class does not derive from what it replaces, something else replaces that already, or
-                no name is given and the class has none to take it from.
+            ValidationError: the class does not derive from the one it replaces, that one is replaced already, or no
+                name is given and none can be derived from the class.
         """
         if isinstance(_decorated_op_cls, str):
             _decorated_op_cls, name = None, _decorated_op_cls
@@ -89,7 +89,7 @@ class Replaceable(nn.Module):
 
 
 def replaced_class(cls: type) -> type | None:
-    """The in-tree class that `cls` is registered to replace on any platform, None when it replaces nothing."""
+    """The in-tree class that `cls` is registered to replace on any platform, None if it replaces none."""
     for registry in (op_registry_oot, *platform_replacements.values()):
         for key, replacement in registry.items():
             if replacement is cls:
@@ -98,14 +98,14 @@ def replaced_class(cls: type) -> type | None:
 
 
 def replacement_reason(cls: type) -> str:
-    """Who replaced the in-tree class by `cls`: "replaced by plugin acme: AcmeRMSNorm"."""
+    """What replaced the in-tree class by `cls`: "replaced by plugin acme: AcmeRMSNorm"."""
     plugin = plugin_of(cls)
     who = f"replaced by plugin {plugin}" if plugin else f"replaced from {cls.__module__}"
     return f"{who}: {cls.__name__}"
 
 
 def _replacement(name: str) -> type[Replaceable] | None:
-    """What replaces the in-tree class `name` on the platform of the model under construction; two are an error."""
+    """The class that replaces `name` on the platform of the model under construction; two are an error."""
     platform = construction().platform
     anywhere = op_registry_oot.get(name)
     here = platform_replacements.get(platform.name, {}).get(name) if platform is not None else None
@@ -146,7 +146,7 @@ def _target(op_cls: type, called_on: type, name: str | None) -> type:
 
 
 def _base_named(cls: type, key: str) -> type | None:
-    """The class that `cls` derives from and that is called `key`, here or in vLLM."""
+    """The base class of `cls` whose name, here or in vLLM, is `key`."""
     return next((base for base in cls.__mro__[1:] if key in (base.__name__, vars(base).get("vllm_name"))), None)
 
 
@@ -160,7 +160,7 @@ def _check_class(op_cls: Any, base: type) -> None:
 
 
 def _is_taken(registry: dict[str, type[Replaceable]], name: str, op_cls: type) -> bool:
-    """Whether another class has the name. A notebook cell that is run again defines the same class anew."""
+    """True if another class has the name; the same class, defined again by a notebook cell, does not count."""
     other = registry.get(name)
     if other is None or other is op_cls:
         return False

@@ -1,4 +1,4 @@
-"""Values from files and calls, as messages show them: escaped, and never long, whatever they hold."""
+"""How messages show values from files and calls: escaped, and always short."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Short(reprlib.Repr):
         self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = 16
 
     def repr_int(self, x: int, level: int) -> str:
-        """Without the digits of a number of thousands of them, which Python refuses to write."""
+        """Short form for huge integers, which Python refuses to convert to digits."""
         return super().repr_int(x, level) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
 
 
@@ -25,7 +25,7 @@ _short = _Short()
 
 
 def show(value: object) -> str:
-    """`repr(value)`, clipped and safe to print. A type whose own `repr` raises is shown by its name."""
+    """`repr(value)`, clipped and safe to print; the name of the type if its `repr` raises."""
     return clip(_short.repr(value), 2 * _SHOWN)
 
 

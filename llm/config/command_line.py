@@ -4,8 +4,8 @@
     LLM.from_engine_args(args), LLM(**vars(args)), LLM(**dataclasses.asdict(args))
     EngineArgs.add_cli_args(parser), EngineArgs.from_cli_args(parser.parse_args())
 
-Owns the record; what becomes of each argument is in `llm.config.arguments`, and the engine's own record, which holds
-the honoured ones alone, is `llm.config.engine.EngineArgs`.
+Owns the record. `llm.config.arguments` says how each argument is handled; `llm.config.engine.EngineArgs` is the
+engine's record, with the arguments that have an effect.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class CommandLine:
 
     @classmethod
     def from_cli_args(cls: type[Args], args: argparse.Namespace) -> Args:
-        """The record of what was parsed; options of the script's own are left out."""
+        """The record of the parsed options; the script's other options are left out."""
         return cls(**{name: value for name, value in vars(args).items() if name in DEFAULTS})
 
 
 def _defaults() -> dict[str, object]:
-    """Argument -> the value that asks for nothing."""
+    """Argument -> its neutral value."""
     known: dict[str, object] = {item.name: item.default for item in dataclasses.fields(HonouredArgs)}
     known |= {"model": EMBEDDED_MODEL, "verbose": False}
     return {
@@ -64,7 +64,7 @@ def _defaults() -> dict[str, object]:
 
 
 def _harmless(values: tuple[object, ...]) -> object:
-    """None for an accepted argument, which has no such values."""
+    """None if it is harmless or the argument has no harmless values, else the first harmless value."""
     return None if not values or None in values else values[0]
 
 
@@ -72,7 +72,7 @@ _TEXTS = frozenset(item.name for item in dataclasses.fields(HonouredArgs) if "st
 
 
 def _reader(name: str) -> Callable[[str], object]:
-    """How the text of an option is read: texts as they are, unless they are JSON objects or lists."""
+    """The parser of an option's text: a string, unless it is a JSON object or list."""
 
     def read(text: str) -> object:
         if name in _TEXTS and text[:1] not in ("{", "["):

@@ -16,15 +16,15 @@ from typing import Any
 from llm.base.errors import ValidationError, nearest
 
 BASE_MODES = ("all", "none")
-# vLLM's keys that only configure graph capture and its caches. There is no capture here, so they change no answer.
+# vLLM's keys that only configure graph capture and its caches. There is no capture here, so they have no effect.
 HARMLESS_KEYS = frozenset(
     "cudagraph_mode cudagraph_capture_sizes cudagraph_num_of_warmups cudagraph_copy_inputs max_cudagraph_capture_size "
     "cudagraph_specialize_lora cache_dir compile_cache_save_format compile_sizes compile_ranges_split_points "
     "debug_dump_path splitting_ops use_inductor_graph_partition".split()
 )
-# vLLM's keys that ask for passes over a graph, harmless where they ask for nothing.
+# vLLM's keys for passes over a graph; harmless if they are empty.
 _HARMLESS_EMPTY = ("pass_config", "inductor_compile_config", "inductor_passes")
-# Keys of older scripts -> what they have become.
+# Keys of older vLLM versions -> their new names.
 _RENAMED = {"level": "it has become 'mode', in vLLM too", "use_inductor": "it has become 'backend', in vLLM too"}
 
 

@@ -1,7 +1,7 @@
-"""What a program can have changed of PyTorch's and NumPy's defaults, put back while we work.
+"""Resets the defaults of PyTorch and NumPy that a program may have changed while the engine runs.
 
-Owns the one context manager. A notebook that set bfloat16 or a device as default, computes under autocast, or lets
-NumPy raise, gets the same answers as any other, and has its own settings again after each step.
+Owns the one context manager. A notebook with bfloat16 or a device as default, autocast, or NumPy set to raise, gets the
+same answers as any other. Its settings are restored after each step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 @contextmanager
 def library_defaults(num_threads: int | None = None) -> Iterator[None]:
-    """float32 and the CPU for new tensors, no autocast, and NumPy's own warnings; then again what was before.
+    """float32 and the CPU for new tensors, no autocast, NumPy's default warnings; restores the old settings at the end.
 
     Args:
-        num_threads: that compute meanwhile; None: as many as PyTorch is set to.
+        num_threads: number of threads inside the context; None: PyTorch's setting.
     """
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""What differs from vLLM, as Markdown: the README's tables. `python -m llm.config.differences` prints them.
+"""The differences from vLLM as Markdown: the README's tables. `python -m llm.config.differences` prints them.
 
-Owns the form. What is told is in `llm.config.arguments` and in the docstring of `llm.sampling_params`.
+Owns the form. The content is in `llm.config.arguments` and in the docstring of `llm.sampling_params`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAMES = {*ARGUMENTS, *(item.name for item in fields(SamplingParams))}
 
 
 def differences() -> str:
-    """The tables, each under a line that says what it lists."""
+    """The tables, each after a line that says what it lists."""
     return "\n".join(
         [
             "`SamplingParams`, where it is different or has more:",
@@ -40,7 +40,7 @@ def differences() -> str:
 
 
 def _described(*titles: str) -> list[tuple[str, str]]:
-    """(what, here) of the lists under these titles of the docstring; a line that is indented further goes on."""
+    """(what, here) of the lists under these titles of the docstring; a further indented line continues the entry."""
     found: list[tuple[str, str]] = []
     for title in titles:
         section = (sampling_params.__doc__ or "").split(f"    {title}\n", 1)[1].split("\n\n", 1)[0]

@@ -15,7 +15,7 @@ _STRUCTURED: dict[str, str] = {
     "json_schema": "pass structured_outputs=StructuredOutputsParams(json=schema)",
 }
 _TOOLS = "pass tools to LLM.chat, whose template shows them, and read the call from the text"
-# Keyword arguments that no method of `LLM` has, beside the fields of SamplingParams.
+# Keyword arguments that no method of `LLM` has, apart from the fields of SamplingParams.
 CALLS: dict[str, str] = {
     **{name: f"{instead} in SamplingParams" for name, instead in _STRUCTURED.items()},
     "images": "images, audio and video are not read",
@@ -33,7 +33,7 @@ NOT_TEXT: dict[str, str] = {
     "prompt_embeds": "embeddings are not taken; pass 'prompt_token_ids'",
 }
 
-# Arguments of calls that may be passed along -> the values that ask for nothing, and what to do instead of others.
+# Arguments of calls that are accepted with a neutral value -> (the neutral values, what to do instead of others).
 ASKS_NOTHING: dict[str, tuple[tuple[object, ...], str]] = {
     "chat_template_content_format": (("auto",), "text and parts of text are both taken, as the template needs them"),
     "lora_request": (
@@ -150,9 +150,9 @@ _DISTRIBUTED = (
     "get_tensor_model_parallel_world_size get_tp_group get_world_group init_distributed_environment "
     "initialize_model_parallel initialize_ray_cluster tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
 ).split()
-# Classes that can be imported from `llm` and are of no use there; see `llm.stand_ins`.
+# Classes that can be imported from `llm` but not used; see `llm.stand_ins`.
 STAND_INS: dict[str, str] = {"LLMEngine": _ENGINE, "AsyncLLMEngine": _ASYNC, "PoolingParams": _NO_POOLING}
-# What code for vLLM imports from a module that is here.
+# Names that code for vLLM imports from modules that exist here.
 NAMES: dict[str, str] = {
     **dict.fromkeys(("AsyncLLM", "AsyncEngineArgs"), _ASYNC),
     "EngineCore": _ENGINE,

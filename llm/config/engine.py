@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DEFAULT_MAX_NUM_SEQS = 256
-# Enough tokens for a GEMM to run at full speed. The temporaries of larger steps are too large for malloc's heap: they
-# are mapped anew for every operation, and the page faults cost more than the larger step saves.
+# Enough tokens for a GEMM to run at full speed. The temporaries of larger steps are too large for malloc's heap: each
+# operation maps new memory, and the page faults cost more than the larger step saves.
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GIB = 1 << 30
 
-# None stands for the default of these.
+# For these, None means the default.
 _FLAGS_OR_NONE = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager")
 _FLAGS = (*_FLAGS_OR_NONE, "skip_tokenizer_init", "use_tqdm_on_load", "disable_log_stats")
 
@@ -75,7 +75,7 @@ class EngineArgs:
 
     @classmethod
     def from_user(cls, **given: Any) -> EngineArgs:
-        """From `LLM`'s arguments, of which several have a second way to say what is the default here."""
+        """From `LLM`'s arguments; maps the alternative spellings of default values."""
         if given.get("max_model_len") == -1:
             given["max_model_len"] = None
         if given.get("chat_template") is not None:
@@ -166,8 +166,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The KV cache. `num_blocks`: allocatable blocks of one KV cache group. `num_state_slots`: how many requests can
-    have their recurrent states in memory, 0 for a model without such states."""
+    """The KV cache. `num_blocks`: allocatable blocks per KV cache group. `num_state_slots`: how many requests can have
+    recurrent states in memory, 0 for a model without such states."""
 
     block_size: int
     num_blocks: int
@@ -191,7 +191,7 @@ class EngineConfig(ConfigForPlugins):
     Attributes:
         invariant: True if answers are bit-identical however requests are batched.
         reasons: field name -> why it has its value.
-        num_threads: that compute; None: as many as `torch.get_num_threads()` says at each step.
+        num_threads: threads that compute; None: `torch.get_num_threads()` at each step.
         quant_config: the `llm.quantization.base.QuantizationConfig` of the weights, None when they are floats.
     """
 

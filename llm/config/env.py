@@ -22,7 +22,7 @@ VARIABLES: dict[str, str] = {
     "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
 }
 
-# vLLM's variables -> what to do here instead; `warn_of_unknown` names all others too.
+# vLLM's variables -> what to do here instead; `warn_of_unknown` also warns of its other variables.
 _VLLMS = {
     "VLLM_LOGGING_LEVEL": "LLM_LOG_LEVEL",
     "VLLM_PLUGINS": "LLM_PLUGINS",
@@ -30,7 +30,7 @@ _VLLMS = {
     "VLLM_CPU_KVCACHE_SPACE": "LLM(kv_cache_memory_bytes=...)",
 }
 
-# difflib ratio from which on a name is taken for a misspelt one of the table.
+# From this difflib ratio on, a name counts as a misspelt one of the table.
 _MISSPELT = 0.75
 
 

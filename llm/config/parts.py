@@ -1,4 +1,4 @@
-"""Sub-configs that logits processors and plugins written for vLLM read, and that have one value here.
+"""Sub-configs that logits processors and plugins written for vLLM read, and whose values are fixed here.
 
 Owns no decision: one device in one process, no adapters, no speculation. Decisions are in `llm.config.engine`.
 """

@@ -1,4 +1,4 @@
-"""The paths under which plugins written for vLLM find operations, layers and quantization: doors, not rooms.
+"""The paths under which plugins written for vLLM find operations, layers and quantization: re-exports only.
 
     llm.model_executor.custom_op        CustomOp, PluggableLayer and their registries
     llm.model_executor.layers           activation attention conv fused_moe layernorm linear logits_processor mamba

@@ -1,1 +1,1 @@
-"""From `EngineArgs` to a running engine: read the model (`source`), decide (`plan`), build in order (`build`)."""
+"""From `EngineArgs` to a running engine: read the model (`source`), plan (`plan`), build (`build`)."""

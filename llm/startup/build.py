@@ -1,6 +1,6 @@
-"""The order of start-up: read the model folder, decide, let the runner build and load, make the engine.
+"""The order of start-up: read the model folder, plan, let the runner build and load the model, make the engine.
 
-Owns the order, and the time that each phase takes.
+Owns the order, and timing each phase.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BuiltEngine:
     """An engine, and what its model was built from.
 
     Attributes:
-        default_params: what `generate` uses when it is given none.
+        default_params: the params of `generate` if it gets none.
         startup: seconds per phase.
     """
 
@@ -54,7 +54,7 @@ class BuiltEngine:
 @without_broken_platforms
 @library_defaults()
 def build_engine(args: EngineArgs) -> BuiltEngine:
-    """Build and load; raises the errors of `llm.base.errors`, before memory is allocated wherever that is possible."""
+    """Build and load; raises the errors of `llm.base.errors`, before memory is allocated if possible."""
     times = PhaseTimes()
     with times.phase("read config"):
         platform, platform_reason, asked = *select_platform(args.device), args
@@ -89,13 +89,13 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
 
 
 def make_runner(platform: Platform) -> ModelRunner:
-    """The platform's runner, with nothing loaded; raises `PluginError` when what it names is none."""
+    """The platform's runner, not loaded; raises `PluginError` if the platform names a class that is none."""
     who = f"{type(platform).__name__}.get_model_runner_cls"
     return load_class(platform.get_model_runner_cls(), ModelRunner, who, platform.plugin)(platform)
 
 
 def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform, times: PhaseTimes) -> None:
-    """Refuse what the platform does not compute, and run calibration texts through the unquantized model."""
+    """Refuse quantization that the platform does not support; run calibration texts through the unquantized model."""
     config = model.quantization.config
     if config is not None:
         check_quantization(config, platform, choose_dtypes(args, model, platform).compute)
@@ -106,7 +106,7 @@ def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform
 
 
 def _scheduler_maker(plan: RunnerPlan) -> Callable[[], Scheduler]:
-    """What makes a scheduler with every block free."""
+    """A function that makes a scheduler with all blocks free."""
     config = plan.config
     windows = [spec.sliding_window for spec in group_states(plan.kv_cache_specs)[0]]
     cache = config.cache_config

@@ -1,7 +1,7 @@
 """Every decision of start-up, with its reason.
 
-Owns the way from what was asked (`EngineArgs`) and read (`ReadModel`) to a `RunnerPlan`: plain data, nothing is built.
-The arithmetic is `llm.config.plan`'s.
+Owns deriving a `RunnerPlan` from the arguments (`EngineArgs`) and the model folder (`ReadModel`): plain data, nothing
+is built. `llm.config.plan` owns the arithmetic.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """`compute`: of activations; `weights`: of stored matrices; `store_as`: the same where it was asked for."""
+    """`compute`: of activations; `weights`: of stored matrices; `store_as`: the same if the user set it, else None."""
 
     compute: torch.dtype
     weights: torch.dtype
@@ -57,7 +57,7 @@ def make_plan(
     logits_processors: Sequence[type[LogitsProcessor]],
     tp: TensorParallel = SINGLE,
 ) -> RunnerPlan:
-    """Decide, for the rank `tp`; raises `ValidationError` and `OutOfMemoryError` before any memory is allocated."""
+    """The plan of rank `tp`; raises `ValidationError` and `OutOfMemoryError` before any memory is allocated."""
     dtypes = choose_dtypes(args, model, platform)
     kv_dtype, kv_reason = _kv_cache_dtype(args, dtypes)
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
@@ -100,7 +100,7 @@ def make_plan(
 
 
 def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dtypes:
-    """A type that this platform does not compute in is that of the weights: half the bytes, and no less exact."""
+    """A `dtype` that the platform does not compute in is only the type of the weights."""
     computes_in = platform.supported_dtypes()
     dtype, _ = resolve_dtype("dtype", args.dtype, computes_in[0], tuple({*computes_in, *DTYPES.values()}))
     if dtype in computes_in:
@@ -109,7 +109,7 @@ def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dty
 
 
 def _kv_cache_dtype(args: EngineArgs, dtypes: Dtypes) -> tuple[torch.dtype, str]:
-    """(dtype, reason): by default what `dtype` asks for, or else what the weights are stored in."""
+    """(dtype, reason): by default `dtype`, or if that is "auto" the weights' type."""
     follows = args.dtype != "auto"
     default = (dtypes.store_as or dtypes.compute) if follows else dtypes.weights
     dtype, reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, default, tuple(DTYPES.values()))
@@ -126,7 +126,7 @@ def _seed(args: EngineArgs, reasons: dict[str, str]) -> int:
 
 
 def _num_threads(args: EngineArgs, platform: Platform, reasons: dict[str, str]) -> int | None:
-    """The threads that were asked for, None if none were; more than the platform allows are not taken."""
+    """The user's number of threads, at most as many as the platform allows; None: PyTorch's at each step."""
     wanted, most = args.num_threads or torch.get_num_threads(), platform.num_threads()
     who = "torch.get_num_threads()" if args.num_threads is None else "asked for"
     reasons["num_threads"] = who if wanted <= most else f"{wanted}, {who}, but this process may use {most} processors"
@@ -134,7 +134,7 @@ def _num_threads(args: EngineArgs, platform: Platform, reasons: dict[str, str]) 
 
 
 def with_reasons(plan: RunnerPlan, reasons: dict[str, str]) -> RunnerPlan:
-    """The plan, with further reasons of its config."""
+    """The plan with further reasons in its config."""
     return replace(plan, config=replace(plan.config, reasons=plan.config.reasons | reasons))
 
 
@@ -171,7 +171,7 @@ def _cache_config(args: EngineArgs, memory: MemoryPlan, dtype: torch.dtype) -> C
 def _reasons(
     args: EngineArgs, model: ReadModel, dtypes: Dtypes, compilation: CompilationConfig, backend: Backend
 ) -> dict[str, str]:
-    """Field name -> why it has its value, of everything that needs no arithmetic."""
+    """Field name -> why it has its value, for the fields that need no arithmetic."""
     return {
         "dtype": _dtype_reason(args, dtypes, backend),
         "weight_dtype": _weight_dtype_reason(args, model, dtypes),
@@ -207,7 +207,7 @@ def _weight_dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes) -> 
 
 
 def _rope_note(model: ReadModel, max_model_len: int) -> str:
-    """What `max_model_len` decided about ropes whose frequencies depend on it, for short prompts too."""
+    """How `max_model_len` determines rope frequencies, also for short prompts; "" if it does not."""
     for rope in getattr(model.architecture, "ropes", ()):
         original = rope.original_max_position_embeddings
         if rope.rope_type == "longrope":
@@ -240,7 +240,7 @@ def _plan_memory(
 
 
 def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:
-    """What the weights will take once they are loaded; at least, when they are quantized while they are read."""
+    """Bytes of the loaded weights; a lower bound if they are quantized on load."""
     if not model.has_weights:
         return 0
     config = model.quantization.config

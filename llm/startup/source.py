@@ -1,7 +1,7 @@
-"""What the model folder says, read once.
+"""Reading the model folder, once.
 
-Owns finding the folder, reading config.json and the headers of the weights, and the objects that stand for what was
-read: the family's class, its config, how the checkpoint is quantized. Decides no number.
+Owns finding the folder, reading config.json and the headers of the weights, and what follows from them: the model
+class, its config, the quantization. Decides no number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
 
 _NO_FOLDERS = ("auto", "vllm")
-# Keys of generation_config.json that are defaults of `SamplingParams` -> its field.
+# Key of generation_config.json -> the field of `SamplingParams` whose default it is.
 _GENERATION_DEFAULTS = {
     **{name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")},
     "max_new_tokens": "max_tokens",
@@ -38,14 +38,14 @@ _GENERATION_DEFAULTS = {
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model that was read and not loaded.
+    """A model whose folder has been read but not its weights.
 
     Attributes:
-        reader: of config.json, without what it says of quantization.
-        model_class: the family's, see `llm.models.interface.CausalLM`.
+        reader: reads config.json without its quantization config.
+        model_class: the family's class, see `llm.models.interface.CausalLM`.
         architecture: what `model_class` read from config.json.
         stored_dtype: the floating type of the unquantized weights.
-        has_weights: False: they are made up (`load_format="dummy"`).
+        has_weights: False: the weights are random (`load_format="dummy"`).
     """
 
     source: ModelSource
@@ -70,13 +70,13 @@ def read_model(args: EngineArgs) -> ReadModel:
     is_quantized = quantization.config is not None and not quantization.on_load
     if has_weights:
         _check_layers(reader.layers(), len(source.tensors().tensors))
-    # The floats of a quantized checkpoint are mostly scales, whose type says nothing of the model.
+    # The float tensors of a quantized checkpoint are mostly scales, whose type is not the model's.
     stored = _stored_dtype(source) if has_weights and not is_quantized else reader.dtype()
     return ReadModel(source, reader, model_class, architecture, stored, quantization, has_weights)
 
 
 def _check_layers(layers: int, tensors: int) -> None:
-    """Before memory is taken for the layers."""
+    """Checked before memory is allocated for the layers."""
     if layers > tensors:
         raise CheckpointError(
             f"config.json says that the model has {layers} layers, and the checkpoint holds {tensors} tensors."
@@ -84,7 +84,7 @@ def _check_layers(layers: int, tensors: int) -> None:
 
 
 def read_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
-    """The model's tokenizer, or the one that was asked for; None with `skip_tokenizer_init`."""
+    """The tokenizer of the arguments or else the model's; None with `skip_tokenizer_init`."""
     if args.skip_tokenizer_init:
         return None
     if args.tokenizer is None:
@@ -93,7 +93,7 @@ def read_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
 
 
 def eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> frozenset[int]:
-    """EOS of config.json and of generation_config.json together."""
+    """The EOS ids of config.json and generation_config.json together."""
     defaults = ConfigReader(generation, "generation_config.json")
     return frozenset((*reader.eos_token_ids(), *defaults.eos_token_ids()))
 
@@ -110,8 +110,8 @@ def generation_defaults(args: EngineArgs, source: ModelSource) -> JsonObject:
 
 
 def default_params(args: EngineArgs, generation: Mapping[str, Any]) -> SamplingParams:
-    """What `generate` uses when it is given no params: generation_config.json's values, unless told not to, and over
-    them those of `override_generation_config`."""
+    """The params of `generate` if it gets none: the values of generation_config.json, unless `generation_config` says
+    otherwise, overridden by `override_generation_config`."""
     files = {} if args.generation_config == "vllm" else _known(generation)
     overrides = args.override_generation_config or {}
     for name in overrides:
@@ -131,7 +131,7 @@ def default_params(args: EngineArgs, generation: Mapping[str, Any]) -> SamplingP
 
 
 def _known(generation: Mapping[str, object]) -> dict[str, Any]:
-    """Of generation_config.json's keys those that `SamplingParams` has, under its names."""
+    """The keys of generation_config.json that `SamplingParams` has, under its names."""
     found = {field: generation.get(name) for name, field in _GENERATION_DEFAULTS.items()}
     return {field: value for field, value in found.items() if value is not None}
 
@@ -153,7 +153,7 @@ def _with_defaults(params: SamplingParams, origin: str, values: dict[str, Any]) 
 
 
 def _stored_dtype(source: ModelSource) -> torch.dtype:
-    """The floating type that most bytes of the checkpoint are in."""
+    """The floating type of most bytes of the checkpoint."""
     sizes: Counter[torch.dtype] = Counter()
     for info in source.tensors().tensors.values():
         if info.dtype in DTYPES.values():
