@@ -1,7 +1,7 @@
-"""Chat templates, which are programs of strangers: rendered in a sandbox with limits of time and size.
+"""Chat templates, which are untrusted programs: rendered in a sandbox with limits on time and size.
 
-Owns the limits. What a template sees (messages, tools, documents, its functions) is transformers' own: its renderer is
-called with a compiler that puts the limits in.
+Owns the limits. What a template gets (messages, tools, documents, functions) is transformers': its renderer is called
+with a compiler that adds the limits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SECONDS = 5.0
-# Characters of a text, items of a list; bits of a number.
+# Most characters of a text or items of a list; most bits of a number.
 _MOST_ITEMS = 1 << 25
 _MOST_MADE = 1 << 30
 _MOST_BITS = 4096
 _TEMPLATE_CHARS = 1 << 20
-# Filters and methods of texts whose result may be longer than what they are given.
+# Filters and string methods whose result may be longer than their input.
 _GROWING = frozenset("center ljust rjust zfill expandtabs replace translate indent batch slice wordwrap".split())
 _PRECISE = ("tojson", "round")
 _MOST_DIGITS = 100
@@ -44,7 +44,7 @@ def render(
     """`hf.apply_chat_template` with limits.
 
     Raises:
-        ValidationError: the template takes too long, or makes too much; else whatever it raises.
+        ValidationError: the template takes too long or produces too much. Other exceptions of the template pass.
     """
     try:
         return str(
@@ -61,7 +61,7 @@ def render(
 
 @functools.cache
 def _guarded(apply: FunctionType) -> Callable[..., object]:
-    """transformers' method, with `_compile` in the place of its compiler."""
+    """transformers' method with `_compile` in place of its compiler."""
     from transformers.utils import chat_template_utils
 
     renderer = _with_globals(
@@ -71,7 +71,7 @@ def _guarded(apply: FunctionType) -> Callable[..., object]:
 
 
 def _with_globals(function: FunctionType, **names: object) -> Callable[..., object]:
-    """The function, which sees other objects under some global names; raises KeyError if it does not use them."""
+    """The function with some of its global names replaced; raises KeyError if it does not use them."""
     for name in names:
         if name not in function.__globals__:
             raise KeyError(name)
@@ -92,7 +92,7 @@ def _compile(template: str) -> Template:
 
 
 class _LimitError(SecurityError):
-    """A template that takes too long, or makes too much."""
+    """A template takes too long or produces too much."""
 
 
 class _Template(Template):
@@ -103,7 +103,7 @@ class _Template(Template):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """transformers' environment: loops and calls look at the clock, and what may grow is counted before it is made."""
+    """transformers' environment; loops and calls check the time, and sizes are checked before results are made."""
 
     intercepted_binops = frozenset(("**", "*", "+", "%"))
     template_class = _Template
@@ -137,7 +137,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: object, *args: object, **kwargs: object) -> object:
-        """As jinja names its parameters, so that a template's keyword arguments may have any name."""
+        """Parameters are named as in jinja, so that a template's keyword arguments may have any name."""
         __self._check_time()
         function = getattr(__obj, "__wrapped__", __obj)
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
@@ -152,7 +152,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _Concats().visit(tree)
 
     def _check_growth(self, name: str, value: object, arguments: list[object]) -> None:
-        """Before a method of a text, or a filter: that its result is not too large."""
+        """Called before a string method or a filter: check that its result is not too large."""
         if name in _FORMATS and isinstance(value, str):
             _check_format(value)
         elif name == "join":
@@ -199,7 +199,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Concats(NodeTransformer):
-    """`a ~ b` as a filter over [a, b], which counts."""
+    """Rewrites `a ~ b` as a filter over [a, b], which is checked for size."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)  # in place
@@ -217,7 +217,7 @@ def _bits(number: float) -> int:
 
 
 def _size(value: object) -> int:
-    """Of a text or a list its length; a number counts as itself."""
+    """The length of a text or list; a number itself."""
     if isinstance(value, str | list | tuple | dict):
         return len(value)
     return abs(value) if isinstance(value, int) else 64

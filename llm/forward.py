@@ -1,13 +1,13 @@
-"""What flows into a model, and what its layers keep of a request between steps.
+"""The input of a model's forward, and the state that its layers keep per request between steps.
 
-Owns the specs of such states (declared by layers) and `ForwardBatch` (built by the runner once a step). Tensors only
-travel here; nothing in this file computes.
+Owns the specs of these states (declared by layers) and `ForwardBatch` (built by the runner once per step). Nothing in
+this file computes.
 
     StateSpec
-      PagedSpec          grows with the sequence, in blocks that a block table lists
+      PagedSpec          grows with the sequence, in the blocks of a block table
         KVCacheSpec      keys and values, of all positions or of a sliding window
         LatentCacheSpec  one vector per token, from which keys and values are computed
-      RecurrentSpec      of a fixed size per request, in a slot
+      RecurrentSpec      fixed size per request, in a slot
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import torch
 
 
 class StateSpec:
-    """What one layer keeps of a request between steps; frozen dataclasses derive from it."""
+    """The state that one layer keeps per request between steps; frozen dataclasses derive from it."""
 
     def bytes_per_token(self) -> int:
-        """Memory for each token of a sequence."""
+        """Memory per token of a sequence."""
         return 0
 
     def bytes_per_request(self) -> int:
-        """Memory for each running request, however long it is."""
+        """Memory per running request, independent of its length."""
         return 0
 
 
 class PagedSpec(StateSpec):
-    """State of each token, in blocks. Layers whose specs are equal form a group and share block tables.
+    """State per token, in blocks. Layers with equal specs form a group and share block tables.
 
     Attributes:
-        sliding_window: the number of positions a token sees, itself included; None: all of them. Blocks that nobody
-            sees any more are freed.
+        sliding_window: the number of positions a token sees, itself included; None: all. Blocks outside the window are
+            freed.
     """
 
     dtype: torch.dtype
@@ -85,18 +85,18 @@ class RecurrentSpec(StateSpec):
 
 @dataclass
 class AttentionMetadata:
-    """Where the tokens of this step live, for one group of layers.
+    """Where the tokens of this step are in the KV cache, for one group of layers.
 
-    Shapes: R rows, N tokens in all, row r owns tokens query_start_loc[r] : query_start_loc[r + 1].
+    Shapes: R batch rows, N tokens in all; row r has tokens query_start_loc[r] : query_start_loc[r + 1].
 
     Attributes:
-        block_table: int32 [R, blocks], the row's block ids in order of position; 0 is a block nobody reads.
+        block_table: int32 [R, blocks], the row's block ids in order of position; block 0 is never read.
         slot_mapping: int64 [N], block * block_size + offset where each token's key and value are written.
         query_start_loc: int32 [R + 1].
-        seq_lens: int32 [R], tokens of the row that are in the cache once this step's are written.
-        block_size: tokens a block holds.
-        query_lens_list, seq_lens_list: the same numbers as lists, so that nobody calls `.item()` inside a forward.
-        plan: what an attention kernel derived from the above, once a step for all layers of the group.
+        seq_lens: int32 [R], tokens of the row in the cache after this step's are written.
+        block_size: tokens per block.
+        query_lens_list, seq_lens_list: the same numbers as lists, so that a forward needs no `.item()`.
+        plan: what an attention kernel derived from the above, once per step for all layers of the group.
     """
 
     block_table: torch.Tensor
@@ -111,13 +111,13 @@ class AttentionMetadata:
 
 @dataclass
 class RecurrentMetadata:
-    """Where the rows of this step keep their recurrent states, for all layers that have one.
+    """Where the recurrent states of this step's batch rows are, for all layers that have one.
 
-    A row whose tokens all belong to this step (`seq_lens[r]` of them) starts from zeros: what its slot holds is of a
-    request that had it before.
+    A row whose tokens (`seq_lens[r]` of them) are all in this step starts from zeros: its slot still has the states of
+    an earlier request.
 
     Attributes:
-        slots: int64 [R], the row's place in the tensors of each layer; no two rows have the same.
+        slots: int64 [R], the row's index into the tensors of each layer; all are different.
         query_start_loc, seq_lens, query_lens_list, seq_lens_list: as in `AttentionMetadata`.
     """
 
@@ -130,16 +130,16 @@ class RecurrentMetadata:
 
 @dataclass
 class ForwardBatch:
-    """One step's input: rows of different lengths, laid end to end.
+    """One step's input: the tokens of all batch rows, concatenated.
 
     Attributes:
         input_ids: int64 [N].
         positions: int64 [N], or [3, N] for models with three position streams.
-        metadata: where the step's rows are in each state of the model; states of a group share one object.
+        metadata: per state of the model, where the batch rows are in it; the states of a group share one object.
         states: the tensors of each state: (key cache, value cache), (latent cache,), those of a `RecurrentSpec`.
-        logits_indices: int64 [L], the tokens whose logits are needed; any number per row.
-        inputs_embeds: float [N, hidden], used in place of `embed(input_ids)` when given.
-        adapter_ids: int32 [R], 0 for none.
+        logits_indices: int64 [L], the tokens whose logits are needed; any number per batch row.
+        inputs_embeds: float [N, hidden], replaces `embed(input_ids)`; None: not given.
+        adapter_ids: int32 [R], 0: no adapter.
         extensions: what a plugin's runner adds for its own layers.
     """
 

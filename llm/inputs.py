@@ -14,8 +14,8 @@ class _TextPromptBase(TypedDict):
 
 
 class TextPrompt(_TextPromptBase, total=False):
-    """`{"prompt": "..."}`: text, tokenized with the model's special tokens. Only prompts of equal `cache_salt` share
-    what was computed of them."""
+    """`{"prompt": "..."}`: text, tokenized with the model's special tokens. Only prompts with equal `cache_salt` share
+    cached prefixes."""
 
     cache_salt: str
 
@@ -33,11 +33,11 @@ class TokensPrompt(_TokensPromptBase, total=False):
 
 @dataclass
 class LoRARequest:
-    """An adapter, as vLLM's scripts name one. No adapter is applied here: `LLM.generate` refuses it.
+    """An adapter, as in vLLM. Adapters are not supported here: `LLM.generate` refuses them.
 
     Attributes:
-        lora_name, lora_int_id: of the adapter, unique.
-        lora_path: of its folder.
+        lora_name, lora_int_id: unique name and number of the adapter.
+        lora_path: the adapter's folder.
     """
 
     lora_name: str

@@ -13,7 +13,7 @@ def init_logger(name: str) -> logging.Logger:
 
 
 def set_log_level(verbose: bool) -> None:
-    """LLM_LOG_LEVEL first, then `verbose`; with neither, the program's own settings stand (Python shows warnings)."""
+    """LLM_LOG_LEVEL first, then `verbose`; with neither, the program's settings apply (Python shows warnings)."""
     logger = logging.getLogger("llm")
     if env.get("LLM_LOG_LEVEL") is not None or verbose:
         logger.setLevel(env.get_choice("LLM_LOG_LEVEL", ("DEBUG", "INFO", "WARNING", "ERROR"), "INFO"))

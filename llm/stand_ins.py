@@ -1,6 +1,6 @@
-"""Classes of vLLM that scripts import even when they do not use them: a use says what to do instead.
+"""Classes of vLLM that scripts import without using them; using one raises an error that says what to do instead.
 
-Owns the classes; the sentences are in `llm.config.elsewhere`.
+Owns the classes; `llm.config.elsewhere` has the messages.
 """
 
 from __future__ import annotations

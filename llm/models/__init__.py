@@ -1,5 +1,5 @@
-"""Model families: each file is wiring and parameters, named by Hugging Face's model_type."""
+"""Model families: one file per Hugging Face model_type, which maps config.json and weight names onto a decoder."""
 
 from llm.base.conflict import check
 
-check()  # the first of our files that runs when the unrelated package has replaced llm/__init__.py
+check()  # our first file to run if the unrelated package has replaced llm/__init__.py

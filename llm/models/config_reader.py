@@ -1,6 +1,6 @@
 """Strict, typed reading of config.json.
 
-Owns the rule that every key is either read by the family, known not to matter for inference, or an error that names it.
+Owns the rule that every key is read by the family, or known not to matter for inference, or an error that names it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llm.layers.rotary import RECIPES, RopeParameters
 T = TypeVar("T")
 _REQUIRED: Any = object()
 
-# Keys of config.json that do not change what a decoder computes at inference, for every family.
+# Keys of config.json that do not change what a decoder of any family computes at inference.
 _HARMLESS = frozenset(
     """
     model_type architectures dtype torch_dtype transformers_version _name_or_path use_cache initializer_range
@@ -32,7 +32,7 @@ _HARMLESS = frozenset(
     """.split()
 )
 
-# What generate() of older transformers read from config.json; generation_config.json has taken its place.
+# Keys that generate() of older transformers read from config.json; now they are in generation_config.json.
 _GENERATION = frozenset(
     """
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
@@ -42,7 +42,7 @@ _GENERATION = frozenset(
     """.split()
 )
 
-# Keys of config.json that some checkpoints carry to say that a variant is off -> the values that say so.
+# Keys of config.json that turn a variant on -> the values that turn it off.
 _OFF: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "lm_head_bias": (False,),
@@ -61,11 +61,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class ConfigReader:
-    """Reads one config.json; `finish()` raises on keys that nobody read.
+    """Reads one config.json; `finish()` raises for keys that were not read.
 
     Args:
         raw: the decoded file, `hf_overrides` applied; a key whose value is None counts as absent.
-        file: what errors call it.
+        file: its name in error messages.
     """
 
     def __init__(self, raw: Mapping[str, Any], file: str = "config.json") -> None:
@@ -98,32 +98,32 @@ class ConfigReader:
         return value
 
     def positive(self, key: str, default: int = _REQUIRED) -> int:
-        """An integer from 1 to what no model comes near: each layer takes memory before weights are looked at."""
+        """An integer from 1 to a limit far above any model's: each layer takes memory before weights are read."""
         value, most = self.integer(key, default), _MOST_LAYERS if key in LAYER_KEYS else _LARGEST_SIZE
         if not 1 <= value <= most:
             raise self.error(key, value, f"an integer from 1 to {most}")
         return value
 
     def layers(self) -> int:
-        """The number of layers that the file names; 0 where it names none under a known key."""
-        reader = ConfigReader(self.raw, self._file)  # of its own: this is no family that reads the key
+        """The number of layers in the file; 0 if it has no known key for it."""
+        reader = ConfigReader(self.raw, self._file)  # a second reader: the key must not count as read by the family
         return next((reader.positive(key) for key in LAYER_KEYS if key in self.raw), 0)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """The key, when present, must have one of these values: others would change what is computed."""
+        """The key, if present, must have one of these values: others would change what is computed."""
         self._read.add(key)
         if key in self.raw and self.raw[key] not in allowed:
             raise self.error(key, self.raw[key], " or ".join(map(repr, allowed)))
 
     def dtype(self) -> torch.dtype:
-        """Storage type of the checkpoint's weights; float32 when the file does not say."""
+        """Storage type of the checkpoint's weights; float32 if the file does not say."""
         name = str(self.raw.get("dtype", self.raw.get("torch_dtype", "float32"))).removeprefix("torch.")
         if name not in _DTYPES:
             raise self.error("dtype", name, " or ".join(_DTYPES))
         return _DTYPES[name]
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """An integer, or None where the file says null; `default` where it says nothing."""
+        """An integer, or None if the file has null; `default` if the key is absent."""
         if key not in self.given:
             self._read.add(key)
             return default
@@ -137,18 +137,18 @@ class ConfigReader:
         return self.number(key) if key in self.raw else None
 
     def names(self, key: str) -> list[str] | None:
-        """A list of strings, None when absent."""
+        """A list of strings, None if absent."""
         return self._list(key, str)
 
     def integers(self, key: str) -> list[int] | None:
-        """A list of integers, None when absent."""
+        """A list of integers, None if absent."""
         return self._list(key, int)
 
     def rope(self, default_theta: float = 10000.0, layer_type: str | None = None) -> RopeParameters:
-        """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
+        """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (earlier versions).
 
         Args:
-            layer_type: the entry of `rope_parameters` to read, for models that have one per kind of layer.
+            layer_type: the entry of `rope_parameters` to read, for models with one per type of layer.
         """
         self._read |= {"rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"}
         parameters = self.raw.get("rope_parameters", self.raw.get("rope_scaling", {}))
@@ -162,7 +162,7 @@ class ConfigReader:
         return _read_rope(ConfigReader(defaults | dict(parameters)), self)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """One id or a list of them; of generation_config.json too."""
+        """`eos_token_id`, one id or a list of them; generation_config.json has the same key."""
         value = self.raw.get("eos_token_id", [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item <= _LARGEST_ID for item in ids):
@@ -170,7 +170,7 @@ class ConfigReader:
         return tuple(ids)
 
     def finish(self) -> None:
-        """Raise `UnsupportedModelError` when keys are left that nobody read."""
+        """Raise `UnsupportedModelError` if there are keys that were not read."""
         for key, allowed in _OFF.items():
             self.expect(key, *allowed)
         left = sorted(set(self.raw) - self._read - _HARMLESS - _GENERATION)
@@ -203,9 +203,9 @@ class ConfigReader:
 
 
 def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
-    """One set of rope parameters; `model` is the whole config.json, where some families keep the original length."""
+    """One set of rope parameters; `model` is the whole config.json, where some families have the original length."""
     kind = reader.string("rope_type", reader.string("type", "default"))
-    # Phi-3's first release called longrope by two other names.
+    # Phi-3's first releases had two other names for longrope.
     kind = "longrope" if kind == "su" or (kind == "yarn" and model.family == "phi3") else kind
     if kind not in RECIPES:
         raise reader.error("rope_type", kind, " or ".join(map(repr, RECIPES)))
@@ -242,7 +242,7 @@ def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
 
 
 def _turns(reader: ConfigReader, key: str, default: float) -> float:
-    """Of YaRN; 0 stands for the default in some files."""
+    """A number of rotations of YaRN; in some files 0 means the default."""
     return reader.positive_number(key, default) if reader.number(key, default) else default
 
 

@@ -1,4 +1,4 @@
-"""Gemma 2: norms around both parts, soft caps, a window on every other layer, scaled embeddings."""
+"""Gemma 2: norms before and after both parts, soft caps, a sliding window on every other layer, scaled embeddings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
         count = reader.positive("num_hidden_layers")
         window = reader.optional_integer("sliding_window", 4096)
-        reader.expect("sliding_window_size", window)  # its first name, which gemma-2-9b and 27b carry too
+        reader.expect("sliding_window_size", window)  # its first name, which gemma-2-9b and 27b also have
         windows = layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])
         soft_cap = reader.optional_number("attn_logit_softcapping", 50.0)
         attention = replace(gemma_attention(reader), rope=reader.rope(), soft_cap=soft_cap)
@@ -39,7 +39,7 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
 
 
 def gemma_attention(reader: ConfigReader) -> AttentionConfig:
-    """What the attention layers of Gemma 2 and 3 have in common."""
+    """The attention config that Gemma 2 and 3 have in common."""
     reader.expect("use_bidirectional_attention", False)
     bias = reader.boolean("attention_bias", False)
     return AttentionConfig(
@@ -53,8 +53,8 @@ def gemma_attention(reader: ConfigReader) -> AttentionConfig:
 def gemma_decoder(
     reader: ConfigReader, attention: list[AttentionConfig], *, positions: int, logits_soft_cap: float | None
 ) -> DecoderConfig:
-    """All that is around the attention layers."""
-    # The first releases also carry a `hidden_act` that transformers does not read.
+    """The decoder around the attention layers."""
+    # The first releases also have a `hidden_act` that transformers does not read.
     reader.expect("hidden_act", "gelu", "gelu_pytorch_tanh")
     activation = reader.string("hidden_activation", "gelu_pytorch_tanh")
     mlp = GatedMLPConfig(reader.positive("intermediate_size"), activation)

@@ -33,7 +33,7 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
 
 
 def _ropes(reader: ConfigReader) -> tuple[RopeParameters, RopeParameters]:
-    """(full attention, sliding attention): by layer type since transformers 5, in keys of their own before."""
+    """(full attention, sliding attention): per layer type since transformers 5, in separate keys before."""
     if "full_attention" in reader.raw.get("rope_parameters", {}):
         return reader.rope(1_000_000.0, "full_attention"), reader.rope(10_000.0, "sliding_attention")
     local = reader.positive_number("rope_local_base_freq", 10_000.0, above=1.0)

@@ -31,13 +31,13 @@ _MODEL = (("wte", "model.embed_tokens"), ("wpe", "model.embed_positions"), ("ln_
 
 class GPT2LMHeadModel(DecoderForCausalLM):
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
-    # The first checkpoints lack the "transformer." in front.
+    # The first checkpoints lack the prefix "transformer.".
     renames: ClassVar[tuple[tuple[str, str], ...]] = tuple(
         (f"{prefix}{source}", target)
         for prefix in ("transformer.", "")
         for source, target in (*((f"h.*.{old}", f"model.layers.*.{new}") for old, new in _LAYER), *_MODEL)
     )
-    # Causal masks that old checkpoints carry as tensors.
+    # Causal masks that old checkpoints store as tensors.
     ignored_weights: ClassVar[tuple[str, ...]] = ("attn.bias", "attn.masked_bias")
     transposed_weights: ClassVar[tuple[str, ...]] = tuple(f"{name}_proj.weight" for name in ("qkv", "o", "up", "down"))
 

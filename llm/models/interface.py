@@ -1,6 +1,6 @@
-"""What the engine asks of a model class.
+"""The interface that a model class implements.
 
-A user's own model implements this and is passed to `register_model`; it need not be built from `decoder/`.
+A user's model implements it and is passed to `register_model`; it need not be built from `decoder/`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llm.quantization.base import QuantizationConfig
 
 
 class ModelArchitecture(Protocol):
-    """The numbers every model config must have; the rest is the family's own."""
+    """The fields that every model config must have; a family adds its own."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -31,7 +31,7 @@ class BuildOptions:
     """How a model is built.
 
     Attributes:
-        max_model_len: positions it must serve; rotary tables are computed for these.
+        max_model_len: the largest number of positions; rotary tables have this length.
         params_dtype: storage type of unquantized weights.
         quant_config: picks quant methods per layer; None: unquantized.
         tp: which of the ranks that share the model this one is.
@@ -48,9 +48,9 @@ class CausalLM(Protocol):
 
     Class attributes, as data:
         packed_modules_mapping: fused module name -> the checkpoint's names, in order of the layer's shard ids.
-        renames: (from, to) pairs of leading path segments, checkpoint -> model; "*" stands for one segment; the first
-            that matches is used.
-        ignored_weights: trailing path segments of tensors that a checkpoint may hold and nobody needs.
+        renames: (from, to) pairs of leading path segments, checkpoint -> model; "*" matches one segment; the first
+            match is used.
+        ignored_weights: trailing path segments of tensors that a checkpoint may have and the model does not use.
         transposed_weights (optional): trailing path segments of parameters that the checkpoint stores transposed.
     """
 
@@ -64,9 +64,9 @@ class CausalLM(Protocol):
 
     @classmethod
     def kv_cache_specs(cls, config: Any, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> Sequence[StateSpec]:
-        """What the layers keep of a request on one rank, in the order of their places in `ForwardBatch.states`.
+        """The specs of the layers' states on one rank, in the order of `ForwardBatch.states`.
 
-        A layer without state has no entry; one that keeps several states has several.
+        A layer has one entry per state, none if it has no state.
         """
 
     def __init__(self, config: Any, options: BuildOptions) -> None: ...

@@ -1,4 +1,4 @@
-"""Mistral 7B and its successors: Llama with, in some, a sliding window on every layer."""
+"""Mistral 7B and its successors: Llama, some with a sliding window on every layer."""
 
 from __future__ import annotations
 

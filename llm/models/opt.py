@@ -1,4 +1,4 @@
-"""OPT: learned positions, LayerNorm, biases everywhere, a feed-forward without a gate."""
+"""OPT: learned positions, LayerNorm, biases everywhere, a plain MLP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm.models.decoder import (
     PreNorms,
 )
 
-# The table of positions starts two rows late: a relic of its training code's padding ids.
+# Position 0 is row 2 of the table, because of the padding ids in its training code.
 _POSITION_OFFSET = 2
 
 
@@ -39,7 +39,7 @@ class OPTForCausalLM(DecoderForCausalLM):
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
         hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
         positions = reader.positive("max_position_embeddings", 2048)
-        # opt-350m alone has norms after the blocks and a narrower embedding.
+        # Only opt-350m has norms after the parts and a narrower embedding.
         reader.expect("do_layer_norm_before", True)
         reader.expect("word_embed_proj_dim", hidden)
         reader.expect("layer_norm_elementwise_affine", True)

@@ -1,4 +1,4 @@
-"""Phi-3 and 3.5: fused projections in the checkpoint, LongRoPE, in some a partial rotation."""
+"""Phi-3 and 3.5: fused projections in the checkpoint, LongRoPE, some with partial rotary embedding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from llm.models.decoder import (
 class Phi3ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        # transformers reads it and never adds one.
+        # transformers reads the key and never adds a bias.
         reader.expect("attention_bias", False)
-        # Of Phi-4-mini, at the values that change nothing.
+        # Keys of Phi-4-mini, at the values without effect.
         reader.expect("mlp_bias", False)
         reader.expect("full_attn_mod", 1)
         reader.expect("interpolate_factor", 1)

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases on query, key and value; windows on the later layers when switched on."""
+"""Qwen 2 and 2.5: biases on query, key and value; optionally sliding windows on the later layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
 
 
 def qwen_windows(reader: ConfigReader) -> list[int | None]:
-    """Of each layer: with `use_sliding_window` those from `max_window_layers` on have one."""
+    """The sliding window of each layer: with `use_sliding_window`, layers from `max_window_layers` on have one."""
     count = reader.positive("num_hidden_layers")
     window = reader.optional_integer("sliding_window", 4096)
     first = reader.integer("max_window_layers", 28)

@@ -1,4 +1,4 @@
-"""Qwen 3: queries and keys are normalised per head, and there are no biases unless config.json asks."""
+"""Qwen 3: queries and keys are normalised per head, and there are no biases unless config.json says so."""
 
 from __future__ import annotations
 

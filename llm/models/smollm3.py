@@ -48,7 +48,7 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
 
 
 def _windows(reader: ConfigReader, count: int, has_rope: list[int]) -> list[int | None]:
-    """Of each layer: with `use_sliding_window` those without rope have one."""
+    """The sliding window of each layer: with `use_sliding_window`, layers without rope have one."""
     window = reader.optional_integer("sliding_window")
     use = reader.boolean("use_sliding_window", False)
     reader.integer("max_window_layers", count)  # transformers does not read it either

@@ -1,11 +1,11 @@
-"""What to do about an architecture that is not supported. Owns the second half of that sentence."""
+"""What to do about an architecture that is not supported. Owns the advice in that error message."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-# Why -> parts of names that say so.
+# Reason -> parts of architecture names that imply it.
 _REASONS = {
     "mixtures of experts are not here yet": ("moe", "mixtral", "deepseek", "gpt_oss"),
     "it takes images, audio or video, and prompts here are text": ("conditionalgeneration", "_vl", "vision"),
@@ -15,7 +15,7 @@ _REASONS = {
 
 
 def of_architecture(architectures: Iterable[str], model_type: str, families: Iterable[str]) -> str:
-    """Why there is no such family here if its name says so, then the nearest by name, then all."""
+    """The reason why there is no such family if its name implies one, then the family nearest by name, then all."""
     families = sorted(families)
     text = " ".join([*architectures, model_type]).lower()
     why = next((f"; {reason}" for reason, parts in _REASONS.items() if any(part in text for part in parts)), "")

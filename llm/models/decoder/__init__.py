@@ -1,8 +1,8 @@
-"""A decoder made of parts: what a family's config.json is mapped onto.
+"""A decoder made of parts, onto which a family maps its config.json.
 
-`config.py` says what the whole model needs, `layer.py` how parts and norms are joined to a layer, `attention.py` and
-`mlp.py` are the parts, `part.py` what every part promises, `model.py` runs the layers, `reading.py` reads the keys that
-families share.
+`config.py` is the config of the whole model, `layer.py` joins parts and norms to a layer, `attention.py` and `mlp.py`
+are parts, `part.py` is the interface of a part, `model.py` runs the layers, `reading.py` reads the keys that families
+share.
 """
 
 from llm.models.decoder.attention import AttentionConfig, Heads

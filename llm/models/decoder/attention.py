@@ -19,7 +19,7 @@ from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
 
 @dataclass(frozen=True)
 class Heads:
-    """Of the whole model; `size` is independent of hidden_size / query heads."""
+    """Numbers of heads of the whole model; the head size `size` is independent of hidden_size / query heads."""
 
     query: int
     key_value: int
@@ -33,7 +33,7 @@ class Heads:
             )
 
     def key_value_on_rank(self, tp: TensorParallel) -> int:
-        """As `QKVParallelLinear` splits them: where there are more ranks than key heads, each rank has one."""
+        """Key heads per rank as `QKVParallelLinear` splits them: at least one, if there are more ranks than heads."""
         return max(1, self.key_value // tp.size)
 
 
@@ -42,11 +42,11 @@ class AttentionConfig(PartConfig):
     """Self-attention over a paged KV cache.
 
     Attributes:
-        rope: None: positions are not rotated in.
+        rope: None: no rotary embedding.
         sliding_window: how many positions a token sees, itself included; None: all.
         qkv_bias, out_bias: which projections have a bias.
-        qk_norm: normalises queries and keys before they are rotated, each head by itself or all heads together.
-        scale: of the scores; None: head size ** -0.5.
+        qk_norm: normalises queries and keys before the rotary embedding, per head or over all heads.
+        scale: factor on the scores; None: head size ** -0.5.
         soft_cap: scores become cap * tanh(score / cap).
     """
 
@@ -89,14 +89,14 @@ class DecoderAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             heads.query * size, context.hidden_size, bias=config.out_bias, prefix=f"{prefix}.o_proj", **context.common
         )
-        # What this rank holds.
+        # The heads of this rank.
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.tp, self.head_size, self.kv_head_replicas = tp, size, self.qkv_proj.num_kv_head_replicas
         self.sizes = [num_heads * size, num_kv_heads * size, num_kv_heads * size]
         self.q_norm = self.k_norm = None
         self.norm_per_head = config.qk_norm_over == "head"
         if config.qk_norm is not None:
-            # Over all heads of the model the weights are whole on every rank.
+            # A norm over all heads has the whole model's weights on every rank.
             widths = (size, size) if self.norm_per_head else (heads.query * size, heads.key_value * size)
             self.q_norm, self.k_norm = (config.qk_norm.build(width, context) for width in widths)
         self.rotary_emb = None if config.rope is None else context.rotary(size, config.rope)
@@ -120,13 +120,13 @@ class DecoderAttention(nn.Module):
         return self.o_proj(self.attn(query, key, value, batch))
 
     def _normalised(self, norm: nn.Module, x: torch.Tensor, replicas: int) -> torch.Tensor:
-        """`replicas`: how many ranks in a row hold the same heads."""
+        """`replicas`: how many consecutive ranks have the same heads."""
         if self.norm_per_head:
             return norm(x.reshape(x.shape[0], -1, self.head_size)).view(x.shape)
         return norm(x) if self.tp.size == 1 else self._normalised_over_ranks(norm, x, replicas)
 
     def _normalised_over_ranks(self, norm: nn.Module, x: torch.Tensor, replicas: int) -> torch.Tensor:
-        """All heads of all ranks together -> this rank's."""
+        """Normalise over the heads of all ranks; returns this rank's heads."""
         width = x.shape[-1]
         parts = self.tp.all_gather(x).unflatten(-1, (self.tp.size, width))
         whole = norm(parts[:, ::replicas].flatten(1))

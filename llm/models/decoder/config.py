@@ -1,4 +1,4 @@
-"""What a whole decoder needs beside its layers."""
+"""The config of a whole decoder: its layers, and everything around them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llm.models.decoder.part import NormConfig
 
 @dataclass(frozen=True)
 class LearnedPositions:
-    """A table of position embeddings; `offset` is the row of position 0."""
+    """A table of position embeddings; position 0 is row `offset`."""
 
     rows: int
     offset: int = 0
@@ -26,13 +26,13 @@ class DecoderConfig:
     """A decoder-only language model.
 
     Attributes:
-        max_position_embeddings: the longest sequence the model can serve, rope scaling included.
+        max_position_embeddings: the longest sequence, rope scaling included.
         layers: one entry per layer.
         final_norm: between the last layer and the LM head.
-        learned_positions: None: no such table.
-        embedding_multiplier, logits_divisor: constants on the embedding and under the logits.
+        learned_positions: None: no position embeddings.
+        embedding_multiplier, logits_divisor: constants that multiply the embedding and divide the logits.
         logits_soft_cap: logits become cap * tanh(logits / cap).
-        tie_word_embeddings: the embedding is the LM head too.
+        tie_word_embeddings: the embedding is also the LM head.
     """
 
     vocab_size: int
@@ -47,10 +47,10 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[StateSpec]:
-        """Every state of every layer on one rank, in the order in which the parts number them."""
+        """All states of all layers on one rank, in the order in which the parts number them."""
         return [spec for layer in self.layers for spec in layer.states(dtype, tp)]
 
     @property
     def ropes(self) -> set[RopeParameters]:
-        """Of all parts that rotate."""
+        """The rope parameters of all parts with a rotary embedding."""
         return {part.rope for layer in self.layers for part in layer.parts.values() if part.rope is not None}

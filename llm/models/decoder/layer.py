@@ -1,9 +1,9 @@
-"""How the parts of a layer and its norms are joined to a residual stream.
+"""How the parts of a layer and its norms are connected to the residual stream.
 
-Owns `LayerConfig` and the ways of joining that families here have. Another way (attention beside the feed-forward,
-three parts in a row) is another `Norms` with a `DecoderLayer` of its own, not a branch in one of these.
+Owns `LayerConfig` and the arrangements of the families here. Another arrangement (parallel attention and MLP, three
+parts in sequence) is another `Norms` with its own `DecoderLayer`, not a branch in one of these.
 
-A layer takes and returns a pair: what the last part added, and the residual stream before that. The next norm adds the
+A layer takes and returns a pair: the output of the last part, and the residual stream before it. The next norm adds the
 two and normalises the sum in one pass over memory.
 """
 
@@ -24,9 +24,9 @@ Stream = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: what mixes tokens, what transforms each of them, and how both are joined.
+    """One layer: its attention or other token mixer, its MLP, and the norms that connect them.
 
-    A kind of layer with further parts derives from it, names them in `parts` and brings the `Norms` that join them.
+    A layer with further parts derives from it, names them in `parts` and has its own `Norms`.
     """
 
     attention: PartConfig | None = None
@@ -35,7 +35,7 @@ class LayerConfig:
 
     @property
     def parts(self) -> Mapping[str, PartConfig]:
-        """By the names that they have as modules of the layer, in the order in which they are built."""
+        """Module name in the layer -> part, in the order in which they are built."""
         parts = {"self_attn": self.attention, "mlp": self.mlp}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -47,7 +47,7 @@ class LayerConfig:
 
 
 class Norms:
-    """The norms of a layer and how they join its parts; frozen dataclasses derive from it."""
+    """The norms of a layer and their arrangement; frozen dataclasses derive from it."""
 
     def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Feed-forwards: with a gate, and plain."""
+"""MLPs: gated and plain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": ReLU, "gelu_new
 
 @dataclass(frozen=True)
 class GatedMLPConfig(PartConfig):
-    """down(act(gate(x)) * up(x)); `activation` is a key of `GATED_ACTIVATIONS`, `bias` that of all three."""
+    """down(act(gate(x)) * up(x)); `activation` is a key of `GATED_ACTIVATIONS`, `bias`: all three have one."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -40,7 +40,7 @@ class GatedMLPConfig(PartConfig):
 
 @dataclass(frozen=True)
 class PlainMLPConfig(PartConfig):
-    """down(act(up(x))); `activation` is a key of `PLAIN_ACTIVATIONS`, `bias` that of both."""
+    """down(act(up(x))); `activation` is a key of `PLAIN_ACTIVATIONS`, `bias`: both have one."""
 
     intermediate_size: int
     activation: str

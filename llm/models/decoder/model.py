@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, final norm, LM head. What every family's class derives from."""
+"""The decoder: embedding, layers, final norm, LM head. The base class of every family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm.models.interface import BuildOptions
 
 
 class DecoderStack(nn.Module):
-    """The modules under "model."; `DecoderForCausalLM.forward` runs them, so a hook belongs on that or on a layer."""
+    """The modules under "model."; `DecoderForCausalLM.forward` runs them, so hook that or a layer, not this module."""
 
     def __init__(self, config: DecoderConfig, context: BuildContext, prefix: str) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class DecoderStack(nn.Module):
 
 
 class DecoderForCausalLM(nn.Module):
-    """Implements `llm.models.interface.CausalLM`; a family overrides `read_config` and, when needed, the data below."""
+    """Implements `llm.models.interface.CausalLM`; a family overrides `read_config` and, if needed, the data below."""
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
-    # Older checkpoints store the rotary frequencies; they are recomputed from config.json.
+    # Older checkpoints store the rotary frequencies; we compute them from config.json.
     ignored_weights: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
 
     @classmethod
@@ -75,7 +75,7 @@ class DecoderForCausalLM(nn.Module):
         )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """ids int64 [N] -> float32 [N, H], scaled as the first layer wants it."""
+        """ids int64 [N] -> float32 [N, H], scaled by `embedding_multiplier`."""
         hidden = self.model.embed_tokens(input_ids)
         multiplier = self.config.embedding_multiplier
         return hidden if multiplier == 1.0 else hidden * multiplier

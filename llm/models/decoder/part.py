@@ -1,7 +1,7 @@
-"""What every part of a layer promises, and what it is built with.
+"""The interface of a layer's parts, and the context they are built in.
 
-Owns `PartConfig`, `NormConfig` and `BuildContext`. A part is attention, a feed-forward, a recurrent mixer: its config
-builds its module and says which state the module keeps between steps.
+Owns `PartConfig`, `NormConfig` and `BuildContext`. A part is attention, an MLP or a recurrent mixer. Its config builds
+its module and declares the states that the module keeps between steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NormClass = type[RMSNorm] | type[GemmaRMSNorm] | type[LayerNorm]
 
 
 class LayerArguments(TypedDict):
-    """What every linear layer and embedding of a model is built with."""
+    """The constructor arguments that all linear layers and embeddings of a model share."""
 
     params_dtype: torch.dtype
     quant_config: QuantizationConfig | None
@@ -32,10 +32,10 @@ class LayerArguments(TypedDict):
 
 
 class BuildContext:
-    """What the parts of one model are built with, and what they share: rotary tables and the numbering of states.
+    """The options of one model's build, and what its parts share: rotary tables and the numbering of states.
 
     Attributes:
-        num_states: how many states were numbered so far.
+        num_states: number of states numbered so far.
     """
 
     def __init__(self, options: BuildOptions, hidden_size: int) -> None:
@@ -54,12 +54,12 @@ class BuildContext:
         return {"params_dtype": options.params_dtype, "quant_config": options.quant_config, "tp": options.tp}
 
     def next_state(self) -> int:
-        """Where the next state of the model lies in `ForwardBatch`; taken in the order of `PartConfig.states`."""
+        """The index of the next state in `ForwardBatch.states`; call it in the order of `PartConfig.states`."""
         self.num_states += 1
         return self.num_states - 1
 
     def rotary(self, head_size: int, rope: RopeParameters) -> RotaryEmbedding:
-        """One module, and so one table, for all layers with this rope."""
+        """One module, with one table, for all layers with this rope."""
         key = head_size, rope
         if key not in self._rotary:
             self._rotary[key] = RotaryEmbedding(head_size, self.options.max_model_len, rope)
@@ -67,23 +67,23 @@ class BuildContext:
 
 
 class PartConfig:
-    """The numbers of one part of a layer; frozen dataclasses derive from it.
+    """The config of one part of a layer; frozen dataclasses derive from it.
 
     The module it builds has `forward(hidden, batch)`: hidden states float [N, hidden_size] of the step's tokens and the
-    `ForwardBatch` -> what is added to the residual stream, of the same shape.
+    `ForwardBatch` -> the part's output, of the same shape, which is added to the residual stream.
 
     Attributes:
-        rope: what the part rotates positions in by; None: it does not.
+        rope: the part's rotary embedding; None: it has none.
     """
 
     rope: RopeParameters | None = None
 
     def build(self, context: BuildContext, prefix: str) -> nn.Module:
-        """The module, whose path in the model is `prefix`."""
+        """The module; `prefix` is its path in the model."""
         raise NotImplementedError
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> Sequence[StateSpec]:
-        """What the module keeps on one rank, `dtype` being that of the KV cache: one per `BuildContext.next_state`."""
+        """The module's states on one rank, one per call of `BuildContext.next_state`; `dtype`: of the KV cache."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""Keys of config.json that most families spell alike."""
+"""Reading the keys of config.json that most families share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llm.models.decoder.part import NormClass, NormConfig
 
 
 def read_heads(reader: ConfigReader, *, default_kv_heads: int | None = None, default_size: int | None = None) -> Heads:
-    """A missing head_dim is `default_size`, or else hidden_size / heads."""
+    """Read the numbers of heads; a missing head_dim is `default_size`, or hidden_size / heads if that is None."""
     heads, hidden = reader.positive("num_attention_heads"), reader.positive("hidden_size")
     return Heads(
         heads,
@@ -24,7 +24,7 @@ def read_rms_norm(reader: ConfigReader, default: float = 1e-6, kind: NormClass =
 
 
 def longest_sequence(reader: ConfigReader, rope: RopeParameters, default: int = 2048) -> int:
-    """Positions a model serves: `max_position_embeddings`, stretched by the scalings that it leaves out."""
+    """The longest sequence: `max_position_embeddings`, or the scaled length if that does not include the scaling."""
     longest = reader.positive("max_position_embeddings", default)
     if rope.rope_type in ("linear", "dynamic"):
         return int(longest * rope.factor)
@@ -34,7 +34,7 @@ def longest_sequence(reader: ConfigReader, rope: RopeParameters, default: int = 
 
 
 def layer_windows(reader: ConfigReader, count: int, window: int | None, default: list[bool]) -> list[int | None]:
-    """The sliding window of each layer, from `layer_types`; `default` says which layers slide when there is none."""
+    """The sliding window of each layer, from `layer_types`; without it, `default` says which layers have one."""
     kinds = reader.names("layer_types")
     if kinds is None:
         sliding = default
