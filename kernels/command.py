@@ -1,4 +1,4 @@
-"""`python -m llm kernels`: compiles the CPU kernels ahead of time, and measures them."""
+"""`python -m llm kernels`: compile the CPU kernels ahead of time, or measure them."""
 
 from __future__ import annotations
 

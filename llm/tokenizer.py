@@ -105,7 +105,7 @@ class Tokenizer:
 
             fast = (self.folder / "tokenizer.json").exists()
             loader = PreTrainedTokenizerFast if fast else AutoTokenizer
-            check_small_files(self.folder)  # transformers opens whatever stands there
+            check_small_files(self.folder)  # transformers opens any file that is there
             # By default trust_remote_code asks on the terminal whether to run the folder's Python.
             with refusing_panics(self.folder):
                 hf = loader.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)

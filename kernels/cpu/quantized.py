@@ -1,4 +1,4 @@
-"""Quantization of activations in C++, as a call of its own; the GEMMs quantize theirs themselves.
+"""Quantization of activations in C++, as separate operations; GEMMs quantize their activations themselves.
 
 `kernels/reference/quantized.py` defines the functions, and these give the same bits.
 """

@@ -129,7 +129,7 @@ class ModelRunner(ModelInspection):
 
     @library_defaults()
     def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
-        """Replace the custom processors, between steps; they are told of the rows in the batch."""
+        """Replace the custom processors, between steps; the new ones get the batch's rows as added."""
         self.processors.set_custom(classes, self.batch.added_rows())
 
     @library_defaults()

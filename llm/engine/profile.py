@@ -97,7 +97,7 @@ class Recorder:
         return timed
 
     def begin_step(self, plan: SchedulerOutput) -> None:
-        """A step is prefill if any of its requests computes more than one token beside drafts."""
+        """A step is prefill if any of its requests computes more than one token besides drafts."""
         drafts, counts = plan.draft_token_ids, plan.num_scheduled_tokens
         known = (count - len(drafts.get(request_id, ())) for request_id, count in counts.items())
         self.phase = PREFILL if any(count > 1 for count in known) else DECODE

@@ -25,7 +25,7 @@ from llm.quantize.formats import FORMATS, StoredLayer, Writer, stored_layers
 from llm.quantize.partial import partial_folder
 
 _SHARD_BYTES = 2 << 30
-# Of the files of tokenizer and generation, which are copied beside the weights and config.json.
+# Small files that are not copied; the tokenizer's and generation_config.json are.
 _NOT_COPIED = ("config.json", "*.index.json", "quant_model_description*.json", "results.json")
 
 

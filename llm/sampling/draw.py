@@ -43,7 +43,7 @@ def draw_rows(
 ) -> Draws:
     """Draw from softmax(logits) cut to the top_k likeliest tokens, then to the fewest of those whose mass is top_p.
 
-    Ties are broken by the lower token id. Each kind of cut is a pass of its own, so the arithmetic of a line does not
+    Ties are broken by the lower token id. Each kind of cut is a separate pass, so the arithmetic of a line does not
     depend on how other lines are cut.
 
     Args:

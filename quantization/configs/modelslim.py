@@ -105,7 +105,7 @@ class ModelSlimConfig(QuantizationConfig):
                     _give_bias(module)
 
     def ignores(self, name: str) -> bool:
-        """True for copies of norms in the format's first version, and for W8A8_MIX tensors that only W8A8 needs."""
+        """True for copies of norms in the format's first version, and for tensors of static W8A8 in W8A8_MIX layers."""
         path, _, last = name.rpartition(".")
         if path.endswith("norm.module"):
             return True
