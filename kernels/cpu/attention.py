@@ -1,7 +1,7 @@
 """Attention over a paged cache in C++; `kernels/reference` defines it, attention.cpp documents the layout.
 
 Every call checks block tables and slots against the cache before it computes anything: an index out of range raises
-IndexError and reads no memory.
+IndexError instead of reading other memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A memory pool for the results of kernels: a block is reused once the last tensor on it is gone.
 
-Owns `Pool`. Allocating megabytes for every layer costs more than computing their contents: each page is a page fault,
-zeroed by the system, and unmapped again when the tensor is freed.
+Owns `Pool`. Allocating megabytes for every layer costs more than computing their contents: each page faults, is zeroed
+by the system, and is unmapped again when the tensor is freed.
 """
 
 from __future__ import annotations

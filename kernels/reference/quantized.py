@@ -20,7 +20,7 @@ def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each row by its largest element.
 
     scale = max|x| / 127 and q = clamp(round_half_even(x / scale), -128, 127); a row whose scale is 0 has q = 0. A NaN
-    or infinity in a row makes its scale NaN or infinite, and with it the row's outputs.
+    or infinity in a row makes its scale NaN or infinite, and then all outputs of the row are NaN.
 
     Shapes: x float32 [M, K] -> q int8 [M, K], scale float32 [M].
     """
