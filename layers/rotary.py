@@ -130,6 +130,13 @@ def _yarn_mscale(rope: RopeParameters, weight: float) -> float:
     return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 
 
+def yarn_score_factor(rope: RopeParameters) -> float:
+    """What latent attention multiplies scores by under a scaled rope: the square of mscale_all_dim's factor."""
+    if rope.rope_type == "default" or not rope.mscale_all_dim:
+        return 1.0
+    return _yarn_mscale(rope, rope.mscale_all_dim) ** 2
+
+
 def _yarn_attention_factor(rope: RopeParameters) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor

@@ -39,6 +39,16 @@ BASE: Mapping[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Of latent attention: heads of other widths than those of `BASE`.
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 6,
+    "head_dim": None,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 7,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+}
 # With head_dim 10 one wavelength is kept, one interpolated, and the rest are divided.
 LLAMA3 = {
     "rope_type": "llama3",
@@ -276,6 +286,27 @@ TINY_MODELS = TINY_MODELS | {
             },
         },
         control={"rope_parameters": DEFAULT},
+    ),
+    # Latent attention: heads of queries alone, keys and values of other widths.
+    "minicpm3": TinyModel(
+        "MiniCPM3Config",
+        {
+            **LATENT,
+            "scale_emb": 3.0,
+            "scale_depth": 1.1,
+            "dim_model_base": 60,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2],
+                "long_factor": [1.0, 2.0, 3.0],
+                "original_max_position_embeddings": 32,
+            },
+        },
+        lengths=(33, 35, 40, 47, 60),
+        engine={"max_model_len": 100},
+        control={"scale_depth": 1.4},
     ),
 }
 

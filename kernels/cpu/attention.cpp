@@ -5,6 +5,9 @@
 // run along channels. One panel more than the slots need is allocated and never written: with a head size that is no
 // multiple of 16, loads run over the end.
 //
+// The KV cache of latent attention (latent.cpp writes it) is [slots][head_size]: one row is a token's key for every
+// head, and all but its last `rope_size` channels are the value. A block of it is staged: keys are transposed.
+//
 // The bits do not depend on the batch, the chunks or the threads. The softmax advances KEYS positions at a time,
 // counted from position 0. One thread reduces scores over channels in order and outputs over keys in order. A key that
 // a query does not see takes no part in that query's arithmetic.
@@ -26,9 +29,12 @@ struct Step {
 
 struct Layer {
     int64_t heads, kv_heads, head_size, window;  // window 0: none
+    int64_t rope_size;                           // channels of a latent key that are no value; 0: no latent attention
     float scale, soft_cap;                       // soft_cap 0: none
     const float* sinks;                          // per head, or null
     int64_t group() const { return heads / kv_heads; }
+    int64_t value_size() const { return head_size - rope_size; }
+    bool is_latent() const { return rope_size > 0; }
 };
 
 // A task: tokens first : end of one batch row, heads first_head : end_head of one KV head's group.
@@ -43,16 +49,18 @@ template <class T> class Attention {
     const Step& step;
     const Layer& layer;
     const T *key_cache, *value_cache;
-    const float* query;
+    const float *query, *query_rope;  // query_rope: of latent attention, [tokens][heads][rope_size]
     int64_t query_stride;
     float* out;
 
-    int64_t padded() const { return ceil_div(layer.head_size, LANES) * LANES; }
-    bool is_staged() const { return sizeof(T) != sizeof(float) || step.block_size % LANES != 0; }
+    int64_t padded() const { return ceil_div(layer.value_size(), LANES) * LANES; }
+    bool is_staged() const { return layer.is_latent() || sizeof(T) != sizeof(float) || step.block_size % LANES != 0; }
+    // Floats of one block's keys and values.
+    int64_t staged_size() const { return KEYS * (layer.head_size + layer.value_size()) + LANES; }
 
     int64_t scratch_bytes(int64_t rows) const {
         const int64_t per_row = layer.head_size + padded() + LANES + 1 + LANES;
-        const int64_t staged = is_staged() ? 2 * (PANELS * LANES * layer.head_size) + LANES : 0;
+        const int64_t staged = is_staged() ? staged_size() : 0;
         return (rows * per_row + MAX_TILE_ROWS * KEYS + staged) * sizeof(float) + rows * sizeof(Span) + 64 * 8;
     }
 
@@ -93,7 +101,7 @@ template <class T> class Attention {
         work.out = floats(rows * padded());
         work.sums = floats(rows * LANES);
         work.maxima = floats(rows);
-        work.staged = is_staged() ? floats(2 * PANELS * LANES * layer.head_size + LANES) : nullptr;
+        work.staged = is_staged() ? floats(staged_size()) : nullptr;
         work.spans = reinterpret_cast<Span*>(take(rows, sizeof(Span)));
         return work;
     }
@@ -107,11 +115,14 @@ template <class T> class Attention {
     void start(const Task& task, const Work& work, int64_t rows) const {
         constexpr float log2e = 0x1.715476p+0f;
         const float factor = layer.soft_cap != 0.0f ? layer.scale / layer.soft_cap : layer.scale * log2e;
-        const int64_t length = step.lengths[task.row], end = step.starts[task.row + 1], size = layer.head_size;
+        const int64_t length = step.lengths[task.row], end = step.starts[task.row + 1];
+        const int64_t size = layer.head_size, plain = layer.value_size(), rotated = layer.rope_size;
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t head = head_of(task, row), token = token_of(task, row), position = length - (end - token);
-            const float* source = query + token * query_stride + head * size;
-            for (int64_t i = 0; i < size; ++i) work.query[row * size + i] = source[i] * factor;
+            const float* source = query + token * query_stride + head * plain;
+            const float* rope = query_rope + (token * layer.heads + head) * rotated;
+            for (int64_t i = 0; i < plain; ++i) work.query[row * size + i] = source[i] * factor;
+            for (int64_t i = 0; i < rotated; ++i) work.query[row * size + plain + i] = rope[i] * factor;
             for (int64_t i = 0; i < work.out_stride; ++i) work.out[row * work.out_stride + i] = 0.0f;
             for (int64_t i = 0; i < LANES; ++i) work.sums[row * LANES + i] = 0.0f;
             work.maxima[row] = -3e38f;  // finite: -inf - -inf would be NaN
@@ -124,7 +135,7 @@ template <class T> class Attention {
     }
 
     void finish(const Task& task, const Work& work) const {
-        const int64_t size = layer.head_size;
+        const int64_t size = layer.value_size();
         for (int64_t row = 0; row < task.rows(); ++row) {
             const float* from = work.out + row * work.out_stride;
             float* to = out + (token_of(task, row) * layer.heads + head_of(task, row)) * size;
@@ -164,9 +175,10 @@ template <class T> class Attention {
     void stage(const Task& task, const Work& work, Span seen, int64_t first, int panel, Block& block) const {
         const int64_t panel_size = LANES * layer.head_size;
         float* keys = work.staged + panel * panel_size;
-        float* values = keys + PANELS * panel_size;
+        float* values = work.staged + PANELS * panel_size + panel * LANES * layer.value_size();
         block.keys[panel] = keys, block.values[panel] = values;
         if (seen.empty()) return;  // stale scratch, read but not used
+        if (layer.is_latent()) return stage_latent(task, seen, first, keys, values);
         if (step.block_size % LANES == 0) {
             const int64_t at = slot(task, first) / LANES;
             const T *from_keys = keys_at(at, task.kv_head), *from_values = values_at(at, task.kv_head);
@@ -181,6 +193,16 @@ template <class T> class Attention {
                 keys[i * LANES + lane] = widen(from_keys[i * LANES + from]);
                 values[lane * layer.head_size + i] = widen(from_values[from * layer.head_size + i]);
             }
+        }
+    }
+
+    void stage_latent(const Task& task, Span seen, int64_t first, float* keys, float* values) const {
+        const int64_t size = layer.head_size, value_size = layer.value_size();
+        for (int64_t position = seen.first; position < seen.end; ++position) {
+            const T* from = key_cache + slot(task, position) * size;
+            float* value = values + (position - first) * value_size;
+            for (int64_t i = 0; i < size; ++i) keys[i * LANES + position - first] = widen(from[i]);
+            for (int64_t i = 0; i < value_size; ++i) value[i] = widen(from[i]);
         }
     }
 
@@ -207,7 +229,7 @@ template <class T> class Attention {
         score_rows<FETCH>(rows, work, row, KEYS, block, next, layer.head_size);
         for (int64_t r = 0; r < rows; ++r)
             advance_softmax(work, row + r, work.scores + r * KEYS, {0, KEYS}, log2_cap());
-        value_rows<FETCH>(rows, work, row, work.scores, Span{0, KEYS}, block, next, layer.head_size);
+        value_rows<FETCH>(rows, work, row, work.scores, Span{0, KEYS}, block, next, layer.value_size());
     }
 
     Span seen_in_block(const Work& work, int64_t row, int64_t start) const {
@@ -224,8 +246,8 @@ template <class T> class Attention {
             if (!seen.empty()) any = {min(any.first, seen.first), max(any.end, seen.end)};
         }
         if (any.empty()) return;
-        const int64_t size = layer.head_size;
-        score_rows<false>(rows, work, row, any.end, block, block, size);
+        const int64_t size = layer.value_size();
+        score_rows<false>(rows, work, row, any.end, block, block, layer.head_size);
         const auto scores = [&](int64_t r) { return work.scores + (r - row) * KEYS; };
         for (int64_t r = row; r < row + rows; ++r) {
             const Span seen = seen_in_block(work, r, start);
@@ -300,10 +322,11 @@ int64_t first_bad_row(const Step& step, int64_t tokens, int64_t window) {
 
 template <class T>
 void attend(const Step& step, const Layer& layer, const void* key_cache, const void* value_cache, const float* query,
-            int64_t query_stride, float* out, int64_t threads) {
+            int64_t query_stride, const float* query_rope, float* out, int64_t threads) {
     const Tasks tasks(step, layer, threads);
     const Attention<T> attention{
-        step, layer, static_cast<const T*>(key_cache), static_cast<const T*>(value_cache), query, query_stride, out};
+        step,         layer, static_cast<const T*>(key_cache), static_cast<const T*>(value_cache), query, query_rope,
+        query_stride, out};
     Scratch firsts((step.rows + 1) * sizeof(int64_t));
     int64_t* first_task = firsts.as<int64_t>();
     first_task[0] = 0;
@@ -329,13 +352,33 @@ LLM_EXPORT int64_t llm_paged_attention(const int32_t* table, const int32_t* star
                                        int64_t kv_heads, int64_t head_size, int64_t window, float scale, float soft_cap,
                                        const float* sinks, int64_t threads) {
     const Step step{table, starts, lengths, rows, table_width, block_size, slots};
-    const Layer layer{heads, kv_heads, head_size, window, scale, soft_cap, sinks};
+    const Layer layer{heads, kv_heads, head_size, window, 0, scale, soft_cap, sinks};
     const int64_t bad = first_bad_row(step, tokens, window);
     if (bad >= 0) return bad;
     with_type(kind, [&](auto type) {
-        attend<typename decltype(type)::Value>(step, layer, key_cache, value_cache, query, query_stride, out, threads);
+        attend<typename decltype(type)::Value>(step, layer, key_cache, value_cache, query, query_stride, nullptr, out,
+                                               threads);
+    });
+    return -1;
+}
+
+// Latent attention: query [tokens][heads][latent_size] and query_rope [tokens][heads][rope_size], rope_size > 0, over
+// cache [slots][latent_size + rope_size] -> out [tokens][heads][latent_size]. Returns as llm_paged_attention.
+LLM_EXPORT int64_t llm_latent_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths,
+                                        int64_t rows, int64_t table_width, int64_t block_size, int64_t slots,
+                                        const float* query, const float* query_rope, int64_t tokens, Kind kind,
+                                        const void* cache, float* out, int64_t heads, int64_t latent_size,
+                                        int64_t rope_size, float scale, int64_t threads) {
+    const Step step{table, starts, lengths, rows, table_width, block_size, slots};
+    const Layer layer{heads, 1, latent_size + rope_size, 0, rope_size, scale, 0.0f, nullptr};
+    const int64_t bad = first_bad_row(step, tokens, 0);
+    if (bad >= 0) return bad;
+    with_type(kind, [&](auto type) {
+        attend<typename decltype(type)::Value>(step, layer, cache, nullptr, query, heads * latent_size, query_rope, out,
+                                               threads);
     });
     return -1;
 }
 
 LLM_KERNEL(llm_paged_attention)
+LLM_KERNEL(llm_latent_attention)

@@ -6,8 +6,6 @@ IndexError instead of reading other memory.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from llm.forward import AttentionMetadata, KVCacheSpec
@@ -78,15 +76,14 @@ def paged_attention(
     Raises:
         IndexError: a block id is outside the cache, or a batch row's start and length contradict each other.
     """
-    if metadata.plan is None:
-        metadata.plan = _plan(metadata)
+    plan = plan_of(metadata)
     query = _by_token(query)
     tokens, heads, head_size = query.shape
     out = library.empty(tokens, heads, head_size)
     slots, kv_heads, _ = cache_sizes(key_cache)
     bad = library.call(
         _ATTENTION,
-        *metadata.plan,
+        *plan,
         slots,
         query.data_ptr(),
         query.stride()[0],
@@ -105,15 +102,21 @@ def paged_attention(
         torch.get_num_threads(),
     )
     if bad >= 0:
-        raise IndexError(_what_is_wrong(metadata, int(bad), slots))
+        raise out_of_range(metadata, bad, slots)
     return out
 
 
-def _plan(metadata: AttentionMetadata) -> tuple[Any, ...]:
+def plan_of(metadata: AttentionMetadata) -> tuple[int, ...]:
     """The kernel's arguments that describe the batch rows; made once per step and group of layers.
 
     They are addresses: `metadata` keeps the tensors alive.
     """
+    if metadata.plan is None:
+        metadata.plan = _plan(metadata)
+    return metadata.plan
+
+
+def _plan(metadata: AttentionMetadata) -> tuple[int, ...]:
     for name in ("block_table", "query_start_loc", "seq_lens"):
         tensor = getattr(metadata, name)
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
@@ -127,8 +130,8 @@ def _plan(metadata: AttentionMetadata) -> tuple[Any, ...]:
     )
 
 
-def _what_is_wrong(metadata: AttentionMetadata, row: int, slots: int) -> str:
-    return (
+def out_of_range(metadata: AttentionMetadata, row: int, slots: int) -> IndexError:
+    return IndexError(
         f"row {row} of the attention step is out of range: block table {metadata.block_table[row].tolist()}, length "
         f"{int(metadata.seq_lens[row])}, query_start_loc {metadata.query_start_loc[row : row + 2].tolist()}; the cache "
         f"holds {slots // metadata.block_size} blocks of {metadata.block_size}"

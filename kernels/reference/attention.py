@@ -52,14 +52,15 @@ def paged_attention(
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v, causal, over the cached keys and values of each batch row.
 
-    Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shapes`; returns [N, heads, head_size].
+    Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shapes`; returns [N, heads, head_size]. Values may
+    have fewer channels than keys; the result then has as many as they.
     A token at position p sees positions max(0, p - sliding_window + 1) to p. With `soft_cap` a score s becomes
     soft_cap * tanh(s / soft_cap) before the softmax. `sinks` float32 [heads] are scores of one more key, whose value
     is zero (attention sinks as gpt-oss trains them).
     """
     if metadata.plan is None:
         metadata.plan = _plan(metadata, sliding_window, key_cache.shape[0] * key_cache.shape[2])
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:2], value_cache.shape[2])
     key_buffer, value_buffer = metadata.plan.buffers
     for group in metadata.plan.decode:
         key = _gather_into(key_buffer, key_cache, group.slots)
@@ -176,14 +177,14 @@ def _attend_decode(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [R, heads, d], key and value [kv_heads, R * L, d], mask [R, 1, L] -> [R, heads, d]."""
+    """query [R, heads, d], key and value [kv_heads, R * L, d or other], mask [R, 1, L] -> [R, heads, d of value]."""
     rows, heads, size = query.shape
     kv_heads = key.shape[0]
     grouped = query.view(rows, kv_heads, -1, size).transpose(0, 1)
-    by_row = (kv_heads, rows, -1, size)
+    key, value = (tensor.unflatten(1, (rows, -1)) for tensor in (key, value))
     sinks = None if sinks is None else sinks.view(kv_heads, 1, -1, 1)
-    out = _attend_explicitly(grouped, key.view(by_row), value.view(by_row), mask, scale, soft_cap, sinks)
-    return out.transpose(0, 1).reshape(rows, heads, size)
+    out = _attend_explicitly(grouped, key, value, mask, scale, soft_cap, sinks)
+    return out.transpose(0, 1).reshape(rows, heads, -1)
 
 
 def _attend_row(

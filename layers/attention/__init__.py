@@ -1,6 +1,14 @@
-"""Attention over a paged KV cache: the layer, and the interface of its backends."""
+"""Attention over a paged KV cache: the layers, and the interface of their backends."""
 
 from llm.layers.attention.attention import Attention
 from llm.layers.attention.backend import AttentionBackend, attention_backend
+from llm.layers.attention.latent import LatentAttention, MLAModules, MultiHeadLatentAttentionWrapper
 
-__all__ = ["Attention", "AttentionBackend", "attention_backend"]
+__all__ = [
+    "Attention",
+    "AttentionBackend",
+    "LatentAttention",
+    "MLAModules",
+    "MultiHeadLatentAttentionWrapper",
+    "attention_backend",
+]

@@ -43,6 +43,11 @@ class Attention(nn.Module):
         params = AttentionParams(num_heads, num_kv_heads, head_size, scale, sliding_window, soft_cap)
         self.backend = attention_backend(construction().platform, head_size)(params)
 
+    @property
+    def operations_per_pair(self) -> int:
+        """Of one query token with one key token, a multiply-add being two."""
+        return 4 * self.num_heads * self.head_size
+
     def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         return KVCacheSpec(self.num_kv_heads, self.head_size, dtype, self.sliding_window)
 

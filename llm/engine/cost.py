@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from llm.layers.attention import Attention
+from llm.layers.attention import Attention, LatentAttention
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import LinearBase
 
@@ -94,7 +94,7 @@ def count_model(model: nn.Module, kv_cache_dtype: torch.dtype) -> ModelCost:
     head = getattr(model, "lm_head", None)
     layers = [module for module in model.modules() if hasattr(module, "quant_kind")]
     lookup_only = [module for module in layers if module.quant_kind == "embedding" and module is not head]
-    attention = [module for module in model.modules() if isinstance(module, Attention)]
+    attention = [module for module in model.modules() if isinstance(module, Attention | LatentAttention)]
     total = _stored_bytes(model.modules())
     return ModelCost(
         parameters=sum(_elements(module) for module in model.modules()),
@@ -122,9 +122,9 @@ def matrix_sizes(layer: nn.Module) -> tuple[int, int] | None:
     return (layer.input_size, layer.output_size) if isinstance(layer, LinearBase) else None
 
 
-def attention_cost(layer: Attention, kv_cache_dtype: torch.dtype) -> AttentionCost:
+def attention_cost(layer: Attention | LatentAttention, kv_cache_dtype: torch.dtype) -> AttentionCost:
     bytes_per_token = layer.kv_cache_spec(kv_cache_dtype).bytes_per_token()
-    return AttentionCost(4 * layer.num_heads * layer.head_size, bytes_per_token, layer.sliding_window)
+    return AttentionCost(layer.operations_per_pair, bytes_per_token, layer.sliding_window)
 
 
 def pairs(start: int, end: int, window: int | None) -> int:

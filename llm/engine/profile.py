@@ -21,7 +21,7 @@ from llm.base.custom_op import CustomOp
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
 from llm.engine.step import RunnerOutput, SchedulerOutput
-from llm.layers.attention import Attention
+from llm.layers.attention import Attention, LatentAttention
 
 OPERATION, MODEL, ENGINE = "operation", "model", "engine"
 PREFILL, DECODE = "prefill", "decode"
@@ -182,6 +182,8 @@ def _operations(
             work = _attention_work(module, kv_cache_dtype, recorder)
             yield module.backend, "attend", "attention", work
             yield module.backend, "write", "KV cache", None
+        elif isinstance(module, LatentAttention):
+            yield module, "forward", "attention", _attention_work(module, kv_cache_dtype, recorder)
         elif isinstance(module, CustomOp):
             yield module, "forward", module.name, None
         elif getattr(module, "quant_kind", "") == "embedding":
@@ -234,7 +236,7 @@ def _matrix_work(layer: nn.Module) -> Work | None:
     return work
 
 
-def _attention_work(layer: Attention, kv_cache_dtype: torch.dtype, recorder: Recorder) -> Work:
+def _attention_work(layer: Attention | LatentAttention, kv_cache_dtype: torch.dtype, recorder: Recorder) -> Work:
     cost = attention_cost(layer, kv_cache_dtype)
 
     def work(args: tuple[object, ...]) -> Phase:

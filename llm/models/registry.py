@@ -20,6 +20,7 @@ _FAMILIES = {
     "gpt2": "GPT2LMHeadModel",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "opt": "OPTForCausalLM",

@@ -22,9 +22,11 @@ class WeightStorage(ABC):
 
     Attributes:
         holds_bias: the format stores the bias with the integers, so the checkpoint may lack the layer's bias.
+        on_load: the checkpoint has floats, which are quantized while they are loaded.
     """
 
     holds_bias = False
+    on_load = False
 
     def __init__(self) -> None:
         self._names: list[str] = []

@@ -46,6 +46,8 @@ class QuantizeOnLoad(WeightStorage):
         signal_to_noise: of the integers against the float weight, in decibels; valid after loading.
     """
 
+    on_load = True
+
     def __init__(
         self,
         bits: int,

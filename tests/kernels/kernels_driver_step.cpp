@@ -62,6 +62,37 @@ void attention(Kind kind, int64_t heads, int64_t kv_heads, int64_t size, int64_t
     calls += 5;
 }
 
+// As `attention`, of latents with `rope` channels behind them, and the GEMMs around it.
+template <class T>
+void latent_attention(Kind kind, int64_t heads, int64_t latent, int64_t rope, int64_t block, int64_t cached,
+                      int64_t fresh) {
+    const int64_t length = cached + fresh, blocks = (length + block - 1) / block, slots = (blocks + 1) * block;
+    Exactly<T> cache(slots * (latent + rope)), weight(heads * rope * latent);
+    Exactly<float> c(length * latent, 0.25f), k(length * rope, 0.5f), q(fresh * heads * latent, 0.1f);
+    Exactly<float> r(fresh * heads * rope, 0.1f), out(fresh * heads * latent);
+    Exactly<int64_t> mapping(length);
+    Exactly<int32_t> table(blocks), starts(2), lengths(1);
+    for (int64_t i = 0; i < blocks; ++i) table.data[i] = static_cast<int32_t>(blocks - i);
+    for (int64_t i = 0; i < length; ++i) mapping.data[i] = table.data[i / block] * block + i % block;
+    starts.data[0] = 0, starts.data[1] = static_cast<int32_t>(fresh), lengths.data[0] = static_cast<int32_t>(length);
+    const auto write = [&] {
+        return llm_write_latent_cache(c.data, latent, k.data, rope, kind, cache.data, mapping.data, slots, length,
+                                      latent, rope, 1);
+    };
+    const auto attend = [&] {
+        return llm_latent_attention(table.data, starts.data, lengths.data, 1, blocks, block, slots, q.data, r.data,
+                                    fresh, kind, cache.data, out.data, heads, latent, rope, 0.3f, 1);
+    };
+    need(write() == -1, "a good slot was refused");
+    need(attend() == -1 && std::fabs(out.data[0] - 0.25f) < 1e-3f, "latent attention is wrong");
+    llm_heads_linear(kind, weight.data, r.data, heads * rope, rope, out.data, fresh, heads, latent, rope, 1);
+    table.data[blocks - 1] = static_cast<int32_t>(blocks + 1);
+    need(attend() == 0, "a block outside of the cache was read");
+    mapping.data[length - 1] = slots;
+    need(write() == length - 1, "a slot outside of the cache was written");
+    calls += 5;
+}
+
 template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     Exactly<float> x(count * width, 0.5f), y(count * width, 0.25f), out(count * width), total(count * width);
     Exactly<T> weight(width), bias(width);
@@ -127,6 +158,13 @@ int run_step_kernels() {
                     attention<uint16_t>(Kind::BFLOAT16, 7, 1, size, block, window, 3, fresh);
                     attention<uint16_t>(Kind::FLOAT16, 4, 4, size, block, window, 0, fresh);
                 }
+    for (int64_t latent : {10, 32})
+        for (int64_t block : {3, 16})
+            for (int64_t fresh : {1, 9}) {
+                latent_attention<float>(Kind::FLOAT32, 5, latent, 6, block, 75, fresh);
+                latent_attention<uint16_t>(Kind::BFLOAT16, 50, latent, 2, block, 3, fresh);
+                latent_attention<uint16_t>(Kind::FLOAT16, 1, latent, 1, block, 0, fresh);
+            }
     for (int64_t count : {1, 3})
         for (int64_t width : {1, 2, 15, 16, 17, 63, 64, 65, 100}) {
             rows<float>(Kind::FLOAT32, count, width);

@@ -43,7 +43,8 @@ VLLM_CLASSES = dict(
         "mixer2_gated_rms_norm:Mixer2RMSNormGated replicated_linear:ReplicatedLinear "
         "column_parallel_linear:ColumnParallelLinear row_parallel_linear:RowParallelLinear "
         "vocab_parallel_embedding:VocabParallelEmbedding parallel_lm_head:ParallelLMHead "
-        "logits_processor:LogitsProcessor rel_pos_attention:RelPosAttention"
+        "logits_processor:LogitsProcessor rel_pos_attention:RelPosAttention "
+        "multi_head_latent_attention:MultiHeadLatentAttentionWrapper"
     ).split()
 )
 OURS_ALONE = {"relu"}

@@ -1,12 +1,13 @@
 """A decoder made of parts, onto which a family maps its config.json.
 
-`config.py` is the config of the whole model, `layer.py` joins parts and norms to a layer, `attention.py` and `mlp.py`
-are parts, `part.py` is the interface of a part, `model.py` runs the layers, `reading.py` reads the keys that families
-share.
+`config.py` is the config of the whole model, `layer.py` joins parts and norms to a layer, `attention.py`, `latent.py`
+and `mlp.py` are parts, `part.py` is the interface of a part, `model.py` runs the layers, `reading.py` reads the keys
+that families share.
 """
 
 from llm.models.decoder.attention import AttentionConfig, Heads
 from llm.models.decoder.config import DecoderConfig, LearnedPositions
+from llm.models.decoder.latent import LatentAttentionConfig, read_latent_attention
 from llm.models.decoder.layer import (
     LayerConfig,
     Norms,
@@ -27,6 +28,7 @@ __all__ = [
     "DecoderForCausalLM",
     "GatedMLPConfig",
     "Heads",
+    "LatentAttentionConfig",
     "LayerConfig",
     "LearnedPositions",
     "NormConfig",
@@ -40,5 +42,6 @@ __all__ = [
     "layer_windows",
     "longest_sequence",
     "read_heads",
+    "read_latent_attention",
     "read_rms_norm",
 ]

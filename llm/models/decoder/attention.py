@@ -62,7 +62,7 @@ class AttentionConfig(PartConfig):
 
     def __post_init__(self) -> None:
         if self.rope is not None:
-            _check_rope(self.rope, int(self.heads.size * self.rope.partial_rotary_factor))
+            check_rope(self.rope, int(self.heads.size * self.rope.partial_rotary_factor))
 
     def build(self, context: BuildContext, prefix: str) -> nn.Module:
         return DecoderAttention(self, context, prefix)
@@ -133,7 +133,7 @@ class DecoderAttention(nn.Module):
         return whole.narrow(-1, self.tp.rank // replicas * width, width)
 
 
-def _check_rope(rope: RopeParameters, rotary_dim: int) -> None:
+def check_rope(rope: RopeParameters, rotary_dim: int) -> None:
     if rotary_dim % 2:
         raise UnsupportedModelError(f"config.json: {rotary_dim} rotated channels per head is odd, must be even.")
     divisors = {len(rope.short_factor), len(rope.long_factor)}

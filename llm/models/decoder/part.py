@@ -42,7 +42,7 @@ class BuildContext:
         self.options = options
         self.hidden_size = hidden_size
         self.num_states = 0
-        self._rotary: dict[tuple[int, RopeParameters], RotaryEmbedding] = {}
+        self._rotary: dict[tuple[int, RopeParameters, bool], RotaryEmbedding] = {}
 
     @property
     def tp(self) -> TensorParallel:
@@ -58,11 +58,11 @@ class BuildContext:
         self.num_states += 1
         return self.num_states - 1
 
-    def rotary(self, head_size: int, rope: RopeParameters) -> RotaryEmbedding:
+    def rotary(self, head_size: int, rope: RopeParameters, is_neox_style: bool = True) -> RotaryEmbedding:
         """One module, with one table, for all layers with this rope."""
-        key = head_size, rope
+        key = head_size, rope, is_neox_style
         if key not in self._rotary:
-            self._rotary[key] = RotaryEmbedding(head_size, self.options.max_model_len, rope)
+            self._rotary[key] = RotaryEmbedding(head_size, self.options.max_model_len, rope, is_neox_style)
         return self._rotary[key]
 
 

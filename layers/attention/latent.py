@@ -1,0 +1,213 @@
+"""Latent attention (DeepSeek-V2, arXiv:2405.04434): one vector per token is kept, from which every head reads.
+
+Owns the attention over that vector, the projection whose weight is absorbed into queries and outputs, and the layer
+that joins them to the other projections. There is one form for prompts and decoding: keys and values are never
+computed, so a token's bits do not depend on how it was scheduled. It costs arithmetic where prompts are long: a pair of
+tokens takes 2 * latent + rope multiplications per head, in place of key + rope + value (DeepSeek-V3: 1088 and 320).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from llm.base.custom_op import PluggableLayer
+from llm.base.errors import UnsupportedModelError
+from llm.forward import ForwardBatch, LatentCacheSpec
+from llm.kernels.select import backend_of_construction
+from llm.layers.linear import ColumnParallelLinear, LinearBase
+from llm.layers.parallel import SINGLE, TensorParallel
+from llm.quantization.absorbed import AbsorbedLinearMethod, AbsorbedWeight
+from llm.quantization.base import LinearMethodBase, QuantizationConfig
+
+
+class LatentAttention(nn.Module):
+    """Causal attention of layer `layer_index` over a paged cache of latents and rotated keys, one of each per token.
+
+    Args:
+        num_heads: of queries; all read the same key and value.
+        latent_size: channels of the vector that is value, and key with `rope_size` rotated channels behind it.
+        scale: what dot products are multiplied by before the softmax.
+    """
+
+    sliding_window: int | None = None
+
+    def __init__(self, num_heads: int, latent_size: int, rope_size: int, *, layer_index: int, scale: float) -> None:
+        super().__init__()
+        self.num_heads, self.latent_size, self.rope_size = num_heads, latent_size, rope_size
+        self.layer_index, self.scale = layer_index, scale
+        backend = backend_of_construction()
+        self._write, self._attend = backend.op("write_latent_cache"), backend.op("latent_attention")
+
+    @property
+    def operations_per_pair(self) -> int:
+        """Of one query token with one key token, a multiply-add being two."""
+        return 2 * self.num_heads * (2 * self.latent_size + self.rope_size)
+
+    def kv_cache_spec(self, dtype: torch.dtype) -> LatentCacheSpec:
+        return LatentCacheSpec(self.latent_size + self.rope_size, dtype)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """query [N, heads, latent_size], query_rope [N, heads, rope_size], latent [N, latent_size], key_rope
+        [N, rope_size] -> [N, heads, latent_size]."""
+        (cache,), metadata = batch.states[self.layer_index], batch.metadata[self.layer_index]
+        # Every row's tokens are written before any row reads: rows of one step may share blocks (prefix hits).
+        self._write(latent, key_rope, cache, metadata.slot_mapping)
+        return self._attend(query, query_rope, cache, metadata, scale=self.scale)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, latent_size={self.latent_size}, rope_size={self.rope_size}"
+
+
+class LatentProjection(ColumnParallelLinear):
+    """kv_b_proj: what would compute each head's key and value of a latent, and is multiplied in parts in their place.
+
+    Its weight stays in the type that it is stored in, however the rest of the model is quantized. Further arguments:
+    `ColumnParallelLinear`.
+
+    Raises:
+        UnsupportedModelError: the checkpoint stores it quantized.
+    """
+
+    def __init__(
+        self,
+        latent_size: int,
+        num_heads: int,
+        key_size: int,
+        value_size: int,
+        *,
+        params_dtype: torch.dtype | None = None,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+        tp: TensorParallel = SINGLE,
+    ) -> None:
+        self.num_heads, self.key_size = tp.share("num_attention_heads", num_heads), key_size
+        super().__init__(
+            latent_size,
+            num_heads * (key_size + value_size),
+            bias=False,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            tp=tp,
+        )
+
+    def _resolve_method(self, quant_config: QuantizationConfig | None) -> LinearMethodBase:
+        asked = super()._resolve_method(quant_config)
+        if not asked.scheme:
+            return AbsorbedLinearMethod(self.num_heads, self.key_size, asked.source, asked.reason)
+        if not getattr(getattr(asked, "storage", None), "on_load", False):
+            raise UnsupportedModelError(
+                f"{self.prefix} is stored as {asked.scheme}; latent attention reads it in parts, of float weights "
+                "alone. Use a checkpoint that leaves kv_b_proj as it was, or the original with quantization=."
+            )
+        reason = "latent attention reads it in parts, which stay as they are"
+        return AbsorbedLinearMethod(self.num_heads, self.key_size, asked.source, reason)
+
+    @property
+    def absorbed(self) -> AbsorbedWeight:
+        """Once it is loaded."""
+        return cast(AbsorbedWeight, self.packed_weight)
+
+
+@dataclass
+class MLAModules:
+    """The modules of one layer, under vLLM's names.
+
+    Attributes:
+        q_proj: queries from hidden states; None: by `q_a_proj`, `q_a_layernorm` and `q_b_proj`.
+        kv_a_proj_with_mqa: latent and the key that is rotated.
+        rotary_emb: of `qk_rope_head_dim` channels.
+    """
+
+    kv_a_proj_with_mqa: LinearBase
+    kv_a_layernorm: nn.Module
+    kv_b_proj: LatentProjection
+    rotary_emb: nn.Module
+    o_proj: LinearBase
+    q_proj: LinearBase | None = None
+    q_a_proj: LinearBase | None = None
+    q_a_layernorm: nn.Module | None = None
+    q_b_proj: LinearBase | None = None
+
+
+@PluggableLayer.register("multi_head_latent_attention")
+class MultiHeadLatentAttentionWrapper(PluggableLayer):
+    """Latent attention with all its projections.
+
+    Args:
+        hidden_size: channels of what goes in and comes out.
+        num_heads: on this rank.
+        scale: of the scores.
+        qk_nope_head_dim, qk_rope_head_dim: channels of a head's query that are not rotated, then those that are.
+        v_head_dim: channels of a head's output.
+        q_lora_rank: channels between `q_a_proj` and `q_b_proj`; None: there are none.
+        kv_lora_rank: channels of the latent.
+        mla_modules: the projections and norms, which become attributes under the names that they have there.
+        layer_index: position of this layer's state among the model's.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        scale: float,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        mla_modules: MLAModules,
+        *,
+        layer_index: int,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
+        self.prefix = prefix
+        self.q_proj, self.q_a_proj = mla_modules.q_proj, mla_modules.q_a_proj
+        self.q_a_layernorm, self.q_b_proj = mla_modules.q_a_layernorm, mla_modules.q_b_proj
+        self.kv_a_proj_with_mqa = mla_modules.kv_a_proj_with_mqa
+        self.kv_a_layernorm = mla_modules.kv_a_layernorm
+        self.kv_b_proj = mla_modules.kv_b_proj
+        self.rotary_emb = mla_modules.rotary_emb
+        self.attn = LatentAttention(num_heads, kv_lora_rank, qk_rope_head_dim, layer_index=layer_index, scale=scale)
+        self.o_proj = mla_modules.o_proj
+        self._heads_linear = backend_of_construction().op("heads_linear")
+
+    def forward(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """float [N, hidden_size] of the step's tokens -> the same shape."""
+        tokens, weight = hidden_states.shape[0], self.kv_b_proj.absorbed
+        query = self._query(hidden_states).view(tokens * self.num_heads, self.qk_head_dim)
+        rotated = query[:, self.qk_nope_head_dim :].contiguous()
+        latent, key_rope = self.kv_a_proj_with_mqa(hidden_states).split_with_sizes(
+            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
+        width = self.num_heads * self.qk_rope_head_dim
+        query_rope, key_rope = self.rotary_emb(batch.positions, rotated.view(tokens, width), key_rope)
+        by_head = query.view(tokens, self.num_heads, self.qk_head_dim)
+        absorbed = self._heads_linear(by_head[..., : self.qk_nope_head_dim], weight.of_queries())
+        query_rope = query_rope.view(tokens, self.num_heads, self.qk_rope_head_dim)
+        out = self.attn(absorbed, query_rope, self.kv_a_layernorm(latent), key_rope, batch)
+        values = self._heads_linear(out, weight.of_outputs())
+        return self.o_proj(values.view(tokens, self.num_heads * self.v_head_dim))
+
+    def _query(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[N, heads * qk_head_dim]."""
+        if self.q_a_proj is None or self.q_a_layernorm is None or self.q_b_proj is None:
+            return cast(LinearBase, self.q_proj)(hidden_states)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))

@@ -1,0 +1,59 @@
+"""MiniCPM3: latent attention, with constants on the embedding, each part's output and the logits."""
+
+from __future__ import annotations
+
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import (
+    DecoderConfig,
+    DecoderForCausalLM,
+    GatedMLPConfig,
+    LayerConfig,
+    ScaledPreNorms,
+    longest_sequence,
+    read_latent_attention,
+    read_rms_norm,
+)
+
+
+class MiniCPM3ForCausalLM(DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        rope, norm = reader.rope(), read_rms_norm(reader, 1e-5)
+        hidden, count = reader.positive("hidden_size"), reader.positive("num_hidden_layers")
+        attention = read_latent_attention(
+            reader,
+            rope,
+            q_lora_rank=768,
+            kv_lora_rank=256,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=hidden // reader.positive("num_attention_heads"),
+            is_neox_style=True,
+        )
+        mlp = GatedMLPConfig(
+            reader.positive("intermediate_size"),
+            reader.string("hidden_act", "silu"),
+            bias=reader.boolean("mlp_bias", False),
+        )
+        # null says that a constant is 1.
+        depth = reader.optional_number("scale_depth", 1.4)
+        base = reader.optional_number("dim_model_base", 256)
+        if base is not None and base <= 0:
+            raise reader.error("dim_model_base", base, "a positive number or null")
+        layer = LayerConfig(
+            attention=attention,
+            mlp=mlp,
+            norms=ScaledPreNorms(norm, 1.0 if depth is None else depth / count**0.5),
+        )
+        config = DecoderConfig(
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=hidden,
+            max_position_embeddings=longest_sequence(reader, rope),
+            layers=(layer,) * count,
+            final_norm=norm,
+            embedding_multiplier=reader.number("scale_emb", 12.0),
+            logits_divisor=1.0 if base is None else hidden / base,
+            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
+        )
+        reader.finish()
+        return config

@@ -1,0 +1,110 @@
+"""The weight that latent attention reads in parts: its layout, and what quantization does with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from embedded import engine_of
+from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
+
+from llm import LLM, SamplingParams
+from llm.base.errors import UnsupportedModelError
+from llm.forward import LatentCacheSpec
+from llm.layers.attention.latent import LatentAttention, LatentProjection
+from llm.layers.rotary import RopeParameters, yarn_score_factor
+
+ROW = TINY_MODELS["minicpm3"]
+HEADS, KEY, VALUE, RANK = 3, 7, 9, 20
+GREEDY = SamplingParams(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("minicpm3", tmp_path_factory)
+
+
+def opened(folder: Path, **more: Any) -> LLM:
+    return LLM(folder, skip_tokenizer_init=True, **{**ROW.engine, **more})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_absorbed_weight_is_the_loaded_one_in_its_memory(dtype: torch.dtype) -> None:
+    layer: Any = LatentProjection(RANK, HEADS, KEY, VALUE, params_dtype=dtype)
+    loaded = torch.randn(HEADS * (KEY + VALUE), RANK, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layer.weight_loader(layer.weight, loaded)
+    layer.quant_method.process_weights_after_loading(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    by_head = loaded.view(HEADS, KEY + VALUE, RANK)
+    assert torch.equal(layer.absorbed.of_queries(), by_head[:, :KEY])
+    assert torch.equal(layer.absorbed.of_outputs().transpose(1, 2), by_head[:, KEY:])
+    assert torch.equal(layer.absorbed.unpack(), loaded) and layer.weight.nbytes == loaded.nbytes
+    assert torch.equal(layer.quant_method.dequantize_weight(layer), loaded.float())
+    x = torch.randn(4, RANK)
+    torch.testing.assert_close(layer(x), x @ loaded.float().t())
+    # The parameter is what is multiplied with.
+    layer.weight.data = torch.zeros_like(loaded)
+    assert not layer.absorbed.of_queries().any() and not layer.absorbed.of_outputs().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_takes_its_latent_and_its_rotated_key(folder: Path, dtype: torch.dtype) -> None:
+    with opened(folder, kv_cache_dtype=str(dtype).removeprefix("torch.")) as llm:
+        runner = engine_of(llm).runner
+        specs, states = runner.plan.kv_cache_specs, runner.states
+        layers = [module for module in runner.model.modules() if isinstance(module, LatentAttention)]
+    width = ROW.config["kv_lora_rank"] + ROW.config["qk_rope_head_dim"]
+    assert [*specs] == [LatentCacheSpec(width, dtype)] * 3 == [layer.kv_cache_spec(dtype) for layer in layers]
+    assert {spec.bytes_per_token() for spec in specs} == {width * dtype.itemsize}
+    assert all(len(state) == 1 for state in states)
+
+
+def test_quantization_on_load_leaves_it_as_it_is_and_says_so(folder: Path, tmp_path: Path) -> None:
+    prompts = make_prompts(ROW)[:2]
+    with opened(folder, quantization="w8a8") as llm:
+        model = engine_of(llm).runner.model
+        schemes = {name: module.quant_method.scheme for name, module in model.named_modules() if "proj" in name}
+        assert {name for name, scheme in schemes.items() if not scheme} == {
+            f"model.layers.{index}.self_attn.kv_b_proj" for index in range(3)
+        }
+        assert "reads it in parts" in str(llm.explain())
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        llm.save_quantized(tmp_path / "saved", format="compressed-tensors")
+    with opened(tmp_path / "saved") as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)] == expected
+
+
+def test_a_checkpoint_that_stores_it_quantized_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\.kv_b_proj is stored as W8A16; .* in parts"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rope", "factor"),
+    [
+        (RopeParameters(mscale_all_dim=1.0), 1.0),
+        (RopeParameters(rope_type="yarn", factor=4.0), 1.0),
+        (RopeParameters(rope_type="yarn", factor=4.0, mscale_all_dim=1.0), 1.2964),
+        (RopeParameters(rope_type="yarn", factor=40.0, mscale_all_dim=0.707), 1.5896),
+        (RopeParameters(rope_type="yarn", factor=0.5, mscale_all_dim=1.0), 1.0),
+    ],
+)
+def test_scores_are_scaled_by_the_square_of_mscale_all_dim(rope: RopeParameters, factor: float) -> None:
+    """0.1 * mscale_all_dim * ln(factor) + 1, squared."""
+    assert yarn_score_factor(rope) == pytest.approx(factor, abs=1e-4)
