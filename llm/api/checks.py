@@ -5,11 +5,11 @@ Owns the checks; `llm.config.elsewhere` has the messages.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 
 from llm.base.checks import check_integer
 from llm.base.errors import ValidationError
+from llm.base.text import show
 from llm.config.elsewhere import ASKS_NOTHING
 
 
@@ -19,7 +19,7 @@ def check_asks_nothing(**given: object) -> None:
         harmless, instead = ASKS_NOTHING[name]
         if value not in harmless:
             raise ValidationError(
-                f"{name} must be {harmless[0]!r}, got {_shown(value)}: {instead}.", parameter=name, value=value
+                f"{name} must be {harmless[0]!r}, got {show(value)}: {instead}.", parameter=name, value=value
             )
 
 
@@ -41,7 +41,3 @@ def check_priority(priority: Sequence[int] | None, count: int) -> None:
             parameter="priority",
             value=priority,
         )
-
-
-def _shown(value: object) -> str:
-    return " ".join(reprlib.repr(value).split())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llm.base.checks import refuse
 from llm.base.errors import LLMError, ValidationError
 from llm.base.types import JsonObject
 from llm.config.engine import ModelConfig
@@ -113,7 +114,7 @@ class Preprocessor:
             except ValidationError as error:
                 raise ValidationError(f"{parameter} {index}: {error}", parameter=parameter, value=prompt) from error
             if parsed[-1].cache_salt is not None:
-                raise _bad("cache_salt", parsed[-1].cache_salt, "left out where texts are scored")
+                refuse("cache_salt", parsed[-1].cache_salt, "left out where texts are scored")
         if continuing and self.tokenizer is not None:
             texts = [item.text or "" for item in parsed]
             encoded = self.tokenizer.encode_rendered(texts)
@@ -140,10 +141,10 @@ class Preprocessor:
         """
         conversations = list_conversations(messages)
         if not isinstance(template_arguments, Mapping):
-            raise _bad("chat_template_kwargs", template_arguments, "a dict of the template's arguments, or None")
+            refuse("chat_template_kwargs", template_arguments, "a dict of the template's arguments, or None")
         for name in template_arguments:
             if name in options or name in _RESERVED_FOR_RENDERING:
-                raise _bad("chat_template_kwargs", name, "arguments of the template alone")
+                refuse("chat_template_kwargs", name, "arguments of the template alone")
         if self.tokenizer is None:
             raise _no_tokenizer("chat needs one; give generate() token ids.")
         arguments = {**options, **template_arguments}
@@ -165,7 +166,7 @@ class Preprocessor:
         self._check_prompt(token_ids)
         room = self.config.max_model_len - len(token_ids)
         if params.min_tokens > room:
-            raise _bad("min_tokens", params.min_tokens, f"at most the room that the prompt leaves ({room})")
+            refuse("min_tokens", params.min_tokens, f"at most the room that the prompt leaves ({room})")
         if params.max_tokens is None:
             params.set_from("what the prompt leaves of max_model_len", max_tokens=room)
         elif params.max_tokens > room:
@@ -197,16 +198,16 @@ class Preprocessor:
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= vocab:
-                    raise _bad(name, token, f"below the vocabulary size {vocab}")
+                    refuse(name, token, f"below the vocabulary size {vocab}")
         limit = self.config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and limit != -1 and not 0 <= count <= limit:
-                raise _bad(name, count, f"at most max_logprobs ({limit})")
+                refuse(name, count, f"at most max_logprobs ({limit})")
         if params.stop_strings and self.tokenizer is None:
-            raise _bad("stop", params.stop, "empty with skip_tokenizer_init=True; use stop_token_ids")
+            refuse("stop", params.stop, "empty with skip_tokenizer_init=True; use stop_token_ids")
         if not params.spaces_between_special_tokens and not self._writes_no_spaces():
-            raise _bad("spaces_between_special_tokens", False, "True with a tokenizer that has no tokenizer.json")
+            refuse("spaces_between_special_tokens", False, "True with a tokenizer that has no tokenizer.json")
         if params.structured_outputs is not None:
             params.structure = self._compile_structure(params)
         params.bad_words_token_ids = self._bad_words(params.bad_words or [])
@@ -218,7 +219,7 @@ class Preprocessor:
         for name, harmless in (("ignore_eos", False), ("min_tokens", 0)):
             if getattr(params, name) != harmless:
                 right = f"{harmless} with structured_outputs, for an answer ends where it is complete"
-                raise _bad(name, getattr(params, name), right)
+                refuse(name, getattr(params, name), right)
         if params.structured_outputs is None:
             raise ValueError("there is nothing to compile")
         return self._structures.compile(params.structured_outputs)
@@ -231,12 +232,12 @@ class Preprocessor:
         if not words:
             return []
         if self.tokenizer is None:
-            raise _bad("bad_words", words, "empty with skip_tokenizer_init=True; use logit_bias")
+            refuse("bad_words", words, "empty with skip_tokenizer_init=True; use logit_bias")
         spellings = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
         encoded = self.tokenizer.encode_rendered([check_text(spelling) for spelling in spellings])
         for index, word in enumerate(words):
             if not encoded[2 * index]:
-                raise _bad("bad_words", word, "words that have a token")
+                refuse("bad_words", word, "words that have a token")
         distinct = dict.fromkeys(tuple(ids) for ids in encoded if ids and max(ids) < self.config.vocab_size)
         return [list(ids) for ids in distinct]
 
@@ -321,7 +322,7 @@ def _per_row_params(params: object, count: int, default: Callable[[], SamplingPa
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
-        raise _bad("sampling_params", type(params).__name__, "a SamplingParams, a list of them, or None")
+        refuse("sampling_params", type(params).__name__, "a SamplingParams, a list of them, or None")
     if len(params) != count:
         raise ValidationError(
             f"there are {len(params)} sampling_params for {count} prompts; pass one for all, or one for each.",
@@ -346,7 +347,3 @@ def _no_tokenizer(message: str) -> ValidationError:
     return ValidationError(
         f"there is no tokenizer, for skip_tokenizer_init=True; {message}", parameter="skip_tokenizer_init", value=True
     )
-
-
-def _bad(name: str, value: object, right: str) -> ValidationError:
-    return ValidationError(f"{name} must be {right}, got {value!r}.", parameter=name, value=value)

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 from llm import plugins
+from llm.base.checks import refuse
 from llm.base.errors import ValidationError
 from llm.sampling.logits_processors.interface import LogitsProcessor
 
@@ -28,7 +29,7 @@ def load_logits_processors(given: object) -> list[type[LogitsProcessor]]:
     if given is None:
         given = []
     if isinstance(given, str | type) or not isinstance(given, Sequence):
-        raise _bad(given, "a list of classes or 'module:Class' strings")
+        refuse("logits_processors", given, "a list of classes or 'module:Class' strings")
     return [*_installed(), *(load_logits_processor(item) for item in given)]
 
 
@@ -37,7 +38,7 @@ def load_logits_processor(item: object) -> type[LogitsProcessor]:
     if isinstance(item, str):
         return _by_name(item)
     if not isinstance(item, type):
-        raise _bad(item, "a class or a 'module:Class' string")
+        refuse("logits_processors", item, "a class or a 'module:Class' string")
     if not issubclass(item, LogitsProcessor):
         raise ValidationError(
             f"{item.__name__} is not a subclass of LogitsProcessor (of llm.v1.sample.logits_processor).",
@@ -61,26 +62,20 @@ def _installed() -> list[type[LogitsProcessor]]:
 def _by_name(name: str) -> type[LogitsProcessor]:
     module_name, separator, path = name.partition(":")
     if not (module_name and separator and path) or ":" in path:
-        raise _bad(name, "'module:Class' strings")
+        refuse("logits_processors", name, "'module:Class' strings")
     try:
         found: object = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise _unloadable(f"the logits processor {name!r}", error) from error
     for attribute in path.split("."):
         if not hasattr(found, attribute):
-            raise _bad(name, f"names of existing classes ({module_name} has no {path})")
+            refuse("logits_processors", name, f"names of existing classes ({module_name} has no {path})")
         found = getattr(found, attribute)
     if not isinstance(found, type):
-        raise _bad(name, f"names of classes ({path} is {type(found).__name__})")
+        refuse("logits_processors", name, f"names of classes ({path} is {type(found).__name__})")
     return load_logits_processor(found)
 
 
 def _unloadable(what: str, error: BaseException) -> LogitsProcessorLoadError:
     message = f"{what} cannot be imported ({type(error).__name__}: {error})."
     return LogitsProcessorLoadError(message, parameter="logits_processors", value=what)
-
-
-def _bad(value: object, right: str) -> ValidationError:
-    return ValidationError(
-        f"logits_processors must be {right}, got {value!r}.", parameter="logits_processors", value=value
-    )
