@@ -49,6 +49,7 @@ OPERATIONS: dict[str, str] = {
     "relu": "activation",
     "relu2": "activation",
     "soft_cap": "activation",
+    "select_rows": "elementwise",
     "log_softmax": "vocabulary",
     "argmax": "vocabulary",
     "top_k": "vocabulary",

@@ -39,7 +39,7 @@ from llm.models.decoder import (
     PartConfig,
     PreNorms,
 )
-from llm.models.decoder.layer import DecoderLayer, PreNormLayer, Stream
+from llm.models.decoder.layer import DecoderLayer, PreNormLayer, Stream, add_norm
 from llm.models.interface import BuildOptions
 
 HIDDEN = 48
@@ -152,8 +152,8 @@ class ParallelLayer(DecoderLayer):
         super().__init__(layer, context, prefix)
         self.input_layernorm = norm.build(context.hidden_size, context)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
-        hidden, residual = self.input_layernorm(hidden, residual)
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        hidden, residual = add_norm(self.input_layernorm, hidden, residual)
         return self.self_attn(hidden, batch) + self.mlp(hidden, batch), residual
 
 
@@ -185,7 +185,7 @@ class ThreePartLayer(PreNormLayer):
         super().__init__(layer, norm, context, prefix)
         self.last_layernorm = norm.build(context.hidden_size, context)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = self.last_layernorm(*super().forward(hidden, residual, batch))
         return self.last(hidden, batch), residual
 
@@ -206,8 +206,8 @@ class OnePartLayer(DecoderLayer):
         (self.name,) = layer.parts
         self.norm = norm.build(context.hidden_size, context)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
-        hidden, residual = self.norm(hidden, residual)
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        hidden, residual = add_norm(self.norm, hidden, residual)
         return getattr(self, self.name)(hidden, batch), residual
 
 

@@ -24,7 +24,17 @@ LLM_EXPORT void llm_copy_rows(const float* x, int64_t stride, float* out, int64_
     for (int64_t row = 0; row < rows; ++row) std::memcpy(out + row * width, x + row * stride, width * sizeof(float));
 }
 
+// Rows `indices` [count] of x [rows, width] -> out [count, width]. Returns 0; or 1, having read nothing, if an index is
+// not in [0, rows).
+LLM_EXPORT int64_t llm_select_rows(const float* x, int64_t rows, const int64_t* indices, float* out, int64_t count,
+                                   int64_t width) {
+    if (first_outside(indices, count, rows) >= 0) return 1;
+    for (int64_t i = 0; i < count; ++i) std::memcpy(out + i * width, x + indices[i] * width, width * sizeof(float));
+    return 0;
+}
+
 LLM_KERNEL(llm_add)
 LLM_KERNEL(llm_scale)
 LLM_KERNEL(llm_shift)
 LLM_KERNEL(llm_copy_rows)
+LLM_KERNEL(llm_select_rows)

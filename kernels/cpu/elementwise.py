@@ -1,4 +1,4 @@
-"""PyTorch operations that a recorded step replaces by kernels with the same bits (elementwise.cpp)."""
+"""Selection of rows, and PyTorch operations that a recorded step replaces by kernels with the same bits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,28 @@ import torch
 
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS
+from llm.kernels.cpu.tensors import as_float32
 
 _aten = torch.ops.aten
 _ADD = KERNELS["llm_add"]
 _SHIFT = KERNELS["llm_shift"]
 _SCALE = KERNELS["llm_scale"]
 _COPY_ROWS = KERNELS["llm_copy_rows"]
+_SELECT_ROWS = KERNELS["llm_select_rows"]
 Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
+
+
+def select_rows(library: Library, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """float32 [n, w], int64 [m] -> float32 [m, w]; IndexError for an index outside [0, n).
+
+    PyTorch shares such a copy among its OpenMP threads, which then spin beside ours for milliseconds.
+    """
+    x, indices = as_float32(x), indices.contiguous()
+    out = library.empty(len(indices), x.shape[1])
+    arguments = x.data_ptr(), len(x), indices.data_ptr(), out.data_ptr(), len(indices), x.shape[1]
+    if library.call(_SELECT_ROWS, *arguments):
+        raise IndexError(f"rows must be in [0, {len(x)}), got {int(indices.min())} to {int(indices.max())}")
+    return out
 
 
 def substitute(library: Library, func: Any, args: Any, kwargs: Any, allocate: Allocate) -> torch.Tensor | None:

@@ -65,6 +65,7 @@ void llm_add(const float* x, const float* y, float* out, int64_t count)
 void llm_scale(const float* x, float factor, float* out, int64_t count)
 void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_t count)
 void llm_copy_rows(const float* x, int64_t stride, float* out, int64_t rows, int64_t width)
+int64_t llm_select_rows(const float* x, int64_t rows, const int64_t* indices, float* out, int64_t count, int64_t width)
 """
 # Called one argument at a time, never recorded: replay.h, LLM_FUNCTION.
 _FUNCTIONS = """

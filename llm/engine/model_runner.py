@@ -214,7 +214,8 @@ class ModelRunner(ModelInspection):
         reader = LineReader(
             self.batch, self.sampler, self.processors, self.compute_logits, self._lines_per_logits_chunk
         )
-        reader.read(hidden.index_select(0, step.forward_batch.logits_indices), step.lines, result)
+        wanted = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
+        reader.read(wanted, step.lines, result)
         self.batch.settle(step)
         if self.proposer is not None:
             result.draft_token_ids = propose(self.proposer, self.batch, step, hidden, result, self._vocab_size)

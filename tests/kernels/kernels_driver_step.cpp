@@ -109,6 +109,10 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     llm_add(x.data, y.data, out.data, count * width);
     llm_scale(x.data, 3.0f, out.data, count * width);
     llm_copy_rows(x.data, width, out.data, count, width / 2);
+    Exactly<int64_t> chosen(count, count - 1);
+    need(llm_select_rows(x.data, count, chosen.data, out.data, count, width) == 0, "a good row was refused");
+    chosen.data[0] = count;
+    need(llm_select_rows(x.data, count, chosen.data, out.data, count, width) == 1, "a row outside was taken");
     const int64_t head = width * 2;
     Exactly<float> heads(count * 3 * head, 0.5f), key(count * head, 0.5f), to(count * 3 * head), key_to(count * head);
     Exactly<float> angles(4 * 2 * (width - width / 3));

@@ -263,6 +263,17 @@ def test_positions_out_of_the_table_are_refused(position: int) -> None:
         kernel_set(BEST).op("rotary_embedding")(torch.tensor([3, position]), x, x, normal(1, 50, 8), 8)
 
 
+def test_selected_rows_are_their_twin_and_none_is_outside() -> None:
+    x, indices = normal(0, 9, 7), torch.tensor([8, 0, 0, 3])
+    for isa in ISAS:
+        select = kernel_set(isa).op("select_rows")
+        assert torch.equal(select(x, indices), REFERENCE.op("select_rows")(x, indices))
+        assert select(x, indices[:0]).shape == (0, 7)
+        for outside in (-1, 9):
+            with pytest.raises(IndexError, match=rf"\[0, 9\), got .*{outside}"):
+                select(x, torch.tensor([4, outside]))
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -3,8 +3,8 @@
 Owns `LayerConfig` and the arrangements of the families here. Another arrangement (parallel attention and MLP, three
 parts in sequence) is another `Norms` with its own `DecoderLayer`, not a branch in one of these.
 
-A layer takes and returns a pair: the output of the last part, and the residual stream before it. The next norm adds the
-two and normalises the sum in one pass over memory.
+A layer takes and returns a pair: the output of the last part, and the residual stream before it, None at the first
+layer. The next norm adds the two and normalises the sum in one pass over memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from llm.layers.parallel import TensorParallel
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
 
 Stream = tuple[torch.Tensor, torch.Tensor]
+
+
+def add_norm(norm: nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None) -> Stream:
+    """(norm(hidden + residual), hidden + residual): what enters the next part, and the stream that it adds to."""
+    return (norm(hidden), hidden) if residual is None else norm(hidden, residual)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,7 @@ class Norms:
 class DecoderLayer(nn.Module):
     """Builds the parts under their names; a subclass adds norms and the forward pass.
 
-    Shapes: hidden and residual float [N, hidden_size].
+    Shapes: hidden and residual float [N, hidden_size]; no residual at the first layer.
     """
 
     self_attn: nn.Module
@@ -67,7 +72,7 @@ class DecoderLayer(nn.Module):
         for name, part in layer.parts.items():
             self.add_module(name, part.build(context, f"{prefix}.{name}"))
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         raise NotImplementedError
 
 
@@ -87,8 +92,8 @@ class PreNormLayer(DecoderLayer):
         self.input_layernorm = norm.build(context.hidden_size, context)
         self.post_attention_layernorm = norm.build(context.hidden_size, context)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
-        hidden, residual = self.input_layernorm(hidden, residual)
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        hidden, residual = add_norm(self.input_layernorm, hidden, residual)
         hidden = self.self_attn(hidden, batch)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden, batch), residual
@@ -110,8 +115,8 @@ class ScaledPreNormLayer(PreNormLayer):
         super().__init__(layer, norms.norm, context, prefix)
         self.multiplier = norms.multiplier
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
-        hidden, residual = self.input_layernorm(hidden, residual)
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        hidden, residual = add_norm(self.input_layernorm, hidden, residual)
         hidden = self.self_attn(hidden, batch) * self.multiplier
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden, batch) * self.multiplier, residual
@@ -133,8 +138,8 @@ class PostNormLayer(DecoderLayer):
         self.post_attention_layernorm = norm.build(context.hidden_size, context)
         self.post_feedforward_layernorm = norm.build(context.hidden_size, context)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
-        residual = hidden + residual
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        residual = hidden if residual is None else hidden + residual
         residual = residual + self.post_attention_layernorm(self.self_attn(residual, batch))
         return self.post_feedforward_layernorm(self.mlp(residual, batch)), residual
 
@@ -157,8 +162,8 @@ class PreAndPostNormLayer(DecoderLayer):
         self.pre_feedforward_layernorm = norm.build(context.hidden_size, context)
         self.post_feedforward_layernorm = norm.build(context.hidden_size, context)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Stream:
-        hidden, residual = self.input_layernorm(hidden, residual)
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        hidden, residual = add_norm(self.input_layernorm, hidden, residual)
         hidden = self.post_attention_layernorm(self.self_attn(hidden, batch))
         hidden, residual = self.pre_feedforward_layernorm(hidden, residual)
         return self.post_feedforward_layernorm(self.mlp(hidden, batch)), residual

@@ -13,6 +13,7 @@ from llm.layers.logits import LogitsLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.config import DecoderConfig
+from llm.models.decoder.layer import add_norm
 from llm.models.decoder.part import BuildContext
 from llm.models.interface import BuildOptions
 
@@ -85,10 +86,10 @@ class DecoderForCausalLM(nn.Module):
         hidden = self.embed(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
         if model.embed_positions is not None and positions is not None:
             hidden = hidden + model.embed_positions(batch.positions + positions.offset)
-        residual = torch.zeros_like(hidden)
+        residual = None
         for layer in model.layers:
             hidden, residual = layer(hidden, residual, batch)
-        return model.norm(hidden, residual)[0]
+        return add_norm(model.norm, hidden, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits_processor(self.lm_head, hidden)

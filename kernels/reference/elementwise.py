@@ -1,0 +1,10 @@
+"""Copies of rows, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Row i is x[indices[i]]: float32 [n, w], int64 [m] -> float32 [m, w]; IndexError for an index outside [0, n)."""
+    return x.index_select(0, indices)
