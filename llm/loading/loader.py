@@ -154,15 +154,29 @@ def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: st
         wider = torch.promote_types(parameter.dtype, tensor.dtype)
         if wider != parameter.dtype:
             parameter.data = parameter.data.to(wider)
-    elif parameter.dtype != tensor.dtype and not getattr(parameter, "any_dtype", False):
-        raise CheckpointError(
-            f"tensor {name} is stored as {_shown(tensor.dtype)}, the model needs {_shown(parameter.dtype)}."
-        )
+    elif parameter.dtype != tensor.dtype:
+        if not getattr(parameter, "any_dtype", False) or tensor.is_complex():
+            raise CheckpointError(
+                f"tensor {name} is stored as {_shown(tensor.dtype)}, the model needs {_shown(parameter.dtype)}."
+            )
+        if not getattr(parameter, "is_packed", False):
+            _check_fits(name, parameter.dtype, tensor)
     loader = getattr(parameter, "weight_loader", copy_whole)
     try:
         return loader(parameter, tensor, shard_id)
     except ValueError as error:
         raise CheckpointError(f"tensor {name} {error}.") from error
+
+
+def _check_fits(name: str, dtype: torch.dtype, tensor: torch.Tensor) -> None:
+    """Refuse values that an integer parameter cannot hold, which a cast would change silently."""
+    if dtype.is_floating_point or dtype is torch.bool or not tensor.numel():
+        return
+    values, limits = tensor.double(), torch.iinfo(dtype)
+    if not (values.isfinite().all() and (values == values.round()).all()):
+        raise CheckpointError(f"tensor {name} has values that are not whole; the model needs {_shown(dtype)}.")
+    if values.min() < limits.min or values.max() > limits.max:
+        raise CheckpointError(f"tensor {name} has values beyond the range of {_shown(dtype)}, which the model needs.")
 
 
 def copy_whole(parameter: nn.Parameter, tensor: torch.Tensor, shard_id: str | int | None = None) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm.base.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
+from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.loading.model_files import read_json
 from llm.loading.way_out import schemes_instead
@@ -85,8 +86,8 @@ def resolve_quantization(
         return _as_found(found, folder, hf_config)
     if found is not None and (on_load or found.name != user):
         raise ValidationError(
-            f"quantization={asked!r} contradicts the checkpoint: it is quantized as {found.name!r} ({found.source}); "
-            "leave quantization out to use it, or pass the unquantized checkpoint.",
+            f"quantization={show(asked)} contradicts the checkpoint: it is quantized as {show(found.name)} "
+            f"({found.source}); leave quantization out to use it, or pass the unquantized checkpoint.",
             parameter="quantization",
             value=asked,
         )
@@ -116,7 +117,10 @@ def _detect(folder: Path, hf_config: Mapping[str, object], user: str | None) -> 
             return _Found(name, file.name, read_json(file, limit_bytes=_DESCRIPTION_BYTES))
     if not said:
         return None
-    name = str(said.get("quant_method", "")).lower()
+    given = said.get("quant_method")
+    if not isinstance(given, str | None):
+        raise CheckpointError(f"config.json's {key}: quant_method is {show(given)}, must be a string.")
+    name = (given or "").lower()
     return _Found(ALIASES.get(name, name), f"config.json's {key}", said)
 
 
@@ -128,7 +132,7 @@ def _quantization_config(hf_config: Mapping[str, object]) -> tuple[JsonObject, s
             if isinstance(value, Mapping):
                 return dict(value), key
             if value is not None:
-                raise CheckpointError(f"config.json: {key} is {value!r}, must be an object.")
+                raise CheckpointError(f"config.json: {key} is {show(value)}, must be an object.")
     return {}, ""
 
 
@@ -150,7 +154,7 @@ def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, object
     if found is None:
         return Resolved(None, None, "the checkpoint is not quantized")
     if found.name not in quantization_methods():
-        named = repr(found.name) if found.name else "without a quant_method"
+        named = show(found.name) if found.name else "without a quant_method"
         schemes = schemes_instead(found.name) or " or ".join(map(repr, RECIPES))
         raise UnsupportedModelError(
             f"the checkpoint is quantized as {named} ({found.source}), which is not computed; use the unquantized "
@@ -168,14 +172,14 @@ def _checked_name(asked: object, user: object) -> str:
     if not isinstance(user, str) or user not in known:
         if isinstance(user, str) and user not in _OTHER_NAMES and (schemes := schemes_instead(user)):
             raise ValidationError(
-                f"quantization={asked!r} is a format that is not computed; pass the unquantized checkpoint with "
+                f"quantization={show(asked)} is a format that is not computed; pass the unquantized checkpoint with "
                 f"quantization={schemes}, which quantizes it while it is read.",
                 parameter="quantization",
                 value=asked,
             )
         meant = _OTHER_NAMES.get(str(user), str(user))
         raise ValidationError(
-            f"quantization={asked!r} is not known.{nearest(meant, known)} Known: {', '.join(known)}, or a dict "
+            f"quantization={show(asked)} is not known.{nearest(meant, known)} Known: {', '.join(known)}, or a dict "
             "with 'scheme'.",
             parameter="quantization",
             value=asked,
@@ -193,7 +197,7 @@ def _without_description(asked: object, user: str, folder: Path, hf_config: Mapp
     wanted = get_quantization_config(user).get_config_filenames()
     missing = f"no {wanted[0]} (JSON files there: {files})" if wanted else "no quantization_config in config.json"
     raise ValidationError(
-        f"quantization={asked!r} needs a checkpoint in that format, and {folder} has {missing}; pass the quantized "
+        f"quantization={show(asked)} needs a checkpoint in that format, and {folder} has {missing}; pass the quantized "
         f"checkpoint, or quantize this one on load with {', '.join(map(repr, RECIPES))}.",
         parameter="quantization",
         value=asked,

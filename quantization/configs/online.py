@@ -6,14 +6,15 @@ Owns the names `LLM(quantization=...)` takes for it, and the dict form.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from llm.base.errors import ValidationError, nearest
+from llm.base.checks import as_list
+from llm.base.errors import CheckpointError, ValidationError, nearest
+from llm.base.text import show
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
@@ -90,9 +91,10 @@ class OnlineConfig(QuantizationConfig):
     def parse(cls, asked: str | Mapping[str, Any], calibration: Sequence[str] | None = None) -> OnlineConfig:
         """From what the user passed as `quantization=`; raises `ValidationError` for what is not understood."""
         given = {"scheme": asked} if isinstance(asked, str) else dict(asked)
-        unknown = [key for key in given if key not in _KEYS]
+        unknown = [show(key) for key in given if key not in _KEYS]
         if unknown:
-            raise _wrong(asked, f"has the key {unknown[0]!r}; it takes {', '.join(_KEYS)}.{nearest(unknown[0], _KEYS)}")
+            hint = nearest(unknown[0].strip("'"), _KEYS)
+            raise _wrong(asked, f"has the key {unknown[0]}; it takes {', '.join(_KEYS)}.{hint}")
         if "scheme" not in given:
             raise _wrong(asked, f"has no 'scheme', for the layers that no pattern names; known: {', '.join(RECIPES)}.")
         if calibration and given.get("calibration"):
@@ -204,7 +206,8 @@ def _fitting_group(choice: _Choice, columns: int, prefix: str) -> tuple[int, str
 def _recipe(name: Any, asked: Any) -> str:
     if isinstance(name, str) and name.lower() in RECIPES:
         return name.lower()
-    raise _wrong(asked, f"names the scheme {name!r}; known: {', '.join(RECIPES)}.{nearest(str(name), RECIPES)}")
+    hint = nearest(name, RECIPES) if isinstance(name, str) else ""
+    raise _wrong(asked, f"names the scheme {show(name)}; known: {', '.join(RECIPES)}.{hint}")
 
 
 def _lm_head(given: Any, asked: Any) -> str | None:
@@ -212,7 +215,7 @@ def _lm_head(given: Any, asked: Any) -> str | None:
         return None
     name = given.lower() if isinstance(given, str) else ""
     if name not in RECIPES or RECIPES[name].scheme not in _LM_HEAD_SCHEMES:
-        raise _wrong(asked, f"has lm_head={given!r}; the LM head can be 'w8a8', 'w8a16' or None.")
+        raise _wrong(asked, f"has lm_head={show(given)}; the LM head can be 'w8a8', 'w8a16' or None.")
     return name
 
 
@@ -224,32 +227,33 @@ def _layers(given: Any, asked: Any) -> tuple[tuple[str, str, int | None], ...]:
         value = given[pattern]
         options = {"scheme": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
         if not options or set(options) - {"scheme", "group_size"}:
-            raise _wrong(asked, f"gives {pattern!r} the value {value!r}; use a scheme, or scheme and group_size.")
+            raise _wrong(
+                asked, f"gives {show(pattern)} the value {show(value)}; use a scheme, or scheme and group_size."
+            )
         recipe = _recipe(options.get("scheme"), asked)
         result.append((pattern, recipe, _group_size(options.get("group_size"), recipe, asked)))
     return tuple(result)
 
 
 def _patterns(given: Any, asked: Any, key: str) -> tuple[str, ...]:
-    if not isinstance(given, Iterable):
-        raise _wrong(asked, f"has {key}={given!r}; it takes a list of patterns.")
-    patterns = (given,) if isinstance(given, str) else tuple(given)
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise _wrong(asked, f"has {key}={show(given)}; it takes a list of patterns.")
+    patterns = [given] if isinstance(given, str) else as_list("quantization", given, "a dict with a list of patterns")
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise _wrong(asked, f"has the pattern {pattern!r}, which is no string.")
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                raise _wrong(asked, f"has the pattern {pattern!r}, no regular expression: {error}.") from error
-    return patterns
+            raise _wrong(asked, f"has the pattern {show(pattern)}, which is no string.")
+        try:
+            matches("", pattern)
+        except CheckpointError as error:  # what a checkpoint's pattern would be refused for
+            raise _wrong(asked, f"cannot be used: {error}") from error
+    return tuple(patterns)
 
 
 def _group_size(value: Any, recipe: str, asked: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
-        raise _wrong(asked, f"has group_size={value!r}; it is a whole number of at least 2.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 2 <= value < 2**31:
+        raise _wrong(asked, f"has group_size={show(value)}; it is a whole number of at least 2.")
     if RECIPES[recipe].scheme in _PER_ROW_SCHEMES:
         raise _wrong(asked, f"has group_size={value} for {recipe}, which has one scale per row; leave group_size out.")
     return value
@@ -258,15 +262,12 @@ def _group_size(value: Any, recipe: str, asked: Any) -> int | None:
 def _texts(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    texts = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+    texts = [None] if isinstance(value, str) else as_list("calibration", value, "a list of texts")
     if not all(isinstance(text, str) and text for text in texts):
-        raise ValidationError(
-            f"calibration takes a list of texts, none of them empty, got {value!r}.",
-            parameter="calibration",
-            value=value,
-        )
-    return texts
+        message = f"calibration takes a list of texts, none of them empty, got {show(value)}."
+        raise ValidationError(message, parameter="calibration", value=value)
+    return tuple(texts)
 
 
 def _wrong(asked: Any, what: str) -> ValidationError:
-    return ValidationError(f"quantization={asked!r} {what}", parameter="quantization", value=asked)
+    return ValidationError(f"quantization={show(asked)} {what}", parameter="quantization", value=asked)

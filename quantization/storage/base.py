@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from llm.quantization.base import WeightLoader
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.unquantized import new_parameter
 
+_LARGEST_OFFSET = 2**15
 Ready = Callable[[IntegerWeight], None]
 
 
@@ -71,9 +73,18 @@ def expand_slots(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 def same_in_all_slots(values: torch.Tensor, what: str) -> float:
     """The value of a per-tensor quantity, which must be the same for all shards of a fused layer."""
-    if not torch.equal(values, values[:1].expand_as(values)):
+    if not torch.equal(values, values[:1].expand_as(values)) and not values.isnan().all():
         raise CheckpointError(f"{what} differs between the shards of a fused layer: {values.tolist()}.")
     return float(values[0])
+
+
+def whole_offset(value: float, what: str) -> int:
+    """The offset of quantized activations, which formats store as a float."""
+    if not math.isfinite(value) or value != round(value):
+        raise CheckpointError(f"{what} is {value}, which is not whole.")
+    if abs(value) > _LARGEST_OFFSET:
+        raise CheckpointError(f"{what} is {value:g}, and at most {_LARGEST_OFFSET} is computed.")
+    return round(value)
 
 
 def check_positive_scales(scale: torch.Tensor, what: str) -> None:

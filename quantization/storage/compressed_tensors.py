@@ -11,7 +11,13 @@ from llm.base.errors import CheckpointError
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import packed_words, unpack_from_int32
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.storage.base import Ready, WeightStorage, check_positive_scales, expand_slots
+from llm.quantization.storage.base import (
+    Ready,
+    WeightStorage,
+    check_positive_scales,
+    expand_slots,
+    whole_offset,
+)
 
 
 class CompressedTensorsStorage(WeightStorage):
@@ -69,8 +75,9 @@ class CompressedTensorsStorage(WeightStorage):
         self.add(layer, "weight_scale", torch.empty(shape), loader, **attributes)
         if not self.symmetric:
             zeros = torch.empty(shape, dtype=torch.int8)
-            own = self._load_packed_zeros if self.packed and not self.per_tensor else loader
-            self.add(layer, "weight_zero_point", zeros, own, any_dtype=True, **attributes)
+            is_packed = self.packed and not self.per_tensor
+            own = self._load_packed_zeros if is_packed else loader
+            self.add(layer, "weight_zero_point", zeros, own, any_dtype=True, is_packed=is_packed, **attributes)
         if self.static_input:
             self.add(layer, "input_scale", torch.empty(slots), loader, shard_slots=True)
             if not self.symmetric_input:
@@ -110,11 +117,14 @@ class CompressedTensorsStorage(WeightStorage):
             return
         zero = self.take(layer, "input_zero_point").float()
         if torch.equal(scale, scale[:1].expand_as(scale)) and torch.equal(zero, zero[:1].expand_as(zero)):
-            weight.input_scale, weight.input_offset = float(scale[0]), int(zero[0])
+            weight.input_scale = float(scale[0])
+            weight.input_offset = whole_offset(float(zero[0]), "input_zero_point")
             return
         low, high = float((scale * (-128 - zero)).min()), float((scale * (127 - zero)).max())
         joined = torch.tensor((high - low) / 255, dtype=torch.float32)
-        weight.input_scale, weight.input_offset = float(joined), round(-128 - low / float(joined))
+        check_positive_scales(joined, "the range of input_scale and input_zero_point")
+        weight.input_scale = float(joined)
+        weight.input_offset = whole_offset(round(-128 - low / weight.input_scale), "input_zero_point")
 
     def _load_shape(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
         rows = sum(self._sizes) if shard_id is None else self._sizes[self._shard_ids.index(shard_id)]

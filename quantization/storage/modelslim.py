@@ -16,7 +16,13 @@ from llm.kernels.weight import dequantize
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import unpack_deq_scale, unpack_row_pairs
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.storage.base import Ready, WeightStorage, check_positive_scales, same_in_all_slots
+from llm.quantization.storage.base import (
+    Ready,
+    WeightStorage,
+    check_positive_scales,
+    same_in_all_slots,
+    whole_offset,
+)
 
 # Relative tolerance for scales that were rounded to float16 (11 bits), with room for the rounding of their product.
 _SCALE_TOLERANCE = 4e-3
@@ -86,19 +92,18 @@ class StaticInt8(_RowStorage):
         self._add_rows(layer, "weight_offset", torch.zeros(rows, 1), loader, optional=True, any_dtype=True)
 
     def read(self, layer: nn.Module) -> IntegerWeight:
+        check_positive_scales(self.take(layer, "input_scale"), "input_scale")
         input_scale = same_in_all_slots(self.take(layer, "input_scale"), "input_scale")
-        offset = same_in_all_slots(self.take(layer, "input_offset"), "input_offset")
-        if offset != round(offset):
-            raise CheckpointError(f"input_offset is {offset}, which is not whole.")
+        offset = whole_offset(same_in_all_slots(self.take(layer, "input_offset"), "input_offset"), "input_offset")
         if self._offsets(layer, "weight_offset") is not None:
             raise CheckpointError("weight_offset is not 0; W8A8 computes symmetric weights.")
         q, scale = self.take(layer, "weight"), self._output_scale(layer, input_scale)
         weight = IntegerWeight(q, (scale / input_scale).float()[:, None], self._columns, 8)
-        weight.input_scale, weight.input_offset = input_scale, int(offset)
+        weight.input_scale, weight.input_offset = input_scale, offset
         if self.was_loaded(layer, "quant_bias"):
             # The kernel subtracts offset * sum_k w itself: add it back to get the float bias.
             sums = q.sum(dim=1, dtype=torch.int64)
-            weight.bias = ((self.take(layer, "quant_bias").long() + int(offset) * sums).double() * scale).float()
+            weight.bias = ((self.take(layer, "quant_bias").long() + offset * sums).double() * scale).float()
         elif getattr(layer, "bias", None) is not None and not getattr(layer.bias, "elements_loaded", 0):
             raise CheckpointError("neither quant_bias nor bias is in the checkpoint, and the layer has one.")
         return weight
@@ -149,7 +154,7 @@ class TwoLevelInt4(_RowStorage):
         self._add_rows(layer, "weight_scale", torch.empty(rows, 1), loader)
         self._add_rows(layer, "weight_offset", torch.zeros(rows, 1), loader, optional=True, any_dtype=True)
         if self.packed:
-            total = converted(loader, lambda partial: partial.double().sum(dim=1).float())
+            total = converted(loader, _row_sums)
             self._add_rows(layer, "scale_bias", torch.empty(rows), total, optional=True, any_dtype=True)
         if self.group_size is not None:
             shape = (rows, columns // self.group_size)
@@ -185,6 +190,12 @@ class TwoLevelInt4(_RowStorage):
                 f"scale_bias is not 8 times the sum of the weights in {int(wrong.sum())} of {len(wrong)} rows; the "
                 "weights were packed or scaled in another way than the description says."
             )
+
+
+def _row_sums(partial: torch.Tensor) -> torch.Tensor:
+    if partial.dim() != 2:
+        raise ValueError(f"has shape {list(partial.shape)}, must have two dimensions")
+    return partial.double().sum(dim=1).float()
 
 
 def converted(loader: WeightLoader, convert: Callable[[torch.Tensor], torch.Tensor]) -> WeightLoader:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS_PER_SEED = 30
+INDEX = "model.safetensors.index.json"
 MEMORY_BYTES = 12 << 30
 ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 10**9, 2**31, 2**63, 10**30, 0.0, -1.5, 1e308, float("inf"), float("nan"),
@@ -59,7 +60,7 @@ class Finding:
 
 
 def bases(folder: Path) -> list[Path]:
-    """The folders that seeds start from: the embedded model, as it is and saved in both formats of integers."""
+    """What seeds start from: the embedded model as it is, in both formats of integers, and in two shards."""
     from llm import LLM
     from llm.api import EMBEDDED_MODEL
 
@@ -68,8 +69,22 @@ def bases(folder: Path) -> list[Path]:
         for format in ("compressed-tensors", "modelslim"):
             with LLM(quantization="w8a8", num_threads=1) as llm:
                 llm.save_quantized(folder / format, format)
+        write_shards(EMBEDDED_MODEL, folder / "shards")
         shutil.copytree(EMBEDDED_MODEL, plain)
-    return [plain, folder / "compressed-tensors", folder / "modelslim"]
+    return [plain, folder / "compressed-tensors", folder / "modelslim", folder / "shards"]
+
+
+def write_shards(source: Path, target: Path) -> None:
+    """The model in two shards, with the index that names them."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(source / "model.safetensors")
+    weight_map = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name, own in weight_map.items() if own == file}, target / file)
+    index = {"metadata": {"total_size": sum(item.nbytes for item in tensors.values())}, "weight_map": weight_map}
+    (target / INDEX).write_text(json.dumps(index))
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -91,7 +106,8 @@ def mutated(seed: int, base: Path, folder: Path) -> None:
         if file.suffix in {".json", ".safetensors"}:
             os.link(file, folder / file.name)
     names = sorted(file.name for file in folder.glob("*.json"))
-    name = draw.choice([*names, "config.json", "config.json", "chat_template.jinja"])
+    often = [name for name in names if name == INDEX] * 4
+    name = draw.choice([*names, *often, "config.json", "config.json", "chat_template.jinja"])
     if name == "chat_template.jinja":
         (folder / name).write_text(draw.choice(TEMPLATES))
         return

@@ -7,13 +7,25 @@ import random
 from pathlib import Path
 
 import pytest
-from folders import ODD, TEMPLATES, check_message, places, run
+from folders import INDEX, ODD, TEMPLATES, check_message, mutated, places, run, write_shards
+
+from llm.api import EMBEDDED_MODEL
 
 SEEDS = range(1000, 1012)
 
 
 def test_a_few_mutated_folders_raise_only_this_projects_errors(tmp_path: Path) -> None:
     assert list(run(SEEDS, tmp_path, seconds_per_seed=120)) == []
+
+
+def test_the_index_of_shards_is_mutated_too(tmp_path: Path) -> None:
+    base, names = tmp_path / "base", []
+    write_shards(EMBEDDED_MODEL, base)
+    for seed in range(40):
+        mutated(seed, base, tmp_path / str(seed))
+        if (tmp_path / str(seed) / INDEX).read_bytes() != (base / INDEX).read_bytes():
+            names.append(seed)
+    assert 4 < len(names) < 36
 
 
 def test_a_finding_is_seen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedded import engine_of, open_llm, run, tokens
+from embedded import engine_of, open_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,6 @@ from compressed_tensors.compressors import ModelCompressor  # noqa: E402
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32  # noqa: E402
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
-PROMPT = [{"prompt_token_ids": [5, 6, 7, 8]}]
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -236,6 +236,29 @@ def test_ranges_of_fused_static_shards_are_joined(shards: list[tuple[float, int]
         assert (127 - weight.input_offset) * weight.input_scale == pytest.approx(high, abs=weight.input_scale)
 
 
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        ({"input_zero_point": torch.tensor([float("nan")])}, "values that are not whole; the model needs int32"),
+        ({"input_zero_point": torch.tensor([1e30])}, "values beyond the range of int32"),
+        ({"input_zero_point": torch.tensor([1 << 20])}, "input_zero_point is .*, and at most 32768"),
+        ({"input_scale": torch.tensor([3e38])}, "the range of input_scale and input_zero_point must be positive"),
+    ],
+)
+def test_static_tensors_that_make_no_sense(
+    edits: dict[str, torch.Tensor], says: str, made: Any, tmp_path: Path
+) -> None:
+    copy = copy_folder(made("w8a8-static-asym")[0], tmp_path)
+    tensors = load_file(copy / "model.safetensors")
+    for part, name in itertools.product("qkv", edits):
+        # Scales that differ: the ranges of the shards are joined.
+        value = edits[name] / 2 if part == "q" and name == "input_scale" else edits[name].clone()
+        tensors[f"model.layers.0.self_attn.{part}_proj.{name}"] = value
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        LLM(copy, skip_tokenizer_init=True)
+
+
 @pytest.mark.parametrize("widest", ["q", "k", "v"])
 def test_the_widest_of_fused_symmetric_scales_serves_all_shards(widest: str, made: Any, tmp_path: Path) -> None:
     copy = copy_folder(made("w8a8-static")[0], tmp_path)
@@ -273,7 +296,7 @@ def test_targets_by_name_regex_and_class(source: Path, tmp_path: Path) -> None:
     }
     folder = tmp_path / "mixed"
     with one_thread():
-        compress(source, folder, groups, ["lm_head", "re:.*layers.1.*down_proj"])
+        theirs = compress(source, folder, groups, ["lm_head", "re:.*layers.1.*down_proj"])
     with open_llm(folder, skip_tokenizer_init=True) as llm:
         layers = engine_of(llm).runner.model.model.layers
         assert layers[0].mlp.gate_up_proj.quant_method.scheme == "W4A16"
@@ -281,16 +304,26 @@ def test_targets_by_name_regex_and_class(source: Path, tmp_path: Path) -> None:
         assert layers[0].self_attn.o_proj.quant_method.reason == "config_groups.group_1, int-quantized"
         assert layers[1].self_attn.o_proj.quant_method.scheme == "W8A16"
         assert layers[1].mlp.down_proj.quant_method.scheme == ""
-        assert tokens(run(llm, PROMPT))
+        x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
+        plain = x.double() @ theirs.model.layers[1].mlp.down_proj.weight.double().t()
+        torch.testing.assert_close(layers[1].mlp.down_proj(x).double(), plain, rtol=1e-5, atol=1e-5)
+        for ours, reference in zip(layers, theirs.model.layers, strict=True):
+            o_proj, weight = ours.self_attn.o_proj, reference.self_attn.o_proj.weight
+            torch.testing.assert_close(o_proj.quant_method.dequantize_weight(o_proj), weight, rtol=1e-6, atol=0)
+            fused, mlp = ours.mlp.gate_up_proj, reference.mlp
+            weight = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+            torch.testing.assert_close(fused.quant_method.dequantize_weight(fused), weight, rtol=1e-6, atol=0)
 
 
 def test_the_lm_head_is_linear_unless_ignored(source: Path, tmp_path: Path) -> None:
     with one_thread():
-        compress(source, tmp_path / "head", {"g": group(INT8, TOKEN)}, [])
+        theirs = compress(source, tmp_path / "head", {"g": group(INT8, TOKEN)}, [])
     with open_llm(tmp_path / "head", skip_tokenizer_init=True) as llm:
         assert engine_of(llm).runner.model.lm_head.quant_method.scheme == "W8A8_DYNAMIC"
         assert engine_of(llm).runner.model.model.embed_tokens.quant_method.scheme == ""
-        assert tokens(run(llm, PROMPT))
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+        expected = fake_quantized_input(x, TOKEN) @ theirs.lm_head.weight.double().t()
+        assert (engine_of(llm).runner.model.compute_logits(x) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_shards_must_share_a_group(made: Any, tmp_path: Path) -> None:

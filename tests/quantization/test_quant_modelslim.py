@@ -88,7 +88,8 @@ def test_every_layer_computes_the_formula(case: str, write: Writer) -> None:
         assert layer.quant_method.reason == f"its weight is {kind}"
         assert layer.quant_method.scheme == {"W8A8S": "W8A8"}.get(kind, kind)
         assert worst_error(llm, written, kind, how.version) < 1e-5
-        assert tokens(run(llm, PROMPT))
+        batch = [*PROMPT, {"prompt_token_ids": [9, 3]}, *PROMPT]
+        assert tokens(run(llm, batch))[::2] == tokens(run(llm, PROMPT)) * 2
 
 
 def test_mix_is_saved_as_what_is_computed(write: Writer, tmp_path: Path) -> None:
@@ -273,6 +274,11 @@ def test_one_tensor_of_a_module_with_another_type(write: Writer) -> None:
         (("q_proj.input_scale", torch.tensor([0.5])), "input_scale differs between the shards"),
         (("up_proj.input_offset", torch.tensor([0.5])), "input_offset differs between the shards"),
         (("o_proj.input_offset", torch.tensor([0.5])), "input_offset is 0.5, which is not whole"),
+        (("o_proj.input_offset", torch.tensor([float("nan")])), "input_offset is nan, which is not whole"),
+        (("o_proj.input_offset", torch.tensor([float("inf")])), "input_offset is inf, which is not whole"),
+        (("o_proj.input_offset", torch.tensor([1e30])), "input_offset is 1e\\+30, and at most 32768"),
+        (("o_proj.input_offset", torch.tensor([1j])), "stored as complex64, the model needs float32"),
+        (("o_proj.input_scale", torch.tensor([0.0])), "input_scale must be positive"),
         (("o_proj.deq_scale", torch.full((64,), -1.0)), "deq_scale must be positive"),
         (("o_proj.weight_scale", torch.full((64, 1), 3.0)), r"deq_scale is not input_scale \* weight_scale"),
         (("o_proj.weight_offset", torch.full((64, 1), 3.0)), "weight_offset is not 0"),
@@ -286,6 +292,15 @@ def test_static_tensors_that_make_no_sense(edit: tuple[str, torch.Tensor], says:
     written[f"model.layers.0.{part}.{edit[0]}"] = edit[1]
     save_file(written, folder / "quant_model_weight_w8a8.safetensors")
     with pytest.raises(CheckpointError, match=says):
+        LLM(folder, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("shape", [(), (64,), (64, 1, 1)])
+def test_a_scale_bias_of_another_shape(shape: tuple[int, ...], write: Writer) -> None:
+    folder, written = write(CASES["int4-new"][1])
+    written["model.layers.0.self_attn.o_proj.scale_bias"] = torch.zeros(shape)
+    save_file(written, folder / "quant_model_weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"o_proj.scale_bias has shape .*, must have two dimensions"):
         LLM(folder, skip_tokenizer_init=True)
 
 

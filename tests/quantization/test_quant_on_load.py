@@ -5,6 +5,7 @@ How good the answers are is `test_quant_accuracy.py`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -187,6 +188,10 @@ def test_the_dict_form() -> None:
     assert found["model.layers.3.mlp.gate_up_proj"] == "W4A16"
 
 
+ITSELF: dict[str, Any] = {"scheme": "w8a8"}
+ITSELF["me"] = ITSELF
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -207,6 +212,17 @@ def test_the_dict_form() -> None:
         ({"scheme": "w8a8", "layers": {"a": 3}}, "gives 'a' the value 3"),
         ({"scheme": "w8a8", "lm_head": "w4a16"}, "lm_head='w4a16'; the LM head can be"),
         ({"scheme": "w8a8", "calibration": "a text"}, "calibration takes a list"),
+        ({"scheme": "w8a8", "calibration": itertools.repeat("a")}, "calibration must be a list of texts"),
+        ({"scheme": "w8a8", "calibration": 3}, "calibration must be a list of texts"),
+        ({"scheme": "w8a8", 3: "w8a8"}, "has the key 3; it takes scheme"),
+        ({"scheme": "w8a8", "layers": {3: "w8a8"}}, "has the pattern 3, which is no string"),
+        ({"scheme": "w8a8", "layers": {"a": {"scheme": "w8a8", 3: 4}}}, "gives 'a' the value"),
+        ({"scheme": "w8a8", "layers": ["a"]}, "has 'layers' that is no dict"),
+        ({"scheme": "w8a8", "ignore": itertools.repeat("a")}, "a dict with a list of patterns"),
+        ({"scheme": "w8a8", "ignore": ["re:(.+)+!$"]}, "repeats too much"),
+        ({"scheme": ["w8a8"] * 10**6}, r"names the scheme \['w8a8', 'w8a8'"),
+        ({"scheme": "w4a16", "group_size": 10**5000}, "group_size=an integer of"),
+        (ITSELF, "has the key 'me'"),
         ("w8a8_static", "needs calibration"),
         (7, "quantization=7 is not known"),
         ("compressed-tensors", "no quantization_config in config.json"),
@@ -216,7 +232,7 @@ def test_the_dict_form() -> None:
 def test_mistakes_are_told_in_a_sentence(asked: Any, says: str) -> None:
     with pytest.raises(ValidationError, match=says) as caught:
         LLM(quantization=asked)
-    assert caught.value.parameter in ("quantization", "calibration")
+    assert caught.value.parameter in ("quantization", "calibration") and len(str(caught.value)) < 2000
 
 
 def test_shards_of_a_fused_layer_must_agree() -> None:
