@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from llm.api import LLM as LLM
+    from llm.api.llm_engine import LLMEngine as LLMEngine
     from llm.base.errors import EngineClosedError as EngineClosedError
     from llm.base.errors import GenerationInterrupted as GenerationInterrupted
     from llm.base.errors import LLMError as LLMError
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from llm.sampling_params import SamplingParams as SamplingParams
     from llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
     from llm.stand_ins import AsyncLLMEngine as AsyncLLMEngine
-    from llm.stand_ins import LLMEngine as LLMEngine
     from llm.stand_ins import PoolingParams as PoolingParams
 
 # Public name -> the module that defines it.
@@ -61,7 +61,7 @@ _PUBLIC = {
     "ModelRegistry": "llm.models.registry",
     "register_model": "llm.models.registry",
     "EngineArgs": "llm.config.command_line",
-    "LLMEngine": "llm.stand_ins",
+    "LLMEngine": "llm.api.llm_engine",
     "AsyncLLMEngine": "llm.stand_ins",
     "PoolingParams": "llm.stand_ins",
     "LLMError": "llm.base.errors",

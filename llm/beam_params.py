@@ -9,7 +9,7 @@ from llm.base.checks import check_flag, check_integer, check_real, refuse
 from llm.base.names import known_fields
 
 if TYPE_CHECKING:
-    from llm.sampling_params import StructuredOutputsParams
+    from llm.structured_params import StructuredOutputsParams
 
 _MOST_PENALTY = 100.0  # length ** penalty stays a float
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")

@@ -21,9 +21,8 @@ Owns fields, defaults and ranges, with vLLM's names and semantics except for the
     truncate_prompt_tokens      keep the last tokens of a prompt that is too long
     origins, print(params)      where each value came from (`RequestOutput.params`)
 
-    Of vLLM's fields, not here: watermarking, thinking_token_budget (see `EndThinkingLogitsProcessor`), stream_interval,
-    skip_clone, prompt_logprob_token_ids, prompt_logprob_start. `llm/config/elsewhere.py` says what to do instead of
-    these, of names that vLLM has dropped, and of transformers' names.
+    What to do instead of vLLM's fields that are not here, of names that it has dropped, and of transformers' names is
+    in `llm/config/elsewhere.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm.base.checks import (
     as_list,
+    check_containers,
     check_flag,
     check_integer,
     check_real,
@@ -50,7 +50,8 @@ from llm.base.checks import (
 from llm.base.missing import missing_names
 from llm.base.names import known_fields
 from llm.beam_params import BeamSearchParams as BeamSearchParams  # vLLM has it here
-from llm.config.elsewhere import SAMPLING, STRUCTURED
+from llm.config.elsewhere import SAMPLING
+from llm.structured_params import StructuredOutputsParams as StructuredOutputsParams  # and this
 
 if TYPE_CHECKING:
     import torch
@@ -95,35 +96,6 @@ class RepetitionDetectionParams:
         check_integer("min_count", self.min_count, 2 if self.max_pattern_size else 0)
 
 
-@known_fields(STRUCTURED)
-@dataclass
-class StructuredOutputsParams:
-    """A constraint on the output: exactly one of `json` (a schema, as dict or text), `regex`, `choice`, `grammar`,
-    `json_object` or `structural_tag` (`{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`: free text in
-    which each beginning is followed by JSON of its schema and its end). The other fields are settings of these, as in
-    vLLM.
-
-    JSON has no whitespace, whatever `disable_any_whitespace` says. `\\d`, `\\w` and `\\s` match ASCII only. Needs
-    llguidance. `CompletionOutput.structured` holds the outcome.
-    """
-
-    json: str | Mapping[str, object] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | Mapping[str, object] | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
-
-    def __post_init__(self) -> None:
-        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-        given = [name for name in kinds if getattr(self, name) is not None]
-        if len(given) != 1:
-            refuse("structured_outputs", given, f"given exactly one of {', '.join(kinds)}")
-
-
 @known_fields(SAMPLING)
 @dataclass(repr=False)
 class SamplingParams:
@@ -159,6 +131,7 @@ class SamplingParams:
         extra_args: arguments of logits processors.
         bad_words: words that may not appear; the token that would complete one is masked.
         skip_reading_prefix_cache: compute the whole prompt; None: only if prompt_logprobs need it.
+        thinking_token_budget: most tokens of a reasoning section, whose end is then forced; -1: no limit.
         repetition_detection: end a request that repeats itself.
         logits_processors: callables (output ids, logits [vocab]) or (prompt ids, output ids, logits) -> logits, or
             Hugging Face's `LogitsProcessor`s, for this request, applied after all others and before the penalties;
@@ -198,15 +171,17 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
     bad_words: list[str] | None = None
     skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     logits_processors: list[Callable[..., torch.Tensor]] | None = None
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._origins: dict[str, tuple[object, str]] = {}
-        # Set by the engine on its own copy: every id that ends the request, and bad_words as token ids.
+        # Set by the engine on its own copy: every id that ends the request, bad_words and reasoning's (start, end).
         self.all_stop_token_ids: frozenset[int] = frozenset()
         self.bad_words_token_ids: list[list[int]] = []
+        self.thinking_token_ids: tuple[list[int], list[int]] | None = None
         self.structure: Any = None  # compiled `structured_outputs`, a llm.sampling.structured.structure.Structure
         self._normalise()
         self.validate()
@@ -255,6 +230,9 @@ class SamplingParams:
         check_real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
+        for name in ("logprobs", "prompt_logprobs", "thinking_token_budget"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), -1)
         self._validate_logprobs()
         self._validate_stops()
         self._validate_tokens()
@@ -283,9 +261,6 @@ class SamplingParams:
             refuse("repetition_penalty", value, "a finite number above 0")
 
     def _validate_logprobs(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), -1)
         ids = self.logprob_token_ids
         if ids is None:
             return
@@ -326,6 +301,7 @@ class SamplingParams:
         for name, kind in {"extra_args": dict, **kinds}.items():
             if not isinstance(value := getattr(self, name), kind | None):
                 refuse(name, value, f"a {kind.__name__} or None")
+        check_containers("extra_args", self.extra_args)
         for processor in self.logits_processors or []:
             if not callable(processor) or isinstance(processor, type):
                 refuse("logits_processors", processor, "a list of callables (classes go to LLM(logits_processors=))")
@@ -345,14 +321,14 @@ class SamplingParams:
 
     def clone(self) -> SamplingParams:
         """A validated copy that shares no list or dict with this one. Other objects in `extra_args` are shared."""
-        cloned = dataclasses.replace(self, extra_args=copy_containers(self.extra_args))
+        cloned = dataclasses.replace(self, extra_args=copy_containers("extra_args", self.extra_args))
         cloned._origins = dict(self._origins)
         return cloned
 
     def copy_validated(self) -> SamplingParams:
         """`clone` without validating again, for one request each of params that were just validated."""
         copied = copy.copy(self)
-        copied.extra_args = copy_containers(self.extra_args)
+        copied.extra_args = copy_containers("extra_args", self.extra_args)
         copied._origins = dict(self._origins)
         return copied
 

@@ -25,10 +25,6 @@ class _StandIn(type):
             raise LLMError(f"there is no {cls.__name__}.{name} here; {STAND_INS[cls.__name__]}.")
 
 
-class LLMEngine(metaclass=_StandIn):
-    """vLLM's engine, driven request by request."""
-
-
 class AsyncLLMEngine(metaclass=_StandIn):
     """vLLM's engine of servers."""
 

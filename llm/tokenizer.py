@@ -18,7 +18,14 @@ from tokenizers.decoders import ByteLevel
 from llm.base.errors import ValidationError
 from llm.inputs import ChatMessage
 from llm.loading.model_files import check_small_files, read_json
-from llm.tokenizer_backends import Backend, FastBackend, HuggingFaceBackend, definition_of, refusing_panics
+from llm.tokenizer_backends import (
+    Backend,
+    FastBackend,
+    HuggingFaceBackend,
+    Truncation,
+    definition_of,
+    refusing_panics,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,13 +76,13 @@ class Tokenizer:
         """The content of tokenizer.json, None for a tokenizer without one."""
         return None if self._backend.fast is None else definition_of(self._backend.fast, self.folder)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], cut: Truncation | None = None) -> list[list[int]]:
         """Ids of each text, with the special tokens that the model's tokenizer adds (a BOS, for example)."""
-        return self._backend.encode(list(texts), True)
+        return self._backend.encode(list(texts), True, cut)
 
-    def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_rendered(self, texts: Sequence[str], cut: Truncation | None = None) -> list[list[int]]:
         """Ids of texts that a chat template rendered; the template has added the special tokens."""
-        return self._backend.encode(list(texts), False)
+        return self._backend.encode(list(texts), False, cut)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens)

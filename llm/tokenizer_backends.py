@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from llm.base.checks import refuse
 from llm.base.errors import CheckpointError
 from llm.base.text import clip
 from llm.loading.model_files import check_model_file
@@ -25,13 +26,20 @@ _TOKENIZER_BYTES = 256 << 20
 _LARGEST_ID = 1 << 24
 
 
+class Truncation(NamedTuple):
+    """Most tokens of a text, special ones included, and the side that is cut: "left" or "right"."""
+
+    limit: int
+    side: str
+
+
 class Backend(Protocol):
     """A tokenizer. `fast`: the tokenizers library's object, None for a tokenizer in Python."""
 
     fast: FastTokenizer | None
 
     def vocab_size(self) -> int: ...
-    def encode(self, texts: list[str], special: bool) -> list[list[int]]: ...
+    def encode(self, texts: list[str], special: bool, cut: Truncation | None = None) -> list[list[int]]: ...
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
 
 
@@ -66,9 +74,15 @@ class FastBackend:
     def vocab_size(self) -> int:
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, texts: list[str], special: bool) -> list[list[int]]:
-        with refusing_panics(self._folder):
-            return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=special)]
+    def encode(self, texts: list[str], special: bool, cut: Truncation | None = None) -> list[list[int]]:
+        if cut is not None:
+            _check_room(cut, self.tokenizer.num_special_tokens_to_add(False) if special else 0)
+            self.tokenizer.enable_truncation(cut.limit, direction=cut.side)
+        try:
+            with refusing_panics(self._folder):
+                return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=special)]
+        finally:
+            self.tokenizer.no_truncation()
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         try:
@@ -103,11 +117,20 @@ class HuggingFaceBackend:
     def vocab_size(self) -> int:
         return len(self.tokenizer)
 
-    def encode(self, texts: list[str], special: bool) -> list[list[int]]:
+    def encode(self, texts: list[str], special: bool, cut: Truncation | None = None) -> list[list[int]]:
         if not texts:
             return []
-        with refusing_panics(self._folder):
-            return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]]
+        options: dict[str, object] = {"add_special_tokens": special}
+        side = self.tokenizer.truncation_side
+        if cut is not None:
+            _check_room(cut, self.tokenizer.num_special_tokens_to_add() if special else 0)
+            options |= {"truncation": True, "max_length": cut.limit}
+            self.tokenizer.truncation_side = cut.side
+        try:
+            with refusing_panics(self._folder):
+                return [list(ids) for ids in self.tokenizer(texts, **options)["input_ids"]]
+        finally:
+            self.tokenizer.truncation_side = side
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         with refusing_panics(self._folder):
@@ -121,6 +144,12 @@ class HuggingFaceBackend:
         names = set(self.tokenizer.vocab_files_names.values())
         if names and not any((folder / name).exists() for name in names):
             raise FileNotFoundError(f"none of {sorted(names)}")
+
+
+def _check_room(cut: Truncation, special: int) -> None:
+    if cut.limit < special:
+        right = f"at least {special}, as many as the tokenizer adds special tokens"
+        refuse("the number of tokens that tokenization_kwargs cuts to", cut.limit, right)
 
 
 def definition_of(fast: FastTokenizer, folder: Path) -> str:

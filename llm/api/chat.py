@@ -37,6 +37,7 @@ class ChatHost(Host, Protocol):
         continue_final_message: bool = False,
         tools: list[JsonObject] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> list[TokensPrompt]: ...
 
 
@@ -56,7 +57,7 @@ class Chat:
         continue_final_message: bool = False,
         tools: list[JsonObject] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
-        tokenization_kwargs: None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
         mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of `{"role", "content"}`) or many (a list of such lists).
@@ -66,7 +67,6 @@ class Chat:
         check_asks_nothing(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
-            tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
         prompts = self.render_chat(
@@ -76,6 +76,7 @@ class Chat:
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
@@ -89,6 +90,7 @@ class Chat:
         continue_final_message: bool = False,
         tools: list[JsonObject] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> list[TokensPrompt]:
         """The prompts that `chat` passes to `generate`, one per conversation; `stream` also accepts one."""
         self._open_engine()
@@ -98,4 +100,4 @@ class Chat:
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        return self._preprocessor.render_chat(messages, options, chat_template_kwargs or {})
+        return self._preprocessor.render_chat(messages, options, chat_template_kwargs or {}, tokenization_kwargs)

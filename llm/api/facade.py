@@ -35,7 +35,7 @@ from llm.config import compilation, env
 from llm.config.arguments import CALLS, check_arguments
 from llm.config.command_line import EMBEDDED_MODEL
 from llm.config.elsewhere import METHODS
-from llm.config.engine import EngineArgs, EngineConfig
+from llm.config.engine import EngineArgs, EngineConfig, ReasoningConfig
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, warn_of_errors
@@ -82,7 +82,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         load_format: "auto" and "safetensors" read safetensors; "dummy" makes random weights, for benchmarks.
         skip_tokenizer_init: no tokenizer; prompts are token ids and outputs have no text.
         chat_template: replaces the model's; text, or the path of a file.
-        disable_log_stats: False fills `RequestOutput.metrics`.
+        disable_log_stats: False fills `RequestOutput.metrics` and `get_metrics()`.
         use_tqdm_on_load: show a bar if loading takes more than two seconds.
         max_logprobs: most logprobs that a request may set; -1: no limit.
         logprobs_mode: what logprobs report: the model's "raw_logprobs" or "raw_logits", or "processed_logprobs" or
@@ -98,6 +98,8 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         generation_config: "auto": generation_config.json has the defaults if `generate` gets no params; "vllm": neutral
             defaults. Or a folder with another generation_config.json.
         override_generation_config: its keys to replace, `{"temperature": 0.5}`.
+        reasoning_config: `{"reasoning_start_str": ..., "reasoning_end_str": ...}`, the texts around reasoning where
+            they are not the tokens <think> and </think>; for `thinking_token_budget`.
         verbose: log all decisions and the arguments that have no effect here.
         **kwargs: vLLM's other arguments; `llm.config.arguments.ARGUMENTS` says how each is handled.
 
@@ -143,6 +145,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         logits_processors: object = None,
         generation_config: str | Path = "auto",
         override_generation_config: Mapping[str, object] | None = None,
+        reasoning_config: ReasoningConfig | Mapping[str, str] | None = None,
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -157,9 +160,8 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         self._args = EngineArgs.from_user(**given)
         self._take(build_engine(self._args))
         if verbose:
-            for note in notes:
+            for note in (*notes, f"resolved configuration\n{self.config}"):
                 logger.info(note)
-            logger.info("resolved configuration\n%s", self.config)
 
     @classmethod
     def from_engine_args(cls, engine_args: object) -> LLM:
@@ -174,6 +176,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         self.config: EngineConfig = built.engine.config
         self.startup: Mapping[str, float] = built.startup
         self._preprocessor = Preprocessor(self.config.model_config, built.engine.tokenizer, built.engine.eos_token_ids)
+        self._preprocessor.reasoning = self.config.reasoning_config
         self._preprocessor.logits_processors = built.plan.logits_processors
 
     def generate(
@@ -184,7 +187,7 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         use_tqdm: UseTqdm = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
-        tokenization_kwargs: None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
         mm_processor_kwargs: None = None,
         **unknown: NoReturn,
     ) -> list[RequestOutput]:
@@ -195,6 +198,8 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
             sampling_params: one for all prompts, or one per prompt; None: the model's defaults.
             use_tqdm: a progress bar in tokens; False prints nothing; a callable makes the bar.
             priority: one integer per prompt; not used, because the order of execution changes no answer.
+            tokenization_kwargs: `add_special_tokens`; `truncation` with `max_length`, or `truncate_prompt_tokens`, with
+                `truncation_side` ("left", the first tokens are cut, or "right").
 
         Raises:
             ValidationError: names every bad prompt, before any is run.
@@ -202,14 +207,13 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         """
         if unknown or prompts is MISSING:
             raise wrong_names("LLM.generate", LLM.generate, unknown, CALLS)
-        check_asks_nothing(
-            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
-        )
+        check_asks_nothing(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         check_use_tqdm(use_tqdm)
         # The guard comes first: Ctrl-C must not leave a lock held or some of the rows queued.
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
-            rows = self._preprocessor.rows(prompts, sampling_params, self.get_default_sampling_params)
+            default = self.get_default_sampling_params
+            rows = self._preprocessor.rows(prompts, sampling_params, default, tokenization_kwargs)
             check_priority(priority, len(rows))
             outputs = self._run(engine, rows, use_tqdm, guard)
         if guard.requested:

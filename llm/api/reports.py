@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from llm.api.host import Host
+from llm.base.checks import refuse
 from llm.base.names import known_names
 from llm.config.engine import EngineArgs
 from llm.engine.engine import EngineStats
 from llm.explain import Explanation
 from llm.inputs import PromptType
+from llm.metrics import Metric
 
 if TYPE_CHECKING:
     from llm.api.facade import LLM
@@ -44,6 +46,18 @@ class Reports:
     def stats(self: Host) -> EngineStats:
         """Steps, tokens and seconds since the start, with the model's share of the time."""
         return self._open_engine().stats
+
+    def get_metrics(self: ReportHost) -> list[Metric]:
+        """vLLM's metrics of this LLM: gauges of now, counters and histograms of the requests that have ended.
+
+        Raises:
+            ValidationError: nothing is counted, for `LLM(disable_log_stats=True)`, the default.
+        """
+        engine = self._open_engine()
+        if self._args.disable_log_stats:
+            refuse("disable_log_stats", True, "False for get_metrics(): pass LLM(disable_log_stats=False)")
+        config = engine.config
+        return engine.ended.snapshot(engine.scheduler, config.cache_config.num_blocks, config.model_config.model)
 
     @known_names("LLM.quantization_report")
     def quantization_report(

@@ -20,7 +20,11 @@ from llm.engine.output import PromptState
 from llm.engine.preprocess import Row
 from llm.sampling_params import SamplingParams
 
-_ELSEWHERE = {**CALLS, **{name: instead for name, (_, instead) in ASKS_NOTHING.items()}}
+_ELSEWHERE = {
+    **CALLS,
+    **{name: instead for name, (_, instead) in ASKS_NOTHING.items()},
+    "tokenization_kwargs": "tokenize with LLM.get_tokenizer() and pass token ids",
+}
 
 
 class StreamingHost(Host, Protocol):

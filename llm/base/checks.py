@@ -12,6 +12,7 @@ from llm.base.text import show
 
 _LONGEST_LIST = 1 << 20
 _DEEPEST = 200
+_MOST_VALUES = 1 << 20
 
 
 def refuse(name: str, value: object, right: str) -> NoReturn:
@@ -67,13 +68,30 @@ def as_list(name: str, value: object, right: str) -> list[Any]:
     return items
 
 
-def copy_containers(value: Any, depth: int = 0) -> Any:
-    """A deep copy of lists and dicts. What they hold is shared, not copied.
+def check_containers(name: str, value: object) -> None:
+    """Refuse lists and dicts that nest too deeply, hold themselves, or have too many values, shared ones counted each
+    time."""
+    left: list[tuple[object, int]] = [(value, 1)]
+    count = 0
+    while left:
+        container, depth = left.pop()
+        if type(container) is not dict and type(container) is not list:
+            continue
+        count += len(container)
+        if depth > _DEEPEST or count > _MOST_VALUES:
+            limit = f"nested more than {_DEEPEST} deep" if depth > _DEEPEST else f"of more than {_MOST_VALUES} values"
+            raise ValidationError(f"{name} are {limit}, or hold themselves; pass plain data.", parameter=name)
+        inner = container.values() if isinstance(container, dict) else container
+        left += [(item, depth + 1) for item in inner]
 
-    Raises `ValidationError` for one that holds itself, or is nested as deeply as that.
-    """
-    if depth > _DEEPEST:
-        raise ValidationError(f"extra_args are nested more than {_DEEPEST} deep, or hold themselves; pass plain data.")
+
+def copy_containers(name: str, value: Any) -> Any:
+    """A deep copy of lists and dicts, which are checked. What they hold is shared, not copied."""
+    check_containers(name, value)
+    return _copied(value)
+
+
+def _copied(value: Any) -> Any:
     if type(value) is dict:
-        return {key: copy_containers(item, depth + 1) for key, item in value.items()}
-    return [copy_containers(item, depth + 1) for item in value] if type(value) is list else value
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else value

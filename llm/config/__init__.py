@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from llm.config.parts import LoadConfig as LoadConfig
     from llm.config.parts import ObservabilityConfig as ObservabilityConfig
     from llm.config.parts import ParallelConfig as ParallelConfig
+    from llm.config.parts import ReasoningConfig as ReasoningConfig
     from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
 
 _PUBLIC = {
     "compilation": ("CompilationConfig", "CompilationMode"),
     "engine": ("CacheConfig", "EngineArgs", "EngineConfig", "ModelConfig", "SchedulerConfig", "VllmConfig"),
-    "parts": ("DeviceConfig", "LoadConfig", "ObservabilityConfig", "ParallelConfig", "StructuredOutputsConfig"),
+    "parts": (
+        *("DeviceConfig", "LoadConfig", "ObservabilityConfig", "ParallelConfig", "ReasoningConfig"),
+        "StructuredOutputsConfig",
+    ),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 

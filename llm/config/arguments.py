@@ -67,6 +67,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "logits_processors",
         "generation_config",
         "override_generation_config",
+        "reasoning_config",
     ),
     _honoured(
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
@@ -151,7 +152,6 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         structured_outputs_config=(*_UNSET, {"backend": "auto"}, {"backend": "guidance"}),
         guided_decoding_backend=("auto", None),
     ),
-    _refused("thinking is not kept to a budget; set max_tokens.", reasoning_config=None),
     _refused("text is not watermarked; write a logits processor that does it.", watermark_config=None),
     _refused(
         "speculative decoding is not built in; leave it out.",
@@ -301,7 +301,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     # --- Logs, metrics, traces. ------------------------------------------------------------------------------------
     _accepted(
-        "LLM.stats counts steps and tokens, disable_log_stats=False fills RequestOutput.metrics; nothing is logged.",
+        "LLM.stats and get_metrics() count, disable_log_stats=False fills RequestOutput.metrics; nothing is logged.",
         *("aggregate_engine_logging", "enable_logging_iteration_details", "log_level"),
         *("log_config_file", "logging_config", "show_hidden_metrics_for_version", "custom_histogram_buckets"),
         *("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),
@@ -332,7 +332,7 @@ DIFFERENT: dict[str, str] = {
     "max_logprobs": "-1, no limit; vLLM: 20",
     "max_num_batched_tokens": "512; vLLM's CPU build: 4096",
     "block_size": "16; vLLM's CPU build: 128",
-    "kv_cache_dtype": '"auto": the dtype that was given, else that of the weights',
+    "kv_cache_dtype": '"auto": the dtype that was given, else that of the weights; vLLM: the one it computes in',
     "kv_cache_memory_bytes": "None takes what can be used, at most half of the memory that is free",
     "seed": "rows derive their own seeds from it and record them; None draws one",
     "hf_overrides": "None as the value of a key removes it",

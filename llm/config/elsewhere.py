@@ -41,10 +41,6 @@ ASKS_NOTHING: dict[str, tuple[tuple[object, ...], str]] = {
         "adapters are not applied; merge the adapter into the weights (peft: merge_and_unload) and load the result",
     ),
     "mm_processor_kwargs": ((None, {}), "prompts are text, and nothing is processed"),
-    "tokenization_kwargs": (
-        (None, {}),
-        "tokenize with LLM.get_tokenizer() and pass token ids, or use SamplingParams(truncate_prompt_tokens=...)",
-    ),
 }
 
 # Arguments that `SamplingParams` does not have.
@@ -61,7 +57,6 @@ SAMPLING: dict[str, str] = {
     "prompt_logprob_token_ids": "prompt_logprobs=-1 returns those of every token",
     "skip_clone": "params are never changed here, so nothing has to be cloned",
     "stream_interval": "LLM.stream yields text as it comes",
-    "thinking_token_budget": "load EndThinkingLogitsProcessor, of llm.sampling.logits_processors",
     **_STRUCTURED,
     **dict.fromkeys(("tools", "tool_choice"), _TOOLS),
     "use_beam_search": "use LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))",
@@ -85,10 +80,9 @@ METHODS: dict[str, str] = {
     "score": f"{_NO_POOLING}, or LLM.loglikelihood for how likely a text is",
     "sleep": "close it with LLM.close() and build a new one later",
     "wake_up": "it never sleeps",
-    "get_metrics": "LLM.stats counts steps, tokens and seconds",
     "start_profile": "wrap the call in torch.profiler",
     "stop_profile": "wrap the call in torch.profiler",
-    "llm_engine": "the engine is driven by LLM's methods alone",
+    "llm_engine": "llm.LLMEngine(llm) drives it step by step",
     "model_config": "it is LLM.config.model_config",
     "get_world_size": "an LLM runs on one device",
     "shutdown": "its name is close",
@@ -151,7 +145,7 @@ _DISTRIBUTED = (
     "initialize_model_parallel initialize_ray_cluster tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
 ).split()
 # Classes that can be imported from `llm` but not used; see `llm.stand_ins`.
-STAND_INS: dict[str, str] = {"LLMEngine": _ENGINE, "AsyncLLMEngine": _ASYNC, "PoolingParams": _NO_POOLING}
+STAND_INS: dict[str, str] = {"AsyncLLMEngine": _ASYNC, "PoolingParams": _NO_POOLING}
 # Names that code for vLLM imports from modules that exist here.
 NAMES: dict[str, str] = {
     **dict.fromkeys(("AsyncLLM", "AsyncEngineArgs"), _ASYNC),
@@ -182,7 +176,7 @@ MODULES: dict[str, str] = {
     "llm.attention.layer": "Attention is in llm.model_executor.layers.attention",
     "llm.distributed.device_communicators": _ONE_DEVICE,
     "llm.engine.async_llm_engine": _ASYNC,
-    "llm.engine.llm_engine": _ENGINE,
+    "llm.engine.llm_engine": "LLMEngine is imported from llm",
     "llm.entrypoints.openai": "there is no server; LLM.chat and LLM.stream answer in this process",
     "llm.envs": "environment variables are in llm.config.env",
     "llm.lora.layers": _ADAPTERS,

@@ -20,6 +20,7 @@ from llm.config.parts import DeviceConfig as DeviceConfig
 from llm.config.parts import LoadConfig as LoadConfig
 from llm.config.parts import ObservabilityConfig as ObservabilityConfig
 from llm.config.parts import ParallelConfig as ParallelConfig
+from llm.config.parts import ReasoningConfig as ReasoningConfig
 from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class EngineArgs:
     logprobs_mode: str = "raw_logprobs"
     num_threads: int | None = None
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.loading`
+    reasoning_config: object = None  # read by `ReasoningConfig.of`
 
     @classmethod
     def from_user(cls, **given: Any) -> EngineArgs:
@@ -105,6 +107,7 @@ class EngineArgs:
             refuse("override_generation_config", self.override_generation_config, right)
         if not isinstance(self.generation_config, str | Path):
             refuse("generation_config", self.generation_config, "'auto', 'vllm' or a folder")
+        ReasoningConfig.of(self.reasoning_config)
         choices: dict[str, tuple[str, ...]] = {"load_format": ("auto", "safetensors", "dummy")}
         choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
         for name, allowed in choices.items():
@@ -192,6 +195,7 @@ class EngineConfig(ConfigForPlugins):
         invariant: True if answers are bit-identical however requests are batched.
         reasons: field name -> why it has its value.
         num_threads: threads that compute; None: `torch.get_num_threads()` at each step.
+        reasoning_config: the texts around reasoning where they were given.
         quant_config: the `llm.quantization.base.QuantizationConfig` of the weights, None when they are floats.
     """
 
@@ -204,6 +208,7 @@ class EngineConfig(ConfigForPlugins):
     reasons: dict[str, str] = field(default_factory=dict)
     quant_config: Any = None
     num_threads: int | None = None
+    reasoning_config: ReasoningConfig | None = None
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]

@@ -5,10 +5,13 @@ Owns no decision: one device in one process, no adapters, no speculation. Decisi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
+
+from llm.base.checks import refuse
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,31 @@ class StructuredOutputsConfig:
 
 
 @dataclass(frozen=True)
+class ReasoningConfig:
+    """The texts around a model's reasoning, for `thinking_token_budget`; "": the tokens <think> and </think>.
+
+    A `reasoning_parser` is not used: no reasoning is parsed out of answers.
+    """
+
+    reasoning_parser: str = ""
+    reasoning_start_str: str = ""
+    reasoning_end_str: str = ""
+
+    @classmethod
+    def of(cls, given: object) -> ReasoningConfig | None:
+        """From what the user passed: a dict of the fields, a `ReasoningConfig` or None."""
+        if given is None or isinstance(given, ReasoningConfig):
+            return given
+        names = [item.name for item in fields(cls)]
+        right = f"a dict of {', '.join(names)}, each a text, or None"
+        if not isinstance(given, Mapping) or not given.keys() <= set(names):
+            refuse("reasoning_config", given, right)
+        if not all(isinstance(text, str) for text in given.values()):
+            refuse("reasoning_config", given, right)
+        return cls(**given)
+
+
+@dataclass(frozen=True)
 class ObservabilityConfig:
     otlp_traces_endpoint: None = None
     collect_detailed_traces: None = None
@@ -69,7 +97,6 @@ class ConfigForPlugins:
     observability_config = ObservabilityConfig()
     lora_config = None
     speculative_config = None
-    reasoning_config = None
     watermark_config = None
     diffusion_config = None
     kv_transfer_config = None

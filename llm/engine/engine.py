@@ -15,6 +15,7 @@ import torch
 from llm.base.errors import LogitsProcessorError
 from llm.config.engine import EngineConfig
 from llm.engine.cores import warn_of_busy_cores
+from llm.engine.metrics import EndedRequests
 from llm.engine.output import Completion, PromptState
 from llm.engine.preprocess import Row
 from llm.engine.request import Request
@@ -66,6 +67,7 @@ class Engine:
         self.stats = EngineStats()
         self._make_scheduler = make_scheduler
         self.keeps_times = False  # True: requests have metrics
+        self.ended = EndedRequests()
         self._completions: dict[str, Completion] = {}
         self._added = 0
 
@@ -117,7 +119,9 @@ class Engine:
         ids = [completion.request.request_id for prompt in prompts for completion in prompt.completions]
         self.scheduler.abort(ids)
         for request_id in ids:
-            self._completions.pop(request_id, None)
+            completion = self._completions.pop(request_id, None)
+            if completion is not None:
+                self.ended.add(completion.request)
 
     def reset(self) -> None:
         """Drop every request and the prefix cache, after any error.
@@ -139,6 +143,7 @@ class Engine:
         """Finish every request as aborted, even one that has its last token but whose text is not finished."""
         for completion in self._completions.values():
             completion.request.finish("abort")
+            self.ended.add(completion.request)
         self._completions.clear()
 
     def _add_completion(self, prompt_id: str, index: int, row: Row, streaming: bool) -> Completion:
@@ -218,6 +223,7 @@ class Engine:
     def _finish(self, completion: Completion) -> None:
         self.scheduler.finish(completion.request)
         completion.finish()
+        self.ended.add(completion.request)
         del self._completions[completion.request.request_id]
 
     def _count(self, plan: SchedulerOutput, result: RunnerOutput, accepted: int, seconds: float) -> None:

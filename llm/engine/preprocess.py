@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llm.base.checks import refuse
 from llm.base.errors import LLMError, ValidationError
 from llm.base.types import JsonObject
-from llm.config.engine import ModelConfig
+from llm.config.engine import ModelConfig, ReasoningConfig
 from llm.engine.prompts import ParsedPrompt, check_text, list_conversations, list_prompts, parse_prompt
+from llm.engine.tokenization import Tokenization
 from llm.inputs import TokensPrompt
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.request import check_request_processors
+from llm.sampling.logits_processors.thinking import find_thinking_ids
 from llm.sampling.structured.compile import StructureCompiler
 from llm.sampling.structured.structure import Structure, Vocabulary
 from llm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -62,6 +64,7 @@ class Preprocessor:
 
     Attributes:
         logits_processors: the loaded classes, each of which validates every row's params.
+        reasoning: the texts around reasoning where they were given.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int] = ()) -> None:
@@ -69,10 +72,14 @@ class Preprocessor:
         self.tokenizer = tokenizer
         self._structures = StructureCompiler(lambda: Vocabulary(tokenizer, config.vocab_size, eos_token_ids))
         self.logits_processors: Sequence[type[LogitsProcessor]] = ()
+        self.reasoning: ReasoningConfig | None = None
         self._calls = 0
 
-    def rows(self, prompts: object, params: object, default: Callable[[], SamplingParams]) -> list[Row]:
+    def rows(
+        self, prompts: object, params: object, default: Callable[[], SamplingParams], tokenization_kwargs: object = None
+    ) -> list[Row]:
         """Validate and tokenize all prompts; raises `ValidationError` that names every bad row."""
+        tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
         problems: dict[int, ValidationError] = {}
         parsed: list[ParsedPrompt] = []
         for index, prompt in enumerate(list_prompts(prompts)):
@@ -85,7 +92,9 @@ class Preprocessor:
         self._calls += 1
         checked: dict[int, SamplingParams] = {}  # by identity: many rows usually share one object
         rows = []
-        for index, ((text, token_ids), given) in enumerate(zip(self._tokenize(parsed), per_row, strict=True)):
+        for index, ((text, token_ids), given) in enumerate(
+            zip(self._tokenize(parsed, tokenization), per_row, strict=True)
+        ):
             if index in problems:
                 continue
             try:
@@ -121,20 +130,25 @@ class Preprocessor:
             return [
                 ids if item.token_ids is None else item.token_ids for ids, item in zip(encoded, parsed, strict=True)
             ]
-        return [ids for _, ids in self._tokenize(parsed)]
+        return [ids for _, ids in self._tokenize(parsed, Tokenization())]
 
     def structure(self, given: StructuredOutputsParams) -> Structure:
         """Compile a constraint; raises `ValidationError` if it is not usable."""
         return self._structures.compile(given)
 
     def render_chat(
-        self, messages: object, options: Mapping[str, object], template_arguments: Mapping[str, object]
+        self,
+        messages: object,
+        options: Mapping[str, object],
+        template_arguments: Mapping[str, object],
+        tokenization_kwargs: object = None,
     ) -> list[TokensPrompt]:
         """Render conversations to prompts with the chat template.
 
         Args:
             options: the renderer's arguments for which `LLM.chat` has parameters.
             template_arguments: further arguments, of the template.
+            tokenization_kwargs: of the rendered text, which has its special tokens already.
 
         Raises:
             ValidationError: `messages` is no conversation, an argument is not the template's, or the template raises.
@@ -149,16 +163,25 @@ class Preprocessor:
             raise _no_tokenizer("chat needs one; give generate() token ids.")
         arguments = {**options, **template_arguments}
         texts = [_render(self.tokenizer, conversation, arguments) for conversation in conversations]
-        encoded = self.tokenizer.encode_rendered([check_text(text) for text in texts])
+        tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
+        encode = self.tokenizer.encode if tokenization.add_special_tokens else self.tokenizer.encode_rendered
+        encoded = encode([check_text(text) for text in texts], tokenization.truncation)
         return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
 
-    def _tokenize(self, parsed: list[ParsedPrompt]) -> list[tuple[str | None, list[int]]]:
+    def _tokenize(self, parsed: list[ParsedPrompt], tokenization: Tokenization) -> list[tuple[str | None, list[int]]]:
         """(text, token ids) of each prompt; one call of the tokenizer for all texts."""
         texts = [item.text for item in parsed if item.token_ids is None and item.text is not None]
         if texts and self.tokenizer is None:
             raise _no_tokenizer("text prompts need one; pass prompt_token_ids.")
-        encoded = iter(self.tokenizer.encode(texts) if self.tokenizer is not None and texts else [])
-        return [(item.text, next(encoded) if item.token_ids is None else item.token_ids) for item in parsed]
+        encoded: Iterator[list[int]] = iter(())
+        if self.tokenizer is not None and texts:
+            plain = tokenization.add_special_tokens is False
+            encode = self.tokenizer.encode_rendered if plain else self.tokenizer.encode
+            encoded = iter(encode(texts, tokenization.truncation))
+        return [
+            (item.text, next(encoded) if item.token_ids is None else tokenization.cut(item.token_ids))
+            for item in parsed
+        ]
 
     def _row(self, text: str | None, token_ids: list[int], params: SamplingParams, index: int) -> Row:
         """Make a row; resolves the defaults in `params`, which is the row's own copy."""
@@ -211,6 +234,7 @@ class Preprocessor:
         if params.structured_outputs is not None:
             params.structure = self._compile_structure(params)
         params.bad_words_token_ids = self._bad_words(params.bad_words or [])
+        params.thinking_token_ids = find_thinking_ids(params, self.tokenizer, self.reasoning)
         check_request_processors(params)
         self._validate_by_processors(params)
         return params

@@ -6,7 +6,7 @@ A line is one row of the logits; it belongs to one batch row. The steps, in vLLM
  3. raw logprobs, or raw logits, for the lines that requested logprobs;
  4. `allowed_token_ids`;  5. `bad_words`;
  6. processors that may change the argmax: min_tokens, logit_bias, custom ones, then the request's own;
- 7. penalties: repetition, frequency, presence;
+ 7. penalties: repetition, frequency, presence; then `thinking_token_budget`;
  8. greedy lines take the argmax and are done;
  9. temperature;
 10. argmax-invariant processors: min_p, then custom ones;

@@ -23,6 +23,7 @@ from llm.config.engine import (
     EngineArgs,
     EngineConfig,
     ModelConfig,
+    ReasoningConfig,
 )
 from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resolve_dtype
 from llm.engine.boundary import RunnerPlan
@@ -80,6 +81,7 @@ def make_plan(
         reasons,
         model.quantization.config,
         num_threads,
+        ReasoningConfig.of(args.reasoning_config),
     )
     return RunnerPlan(
         config,

@@ -8,6 +8,7 @@ import pytest
 from embedded import GREEDY, PROMPTS, open_llm, run, tokens
 
 from llm import LLM, SamplingParams, ValidationError
+from llm.v1.metrics.reader import Counter, Gauge, Histogram, Metric
 
 
 def test_metrics_are_in_order_and_count_the_tokens() -> None:
@@ -40,3 +41,62 @@ def test_metrics_of_several_completions_are_the_firsts() -> None:
 def test_it_is_a_flag() -> None:
     with pytest.raises(ValidationError, match="disable_log_stats must be True or False"):
         LLM(disable_log_stats="no")  # type: ignore[arg-type]
+
+
+def metrics_of(llm: LLM) -> dict[str, Metric]:
+    """By name, with the reason of an end."""
+    found = llm.get_metrics()
+    assert {metric.labels["model_name"] for metric in found} == {llm.config.model_config.model}
+    named = {metric.name + metric.labels.get("finished_reason", ""): metric for metric in found}
+    assert len(named) == len(found)
+    return named
+
+
+def values_of(llm: LLM) -> dict[str, float]:
+    return {
+        name.removeprefix("vllm:"): metric.value
+        for name, metric in metrics_of(llm).items()
+        if isinstance(metric, Counter | Gauge)
+    }
+
+
+def test_the_counters_add_up_what_the_outputs_say() -> None:
+    with open_llm(max_model_len=64, disable_log_stats=False) as llm:
+        assert not any(values_of(llm).values())
+        ended = run(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        again = run(llm, [PROMPTS[1] * 4] * 2, [SamplingParams(n=2, max_tokens=3, seed=1, ignore_eos=True)] * 2)
+        completions = [item for output in (*ended, *again) for item in output.outputs]
+        values = values_of(llm)
+        assert values["generation_tokens"] == sum(len(item.token_ids) for item in completions) == 27
+        prompts = [len(output.prompt_token_ids) for output in (*ended, *again) for _ in output.outputs]
+        assert values["prompt_tokens"] == values["prefix_cache_queries"] == sum(prompts)
+        assert 0 < values["prefix_cache_hits"] < values["prefix_cache_queries"]
+        assert values["request_successlength"] == len(completions) == 7 and values["request_successstop"] == 0
+        assert values["num_requests_running"] == values["num_requests_waiting"] == values["kv_cache_usage_perc"] == 0
+
+        named = metrics_of(llm)
+        lengths = named["vllm:request_prompt_tokens"]
+        assert isinstance(lengths, Histogram) and (lengths.count, lengths.sum) == (7, sum(prompts))
+        for bound, count in lengths.buckets.items():
+            assert count == sum(length <= float(bound) for length in prompts)
+        first, whole = named["vllm:time_to_first_token_seconds"], named["vllm:e2e_request_latency_seconds"]
+        assert isinstance(first, Histogram) and isinstance(whole, Histogram) and 0 < first.sum < whole.sum
+        assert first.count == whole.count == first.buckets["+Inf"] == 7
+
+
+def test_a_suspended_stream_is_seen_and_a_dropped_one_is_counted() -> None:
+    with open_llm(max_model_len=64, disable_log_stats=False) as llm:
+        stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        next(stream)
+        values = values_of(llm)
+        assert values["num_requests_running"] == 1 and 0 < values["kv_cache_usage_perc"] < 1
+        assert values["request_successabort"] == values["prompt_tokens"] == 0
+        stream.close()
+        values = values_of(llm)
+        assert values["num_requests_running"] == values["kv_cache_usage_perc"] == 0
+        assert values["request_successabort"] == 1 and values["prompt_tokens"] > 0
+
+
+def test_without_statistics_there_are_no_metrics() -> None:
+    with open_llm(max_model_len=64) as llm, pytest.raises(ValidationError, match=r"pass LLM\(disable_log_stats=False"):
+        llm.get_metrics()

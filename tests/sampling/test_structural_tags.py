@@ -76,7 +76,8 @@ def test_a_request_with_tags(llm: LLM) -> None:
     ("tag", "said"),
     [
         ("{", "it is no JSON"),
-        ({"format": {"type": "tag"}}, "it must be {'structures': "),
+        ("[" * 100_000, "it is no JSON"),
+        ({"a": json.loads("[" * 200 + "]" * 200)}, "nested too deeply"),
         ({"structures": [], "triggers": ["<"]}, "it must be {'structures': "),
         ({"structures": [{"begin": "<a>", "end": ""}], "triggers": ["<"]}, "it must be {'structures': "),
         ({**TAG, "triggers": ["[", 3]}, "'<f=x>' starts with none of the triggers"),
@@ -87,3 +88,103 @@ def test_other_forms_are_refused(llm: LLM, tag: Any, said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         compiled(llm, tag)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+CONTENT = {"type": "json_schema", "json_schema": SCHEMA}
+TOOL = {"begin": "<f=x>", "content": CONTENT, "end": "</f>"}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [TOOL]}
+THINK = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}
+SEPARATED = {"type": "tags_with_separator", "tags": [{"type": "tag", **TOOL}], "separator": ", "}
+CALL = '<f=x>{"a":3}</f>'
+# A format, the texts that it admits, and those that it does not.
+FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "const_string", "value": 'a "b"/c'}, ['a "b"/c'], ["a", 'a "b"/c.']),
+    (CONTENT, ['{"a":3}'], ['{"a":"3"}', '{"a": 3}', '{"a":3} ']),
+    ({"type": "regex", "pattern": r"\d+/[ab]|\/"}, ["12/a", "/"], ["12", "12/c", "12/a/"]),
+    ({"type": "any_text"}, ["", "God\nsaid <f="], []),
+    (
+        {"type": "sequence", "elements": [{"type": "const_string", "value": "So: "}, CONTENT]},
+        ['So: {"a":3}'],
+        ["So: ", '{"a":3}'],
+    ),
+    ({"type": "or", "elements": [CONTENT, {"type": "const_string", "value": "no"}]}, ['{"a":3}', "no"], ['no{"a":3}']),
+    ({"type": "tag", **TOOL}, [CALL], [CALL + CALL, "And " + CALL]),
+    (THINK, ["<t></t>", "<t>a < b\n</t>"], ["<t>a", "a</t>", "<t>a</t>b"]),
+    (TRIGGERED, ["", "And", CALL, f"And {CALL} he {CALL}."], ["<f=y>", f"And {CALL[:-1]}", '<f=x>{"b":3}</f>']),
+    ({**TRIGGERED, "at_least_one": True}, [CALL, f"{CALL} he {CALL}."], ["", "And", f"And {CALL}"]),
+    ({**TRIGGERED, "stop_after_first": True}, ["", "And", f"And {CALL}"], [CALL + ".", CALL + CALL]),
+    ({**TRIGGERED, "at_least_one": True, "stop_after_first": True}, [CALL], ["", "And", f"And {CALL}", CALL + "."]),
+    (SEPARATED, ["", CALL, f"{CALL}, {CALL}"], [f"{CALL}{CALL}", f"{CALL}, ", " "]),
+    ({**SEPARATED, "at_least_one": True, "separator": ""}, [CALL, CALL * 3], ["", "And"]),
+    ({**SEPARATED, "at_least_one": True, "stop_after_first": True}, [CALL], ["", f"{CALL}, {CALL}"]),
+    (
+        {"type": "sequence", "elements": [THINK, TRIGGERED]},
+        ["<t>hm</t>", f"<t>{CALL[:-1]}</t> And {CALL}"],
+        [CALL, "<t>hm", "<t>hm</t><f=y>"],
+    ),
+    (
+        {"type": "tag", "begin": "[", "content": {**SEPARATED, "separator": ","}, "end": "]"},
+        ["[]", f"[{CALL},{CALL}]"],
+        [f"[{CALL},]", f"[{CALL}"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "fitting", "others"), FORMATS)
+def test_formats_admit_their_texts_and_no_others(
+    llm: LLM, given: dict[str, Any], fitting: list[str], others: list[str]
+) -> None:
+    structure = compiled(llm, json.dumps({"type": "structural_tag", "format": given}))
+    for text in fitting:
+        assert structure.is_complete(ids_of(llm, text)), text
+    for text in others:
+        assert not structure.is_complete(ids_of(llm, text)), text
+
+
+def test_special_tokens_in_formats_are_tokens(llm: LLM) -> None:
+    """<|user|> is one token of this model; text that spells it in others is not it."""
+    tag = {"type": "tag", "begin": "<|user|>hi", "content": {"type": "any_text"}, "end": "<|assistant|>"}
+    structure = compiled(llm, {"format": tag})
+    ids = ids_of(llm, "<|user|>hi Moses<|assistant|>")
+    assert structure.is_complete(ids) and not structure.is_complete(ids[:-1]) and not structure.is_complete(ids[1:])
+    spelled = [token for piece in ("<|", "user", "|>") for token in ids_of(llm, piece)]
+    assert not structure.is_complete([*spelled, *ids[1:]])
+    called = compiled(llm, {"format": {**TRIGGERED, "triggers": ["<|user|>"], "tags": [tag]}})
+    assert called.is_complete(ids_of(llm, "And ") + ids) and not called.is_complete(ids_of(llm, "And ") + ids[:-1])
+
+
+def test_a_request_with_a_format(llm: LLM) -> None:
+    given = StructuredOutputsParams(structural_tag={"format": {"type": "sequence", "elements": [THINK, CONTENT]}})
+    params = SamplingParams(max_tokens=40, seed=3, structured_outputs=given, logit_bias=dict.fromkeys(range(300), 0.0))
+    for output in run(llm, PROMPTS, params):
+        outcome = output.outputs[0].structured
+        assert output.outputs[0].error is None and outcome is not None and not outcome.guaranteed
+        assert output.outputs[0].text.startswith("<t>")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"type": "grammar", "grammar": "root ::= x"}, "must be one of const_string, json_schema, .*, got 'grammar'"),
+        ([], "must be one of const_string"),
+        ({"type": "tag"}, "the begin of a format tag is None"),
+        ({"type": "tag", "begin": "", "content": {"type": "x"}, "end": ""}, "got 'x'"),
+        ({"type": "any_text", "excludes": ["x"]}, "a format any_text has no 'excludes'"),
+        ({"type": "sequence", "elements": [{"type": "any_text"}, CONTENT]}, "nothing ends the text of any_text here"),
+        ({"type": "or", "elements": [TRIGGERED, CONTENT]}, "nothing ends the text of triggered_tags here"),
+        ({"type": "tag", "begin": "a", "content": TRIGGERED, "end": "b"}, "nothing ends the text of triggered_tags"),
+        ({**TRIGGERED, "triggers": ["<g="]}, "starts with none of the triggers"),
+        ({**TRIGGERED, "triggers": ["<f", "<f="]}, "starts with several of the triggers"),
+        ({**TRIGGERED, "at_least_one": 1}, "at_least_one is 1, must be true or false"),
+        ({**TRIGGERED, "tags": [CONTENT]}, "a list of at least one tag"),
+        ({**SEPARATED, "tags": []}, "a list of at least one tag"),
+        ({"type": "or", "elements": []}, "at least one element"),
+        ({"type": "regex", "pattern": "a\nb"}, "no line breaks"),
+        ({"type": "regex", "pattern": "("}, "structural_tag of structured_outputs is not usable"),
+        ({**THINK, "end": "x<|end|>"}, "its special token must come first"),
+    ],
+)
+def test_formats_that_are_not_understood_are_refused(llm: LLM, given: Any, said: str) -> None:
+    with pytest.raises(ValidationError, match=said) as caught:
+        compiled(llm, {"type": "structural_tag", "format": given})
+    assert "\n" not in str(caught.value)

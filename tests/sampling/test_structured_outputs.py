@@ -96,6 +96,9 @@ SCHEMAS: dict[str, Any] = {
     "from": {"type": "integer", "exclusiveMinimum": 5},
     "to": {"type": "integer", "maximum": -3},
     "number": {"type": "number"},
+    "multiple": {"type": "integer", "multipleOf": 7},
+    "multiples": {"type": "array", "items": {"type": "integer", "multipleOf": 64}, "minItems": 1, "maxItems": 2},
+    "multiple of a fraction": {"type": "integer", "multipleOf": 2.5},
 }
 REGEXES = [
     "a|bb|ccc",
@@ -579,6 +582,43 @@ def test_keywords_that_say_nothing_cost_no_guarantee(llm: LLM, schema: dict[str,
 )
 def test_keywords_that_say_something_are_kept(schema: dict[str, Any]) -> None:
     assert read_schema(schema, closed=False) == schema
+
+
+@given(divisor=st.integers(2, 64), number=st.integers(-(10**6), 10**6))
+def test_multiples_are_known_digit_by_digit(divisor: int, number: int) -> None:
+    language, root = language_of({"json": {"type": "integer", "multipleOf": divisor}})
+    for value in (number, number * divisor):
+        assert language.nullable[language.read(root, str(value).encode())] == (value % divisor == 0)
+    assert language.read(root, f"0{number}".encode()) == EMPTY  # no leading zeros
+    assert language.reach[root] < IMPOSSIBLE
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "integer", "multipleOf": 65}, "'multipleOf' above 64"),
+        ({"type": "integer", "multipleOf": 7, "minimum": 3}, "'multipleOf' together with a bound"),
+        ({"type": ["integer", "number"], "minimum": 3}, "a bound of numbers that need not be integers"),
+    ],
+    ids=str,
+)
+def test_numbers_of_unknown_length_are_valid_and_not_guaranteed(llm: LLM, schema: dict[str, Any], why: str) -> None:
+    [output] = run(llm, ["And he said"], [structured(40, json=schema)])
+    outcome = output.outputs[0].structured
+    assert outcome is not None and not outcome.guaranteed and why in outcome.reason
+    assert not outcome.complete or is_valid(output.outputs[0].text, {"json": schema})
+
+
+def test_numbers_of_properties_that_bind_are_kept_without_a_guarantee_or_refused(llm: LLM) -> None:
+    optional = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
+    for keyword in ("minProperties", "maxProperties"):
+        schema = {**optional, "additionalProperties": False, keyword: 1}
+        for output in run(llm, ["And he said"] * 4, [structured(40, json=schema)] * 4):
+            outcome, text = output.outputs[0].structured, output.outputs[0].text
+            assert outcome is not None and not outcome.guaranteed and repr(keyword) in outcome.reason
+            assert outcome.complete and is_valid(text, {"json": schema})
+    with pytest.raises(ValidationError, match="min/maxProperties only supported when all keys"):
+        run(llm, "x", structured(json={**optional, "minProperties": 2}))
 
 
 def test_data_in_a_schema_is_not_taken_for_a_schema() -> None:

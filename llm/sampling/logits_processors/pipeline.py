@@ -26,6 +26,7 @@ from llm.sampling.logits_processors.builtin import (
 )
 from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, LogitsProcessor
 from llm.sampling.logits_processors.request import RequestLogitsProcessors
+from llm.sampling.logits_processors.thinking import ThinkingBudgetLogitsProcessor
 from llm.sampling.penalties import PenaltiesLogitsProcessor
 from llm.sampling.structured.processor import StructuredOutputsLogitsProcessor
 
@@ -38,7 +39,8 @@ class LogitsProcessors:
 
     Attributes:
         grammar: applied before the raw logprobs are taken.
-        non_argmax_invariant: allowed tokens, bad words, min tokens, bias, custom ones, the requests' own, penalties.
+        non_argmax_invariant: allowed tokens, bad words, min tokens, bias, custom ones, the requests' own, penalties,
+            the thinking budget.
         argmax_invariant: after the temperature: min_p, then custom ones.
     """
 
@@ -80,6 +82,7 @@ class LogitsProcessors:
             *(processor for processor, skip in zip(custom, invariant, strict=True) if not skip),
             self._make(RequestLogitsProcessors),
             self._make(PenaltiesLogitsProcessor),
+            self._make(ThinkingBudgetLogitsProcessor),
         ]
         self.argmax_invariant = [
             MinPLogitsProcessor(self._config, self._device, self._backend.pins, self._backend),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from llm.sampling.structured.language import DONE, EMPTY, Language
@@ -20,7 +21,7 @@ _ANNOTATIONS = frozenset(
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _KEYWORDS: Mapping[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern"}),
-    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
     "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
     "object": frozenset({"properties", "required", "additionalProperties"}),
 }
@@ -33,6 +34,7 @@ _PLAIN: Ranges = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)]
 # Of optional properties in a row each can come next: the time of a mask grows with their number, that of compiling with
 # its square.
 _MOST_OPTIONAL = 600
+_LARGEST_DIVISOR = 64  # of `multipleOf`; a state for each remainder
 
 
 class TooManyChoices(ValueError):
@@ -157,14 +159,50 @@ class _Compiler:
         return self._language.alt(self._language.literal(b"true"), self._language.literal(b"false"))
 
     def _number(self, schema: Schema) -> int:
+        if _KEYWORDS["integer"] & set(schema):  # of ["integer", "number"]
+            raise UnknownLength("a bound of numbers that need not be integers")
         return parse_regex(self._language, r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
 
     def _integer(self, schema: Schema) -> int:
         if not _KEYWORDS["integer"] & set(schema):
             return parse_regex(self._language, "-?(0|[1-9][0-9]*)")
+        if "multipleOf" in schema:
+            return self._multiples(schema)
         lows = [schema.get("minimum"), _plus(schema.get("exclusiveMinimum"), 1)]
         highs = [schema.get("maximum"), _plus(schema.get("exclusiveMaximum"), -1)]
         return parse_regex(self._language, integer_range(_whole(lows, max), _whole(highs, min)))
+
+    def _multiples(self, schema: Schema) -> int:
+        """Digit by digit; what may follow depends on the remainder of those before."""
+        if len(_KEYWORDS["integer"] & set(schema)) > 1:
+            raise UnknownLength("'multipleOf' together with a bound")
+        # An integer is a multiple of a fraction in lowest terms if it is one of the numerator.
+        divisor = Fraction(str(schema["multipleOf"])).numerator
+        if not 0 < divisor <= _LARGEST_DIVISOR:
+            raise UnknownLength(f"'multipleOf' above {_LARGEST_DIVISOR}")
+        language = self._language
+
+        def name(remainder: int) -> str:
+            return f"digits after a number that leaves {remainder} by {divisor}"
+
+        def digits(remainder: int, first: int) -> int:
+            """One digit, from `first` on, and what may follow it."""
+            nexts: dict[int, int] = {}
+            for digit in range(first, 10):
+                after = (10 * remainder + digit) % divisor
+                nexts[after] = nexts.get(after, 0) | 1 << ord(str(digit))
+            return language.alt(*(language.cat(language.byte_set(bits), rest(after)) for after, bits in nexts.items()))
+
+        def rest(remainder: int) -> int:
+            more = language.ref(name(remainder))
+            return language.optional(more) if remainder == 0 else more
+
+        if name(0) not in self._defined:
+            self._defined.add(name(0))
+            for remainder in range(divisor):
+                language.define(name(remainder), digits(remainder, 0))
+        number = language.alt(language.literal(b"0"), digits(0, 1))
+        return language.cat(language.optional(language.literal(b"-")), number)
 
     def _string(self, schema: Schema) -> int:
         quote = self._language.literal(b'"')

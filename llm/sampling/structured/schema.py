@@ -32,20 +32,20 @@ def read_schema(given: object, closed: bool) -> object:
     if hasattr(given, "model_json_schema"):
         given = given.model_json_schema()
     if not isinstance(given, str):
-        _check_size(given)
+        check_size("json", given)
     try:
         schema = json.loads(given if isinstance(given, str) else json.dumps(given))
     except (TypeError, ValueError) as error:
         raise unusable("json", given, f"it is not JSON ({first_line(error)})") from error
     except RecursionError:
-        raise _too_deep() from None
-    _check_size(schema)
+        raise _too_deep("json") from None
+    check_size("json", schema)
     if not isinstance(schema, dict | bool):
         raise unusable("json", given, "a schema is a JSON object")
     return _rewritten(schema, closed)
 
 
-def _check_size(schema: object) -> None:
+def check_size(kind: str, schema: object) -> None:
     """Refuse what nests too deeply, itself included, or has too many values, shared ones counted each time."""
     left: list[tuple[object, int]] = [(schema, 1)]
     count = 0
@@ -54,16 +54,16 @@ def _check_size(schema: object) -> None:
         if not isinstance(value, (dict, list, tuple)):
             continue
         if depth > _DEEPEST:
-            raise _too_deep()
+            raise _too_deep(kind)
         inner = value.values() if isinstance(value, dict) else value
         count += len(inner)
         if count > _MOST_VALUES:
-            raise unusable("json", "...", f"it has more than {_MOST_VALUES} values")
+            raise unusable(kind, "...", f"it has more than {_MOST_VALUES} values")
         left += [(item, depth + 1) for item in inner]
 
 
-def _too_deep() -> ValidationError:
-    return unusable("json", "...", f"it is nested too deeply: more than {_DEEPEST} lists and objects inside each other")
+def _too_deep(kind: str) -> ValidationError:
+    return unusable(kind, "...", f"it is nested too deeply: more than {_DEEPEST} lists and objects inside each other")
 
 
 def _rewritten(schema: object, closed: bool) -> object:

@@ -1,6 +1,7 @@
 """`structural_tag`: free text in which a beginning, such as `<f>`, is followed by JSON of a schema and by an end.
 
-Owns reading vLLM's form, `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, and its grammar.
+Owns reading vLLM's first form, `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, and its grammar; the
+second, `{"format": {...}}`, is `tag_format.py`'s.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 
 from llm.base.types import JsonObject
-from llm.sampling.structured.messages import unusable
-from llm.sampling.structured.schema import read_schema
+from llm.sampling.structured.messages import first_line, unusable
+from llm.sampling.structured.schema import check_size, read_schema
+from llm.sampling.structured.tag_format import format_grammar, read_format
 
-_FORM = "it must be {'structures': [{'begin': ..., 'schema': ..., 'end': ...}], 'triggers': [...]}"
+_FORM = "it must be {'structures': [{'begin': ..., 'schema': ..., 'end': ...}], 'triggers': [...]} or {'format': ...}"
 
 
-def read_tags(value: object, disable_additional_properties: bool) -> list[JsonObject]:
-    """[{"trigger", "begin", "schema", "end"}]; raises `ValidationError` if the value has another form."""
+def read_tags(value: object, disable_additional_properties: bool) -> list[JsonObject] | JsonObject:
+    """[{"trigger", "begin", "schema", "end"}], or a format; raises `ValidationError` if the value has another form."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise unusable("structural_tag", value, f"it is no JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise unusable("structural_tag", value, f"it is no JSON ({first_line(error)})") from error
+    check_size("structural_tag", parsed)
     if not isinstance(parsed, Mapping):
         raise unusable("structural_tag", value, _FORM)
+    if "format" in parsed:
+        return read_format(parsed["format"], disable_additional_properties)
     structures, triggers = parsed.get("structures"), parsed.get("triggers")
     if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
         raise unusable("structural_tag", value, _FORM)
@@ -45,14 +50,19 @@ def _read_tag(item: object, triggers: list[object], disable_additional_propertie
 
 
 def tags_grammar(
-    llguidance: ModuleType, tags: list[JsonObject], settings: JsonObject, special_tokens: Collection[str]
+    llguidance: ModuleType,
+    tags: list[JsonObject] | JsonObject,
+    settings: JsonObject,
+    special_tokens: Collection[str],
 ) -> str:
-    """The tags in llguidance's form.
+    """The tags, or the format, in llguidance's form.
 
     Args:
         settings: of the JSON's form.
         special_tokens: triggers among them are tokens, all others are text.
     """
+    if isinstance(tags, dict):
+        return llguidance.grammar_from("lark", format_grammar(tags, settings, special_tokens))
     made = [
         llguidance.StructTag(
             trigger=tag["trigger"],

@@ -1,0 +1,156 @@
+"""`LLMEngine`: an `LLM` that is driven step by step, request by request, as vLLM's engine of that name.
+
+Owns which requests were added and what each has told so far; steps and requests are `llm.engine`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from llm.api.checks import check_asks_nothing, check_priority
+from llm.api.facade import LLM
+from llm.base.checks import refuse
+from llm.base.errors import GenerationInterrupted, ValidationError
+from llm.base.names import known_names
+from llm.engine.interrupt import InterruptGuard
+from llm.engine.output import PromptState
+from llm.outputs import CompletionOutput, RequestOutput
+from llm.sampling_params import RequestOutputKind, SamplingParams
+
+
+@dataclass
+class _Added:
+    """A request, and how much of each of its completions was told.
+
+    Attributes:
+        texts: what streaming has given of each completion.
+        told: tokens and characters of each that outputs have had.
+    """
+
+    state: PromptState
+    kind: RequestOutputKind
+    texts: list[str] = field(default_factory=list)
+    told: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.texts = [""] * len(self.state.completions)
+        self.told = [(0, 0)] * len(self.state.completions)
+
+    def advance(self, index: int, own: CompletionOutput) -> bool:
+        """Make a completion what is to be told of it; returns whether anything is new."""
+        pieces = self.state.completions[index].pieces
+        self.texts[index] += "".join(pieces)
+        pieces.clear()
+        if own.finish_reason is None:
+            own.text = self.texts[index]  # without what may yet be the start of a stop string
+        tokens, characters = self.told[index]
+        self.told[index] = len(own.token_ids), len(own.text)
+        is_new = len(own.token_ids) > tokens or own.finish_reason is not None
+        if self.kind is RequestOutputKind.DELTA:
+            own.text, own.token_ids = own.text[characters:], own.token_ids[tokens:]
+            own.logprobs = None if own.logprobs is None else own.logprobs[tokens:]
+        return is_new
+
+
+class LLMEngine:
+    """vLLM's loop: `add_request` as prompts come, `step` while `has_unfinished_requests`.
+
+    `output_kind` of a request's params says what a step returns of it: all of it so far, what is new, or all of it once
+    it has ended.
+
+    Attributes:
+        llm: what is driven; its methods can be called between two steps.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._added: dict[str, _Added] = {}
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: object,
+        usage_context: object = None,
+        stat_loggers: None = None,
+        enable_multiprocessing: bool = False,
+    ) -> LLMEngine:
+        """An engine for an `EngineArgs`. Nothing is reported or logged, and there is one process, whatever is asked."""
+        return cls(LLM.from_engine_args(engine_args))
+
+    @known_names("LLMEngine.add_request")
+    def add_request(
+        self,
+        request_id: str,
+        prompt: object,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a prompt; returns its id.
+
+        Raises:
+            ValidationError: the prompt or the params are wrong, or the id is that of an unfinished request.
+        """
+        check_asks_nothing(lora_request=lora_request)
+        check_priority([priority], 1)
+        if not isinstance(request_id, str):
+            refuse("request_id", request_id, "a text")
+        if request_id in self._added:
+            refuse("request_id", request_id, "the id of no unfinished request")
+        llm = self.llm
+        with InterruptGuard() as guard, llm._exclusive():
+            engine = llm._begin()
+            default = llm.get_default_sampling_params
+            rows = llm._preprocessor.rows(prompt, params, default, tokenization_kwargs)
+            if len(rows) != 1:
+                message = f"add_request takes one prompt, got {len(rows)}; call it for each."
+                raise ValidationError(message, parameter="prompt", value=len(rows))
+            kind = rows[0].params.output_kind
+            self._added[request_id] = _Added(engine.add(rows[0], streaming=True), kind)
+        if guard.requested:
+            raise GenerationInterrupted([])
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """One step of all requests; the outputs of those that got further, in the order in which they were added."""
+        with InterruptGuard() as guard, self.llm._exclusive():
+            engine = self.llm._begin()
+            if self._added:
+                engine.step()
+            outputs = [output for name in list(self._added) if (output := self._told(name)) is not None]
+            if not self._added:
+                engine.end_call()
+        if guard.requested:
+            raise GenerationInterrupted([])
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._added)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._added)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Drop requests; ids of finished or unknown ones are passed over."""
+        names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        with self.llm._exclusive():
+            self.llm._begin().abort([self._added.pop(name).state for name in names if name in self._added])
+
+    def get_tokenizer(self) -> object:
+        return self.llm.get_tokenizer()
+
+    def _told(self, name: str) -> RequestOutput | None:
+        """What the request's `output_kind` asks to tell now; a finished request is forgotten."""
+        added = self._added[name]
+        state = added.state
+        if state.finished:
+            del self._added[name]
+        elif added.kind is RequestOutputKind.FINAL_ONLY:
+            return None
+        output = replace(state.output(), request_id=name)
+        fresh = [added.advance(index, own) for index, own in enumerate(output.outputs)]
+        return output if any(fresh) else None

@@ -1,0 +1,89 @@
+"""What `LLM(disable_log_stats=False)` counts: the requests that have ended, and the snapshot of `LLM.get_metrics`.
+
+Owns the names, which are vLLM's, and the bounds of the histograms.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter as Counts
+from dataclasses import dataclass, field
+
+from llm.engine.request import Request
+from llm.engine.scheduler import Scheduler
+from llm.metrics import Counter, Gauge, Histogram, Metric
+
+_REASONS = ("stop", "length", "abort", "error", "repetition")
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+_WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+
+@dataclass
+class _Values:
+    """Values counted between bounds; `counts` has one entry more than `bounds`."""
+
+    bounds: tuple[float, ...]
+    total: float = 0.0
+    counts: Counts[int] = field(default_factory=Counts)
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.counts[bisect_left(self.bounds, value)] += 1
+
+    def snapshot(self, name: str, labels: dict[str, str]) -> Histogram:
+        buckets, count = {}, 0
+        for index, bound in enumerate((*map(str, self.bounds), "+Inf")):
+            count += self.counts[index]
+            buckets[bound] = count
+        return Histogram(name, dict(labels), count, self.total, buckets)
+
+
+class EndedRequests:
+    """Counts of the requests that have ended since the engine was built, aborted ones included."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(
+            ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"), 0
+        )
+        self._reasons: Counts[str] = Counts()
+        self._values = {
+            "request_prompt_tokens": _Values(_TOKENS),
+            "request_generation_tokens": _Values(_TOKENS),
+            "time_to_first_token_seconds": _Values(_FIRST_TOKEN),
+            "e2e_request_latency_seconds": _Values(_WHOLE),
+        }
+
+    def add(self, request: Request) -> None:
+        times = request.metrics
+        if times is None:
+            return
+        self._reasons[request.finish_reason or "abort"] += 1
+        counts = self._counts
+        counts["prompt_tokens"] += request.num_prompt_tokens
+        counts["generation_tokens"] += request.num_output_tokens
+        counts["num_preemptions"] += request.num_preemptions
+        if request.num_cached_tokens is not None and not request.params.skip_reading_prefix_cache:
+            counts["prefix_cache_queries"] += request.num_prompt_tokens
+            counts["prefix_cache_hits"] += request.num_cached_tokens
+        self._values["request_prompt_tokens"].add(request.num_prompt_tokens)
+        self._values["request_generation_tokens"].add(request.num_output_tokens)
+        if times.first_token_ts:
+            self._values["time_to_first_token_seconds"].add(times.first_token_latency)
+            self._values["e2e_request_latency_seconds"].add(times.last_token_ts - times.queued_ts)
+
+    def snapshot(self, scheduler: Scheduler, num_blocks: int, model: str) -> list[Metric]:
+        """Everything, as it is now; `num_blocks`: of one KV cache group."""
+        labels = {"engine": "0", "model_name": model}
+        used = 1.0 - scheduler.blocks.num_free_blocks() / num_blocks if scheduler.blocks.pools else 0.0
+        gauges = {
+            "num_requests_running": float(len(scheduler.running)),
+            "num_requests_waiting": float(len(scheduler.waiting)),
+            "kv_cache_usage_perc": used,
+        }
+        found: list[Metric] = [Gauge(f"vllm:{name}", dict(labels), value) for name, value in gauges.items()]
+        found += [Counter(f"vllm:{name}", dict(labels), value) for name, value in self._counts.items()]
+        for reason in _REASONS:
+            own = labels | {"finished_reason": reason}
+            found.append(Counter("vllm:request_success", own, self._reasons[reason]))
+        return [*found, *(values.snapshot(f"vllm:{name}", labels) for name, values in self._values.items())]

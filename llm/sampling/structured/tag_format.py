@@ -1,0 +1,197 @@
+"""`structural_tag` in its second form, `{"format": {"type": ...}}`: formats that hold each other, as a Lark grammar.
+
+Owns reading the formats, whose names are xgrammar's, and what is refused: free text that nothing ends, unless it comes
+last, and the formats `grammar` and `qwen_xml_parameter`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from llm.base.errors import ValidationError
+from llm.base.text import list_names, show
+from llm.base.types import JsonObject
+from llm.sampling.structured.messages import unusable
+from llm.sampling.structured.regex import ascii_classes
+from llm.sampling.structured.schema import read_schema
+
+# The fields of each format, and what they must be.
+_FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    "const_string": {"value": str},
+    "json_schema": {"json_schema": (dict, bool)},
+    "regex": {"pattern": str},
+    "any_text": {},
+    "sequence": {"elements": list},
+    "or": {"elements": list},
+    "tag": {"begin": str, "content": dict, "end": str},
+    "triggered_tags": {"triggers": list, "tags": list},
+    "tags_with_separator": {"tags": list, "separator": str},
+}
+_FLAGS = ("at_least_one", "stop_after_first")
+_FREE = ("any_text", "triggered_tags")
+
+
+def read_format(given: object, closed: bool, is_last: bool = True) -> JsonObject:
+    """The format as plain data, its schemas read; raises `ValidationError` for one that is not understood.
+
+    Args:
+        closed: objects of schemas allow no additional properties unless the schema says so.
+        is_last: nothing follows it.
+    """
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(kind, str) or kind not in _FIELDS:
+        raise _wrong(given, f"the type of a format must be one of {', '.join(_FIELDS)}, got {show(kind)}")
+    wanted = _FIELDS[kind]
+    flags = _FLAGS if kind in ("triggered_tags", "tags_with_separator") else ()
+    unknown = [name for name, value in given.items() if name not in ("type", *wanted, *flags) and value not in ([], ())]
+    if unknown:
+        raise _wrong(given, f"a format {kind} has no {list_names(map(str, unknown))}")
+    for name, type_of in wanted.items():
+        if not isinstance(given.get(name), type_of):
+            raise _wrong(given, f"the {name} of a format {kind} is {show(given.get(name))}")
+    for name in flags:
+        if not isinstance(given.get(name, False), bool):
+            raise _wrong(given, f"{name} is {show(given[name])}, must be true or false")
+    if kind in _FREE and not is_last:
+        raise _wrong(
+            given, f"nothing ends the text of {kind} here; it can stand last, and any_text in a tag with an end"
+        )
+    return _read_fields(kind, dict(given), closed, is_last)
+
+
+def _read_fields(kind: str, given: JsonObject, closed: bool, is_last: bool) -> JsonObject:
+    if kind == "json_schema":
+        given["json_schema"] = read_schema(given["json_schema"], closed)
+    elif kind in ("sequence", "or"):
+        elements = given["elements"]
+        if not elements:
+            raise _wrong(given, f"a format {kind} needs at least one element")
+        last = len(elements) - 1
+        given["elements"] = [
+            read_format(element, closed, is_last and kind == "sequence" and index == last)
+            for index, element in enumerate(elements)
+        ]
+    elif kind == "tag":
+        # Text is ended by the end of its tag.
+        ends = given["content"].get("type") == "any_text" and bool(given["end"])
+        given["content"] = read_format(given["content"], closed, ends or (is_last and not given["end"]))
+    elif "tags" in given:
+        tags = [{"type": "tag", **tag} if isinstance(tag, Mapping) else tag for tag in given["tags"]]
+        if not tags or any(not isinstance(tag, Mapping) or tag["type"] != "tag" for tag in tags):
+            raise _wrong(given, "tags must be a list of at least one tag")
+        given["tags"] = [read_format(tag, closed, False) for tag in tags]
+        for tag in given["tags"] if kind == "triggered_tags" else []:
+            _trigger_of(tag["begin"], given["triggers"])
+    return given
+
+
+def _trigger_of(begin: str, triggers: Sequence[object]) -> str:
+    found = [text for text in triggers if isinstance(text, str) and text and begin.startswith(text)]
+    if len(found) != 1:
+        raise _wrong(begin, f"{show(begin)} starts with {'none' if not found else 'several'} of the triggers")
+    return found[0]
+
+
+def format_grammar(given: JsonObject, settings: JsonObject, special_tokens: Collection[str]) -> str:
+    """The Lark grammar of a format that was read.
+
+    Args:
+        settings: of the JSON's form.
+        special_tokens: texts among them are tokens.
+    """
+    writer = _Writer(settings, special_tokens)
+    start = writer.format(given)
+    return "\n".join(["%llguidance {}", f"start: {start}", "TEXT: /(.|\\n)*/", *writer.rules])
+
+
+@dataclass
+class _Writer:
+    """Writes expressions; rules that they need are collected in `rules`."""
+
+    settings: JsonObject
+    special_tokens: Collection[str]
+    rules: list[str] = field(default_factory=list)
+
+    def format(self, given: JsonObject) -> str:
+        kind = given["type"]
+        if kind == "const_string":
+            return self._text(given["value"])
+        if kind == "json_schema":
+            schema = given["json_schema"] if isinstance(given["json_schema"], dict) else {}
+            return self._rule("%json " + json.dumps({**schema, "x-guidance": self.settings}))
+        if kind == "regex":
+            return self._rule("/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", _pattern(given)) + "/")
+        if kind == "any_text":
+            return "TEXT"
+        if kind == "sequence":
+            return " ".join(map(self.format, given["elements"]))
+        if kind == "or":
+            return self._any_of(map(self.format, given["elements"]))
+        return str(getattr(self, f"_{kind}")(given))
+
+    def _tag(self, given: JsonObject) -> str:
+        begin, content, end = given["begin"], given["content"], given["end"]
+        if content["type"] == "any_text" and end:
+            return f"{self._text(begin)} {self._text_until(end)}"
+        return f"{self._text(begin)} {self.format(content)} {self._text(end)}"
+
+    def _triggered_tags(self, given: JsonObject) -> str:
+        triggered, bare = [], []
+        heads = {trigger: self._text_until(trigger) for trigger in dict.fromkeys(given["triggers"])}
+        for tag in given["tags"]:
+            trigger = _trigger_of(tag["begin"], given["triggers"])
+            bare.append(self._rule(self._tag(tag)))
+            rest = {**tag, "begin": tag["begin"][len(trigger) :]}
+            triggered.append(f"{heads[trigger]} {self._tag(rest)}")
+        if given.get("at_least_one") and given.get("stop_after_first"):
+            return self._any_of(bare)
+        first = f"{self._any_of(bare)} " if given.get("at_least_one") else ""
+        if given.get("stop_after_first"):
+            return self._any_of([*triggered, "TEXT"])
+        return f"{first}{self._any_of(triggered)}* TEXT"
+
+    def _tags_with_separator(self, given: JsonObject) -> str:
+        tag = self._any_of(map(self._tag, given["tags"]))
+        more = "" if given.get("stop_after_first") else f" ({self._text(given['separator'])} {tag})*"
+        return f"{tag}{more}" if given.get("at_least_one") else f"({tag}{more})?"
+
+    def _text_until(self, end: str) -> str:
+        """Free text up to the first `end`, and it: no text holds a special token, of all others the first counts."""
+        pieces = self._pieces(end)
+        if pieces[0] in self.special_tokens:
+            return f"TEXT {self._text(end)}"
+        if len(pieces) > 1:
+            raise _wrong(end, f"{show(end)} ends free text, so its special token must come first in it")
+        name = f"until_{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: TEXT {json.dumps(end)}")
+        return name
+
+    def _text(self, text: str) -> str:
+        return " ".join(piece if piece in self.special_tokens else json.dumps(piece) for piece in self._pieces(text))
+
+    def _pieces(self, text: str) -> list[str]:
+        """Special tokens, and the text between them."""
+        names = [re.escape(token) for token in self.special_tokens if re.fullmatch(r"<[^<>\s]+>", token)]
+        return [piece for piece in re.split(f"({'|'.join(names)})", text) if piece] if names else [text]
+
+    def _any_of(self, expressions: Iterable[str]) -> str:
+        names = [self._rule(expression) for expression in expressions]
+        return f"({' | '.join(names)})"
+
+    def _rule(self, body: str) -> str:
+        name = f"rule_{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
+        return name
+
+
+def _pattern(given: JsonObject) -> str:
+    if "\n" in given["pattern"]:
+        raise _wrong(given, "a pattern of a format has no line breaks; write \\n")
+    return ascii_classes(given["pattern"])
+
+
+def _wrong(value: object, reason: str) -> ValidationError:
+    return unusable("structural_tag", value, reason)

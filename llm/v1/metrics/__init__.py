@@ -1,0 +1,1 @@
+"""`vllm.v1.metrics`: see `llm.v1`."""
