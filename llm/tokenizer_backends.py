@@ -75,14 +75,15 @@ class FastBackend:
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, texts: list[str], special: bool, cut: Truncation | None = None) -> list[list[int]]:
+        fast = self.tokenizer
         if cut is not None:
-            _check_room(cut, self.tokenizer.num_special_tokens_to_add(False) if special else 0)
-            self.tokenizer.enable_truncation(cut.limit, direction=cut.side)
+            _check_room(cut, fast.num_special_tokens_to_add(False) if special else 0)
+            fast.enable_truncation(cut.limit, direction=cut.side)
         try:
             with refusing_panics(self._folder):
-                return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=special)]
+                return [encoding.ids for encoding in fast.encode_batch(texts, add_special_tokens=special)]
         finally:
-            self.tokenizer.no_truncation()
+            fast.no_truncation()
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         try:
