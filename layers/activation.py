@@ -60,3 +60,30 @@ class ReLU(KernelOp):
     """max(x, 0)."""
 
     operations = ("relu",)
+
+
+@CustomOp.register("gelu")
+class GELU(KernelOp):
+    """0.5 x (1 + erf(x / sqrt(2))) (arXiv:1606.08415)."""
+
+    operations = ("gelu",)
+
+    def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
+        return ops.gelu(x, "none")
+
+
+@CustomOp.register("gelu_tanh")
+class GELUTanh(KernelOp):
+    """The tanh approximation of gelu, Hugging Face's "gelu_pytorch_tanh"."""
+
+    operations = ("gelu",)
+
+    def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
+        return ops.gelu(x, "tanh")
+
+
+@CustomOp.register("relu2")
+class ReLUSquaredActivation(KernelOp):
+    """max(x, 0)^2 (arXiv:2109.08668)."""
+
+    operations = ("relu2",)

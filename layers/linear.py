@@ -268,6 +268,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         hidden_size: K.
         head_size: channels of a head.
         total_num_heads, total_num_kv_heads: of the whole model; None: as many key heads as query heads.
+        stored_by_key_head: a tensor of all three holds the queries, the key and the value of one key head after
+            another; False: all queries, all keys, all values.
         Further arguments: `ColumnParallelLinear`. `num_heads` and `num_kv_heads` are what this rank holds.
     """
 
@@ -279,6 +281,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         total_num_kv_heads: int | None = None,
         bias: bool = True,
         *,
+        stored_by_key_head: bool = False,
         tp: TensorParallel = SINGLE,
         disable_tp: bool = False,
         **kwargs: Any,
@@ -299,6 +302,25 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_heads = num_heads
         self.num_kv_heads = total_num_kv_heads // self._kv_parts
         self.num_kv_head_replicas = tp.size // self._kv_parts
+        self.total_num_kv_heads = total_num_kv_heads
+        self.stored_by_key_head = stored_by_key_head
+
+    def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
+        dim = getattr(param, "output_dim", None)
+        if self.stored_by_key_head and shard_id is None and dim is not None:
+            loaded = self._stacked(loaded, dim)
+        return super().weight_loader(param, loaded, shard_id)
+
+    def _stacked(self, loaded: torch.Tensor, dim: int) -> torch.Tensor:
+        """Rows by key head -> all queries, all keys, all values; `dim` may be shorter than the rows by a factor."""
+        groups = self.total_num_kv_heads
+        heads = self.output_sizes[0] // self.output_sizes[1] + 2
+        length = loaded.shape[dim] if loaded.dim() > dim else 0
+        if length == 0 or length % (groups * heads):
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {groups * heads} heads")
+        by_group = loaded.unflatten(dim, (groups, heads, length // (groups * heads)))
+        parts = by_group.split_with_sizes((heads - 2, 1, 1), dim=dim + 1)
+        return torch.cat([part.flatten(dim, dim + 2) for part in parts], dim=dim)
 
     def parts(self, index: int) -> int:
         return self.tp_size if index == 0 else self._kv_parts

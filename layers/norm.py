@@ -1,6 +1,6 @@
 """Normalisations as CustomOps, under vLLM's names. All compute in float32 and return the input's type.
 
-`RMSNorm`, `GemmaRMSNorm` and `LayerNorm` are called with x, or with x and a residual: then they return
+`RMSNorm`, `GemmaRMSNorm`, `LayerNorm` and `LayerNorm1P` are called with x, or with x and a residual: then they return
 (norm(x + residual), x + residual).
 """
 
@@ -98,23 +98,53 @@ class LayerNorm(KernelOp):
         dim: channels, the last dimension of x.
         eps: added to the variance.
         dtype: of `weight` and `bias` [dim]; None: torch's default.
+        has_weight, has_bias: False: no checkpoint has one; it is a buffer of ones or zeros.
     """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
 
     operations = ("layer_norm", "add_layer_norm")
 
     def __init__(
-        self, dim: int, eps: float = 1e-6, dtype: torch.dtype | None = None, *, enforce_enable: bool = False
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        dtype: torch.dtype | None = None,
+        *,
+        has_weight: bool = True,
+        has_bias: bool = True,
+        enforce_enable: bool = False,
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
         self.dim = dim
         self.eps = eps
-        self.weight = filled(dim, 1.0, dtype)
-        self.bias = filled(dim, 0.0, dtype)
+        for name, value, is_stored in (("weight", 1.0, has_weight), ("bias", 0.0, has_bias)):
+            if is_stored:
+                self.register_parameter(name, filled(dim, value, dtype))
+            else:
+                self.register_buffer(name, torch.full((dim,), value, dtype=dtype), persistent=False)
 
     def compute(self, ops: Operations, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+        weight, bias = self.scale_and_shift()
         if residual is None:
-            return ops.layer_norm(x, self.weight, self.bias, self.eps)
-        return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+            return ops.layer_norm(x, weight, bias, self.eps)
+        return ops.add_layer_norm(x, residual, weight, bias, self.eps)
+
+    def scale_and_shift(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is multiplied and added, both of one type: a checkpoint may store one of them wider."""
+        weight, bias = self.weight, self.bias
+        if weight.dtype != bias.dtype:
+            return weight.float(), bias.float()
+        return weight, bias
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps}"
+
+
+@CustomOp.register("layer_norm_1p")
+class LayerNorm1P(LayerNorm):
+    """LayerNorm whose checkpoint stores weight - 1. Arguments as of `LayerNorm`."""
+
+    def scale_and_shift(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.weight.float() + 1.0, self.bias.float()

@@ -36,6 +36,7 @@ from llm.models.decoder import (
     LearnedPositions,
     NormConfig,
     Norms,
+    ParallelNorms,
     PartConfig,
     PreNorms,
 )
@@ -137,26 +138,6 @@ class Latent(nn.Module):
         return self.o_proj(out)
 
 
-@dataclass(frozen=True)
-class ParallelNorm(Norms):
-    """x + attention(norm(x)) + mlp(norm(x))."""
-
-    norm: NormConfig
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return ParallelLayer(layer, self.norm, context, prefix)
-
-
-class ParallelLayer(DecoderLayer):
-    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
-        super().__init__(layer, context, prefix)
-        self.input_layernorm = norm.build(context.hidden_size, context)
-
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
-        hidden, residual = add_norm(self.input_layernorm, hidden, residual)
-        return self.self_attn(hidden, batch) + self.mlp(hidden, batch), residual
-
-
 @dataclass(frozen=True, kw_only=True)
 class ThreePartConfig(LayerConfig):
     """A layer with something behind its feed-forward."""
@@ -215,7 +196,7 @@ NORM = NormConfig(1e-3)
 MLP = GatedMLPConfig(91)
 ATTENTION = AttentionConfig(Heads(6, 2, 10), RopeParameters())
 WINDOWED = AttentionConfig(Heads(6, 2, 10), RopeParameters(), sliding_window=7)
-PRE, ONE, PARALLEL, THREE = PreNorms(NORM), OneNorm(NORM), ParallelNorm(NORM), ThreeNorms(NORM)
+PRE, ONE, PARALLEL, THREE = PreNorms(NORM), OneNorm(NORM), ParallelNorms(NORM), ThreeNorms(NORM)
 PARALLEL_LAYER = LayerConfig(attention=ATTENTION, mlp=MLP, norms=PARALLEL)
 RECURRENT_LAYER = LayerConfig(attention=RecurrentConfig(20), mlp=MLP, norms=PRE)
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
-from llm.kernels.backend import Operations
 from llm.kernels.reference import activation
 from llm.layers.activation import check_approximate
 from llm.layers.kernel_op import KernelOp
@@ -53,26 +52,6 @@ class GeluAndMulSparse(CustomOp):
         return f"std_multiplier={self.std_multiplier:.4g}, approximate={self.approximate!r}"
 
 
-@CustomOp.register("gelu")
-class GELU(KernelOp):
-    """0.5 x (1 + erf(x / sqrt(2))) (arXiv:1606.08415)."""
-
-    operations = ("gelu",)
-
-    def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
-        return ops.gelu(x, "none")
-
-
-@CustomOp.register("gelu_tanh")
-class GELUTanh(KernelOp):
-    """The tanh approximation of gelu, Hugging Face's "gelu_pytorch_tanh"."""
-
-    operations = ("gelu",)
-
-    def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
-        return ops.gelu(x, "tanh")
-
-
 @CustomOp.register("gelu_fast")
 class FastGELU(KernelOp):
     """0.5 x (1 + tanh(0.7978845608 x (1 + 0.044715 x^2))).
@@ -88,13 +67,6 @@ class QuickGELU(KernelOp):
     """x sigmoid(1.702 x): CLIP's gelu."""
 
     operations = ("quick_gelu",)
-
-
-@CustomOp.register("relu2")
-class ReLUSquaredActivation(KernelOp):
-    """max(x, 0)^2 (arXiv:2109.08668)."""
-
-    operations = ("relu2",)
 
 
 @CustomOp.register("xielu")

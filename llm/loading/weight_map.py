@@ -25,13 +25,15 @@ class WeightMap:
     def __init__(self, model: nn.Module) -> None:
         self._renames: tuple[tuple[str, str], ...] = getattr(model, "renames", ())
         self._ignored = frozenset(getattr(model, "ignored_weights", ()))
+        self._left_out = [prefix.split(".") for prefix in getattr(model, "left_out", ())]
         self._transposed = frozenset(getattr(model, "transposed_weights", ()))
         packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._fused = {part: (name, index) for name, parts in packed.items() for index, part in enumerate(parts)}
         self._modules = dict(model.named_modules())
 
     def ignores(self, name: str) -> bool:
-        return _ends_with(name, self._ignored)
+        segments = name.split(".")
+        return _ends_with(name, self._ignored) or any(_match(part, segments) is not None for part in self._left_out)
 
     def target(self, name: str) -> Target:
         """The target of one checkpoint tensor. If it names no parameter, the loader reports that."""

@@ -5,7 +5,7 @@ Owns the rule that every key is read by the family, or known not to matter for i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -104,10 +104,19 @@ class ConfigReader:
             raise self.error(key, value, f"an integer from 1 to {most}")
         return value
 
+    def part(self, key: str, defaults: Mapping[str, object]) -> ConfigReader:
+        """A reader of the nested object `key`; `defaults` are for keys that it lacks."""
+        self._read.add(key)
+        value = self.raw.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, value, "an object")
+        return ConfigReader({**defaults, **value}, f"{self._file}, {key}")
+
     def layers(self) -> int:
         """The number of layers in the file; 0 if it has no known key for it."""
-        reader = ConfigReader(self.raw, self._file)  # a second reader: the key must not count as read by the family
-        return next((reader.positive(key) for key in LAYER_KEYS if key in self.raw), 0)
+        raw = {key: value for key in LAYER_KEYS if (value := self._of_model(key, None)) is not None}
+        reader = ConfigReader(raw, self._file)  # a second reader: the key must not count as read by the family
+        return next((reader.positive(key) for key in raw), 0)
 
     def expect(self, key: str, *allowed: Any) -> None:
         """The key, if present, must have one of these values: others would change what is computed."""
@@ -117,7 +126,7 @@ class ConfigReader:
 
     def dtype(self) -> torch.dtype:
         """Storage type of the checkpoint's weights; float32 if the file does not say."""
-        name = str(self.raw.get("dtype", self.raw.get("torch_dtype", "float32"))).removeprefix("torch.")
+        name = str(self._of_model("dtype", self._of_model("torch_dtype", "float32"))).removeprefix("torch.")
         if name not in _DTYPES:
             raise self.error("dtype", name, " or ".join(_DTYPES))
         return _DTYPES[name]
@@ -144,11 +153,20 @@ class ConfigReader:
         """A list of integers, None if absent."""
         return self._list(key, int)
 
-    def rope(self, default_theta: float = 10000.0, layer_type: str | None = None) -> RopeParameters:
+    def rope(
+        self,
+        default_theta: float = 10000.0,
+        layer_type: str | None = None,
+        *,
+        default_share: float = 1.0,
+        others: Container[str] = (),
+    ) -> RopeParameters:
         """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (earlier versions).
 
         Args:
             layer_type: the entry of `rope_parameters` to read, for models with one per type of layer.
+            default_share: `partial_rotary_factor`, if the file does not say.
+            others: keys of `rope_parameters` that the family reads itself.
         """
         self._read |= {"rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"}
         parameters = self.raw.get("rope_parameters", self.raw.get("rope_scaling", {}))
@@ -156,14 +174,15 @@ class ConfigReader:
             parameters = parameters.get(layer_type, {})
         if not isinstance(parameters, Mapping):
             raise self.error("rope_parameters", parameters, "an object")
-        outer = {"rope_theta": default_theta, "partial_rotary_factor": 1.0} | self.raw
+        parameters = {key: value for key, value in parameters.items() if key not in others}
+        outer = {"rope_theta": default_theta, "partial_rotary_factor": default_share} | self.raw
         defaults = {key: outer[key] for key in ("rope_theta", "partial_rotary_factor")}
         self._read.add("partial_rotary_factor")
-        return _read_rope(ConfigReader(defaults | dict(parameters)), self)
+        return _read_rope(ConfigReader(defaults | parameters), self)
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """`eos_token_id`, one id or a list of them; generation_config.json has the same key."""
-        value = self.raw.get("eos_token_id", [])
+        value = self._of_model("eos_token_id", [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item <= _LARGEST_ID for item in ids):
             raise self.error("eos_token_id", value, "a token id or a list of them")
@@ -179,6 +198,11 @@ class ConfigReader:
                 f"config.json of this {self.family} model has keys that are not understood: {list_names(left)}; if "
                 f"they do not change what is computed, pass hf_overrides={{{show(left[0])}: None, ...}}."
             )
+
+    def _of_model(self, key: str, default: object) -> Any:
+        """A key that the file of a multimodal model may have in `text_config` instead."""
+        text = self.raw.get("text_config")
+        return self.raw.get(key, text.get(key, default) if isinstance(text, Mapping) else default)
 
     def _list(self, key: str, kind: type[T]) -> list[T] | None:
         self._read.add(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from llm.layers.norm import LayerNorm
@@ -47,21 +48,25 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         positions = reader.positive("n_positions", 1024)
         reader.expect("n_ctx", positions)
         reader.expect("scale_attn_weights", True)
-        reader.expect("scale_attn_by_inverse_layer_idx", False)
         reader.boolean("reorder_and_upcast_attn", False)  # the scores' precision, which is float32 here anyway
         norm = NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5), LayerNorm)
+        attention = AttentionConfig(Heads(heads, heads, hidden // heads), qkv_bias=True, out_bias=True)
         layer = LayerConfig(
-            attention=AttentionConfig(Heads(heads, heads, hidden // heads), qkv_bias=True, out_bias=True),
+            attention=attention,
             mlp=PlainMLPConfig(
                 reader.positive("n_inner", 4 * hidden), reader.string("activation_function", "gelu_new"), bias=True
             ),
             norms=PreNorms(norm),
         )
+        layers = [layer] * reader.positive("n_layer")
+        if reader.boolean("scale_attn_by_inverse_layer_idx", False):
+            scales = [attention.heads.size**-0.5 / number for number in range(1, len(layers) + 1)]
+            layers = [replace(layer, attention=replace(attention, scale=scale)) for scale in scales]
         config = DecoderConfig(
             vocab_size=reader.positive("vocab_size"),
             hidden_size=hidden,
             max_position_embeddings=positions,
-            layers=(layer,) * reader.positive("n_layer"),
+            layers=tuple(layers),
             final_norm=norm,
             learned_positions=LearnedPositions(positions),
             tie_word_embeddings=reader.boolean("tie_word_embeddings", True),

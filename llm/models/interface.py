@@ -51,6 +51,7 @@ class CausalLM(Protocol):
         renames: (from, to) pairs of leading path segments, checkpoint -> model; "*" matches one segment; the first
             match is used.
         ignored_weights: trailing path segments of tensors that a checkpoint may have and the model does not use.
+        left_out (optional): leading path segments of tensors of parts that are not built, such as a vision tower.
         transposed_weights (optional): trailing path segments of parameters that the checkpoint stores transposed.
     """
 

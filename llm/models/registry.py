@@ -11,24 +11,56 @@ from typing import Any
 
 from llm.base.errors import UnsupportedModelError, ValidationError
 from llm.base.text import show
-from llm.models.way_out import of_architecture
+from llm.models.way_out import of_architecture, of_head
 
 # model_type -> the class in the file of that name. Architectures are known by the class's name.
 _FAMILIES = {
+    "arcee": "ArceeForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gpt_bigcode": "GPTBigCodeForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gptj": "GPTJForCausalLM",
     "granite": "GraniteForCausalLM",
+    "helium": "HeliumForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "nemotron": "NemotronForCausalLM",
+    "olmo": "OlmoForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "opt": "OPTForCausalLM",
+    "persimmon": "PersimmonForCausalLM",
+    "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
+
+# Some of the first checkpoints spell theirs with other capitals ("LLaMAForCausalLM").
+_SPELLINGS = {cls.lower(): cls for cls in _FAMILIES.values()}
 
 _models: dict[str, Any] = {
     name: f"llm.models.{family}:{cls}" for family, cls in _FAMILIES.items() for name in (family, cls)
@@ -55,10 +87,23 @@ def register_model(name: str, model: Any) -> None:
 
 
 def resolve_model_cls(architectures: list[str], model_type: str) -> Any:
-    """The class for a checkpoint: by architecture first, then by model_type; unknown raises `UnsupportedModelError`."""
-    for name in (*architectures, model_type):
-        if name in _models:
-            return _load(_models[name])
+    """The class for a checkpoint: by architecture first, then by model_type.
+
+    An architecture that is not known is another use of the same layers (a classifier, an embedder) as long as nobody
+    registered the model_type; it raises `UnsupportedModelError`, as an unknown model_type does.
+    """
+    for name in architectures:
+        found = _models.get(name) or _models.get(_SPELLINGS.get(name.lower(), ""))
+        if found:
+            return _load(found)
+    cls = _FAMILIES.get(model_type)
+    if architectures and cls and _models[model_type] == f"llm.models.{model_type}:{cls}":
+        raise UnsupportedModelError(
+            f"architectures {show(architectures)} of model_type {show(model_type)} is not supported"
+            f"{of_head(architectures[0], cls)}."
+        )
+    if model_type in _models:
+        return _load(_models[model_type])
     own = [name for name in _models if name not in _FAMILIES and name not in _FAMILIES.values()]
     raise UnsupportedModelError(
         f"model_type {show(model_type)} (architectures {show(architectures)}) is not supported"

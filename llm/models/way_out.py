@@ -1,4 +1,4 @@
-"""What to do about an architecture that is not supported. Owns the advice in that error message."""
+"""What to do about an architecture that is not supported. Owns the advice in those error messages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,32 @@ _REASONS = {
 
 
 def of_architecture(architectures: Iterable[str], model_type: str, families: Iterable[str]) -> str:
-    """The reason why there is no such family if its name implies one, then the family nearest by name, then all."""
+    """The reason why there is no such family if its name implies one, then the nearest by name, then where all are."""
     families = sorted(families)
     text = " ".join([*architectures, model_type]).lower()
     why = next((f"; {reason}" for reason, parts in _REASONS.items() if any(part in text for part in parts)), "")
     close = difflib.get_close_matches(model_type, families, n=1)
     hint = f"; the nearest by name is {close[0]}" if close else ""
-    return f"{why}{hint}; supported are {', '.join(families)}, and register_model() adds your own class"
+    listed = f"ModelRegistry.get_supported_archs() lists the {len(families)} families there are"
+    return f"{why}{hint}; {listed}, and register_model() adds your own class"
+
+
+# What an architecture's name says it is for -> what runs it.
+_USES = {
+    "forsequenceclassification": "transformers' AutoModelForSequenceClassification classifies and scores",
+    "rewardmodel": "the code that came with the reward model scores",
+    "fortokenclassification": "transformers' AutoModelForTokenClassification labels tokens",
+    "forquestionanswering": "transformers' AutoModelForQuestionAnswering answers from a text",
+    "bidirectional": "sentence-transformers embeds texts",
+}
+_OTHER_USE = "transformers' AutoModel gives hidden states, and sentence-transformers embeds texts"
+
+
+def of_head(architecture: str, supported: str) -> str:
+    """For an architecture built on a family's layers that is not its language model, `supported`."""
+    name = architecture.lower()
+    instead = next((use for part, use in _USES.items() if part in name), _OTHER_USE)
+    return (
+        f": only text generation is offered, for which the nearest supported architecture is {supported}; {instead}, "
+        f"and if the weights are a causal language model's, pass hf_overrides={{'architectures': ['{supported}']}}"
+    )

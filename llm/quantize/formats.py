@@ -67,6 +67,11 @@ def stored_layers(model: nn.Module, targets: Mapping[str, Target]) -> list[Store
                 f"{name} is stored transposed in this model family, and neither format has a form for that; it "
                 "cannot be saved quantized."
             )
+        if target.shard_id is None and getattr(module, "stored_by_key_head", False):
+            raise LLMError(
+                f"{name} holds queries, keys and values by key head in this model family, and they are stacked when "
+                "they are loaded; it cannot be saved quantized."
+            )
         if module_name not in found:
             has_bias = f"{module_name}.bias" in targets
             found[module_name] = _stored_layer(module_name, module, target.shard_id, has_bias)

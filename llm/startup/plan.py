@@ -179,7 +179,7 @@ def _reasons(
         "weight_dtype": _weight_dtype_reason(args, model, dtypes),
         "invariant": backend.invariant[1],
         "model_type": "config.json",
-        "architecture": "registered for config.json's architectures or model_type",
+        "architecture": _architecture_reason(model),
         "mode": _mode_reason(args, compilation),
         "backend": "of what is compiled",
         "custom_ops": f"operations that it does not name: {compilation.base_mode}",
@@ -188,6 +188,12 @@ def _reasons(
         **{name: args.why(name) for name in _TAKEN_AS_THEY_ARE},
         "quantization": model.quantization.reason,
     }
+
+
+def _architecture_reason(model: ReadModel) -> str:
+    reason = "registered for config.json's architectures or model_type"
+    left_out: tuple[str, ...] = getattr(model.model_class, "left_out", ())
+    return f"{reason}; prompts are text, weights of {', '.join(left_out)} are left out" if left_out else reason
 
 
 def _dtype_reason(args: EngineArgs, dtypes: Dtypes, backend: Backend) -> str:

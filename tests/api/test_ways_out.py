@@ -60,10 +60,10 @@ def test_the_folder_of_an_adapter(tmp_path: Path) -> None:
     ("model_type", "architecture", "said"),
     [
         ("mixtral", "MixtralForCausalLM", "mixtures of experts are not here yet; the nearest by name is mistral;"),
-        ("gemma", "GemmaForCausalLM", "the nearest by name is gemma2;"),
-        ("qwen2_vl", "Qwen2VLForConditionalGeneration", "it takes images"),
+        ("gemma9", "Gemma9ForCausalLM", "the nearest by name is gemma;"),
+        ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "it takes images"),
         ("bert", "BertModel", "only text generation is offered"),
-        ("zzz", "ZzzForCausalLM", "is not supported; supported are gemma2, "),
+        ("zzz", "ZzzForCausalLM", "is not supported; ModelRegistry.get_supported_archs() lists the "),
     ],
 )
 def test_unknown_families(tmp_path: Path, model_type: str, architecture: str, said: str) -> None:
@@ -71,6 +71,24 @@ def test_unknown_families(tmp_path: Path, model_type: str, architecture: str, sa
     text = refusal(lambda: LLM(folder))
     assert said in text and architecture in text and "register_model()" in text
     assert text.count("ForCausalLM") <= 1
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("LlamaBidirectionalModel", "sentence-transformers embeds texts"),
+        ("LlamaForSequenceClassification", "AutoModelForSequenceClassification classifies and scores"),
+        ("LlamaModel", "AutoModel gives hidden states"),
+    ],
+)
+def test_other_uses_of_a_known_family(tmp_path: Path, architecture: str, said: str) -> None:
+    """They hold the same layers: loaded as a language model they would answer nonsense."""
+    folder = copy_model(tmp_path / "model", config={"architectures": [architecture]})
+    text = refusal(lambda: LLM(folder))
+    assert architecture in text and said in text and "hf_overrides={'architectures': ['LlamaForCausalLM']}" in text
+    for known in ("LlamaForCausalLM", "LLaMAForCausalLM"):
+        with LLM(folder, hf_overrides={"architectures": [known]}, load_format="dummy", max_model_len=64):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from documented_processors import DummyLogitsProcessor
 from embedded import GREEDY, PROMPTS, assert_idle, engine_of, open_llm, run
 from remote_runner import METHODS, RemoteRunner, runner_process
 from test_metamorphic import PREEMPTED, QUANTIZED, SETTINGS, Case, check_orders, made_case
-from tiny_models import TINY_MODELS, one_thread
+from tiny_models import SCHEDULED, TINY_MODELS, one_thread
 
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
@@ -62,7 +62,7 @@ def behind(pipe: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Not the toys: their classes are made while the tests run, and another process cannot import them.
-@pytest.fixture(scope="module", params=[*TINY_MODELS, *QUANTIZED])
+@pytest.fixture(scope="module", params=[*SCHEDULED, *QUANTIZED])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     with made_case(request.param, tmp_path_factory) as case, one_thread():
         yield case

@@ -1,6 +1,6 @@
 """An answer depends on its request alone: not on the batch, the order, the chunks, the cache or preemption.
 
-Every row of `tiny_models.TINY_MODELS` answers the same requests once each by itself and then in every setting of
+Every row in `tiny_models.SCHEDULED` answers the same requests once each by itself and then in every setting of
 `SETTINGS`, twice over in different orders where a second pass hits the prefix cache. `assert_same` is the only
 comparison. The negative controls plant defects of the kinds that batching, caching and paging invite.
 """
@@ -20,7 +20,7 @@ import pytest
 import torch
 from embedded import engine_of
 from kernel_sets import has_kernels
-from tiny_models import TINY_MODELS, TinyModel, make_prompts, one_thread, tiny_checkpoint
+from tiny_models import SCHEDULED, TINY_MODELS, TinyModel, make_prompts, one_thread, tiny_checkpoint
 from toy_models import TOYS, toy_model
 
 from llm import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -135,7 +135,7 @@ def made_case(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     yield Case(row, tiny_checkpoint(name, tmp_path_factory))
 
 
-@pytest.fixture(scope="module", params=[*TINY_MODELS, *QUANTIZED, *(f"toy {name}" for name in TOYS)])
+@pytest.fixture(scope="module", params=[*SCHEDULED, *QUANTIZED, *(f"toy {name}" for name in TOYS)])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     with made_case(request.param, tmp_path_factory) as case, one_thread():
         yield case

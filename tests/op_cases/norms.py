@@ -34,7 +34,7 @@ def layer_norm_reference(op: Any, x: torch.Tensor, residual: torch.Tensor | None
     """torch.nn.LayerNorm."""
     total = x if residual is None else x + residual
     module = nn.LayerNorm(x.shape[-1], op.eps, dtype=torch.float64)
-    module.weight.data.copy_(op.weight)
+    module.weight.data.copy_(op.weight.double() + (1.0 if isinstance(op, norm.LayerNorm1P) else 0.0))
     module.bias.data.copy_(op.bias)
     normed = module(total).detach()
     return normed if residual is None else (normed, total)
@@ -79,8 +79,18 @@ NORMS: dict[str, list[Case]] = {
     "gemma_rms_norm": with_and_without_residual(
         lambda dtype: norm.GemmaRMSNorm(NORM_WIDTH, 1e-5, dtype=dtype), rms_reference
     ),
-    "layer_norm": with_and_without_residual(
-        lambda dtype: norm.LayerNorm(NORM_WIDTH, 1e-5, dtype=dtype), layer_norm_reference
+    "layer_norm": [
+        *with_and_without_residual(lambda dtype: norm.LayerNorm(NORM_WIDTH, 1e-5, dtype=dtype), layer_norm_reference),
+        *with_and_without_residual(
+            lambda dtype: norm.LayerNorm(NORM_WIDTH, dtype=dtype, has_bias=False), layer_norm_reference
+        ),
+        *with_and_without_residual(
+            lambda dtype: norm.LayerNorm(NORM_WIDTH, dtype=dtype, has_weight=False, has_bias=False),
+            layer_norm_reference,
+        ),
+    ],
+    "layer_norm_1p": with_and_without_residual(
+        lambda dtype: norm.LayerNorm1P(NORM_WIDTH, 1e-5, dtype=dtype), layer_norm_reference
     ),
     "rms_norm_gated": [
         gated_norm(rms_norm_gated_reference, lambda dtype: RMSNormGated(NORM_WIDTH, dtype=dtype)),

@@ -3,17 +3,14 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.activation import GeluAndMul, NewGELU, SiluAndMul
+from llm.layers.activation import GELU, GeluAndMul, GELUTanh, NewGELU, ReLUSquaredActivation, SiluAndMul
 from llm.layers.extra.activation import (
-    GELU,
     XIELU,
     FastGELU,
     FatreluAndMul,
     GeluAndMulSparse,
-    GELUTanh,
     MulAndSilu,
     QuickGELU,
-    ReLUSquaredActivation,
     SiluAndMulWithClamp,
     SwigluOAIAndMul,
     SwigluStepAndMul,

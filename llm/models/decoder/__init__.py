@@ -5,12 +5,13 @@ and `mlp.py` are parts, `part.py` is the interface of a part, `model.py` runs th
 that families share.
 """
 
-from llm.models.decoder.attention import AttentionConfig, Heads
+from llm.models.decoder.attention import AttentionConfig, Heads, QueryScale
 from llm.models.decoder.config import DecoderConfig, LearnedPositions
 from llm.models.decoder.latent import LatentAttentionConfig, read_latent_attention
 from llm.models.decoder.layer import (
     LayerConfig,
     Norms,
+    ParallelNorms,
     PostNorms,
     PreAndPostNorms,
     PreNorms,
@@ -19,7 +20,15 @@ from llm.models.decoder.layer import (
 from llm.models.decoder.mlp import GatedMLPConfig, PlainMLPConfig
 from llm.models.decoder.model import DecoderForCausalLM
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
-from llm.models.decoder.reading import layer_windows, longest_sequence, read_heads, read_rms_norm
+from llm.models.decoder.reading import (
+    layer_windows,
+    longest_sequence,
+    read_decoder,
+    read_heads,
+    read_layer_norm,
+    read_rms_norm,
+    windows_by_pattern,
+)
 
 __all__ = [
     "AttentionConfig",
@@ -33,15 +42,20 @@ __all__ = [
     "LearnedPositions",
     "NormConfig",
     "Norms",
+    "ParallelNorms",
     "PartConfig",
     "PlainMLPConfig",
     "PostNorms",
     "PreAndPostNorms",
     "PreNorms",
+    "QueryScale",
     "ScaledPreNorms",
     "layer_windows",
     "longest_sequence",
+    "read_decoder",
     "read_heads",
     "read_latent_attention",
+    "read_layer_norm",
     "read_rms_norm",
+    "windows_by_pattern",
 ]

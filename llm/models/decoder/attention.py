@@ -38,14 +38,33 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """Queries at position p are scaled by 1 + beta log(1 + floor(p / original)): Llama 4's attention temperature."""
+
+    beta: float
+    original: int
+
+    def table(self, length: int) -> torch.Tensor:
+        """float32 [length]: the factor at each position; computed in float64, so it does not depend on `length`."""
+        turns = torch.arange(length, dtype=torch.float64).div(self.original, rounding_mode="floor")
+        return (1 + self.beta * torch.log1p(turns)).float()
+
+
+@dataclass(frozen=True)
 class AttentionConfig(PartConfig):
     """Self-attention over a paged KV cache.
 
     Attributes:
         rope: None: no rotary embedding.
+        rope_interleaved: channels 2i and 2i + 1 are a pair (GPT-J), not i and i + half (GPT-NeoX).
         sliding_window: how many positions a token sees, itself included; None: all.
         qkv_bias, out_bias: which projections have a bias.
-        qk_norm: normalises queries and keys before the rotary embedding, per head or over all heads.
+        qkv_by_key_head: a fused tensor of the checkpoint has the rows of one key head's queries, of the key head and of
+            its value head, then those of the next key head; False: all queries, all keys, all values.
+        qkv_limit: queries, keys and values are clamped to [-limit, limit]; None: not clamped.
+        qk_norm: normalises queries and keys, per head or over all heads.
+        qk_norm_after_rope: after the rotary embedding; False: before it.
+        query_scale: factor on the queries that depends on the position; None: none.
         scale: factor on the scores; None: head size ** -0.5.
         soft_cap: scores become cap * tanh(score / cap).
     """
@@ -57,6 +76,11 @@ class AttentionConfig(PartConfig):
     out_bias: bool = False
     qk_norm: NormConfig | None = None
     qk_norm_over: Literal["head", "all heads"] = "head"
+    qk_norm_after_rope: bool = False
+    rope_interleaved: bool = False
+    qkv_by_key_head: bool = False
+    qkv_limit: float | None = None
+    query_scale: QueryScale | None = None
     scale: float | None = None
     soft_cap: float | None = None
 
@@ -83,6 +107,7 @@ class DecoderAttention(nn.Module):
             heads.query,
             heads.key_value,
             bias=config.qkv_bias,
+            stored_by_key_head=config.qkv_by_key_head,
             prefix=f"{prefix}.qkv_proj",
             **context.common,
         )
@@ -93,13 +118,12 @@ class DecoderAttention(nn.Module):
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.tp, self.head_size, self.kv_head_replicas = tp, size, self.qkv_proj.num_kv_head_replicas
         self.sizes = [num_heads * size, num_kv_heads * size, num_kv_heads * size]
-        self.q_norm = self.k_norm = None
-        self.norm_per_head = config.qk_norm_over == "head"
-        if config.qk_norm is not None:
-            # A norm over all heads has the whole model's weights on every rank.
-            widths = (size, size) if self.norm_per_head else (heads.query * size, heads.key_value * size)
-            self.q_norm, self.k_norm = (config.qk_norm.build(width, context) for width in widths)
-        self.rotary_emb = None if config.rope is None else context.rotary(size, config.rope)
+        self.qkv_limit = config.qkv_limit
+        self._build_qk_norms(config, context)
+        self.rotary_emb = (
+            None if config.rope is None else context.rotary(size, config.rope, not config.rope_interleaved)
+        )
+        self.query_scale = None if config.query_scale is None else _query_scale(config.query_scale, context)
         self.attn = Attention(
             num_heads,
             num_kv_heads,
@@ -110,14 +134,35 @@ class DecoderAttention(nn.Module):
             soft_cap=config.soft_cap,
         )
 
+    def _build_qk_norms(self, config: AttentionConfig, context: BuildContext) -> None:
+        heads, size = config.heads, config.heads.size
+        self.q_norm = self.k_norm = None
+        self.norm_per_head = config.qk_norm_over == "head"
+        self.norms_first = not config.qk_norm_after_rope
+        if config.qk_norm is not None:
+            # A norm over all heads has the whole model's weights on every rank.
+            widths = (size, size) if self.norm_per_head else (heads.query * size, heads.key_value * size)
+            self.q_norm, self.k_norm = (config.qk_norm.build(width, context) for width in widths)
+
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        query, key, value = self.qkv_proj(hidden).split_with_sizes(self.sizes, dim=-1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query = self._normalised(self.q_norm, query, 1)
-            key = self._normalised(self.k_norm, key, self.kv_head_replicas)
+        qkv = self.qkv_proj(hidden)
+        if self.qkv_limit is not None:
+            qkv = qkv.clamp(-self.qkv_limit, self.qkv_limit)
+        query, key, value = qkv.split_with_sizes(self.sizes, dim=-1)
+        if self.norms_first:
+            query, key = self._qk_norms(query, key)
         if self.rotary_emb is not None:
             query, key = self.rotary_emb(batch.positions, query, key)
+        if not self.norms_first:
+            query, key = self._qk_norms(query, key)
+        if self.query_scale is not None:
+            query = query * self.query_scale(batch.positions)
         return self.o_proj(self.attn(query, key, value, batch))
+
+    def _qk_norms(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self._normalised(self.q_norm, query, 1), self._normalised(self.k_norm, key, self.kv_head_replicas)
 
     def _normalised(self, norm: nn.Module, x: torch.Tensor, replicas: int) -> torch.Tensor:
         """`replicas`: how many consecutive ranks have the same heads."""
@@ -131,6 +176,23 @@ class DecoderAttention(nn.Module):
         parts = self.tp.all_gather(x).unflatten(-1, (self.tp.size, width))
         whole = norm(parts[:, ::replicas].flatten(1))
         return whole.narrow(-1, self.tp.rank // replicas * width, width)
+
+
+class QueryScaleTable(nn.Module):
+    """positions int64 [N] -> float32 [N, 1], see `QueryScale`."""
+
+    factors: torch.Tensor
+
+    def __init__(self, factors: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("factors", factors, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.factors[positions].unsqueeze(-1)
+
+
+def _query_scale(scale: QueryScale, context: BuildContext) -> QueryScaleTable:
+    return context.shared(scale, lambda: QueryScaleTable(scale.table(context.options.max_model_len)))
 
 
 def check_rope(rope: RopeParameters, rotary_dim: int) -> None:

@@ -33,6 +33,7 @@ class DecoderConfig:
         embedding_multiplier, logits_divisor: constants that multiply the embedding and divide the logits.
         logits_soft_cap: logits become cap * tanh(logits / cap).
         tie_word_embeddings: the embedding is also the LM head.
+        lm_head_bias: the LM head has a bias; not with tied embeddings.
     """
 
     vocab_size: int
@@ -45,6 +46,7 @@ class DecoderConfig:
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     tie_word_embeddings: bool = False
+    lm_head_bias: bool = False
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[StateSpec]:
         """All states of all layers on one rank, in the order in which the parts number them."""

@@ -1,7 +1,7 @@
 """How the parts of a layer and its norms are connected to the residual stream.
 
-Owns `LayerConfig` and the arrangements of the families here. Another arrangement (parallel attention and MLP, three
-parts in sequence) is another `Norms` with its own `DecoderLayer`, not a branch in one of these.
+Owns `LayerConfig` and the arrangements of the families here. Another arrangement (three parts in sequence) is another
+`Norms` with its own `DecoderLayer`, not a branch in one of these.
 
 A layer takes and returns a pair: the output of the last part, and the residual stream before it, None at the first
 layer. The next norm adds the two and normalises the sum in one pass over memory.
@@ -142,6 +142,35 @@ class PostNormLayer(DecoderLayer):
         residual = hidden if residual is None else hidden + residual
         residual = residual + self.post_attention_layernorm(self.self_attn(residual, batch))
         return self.post_feedforward_layernorm(self.mlp(residual, batch)), residual
+
+
+@dataclass(frozen=True)
+class ParallelNorms(Norms):
+    """Parallel residual: x + attention(norm(x)) + mlp(norm(x)).
+
+    Attributes:
+        mlp_has_norm: the MLP has its own norm; False: both read the output of one norm.
+    """
+
+    norm: NormConfig
+    mlp_has_norm: bool = False
+
+    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
+        return ParallelNormLayer(layer, self, context, prefix)
+
+
+class ParallelNormLayer(DecoderLayer):
+    def __init__(self, layer: LayerConfig, norms: ParallelNorms, context: BuildContext, prefix: str) -> None:
+        super().__init__(layer, context, prefix)
+        self.input_layernorm = norms.norm.build(context.hidden_size, context)
+        self.post_attention_layernorm: nn.Module | None = None
+        if norms.mlp_has_norm:
+            self.post_attention_layernorm = norms.norm.build(context.hidden_size, context)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        hidden, residual = add_norm(self.input_layernorm, hidden, residual)
+        beside = hidden if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
+        return self.self_attn(hidden, batch) + self.mlp(beside, batch), residual
 
 
 @dataclass(frozen=True)

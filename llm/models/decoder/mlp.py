@@ -10,7 +10,7 @@ from torch import nn
 
 from llm.base.errors import UnsupportedModelError
 from llm.forward import ForwardBatch
-from llm.layers.activation import GeluAndMul, NewGELU, ReLU, SiluAndMul
+from llm.layers.activation import GELU, GeluAndMul, GELUTanh, NewGELU, ReLU, ReLUSquaredActivation, SiluAndMul
 from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from llm.models.decoder.part import BuildContext, PartConfig
 
@@ -20,7 +20,13 @@ GATED_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": GeluAndMul,
     "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
 }
-PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": ReLU, "gelu_new": NewGELU}
+PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": ReLU,
+    "relu2": ReLUSquaredActivation,
+    "gelu": GELU,
+    "gelu_new": NewGELU,
+    "gelu_pytorch_tanh": GELUTanh,
+}
 
 
 @dataclass(frozen=True)

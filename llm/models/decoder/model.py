@@ -70,7 +70,9 @@ class DecoderForCausalLM(nn.Module):
             raise RuntimeError(f"the layers' configs declare {declared} states and built {context.num_states}")
         self.lm_head = self.model.embed_tokens
         if not config.tie_word_embeddings:
-            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix="lm_head", **context.common)
+            self.lm_head = ParallelLMHead(
+                config.vocab_size, config.hidden_size, config.lm_head_bias, prefix="lm_head", **context.common
+            )
         self.logits_processor = LogitsLayer(
             config.vocab_size, scale=1.0 / config.logits_divisor, soft_cap=config.logits_soft_cap
         )

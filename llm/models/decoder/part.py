@@ -6,21 +6,22 @@ its module and declares the states that the module keeps between steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypedDict, TypeVar, cast
 
 import torch
 from torch import nn
 
 from llm.forward import StateSpec
-from llm.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
+from llm.layers.norm import GemmaRMSNorm, LayerNorm, LayerNorm1P, RMSNorm
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters, RotaryEmbedding
 from llm.models.interface import BuildOptions
 from llm.quantization.base import QuantizationConfig
 
-NormClass = type[RMSNorm] | type[GemmaRMSNorm] | type[LayerNorm]
+NormClass = type[RMSNorm] | type[GemmaRMSNorm] | type[LayerNorm] | type[LayerNorm1P]
+M = TypeVar("M", bound=nn.Module)
 
 
 class LayerArguments(TypedDict):
@@ -42,7 +43,7 @@ class BuildContext:
         self.options = options
         self.hidden_size = hidden_size
         self.num_states = 0
-        self._rotary: dict[tuple[int, RopeParameters, bool], RotaryEmbedding] = {}
+        self._shared: dict[Hashable, nn.Module] = {}
 
     @property
     def tp(self) -> TensorParallel:
@@ -58,12 +59,16 @@ class BuildContext:
         self.num_states += 1
         return self.num_states - 1
 
+    def shared(self, key: Hashable, make: Callable[[], M]) -> M:
+        """One module for all layers with this key."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return cast("M", self._shared[key])
+
     def rotary(self, head_size: int, rope: RopeParameters, is_neox_style: bool = True) -> RotaryEmbedding:
         """One module, with one table, for all layers with this rope."""
-        key = head_size, rope, is_neox_style
-        if key not in self._rotary:
-            self._rotary[key] = RotaryEmbedding(head_size, self.options.max_model_len, rope, is_neox_style)
-        return self._rotary[key]
+        longest, key = self.options.max_model_len, (head_size, rope, is_neox_style)
+        return self.shared(key, lambda: RotaryEmbedding(head_size, longest, rope, is_neox_style))
 
 
 class PartConfig:
@@ -89,10 +94,14 @@ class PartConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """A norm over the last dimension, of a class in `llm.layers.norm`."""
+    """A norm over the last dimension, of a class in `llm.layers.norm`; `LayerNorm` may lack its weight or its bias."""
 
     eps: float
     kind: NormClass = RMSNorm
+    has_weight: bool = True
+    has_bias: bool = True
 
     def build(self, size: int, context: BuildContext) -> nn.Module:
-        return self.kind(size, self.eps, dtype=context.options.params_dtype)
+        has = {"has_weight": self.has_weight, "has_bias": self.has_bias}
+        lacking = {name: False for name, value in has.items() if not value}
+        return self.kind(size, self.eps, dtype=context.options.params_dtype, **lacking)

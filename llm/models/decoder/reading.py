@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from llm.layers.norm import RMSNorm
+from collections.abc import Sequence
+from typing import Any
+
+from llm.layers.norm import LayerNorm, RMSNorm
 from llm.layers.rotary import RopeParameters
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.attention import Heads
+from llm.models.decoder.config import DecoderConfig
+from llm.models.decoder.layer import LayerConfig
 from llm.models.decoder.part import NormClass, NormConfig
 
 
@@ -21,6 +26,43 @@ def read_heads(reader: ConfigReader, *, default_kv_heads: int | None = None, def
 
 def read_rms_norm(reader: ConfigReader, default: float = 1e-6, kind: NormClass = RMSNorm) -> NormConfig:
     return NormConfig(reader.positive_number("rms_norm_eps", default), kind)
+
+
+def read_layer_norm(
+    reader: ConfigReader, key: str = "layer_norm_eps", kind: NormClass = LayerNorm, *, has_bias: bool = True
+) -> NormConfig:
+    return NormConfig(reader.positive_number(key, 1e-5), kind, has_bias=has_bias)
+
+
+def read_decoder(
+    reader: ConfigReader,
+    layers: LayerConfig | Sequence[LayerConfig],
+    final_norm: NormConfig,
+    *,
+    positions: int,
+    tied: bool = False,
+    **more: Any,
+) -> DecoderConfig:
+    """Everything around the layers, one for all or one each; the last thing that a family reads.
+
+    Args:
+        positions: the longest sequence.
+        tied: what a missing `tie_word_embeddings` means.
+        more: further fields of `DecoderConfig`.
+    """
+    if isinstance(layers, LayerConfig):
+        layers = (layers,) * reader.positive("num_hidden_layers")
+    config = DecoderConfig(
+        vocab_size=reader.positive("vocab_size"),
+        hidden_size=reader.positive("hidden_size"),
+        max_position_embeddings=positions,
+        layers=tuple(layers),
+        final_norm=final_norm,
+        tie_word_embeddings=reader.boolean("tie_word_embeddings", tied),
+        **more,
+    )
+    reader.finish()
+    return config
 
 
 def longest_sequence(reader: ConfigReader, rope: RopeParameters, default: int = 2048) -> int:
@@ -45,3 +87,11 @@ def layer_windows(reader: ConfigReader, count: int, window: int | None, default:
     if any(sliding) and window is None:
         raise reader.error("sliding_window", None, "an integer, for layers of sliding_attention")
     return [window if slides else None for slides in sliding]
+
+
+def windows_by_pattern(reader: ConfigReader, default: int, pattern: int) -> list[int | None]:
+    """The sliding window of each layer where every `pattern`th sees all; `default`: a missing `sliding_window`."""
+    count = reader.positive("num_hidden_layers")
+    window = reader.optional_integer("sliding_window", default)
+    sliding = [window is not None and (index + 1) % pattern != 0 for index in range(count)]
+    return layer_windows(reader, count, window, sliding)

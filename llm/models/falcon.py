@@ -1,0 +1,75 @@
+"""Falcon 7B, 40B, 180B and Falcon 2: parallel residual, a fused QKV tensor."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Heads,
+    LayerConfig,
+    NormConfig,
+    Norms,
+    ParallelNorms,
+    PlainMLPConfig,
+    PreNorms,
+    longest_sequence,
+    read_decoder,
+    read_layer_norm,
+)
+
+_LAYER = (
+    ("self_attention.query_key_value", "self_attn.qkv_proj"),
+    ("self_attention.dense", "self_attn.o_proj"),
+    ("mlp.dense_h_to_4h", "mlp.up_proj"),
+    ("mlp.dense_4h_to_h", "mlp.down_proj"),
+    ("ln_attn", "input_layernorm"),
+    ("ln_mlp", "post_attention_layernorm"),
+)
+
+
+class FalconForCausalLM(DecoderForCausalLM):
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        *((f"transformer.h.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _LAYER),
+        ("transformer.h", "model.layers"),
+        ("transformer.word_embeddings", "model.embed_tokens"),
+        ("transformer.ln_f", "model.norm"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        reader.expect("alibi", False)  # falcon-rw alone
+        reader.expect("apply_residual_connection_post_layernorm", False)
+        hidden, bias = reader.positive("hidden_size"), reader.boolean("bias", False)
+        rope, norm = reader.rope(), read_layer_norm(reader, "layer_norm_epsilon")
+        is_new = reader.boolean("new_decoder_architecture", False)
+        inner = reader.positive("ffn_hidden_size", 4 * hidden)
+        reader.expect("ff_factor", inner // hidden)
+        layer = LayerConfig(
+            attention=AttentionConfig(_heads(reader, is_new), rope, qkv_bias=bias, out_bias=bias, qkv_by_key_head=True),
+            mlp=PlainMLPConfig(inner, reader.string("activation", "gelu"), bias),
+            norms=_norms(reader, norm, is_new),
+        )
+        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope), tied=True)
+
+
+def _heads(reader: ConfigReader, is_new: bool) -> Heads:
+    """`multi_query`: one key head; the newer checkpoints say how many."""
+    query = reader.positive("num_attention_heads")
+    is_multi_query, named = reader.boolean("multi_query", True), reader.positive("num_kv_heads", query)
+    return Heads(query, named if is_new or not is_multi_query else 1, reader.positive("hidden_size") // query)
+
+
+def _norms(reader: ConfigReader, norm: NormConfig, is_new: bool) -> Norms:
+    if not reader.boolean("parallel_attn", True):
+        reader.expect("new_decoder_architecture", False)
+        return PreNorms(norm)
+    if not is_new:
+        reader.expect("num_ln_in_parallel_attn", 1)
+        return ParallelNorms(norm)
+    reader.expect("num_ln_in_parallel_attn", 1, 2)
+    return ParallelNorms(norm, mlp_has_norm=reader.integer("num_ln_in_parallel_attn", 2) == 2)

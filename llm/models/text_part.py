@@ -1,0 +1,59 @@
+"""The language model in a multimodal checkpoint: prompts are text, so the other parts are neither built nor loaded.
+
+Owns reading the nested config.json and the names of the weights. What the language model is, is its family's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import DecoderConfig, DecoderForCausalLM
+
+
+class TextPart:
+    """Before a family's class among the bases: the names of the weights, first releases and transformers 5 alike."""
+
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("language_model.model", "model"),
+        ("language_model.lm_head", "lm_head"),
+        ("model.language_model", "model"),
+    )
+    left_out: ClassVar[tuple[str, ...]] = (
+        "vision_tower",
+        "multi_modal_projector",
+        "model.vision_tower",
+        "model.multi_modal_projector",
+        "visual",
+        "model.visual",
+    )
+
+
+def read_text_part(
+    reader: ConfigReader, family: type[DecoderForCausalLM], defaults: Mapping[str, object], others: tuple[str, ...]
+) -> DecoderConfig:
+    """The config of `family`, from the object under "text_config".
+
+    Args:
+        defaults: what the keys mean that the object lacks.
+        others: keys beside it that are about the other parts.
+    """
+    outside = {key: reader.raw[key] for key in ("tie_word_embeddings",) if key in reader.raw}
+    text = reader.part("text_config", {**defaults, **outside})
+    config = family.read_config(ConfigReader(with_one_position(text.raw), "config.json, text_config"))
+    for key in (*outside, *others, "vision_config"):
+        reader.expect(key, reader.raw.get(key))
+    reader.finish()
+    return config
+
+
+def with_one_position(raw: Mapping[str, object]) -> dict[str, object]:
+    """The three positions of multimodal ropes (temporal, vertical, horizontal) are one for text: an ordinary rope."""
+    found = dict(raw)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = found.get(key)
+        if isinstance(rope, Mapping):
+            kept = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+            found[key] = {name: "default" if value == "mrope" else value for name, value in kept.items()}
+    return found

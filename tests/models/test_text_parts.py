@@ -1,0 +1,134 @@
+"""The language model of a multimodal checkpoint answers as transformers' whole model does to text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import BASE, randomise
+
+from llm import LLM, SamplingParams
+from llm.base.errors import CheckpointError
+from llm.models.text_part import TextPart
+
+TOLERANCE = 1e-4
+PROMPT = list(range(5, 33))
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
+_SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_PIXTRAL = {**_SIGLIP, "head_dim": 8}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+_GEMMA = {**BASE, "model_type": "gemma3_text", "sliding_window": 7, "num_hidden_layers": 3}
+_QWEN = {key: value for key, value in BASE.items() if key != "head_dim"}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 48}
+# Name -> (transformers' class, its config's arguments).
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3", {"text_config": _GEMMA, "vision_config": _SIGLIP, "mm_tokens_per_image": 4}),
+    "qwen2_vl": (
+        "Qwen2VL",
+        {
+            "text_config": {**_QWEN, "rope_parameters": _MROPE},
+            "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 48},
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {"text_config": {**_QWEN, "rope_parameters": _MROPE}, "vision_config": _QWEN_VISION},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "text_config": {
+                **BASE,
+                "rope_parameters": {**_MROPE, "mrope_section": [3, 1, 1], "mrope_interleaved": True},
+            },
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]},
+        },
+    ),
+    "mistral3": (
+        "Mistral3",
+        {"text_config": {**BASE, "model_type": "mistral"}, "vision_config": {**_PIXTRAL, "model_type": "pixtral"}},
+    ),
+    "mistral3-ministral3": (
+        "Mistral3",
+        {
+            "text_config": {**BASE, "model_type": "ministral3", "rope_parameters": _YARN},
+            "vision_config": {**_PIXTRAL, "model_type": "pixtral"},
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """(folder, transformers' model)."""
+    import transformers
+
+    name, arguments = PARTS[request.param]
+    config = getattr(transformers, f"{name}Config")(**arguments, tie_word_embeddings=False)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    randomise(model, seed=3)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def load(folder: Path, **more: Any) -> LLM:
+    return LLM(folder, skip_tokenizer_init=True, max_model_len=64, kv_cache_dtype="float32", **more)
+
+
+def worst_difference(folder: Path, model: Any) -> float:
+    with load(folder) as llm:
+        assert "vision_tower" in llm.config.reasons["architecture"]
+        output = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*PROMPT, *output.token_ids]])).logits[0].float()
+    expected = logits[len(PROMPT) - 1 : -1].log_softmax(-1)
+    assert expected.argmax(-1).tolist() == output.token_ids
+    positions = zip(expected, output.logprobs or [], strict=True)
+    return max(abs(line[token].item() - item.logprob) for line, ours in positions for token, item in ours.items())
+
+
+def test_text_is_answered_as_by_the_whole_model(made: tuple[Path, Any]) -> None:
+    assert worst_difference(*made) < TOLERANCE
+
+
+def test_the_names_of_transformers_modules_are_known_too(made: tuple[Path, Any], tmp_path: Path) -> None:
+    """`save_pretrained` goes back to the names of the first releases; checkpoints made by other means may not."""
+    folder, model = made
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert worst_difference(tmp_path, model) < TOLERANCE
+
+
+def test_weights_that_nobody_left_out_are_named(made: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextPart, "left_out", ("multi_modal_projector", "model.multi_modal_projector"))
+    with pytest.raises(CheckpointError, match=r"does not have: .*(vision_tower|visual)"), load(made[0]):
+        pass
+
+
+def test_a_key_beside_the_text_that_nobody_knows_is_an_error(made: tuple[Path, Any]) -> None:
+    with pytest.raises(Exception, match="keys that are not understood: 'audio_config'"):
+        load(made[0], hf_overrides={"audio_config": {}})
+    text = json.loads((made[0] / "config.json").read_text())["text_config"]
+    with pytest.raises(Exception, match="keys that are not understood: 'odd'"):
+        load(made[0], hf_overrides={"text_config": {**text, "odd": 1}})
