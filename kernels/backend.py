@@ -50,6 +50,8 @@ OPERATIONS: dict[str, str] = {
     "relu2": "activation",
     "soft_cap": "activation",
     "select_rows": "elementwise",
+    "select_experts": "routing",
+    "experts": "experts",
     "log_softmax": "vocabulary",
     "argmax": "vocabulary",
     "top_k": "vocabulary",

@@ -1,8 +1,9 @@
 """A weight as operations take it: one immutable value with everything that a GEMM needs to know of it.
 
-Owns `Weight`, the names of its kinds and of what a GEMM makes of its activations, and the checks that hold for every
-backend. A backend keeps the bits in a layout of its own by subclassing it; here a row is stored as it is, and of
-int4 two values in a byte. A checkpoint format says where the parts of a weight lie, a scheme which of them there are.
+Owns `Weight`, the names of its kinds and of what a GEMM makes of its activations, `ExpertWeights`, and the checks that
+hold for every backend. A backend keeps the bits in a layout of its own by subclassing `Weight`; here a row is stored as
+it is, and of int4 two values in a byte. A checkpoint format says where the parts of a weight lie, a scheme which of
+them there are.
 """
 
 from __future__ import annotations
@@ -121,6 +122,38 @@ class Weight:
     def scaled(self: W, scale: torch.Tensor, zero: torch.Tensor | None = None, group_size: int = 0) -> W:
         """The same bits with these scales and zero points."""
         return replace(self, scale=scale, zero=zero, group_size=group_size)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeights:
+    """The matrices of a layer of experts, one pair per expert, all of one kind and one size.
+
+    Attributes:
+        gate_up: [2I, H] each: the gate in rows 0 to I - 1, then the value.
+        down: [H, I] each.
+
+    Raises:
+        ValueError: there are none, or they do not fit each other.
+    """
+
+    gate_up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
+
+    def __post_init__(self) -> None:
+        if not self.gate_up or len(self.gate_up) != len(self.down):
+            raise ValueError(f"each expert has two weights, got {len(self.gate_up)} and {len(self.down)}")
+        inner, hidden = self.down[0].k, self.down[0].n
+        for weights, shape in ((self.gate_up, (2 * inner, hidden)), (self.down, (hidden, inner))):
+            for weight in weights:
+                if (weight.n, weight.k) != shape or weight.kind != weights[0].kind:
+                    raise ValueError(
+                        f"experts have weights {list(shape)} of {weights[0].kind}, got {[weight.n, weight.k]} of "
+                        f"{weight.kind}"
+                    )
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down[0].n
 
 
 def dequantize(

@@ -1,0 +1,67 @@
+"""Which experts a token goes to, and with what weights, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+_LEAST_SUM = 1e-20
+
+
+def select_experts(
+    logits: torch.Tensor,
+    top_k: int,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` experts of each token: float32 [N, E] -> (weights float32 [N, K], ids int64 [N, K]).
+
+    Scores are the softmax or the sigmoid of the logits. Experts are chosen by score plus `bias` (float32 [E]), in
+    falling order, of equal ones the lower ids first. With `groups` runs of E / groups experts only those in the
+    `topk_groups` best groups can be chosen; a group counts as its best expert (DeepSeek V2, arXiv:2405.04434), with a
+    bias as the sum of its two best (DeepSeek V3, arXiv:2412.19437).
+
+    A weight is the expert's score without the bias, divided by the sum of the chosen ones with `renormalize`, times
+    `scale`. A row with a NaN gets the ids 0 to K - 1 and weights of NaN.
+    """
+    check_routing(logits.shape[-1], top_k, scoring, bias, groups, topk_groups)
+    logits = logits.float()
+    scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    unknown = choice.isnan().any(dim=-1, keepdim=True)
+    if groups > 1:
+        choice = _in_best_groups(choice, groups, topk_groups, 1 if bias is None else 2)
+    ids = choice.masked_fill(unknown, 0.0).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    weights = scores.gather(1, ids).masked_fill_(unknown, torch.nan)
+    if renormalize:
+        total = weights[:, :1].clone()
+        for slot in range(1, top_k):
+            total += weights[:, slot : slot + 1]
+        weights /= total.clamp(min=_LEAST_SUM)
+    return weights * scale, ids
+
+
+def check_routing(
+    experts: int, top_k: int, scoring: str, bias: torch.Tensor | None, groups: int, topk_groups: int
+) -> None:
+    """Raises ValueError for numbers that do not fit each other."""
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"experts are scored by softmax or sigmoid, got {scoring!r}")
+    if not 1 <= topk_groups <= groups or experts % groups:
+        raise ValueError(f"{topk_groups} of {groups} groups of {experts} experts cannot be chosen")
+    if not 1 <= top_k <= experts // groups * topk_groups:
+        raise ValueError(f"{top_k} of {experts // groups * topk_groups} experts cannot be chosen")
+    if bias is not None and bias.shape != (experts,):
+        raise ValueError(f"one bias per expert is needed, [{experts}], got {list(bias.shape)}")
+
+
+def _in_best_groups(choice: torch.Tensor, groups: int, topk_groups: int, counted: int) -> torch.Tensor:
+    """The scores that experts are chosen by, -inf outside of the best groups."""
+    parts = choice.view(len(choice), groups, -1)
+    totals = parts.sort(dim=-1, descending=True).values[..., :counted].sum(dim=-1)
+    best = totals.sort(dim=-1, descending=True, stable=True).indices[:, :topk_groups]
+    allowed = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best, True)
+    return parts.masked_fill(~allowed.unsqueeze(-1), -torch.inf).view_as(choice)
