@@ -1,5 +1,5 @@
-"""`python -m llm kernels bench`: GEMM rates next to PyTorch's and to memory bandwidth, and the time of one call
-(bench_calls.py).
+"""`python -m llm kernels bench`: GEMM rates next to PyTorch's and to memory bandwidth, rates of the experts of a
+mixture, and the time of one call (bench_calls.py).
 
 Ours and PyTorch's alternate in the same process; the best and the median of the repetitions are shown. With few rows,
 as in a decode step, the weights exceed the caches, and our GEMMs are recorded and replayed without Python
@@ -22,11 +22,20 @@ import torch.nn.functional as F
 
 from llm.kernels import bench_calls
 from llm.kernels.backend import Backend
-from llm.kernels.weight import FLOAT_KINDS, Weight
+from llm.kernels.weight import FLOAT_KINDS, ExpertWeights, Weight
 
 # (outputs, inputs): the feed-forward of a 0.5 B model, both ways, and a square.
 SHAPES = ((4864, 896), (896, 4864), (2048, 2048))
 ROWS = (1, 4, 16, 64, 240)
+# A mixture of experts: outputs and inputs of each, how many there are, and how many a token uses.
+EXPERT, EXPERTS, USED = (768, 2048), 32, 8
+EXPERT_ROWS = (1, 16, 240)
+MIXTURES = (
+    ("experts bf16", "bfloat16", "float"),
+    ("experts w8a8", "int8", "int8"),
+    ("experts w4a8", "int4", "int8"),
+    ("experts w4a16", "int4", "float"),
+)
 # With few rows, the copies of a weight are this large together, so that none is in a cache when it is read again.
 _COLD_BYTES = 256 << 20
 _FEW_ROWS = 8
@@ -62,6 +71,10 @@ def run(backend: Backend, seconds: float) -> Iterator[str]:
         for rows in ROWS:
             products = dict(_products(backend, shape, rows))
             yield from map(str, _measure(backend, products, shape, rows, seconds))
+    yield f"{USED} of {EXPERTS} experts of {EXPERT[0]}x{EXPERT[1]}, bytes of those that are used"
+    for rows in EXPERT_ROWS:
+        shape = (3 * USED * EXPERT[0], EXPERT[1])
+        yield from map(str, _measure(backend, dict(_mixtures(backend, rows)), shape, rows, seconds))
     yield from bench_calls.run(backend)
 
 
@@ -107,6 +120,36 @@ def _products(backend: Backend, shape: tuple[int, int], rows: int) -> Iterator[t
     if rows > _FEW_ROWS:
         quantized = _torch_int8(n, k)
         yield "torch int8", copies(n * k, lambda: quantized, lambda layer, x: layer(x))
+
+
+def _mixtures(backend: Backend, rows: int) -> Iterator[tuple[str, Product]]:
+    """Name -> (bytes of the experts that one call uses, calls that use other experts in turn)."""
+    pack, experts = backend.op("pack"), backend.op("experts")
+    floats = torch.randn(2 * EXPERT[0], EXPERT[1]).bfloat16()
+    values = torch.randint(-8, 8, floats.shape, dtype=torch.int8)
+
+    def packed(kind: str, activations: str, n: int, k: int) -> Weight:
+        if kind == "bfloat16":
+            return pack(floats.flatten()[: n * k].view(n, k))
+        group = 128 if kind == "int4" else k
+        weight: Weight = pack(values.flatten()[: n * k].view(n, k), kind)
+        return replace(weight.scaled(torch.rand(n, -(-k // group)), group_size=group), activations=activations)
+
+    if rows == 1:
+        chosen = torch.arange(EXPERTS).view(-1, 1, USED)
+    else:
+        chosen = torch.rand(1, rows, EXPERTS).argsort(dim=-1)[..., :USED].contiguous()
+    factors = torch.rand(rows, USED)
+    inner, hidden = EXPERT
+    for name, kind, activations in MIXTURES:
+        gate_up, down = (
+            tuple(packed(kind, activations, *shape) for _ in range(EXPERTS))
+            for shape in ((2 * inner, hidden), (hidden, inner))
+        )
+        weights = ExpertWeights(gate_up, down)
+        nbytes = (gate_up[0].nbytes + down[0].nbytes) * len(chosen[0].unique())
+        call = functools.partial(experts, topk_weights=factors, weights=weights)
+        yield name, (nbytes, [functools.partial(call, topk_ids=ids) for ids in chosen])
 
 
 def _torch_int8(n: int, k: int) -> Any:

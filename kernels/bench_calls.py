@@ -15,10 +15,12 @@ import torch
 
 from llm.forward import AttentionMetadata, KVCacheSpec
 from llm.kernels.backend import Backend
+from llm.kernels.weight import ExpertWeights
 
 _WIDTH, _OUTPUTS = 32, 16
 _HEADS, _KV_HEADS, _HEAD_SIZE = 1, 1, 16
 _BLOCK = 16
+_EXPERTS, _USED = 32, 8
 _CALLS = 500
 
 
@@ -56,6 +58,9 @@ def _calls(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     yield "linear_float32", bound("linear", x, pack(torch.randn(_OUTPUTS, _WIDTH)))[1]
     yield "linear_w8a8", bound("linear", x, replace(integers, activations="int8"))[1]
+    expert = (pack(torch.randn(2 * _OUTPUTS, _WIDTH)), pack(torch.randn(_WIDTH, _OUTPUTS)))
+    ids, factors = torch.arange(_USED)[None], torch.rand(1, _USED)
+    yield bound("experts", x, ids, factors, ExpertWeights((expert[0],) * _EXPERTS, (expert[1],) * _EXPERTS))
     yield bound("rms_norm", x, weight, 1e-6)
     yield bound("add_rms_norm", x, x, weight, 1e-6)
     yield bound("silu_and_mul", x)

@@ -9,8 +9,9 @@ them there are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
 
 import torch
 
@@ -22,6 +23,7 @@ ACTIVATIONS = ("float", "bfloat16", "int8")
 MAX_INTEGER_K = 1 << 17
 
 W = TypeVar("W", bound="Weight")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +140,7 @@ class ExpertWeights:
 
     gate_up: tuple[Weight, ...]
     down: tuple[Weight, ...]
+    _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.gate_up or len(self.gate_up) != len(self.down):
@@ -154,6 +157,12 @@ class ExpertWeights:
     @property
     def hidden_size(self) -> int:
         return self.down[0].n
+
+    def derived(self, make: Callable[[ExpertWeights], T]) -> T:
+        """`make(self)`, computed once: what a backend keeps of all of them together."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        return cast(T, self._derived[make])
 
 
 def dequantize(

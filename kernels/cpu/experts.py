@@ -1,15 +1,19 @@
-"""The experts that tokens chose, with the GEMMs and activations of this library; `kernels/reference/experts.py` defines
-it."""
+"""The weighted sum of the experts that each token chose, in one call; `kernels/reference/experts.py` defines it."""
 
 from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.activation import gelu_and_mul, silu_and_mul
 from llm.kernels.cpu.library import Library
-from llm.kernels.cpu.linear import linear
-from llm.kernels.reference.experts import gate_of, over_experts
-from llm.kernels.weight import ExpertWeights
+from llm.kernels.cpu.packed import PanelWeight, WeightArray
+from llm.kernels.cpu.signatures import KERNELS
+from llm.kernels.weight import ExpertWeights, Weight
+
+# As in activation.h and experts.cpp.
+_FUNCTIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swigluoai": 6}
+_SWIGLUOAI_LIMIT = 7.0
+_EXPERTS = KERNELS["llm_experts"]
+_BAD_ID, _NO_SCALES = 1, 2
 
 
 def experts(
@@ -21,16 +25,47 @@ def experts(
     activation: str = "silu",
     limit: float = 0.0,
 ) -> torch.Tensor:
-    """x float32 [N, H], topk_ids int64 [N, K], topk_weights float32 [N, K] -> float32 [N, H]."""
+    """x float32 [N, H], topk_ids int64 [N, K], topk_weights float32 [N, K] -> float32 [N, H].
 
-    def gate(both: torch.Tensor) -> torch.Tensor:
-        if activation == "silu":
-            return silu_and_mul(library, both)
-        if activation in ("gelu", "gelu_tanh"):
-            return gelu_and_mul(library, both, "tanh" if activation == "gelu_tanh" else "none")
-        return gate_of(activation, limit)(both)
+    An expert's weights are read once for all of its tokens, and those of other experts are not read. A row's bits are
+    those of `linear` and the activation for it alone, and of one product and one sum for each slot, in order.
+    """
+    if activation not in _FUNCTIONS:
+        raise ValueError(f"experts have the activations {', '.join(_FUNCTIONS)}, got {activation!r}")
+    _check(x, topk_ids, topk_weights, weights.hidden_size)
+    x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    out = library.empty(*x.shape)
+    gate_up, down = weights.derived(_arrays)
+    result = library.call(
+        _EXPERTS,
+        *(gate_up.address, down.address, len(weights.down), x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()),
+        *(*topk_ids.shape, _FUNCTIONS[activation], limit or _SWIGLUOAI_LIMIT, out.data_ptr(), torch.get_num_threads()),
+    )
+    if result == _BAD_ID:
+        lowest, highest = int(topk_ids.min()), int(topk_ids.max())
+        raise IndexError(f"expert ids must be in [0, {len(weights.down)}), got {lowest} to {highest}")
+    if result == _NO_SCALES:
+        raise ValueError(f"an {weights.down[0].kind} weight needs its scales")
+    if library.recorder is not None:
+        library.recorder.kept.append(weights)
+    return out
 
-    def expert(rows: torch.Tensor, gate_up: object, down: object) -> torch.Tensor:
-        return linear(library, gate(linear(library, rows, gate_up)), down)
 
-    return over_experts(x, topk_ids, topk_weights, weights, expert)
+def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, hidden: int) -> None:
+    if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != hidden:
+        raise ValueError(f"activations are float32 [N, {hidden}], got {x.dtype} {list(x.shape)}")
+    if ids.dtype != torch.int64 or ids.dim() != 2 or len(ids) != len(x):
+        raise ValueError(f"expert ids are int64 [{len(x)}, K], got {ids.dtype} {list(ids.shape)}")
+    if weights.dtype != torch.float32 or weights.shape != ids.shape:
+        raise ValueError(f"expert weights are float32 {list(ids.shape)}, got {weights.dtype} {list(weights.shape)}")
+
+
+def _arrays(weights: ExpertWeights) -> tuple[WeightArray, WeightArray]:
+    return WeightArray(_panels(weights.gate_up)), WeightArray(_panels(weights.down))
+
+
+def _panels(weights: tuple[Weight, ...]) -> list[PanelWeight]:
+    panels = [weight for weight in weights if isinstance(weight, PanelWeight)]
+    if len(panels) != len(weights):
+        raise TypeError("the CPU kernels read weights in panels: pack them with this backend")
+    return panels

@@ -21,5 +21,8 @@ template <class Call> LLM_INLINE auto with_type(Kind kind, const Call& call) {
     return call(Type<F16>{});
 }
 
+// Of an element of a float `kind`.
+LLM_INLINE int64_t bytes_of(Kind kind) { return kind == Kind::FLOAT32 ? 4 : 2; }
+
 }  // namespace
 }  // namespace llm

@@ -1,8 +1,7 @@
 // Operations on a weight of any kind: GEMM, embedding, packing and unpacking.
 #include "weight.h"
 
-using namespace llm;
-
+namespace llm {
 namespace {
 
 auto product_with(const Weight& weight) {
@@ -13,11 +12,22 @@ auto product_with(const Weight& weight) {
 
 }  // namespace
 
+bool lacks_scales(const Weight& weight) {
+    return (weight.kind == Kind::INT8 || weight.kind == Kind::INT4) && !weight.scale;
+}
+
+void linear(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
+    product_with(weight)(weight, x, y, m, threads);
+}
+
+}  // namespace llm
+
+using namespace llm;
+
 // y [m, n] = x [m, k] W^T + bias. Returns 0; or 1, having computed nothing, for an integer weight without scales.
 LLM_EXPORT int64_t llm_linear(const Weight* weight, const float* x, float* y, int64_t m, int64_t threads) {
-    const auto product = product_with(*weight);
-    if (product != linear_float && !weight->scale) return 1;
-    product(*weight, x, y, m, threads);
+    if (lacks_scales(*weight)) return 1;
+    linear(*weight, x, y, m, threads);
     return 0;
 }
 

@@ -1,12 +1,13 @@
 """Weights packed into panels of 16 output channels, the layout the kernels read; unpacking gives the same bits back.
 
-Owns `PanelWeight`, which is passed to the kernels as one struct, and `pack`, which `kernels/reference` defines.
-kernels/README.md draws the panels.
+Owns `PanelWeight`, which is passed to the kernels as one struct, `WeightArray`, several structs in a row, and `pack`,
+which `kernels/reference` defines. kernels/README.md draws the panels.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,8 +44,7 @@ class _Description:
     """
 
     def __init__(self, weight: PanelWeight) -> None:
-        parts = (weight.data, weight.sums, weight.scale, weight.zero, weight.bias)
-        self.parts = [part for part in parts if part is not None]
+        self.parts = weight.parts
         self._struct = WeightStruct()
         self.address = ctypes.addressof(self._struct)
         self.write(weight)
@@ -97,6 +97,12 @@ class PanelWeight(Weight):
         object.__setattr__(self, "_description", None)
 
     @property
+    def parts(self) -> list[torch.Tensor]:
+        """The tensors that it is made of."""
+        parts = (self.data, self.sums, self.scale, self.zero, self.bias)
+        return [part for part in parts if part is not None]
+
+    @property
     def address(self) -> int:
         """The address of the struct, valid while the weight lives; rewritten when a tensor's memory was replaced.
 
@@ -127,6 +133,26 @@ class PanelWeight(Weight):
 
     def scaled(self, scale: torch.Tensor, zero: torch.Tensor | None = None, group_size: int = 0) -> PanelWeight:
         return super().scaled(_by_group(scale), None if zero is None else _by_group(zero), group_size)
+
+
+class WeightArray:
+    """The structs of several weights in one array, for a kernel that indexes them."""
+
+    def __init__(self, weights: Sequence[PanelWeight]) -> None:
+        self._weights = tuple(weights)
+        self._structs = (WeightStruct * len(self._weights))()
+        self._parts = [part for weight in self._weights for part in weight.parts]
+        self._places: list[int] = []
+
+    @property
+    def address(self) -> int:
+        """As `PanelWeight.address`, of the first."""
+        places = [part.data_ptr() for part in self._parts]
+        if places != self._places:
+            for struct, weight in zip(self._structs, self._weights, strict=True):
+                ctypes.memmove(ctypes.byref(struct), weight.address, ctypes.sizeof(struct))
+            self._places = places
+        return ctypes.addressof(self._structs)
 
 
 def pack(lib: Library, values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> PanelWeight:

@@ -41,7 +41,11 @@ struct Weight {
 };
 LLM_NAMED(const Weight*)
 
-// The GEMMs, x [m, k] -> y [m, n]: gemm_float.cpp, gemm_int8.cpp, gemm_int4.cpp and gemm_weight_only.cpp.
+// y [m, n] = x [m, k] W^T + bias, of a weight that does not lack its scales: linear.cpp.
+bool lacks_scales(const Weight& weight);
+void linear(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
+
+// Its GEMMs: gemm_float.cpp, gemm_int8.cpp, gemm_int4.cpp and gemm_weight_only.cpp.
 void linear_float(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
 void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
 void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
@@ -81,9 +85,29 @@ struct Groups {
         });
     }
     LLM_INLINE void fetch(int64_t group, int64_t row) const {
-        prefetch(static_cast<const char*>(data) + (group * stride + row) * (kind == Kind::FLOAT32 ? 4 : 2));
+        prefetch(static_cast<const char*>(data) + (group * stride + row) * bytes_of(kind));
     }
 };
+
+// Bytes of one panel: 16 output channels over all k.
+inline int64_t panel_bytes(Kind kind, int64_t k) {
+    if (kind == Kind::INT4) return ceil_div(k, 8) * LANES * 4;
+    if (kind == Kind::INT8) return ceil_div(k, 4) * LANES * 4;
+    return (kind == Kind::BFLOAT16 ? ceil_div(k, 2) * 2 : k) * LANES * bytes_of(kind);
+}
+
+// Output channels [first, end) of a weight as a weight; `first` is a multiple of 16.
+inline Weight channels(const Weight& weight, int64_t first, int64_t end) {
+    const auto from = [](const void* values, int64_t bytes) { return static_cast<const char*>(values) + bytes; };
+    Weight part = weight;
+    part.data = from(weight.data, first / LANES * panel_bytes(weight.kind, weight.k));
+    if (weight.sums) part.sums += first;
+    if (weight.scale) part.scale = from(weight.scale, first * bytes_of(weight.scale_kind));
+    if (weight.zero) part.zero = from(weight.zero, first * bytes_of(weight.zero_kind));
+    if (weight.bias) part.bias += first;
+    part.n = end - first;
+    return part;
+}
 
 // One call of a GEMM: y [m, n] = x [m, k] W^T + bias.
 struct Product : Weight {

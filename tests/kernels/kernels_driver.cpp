@@ -15,6 +15,7 @@
 #include "declarations.h"
 
 int run_step_kernels();  // kernels_driver_step.cpp
+int run_experts();       // kernels_driver_experts.cpp
 
 namespace {
 
@@ -149,6 +150,6 @@ int main(int argc, char**) {
         integers<int8_t>(Kind::INT8, m, n, k);
         integers<uint8_t>(Kind::INT4, m, n, k);
     }
-    std::printf("ok %d\n", calls + run_step_kernels());
+    std::printf("ok %d\n", calls + run_step_kernels() + run_experts());
     return 0;
 }

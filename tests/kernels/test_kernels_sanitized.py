@@ -12,7 +12,8 @@ import pytest
 from llm.kernels.cpu import build
 from llm.kernels.cpu.signatures import KERNELS
 
-DRIVERS = [Path(__file__).parent / name for name in ("kernels_driver.cpp", "kernels_driver_step.cpp")]
+PARTS = ("kernels_driver.cpp", "kernels_driver_step.cpp", "kernels_driver_experts.cpp")
+DRIVERS = [Path(__file__).parent / name for name in PARTS]
 # Checks are calls, not code at every access, and nothing is optimized: it builds in a third of the time and sees more.
 FLAGS = (
     *("-O0", "-w", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
