@@ -170,7 +170,7 @@ def dequantize(
 ) -> torch.Tensor:
     """(w - zero) * scale in float32; weight [N, K], scale and zero [N, G] or [N]."""
     size = group_size or weight.shape[1]
-    columns = torch.arange(weight.shape[1]) // size
+    columns = torch.arange(weight.shape[1], device=weight.device) // size
     scale = scale.reshape(weight.shape[0], -1).float()
     values = weight.float()
     if zero is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,12 @@ class IntegerWeight:
     input_scale: float | None = None
     input_offset: int = 0
     bias: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> IntegerWeight:
+        """Itself where all of it is there, else a copy."""
+        parts = (self.q, self.scale, self.zero, self.bias)
+        q, scale, zero, bias = (None if part is None else part.to(device) for part in parts)
+        return replace(self, q=q, scale=scale, zero=zero, bias=bias)
 
 
 @dataclass

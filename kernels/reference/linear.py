@@ -98,7 +98,7 @@ def _int8(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 def _int4(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     q, xs = quantize_per_token(x)
-    out = torch.zeros(x.shape[0], weight.n)
+    out = x.new_zeros(x.shape[0], weight.n)
     for group in range(weight.groups):
         start = group * weight.group_size
         sums = int_matmul(q, weight, start, min(start + weight.group_size, weight.k))

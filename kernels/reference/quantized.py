@@ -37,7 +37,7 @@ def quantize_static(x: torch.Tensor, scale: float, offset: int) -> torch.Tensor:
 def int_matmul(q: torch.Tensor, weight: Weight, start: int = 0, end: int | None = None) -> torch.Tensor:
     """sum over k in [start, end) of q[m, k] * w[n, k], exact in int32; q int8 [M, K] -> [M, N]."""
     end = weight.k if end is None else end
-    out = torch.zeros(q.shape[0], weight.n, dtype=torch.int32)
+    out = q.new_zeros(q.shape[0], weight.n, dtype=torch.int32)
     step = rows_at_once(weight.k)
     for row in range(0, weight.n, step):
         w = weight.rows(row, min(row + step, weight.n))

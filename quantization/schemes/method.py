@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.base.construction import construction
 from llm.base.errors import CheckpointError
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight
@@ -41,7 +42,8 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         self.holds_bias = storage.holds_bias
         self.source = source
         self.reason = reason
-        backend = backend_of_construction()
+        backend, platform = backend_of_construction(), construction().platform
+        self._device = torch.device("cpu") if platform is None else platform.device
         self._pack = backend.op("pack")
         self.linear = backend.op("linear")
         self._embedding = backend.op("embedding")
@@ -96,6 +98,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         self._scheme.check(weight)
         if layer.quant_kind == "embedding" and (weight.scale.shape[1] > 1 or weight.zero is not None):
             raise CheckpointError("an embedding table needs one scale per row and no zero points.")
+        weight = weight.to(self._device)
         packed: Weight = self._pack(weight.q, self._scheme.kind).scaled(weight.scale, weight.zero, weight.group_size)
         static = (weight.input_scale or 0.0, weight.input_offset) if self._scheme.static else (0.0, 0)
         layer.packed_weight = replace(
