@@ -305,14 +305,13 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.total_num_kv_heads = total_num_kv_heads
         self.stored_by_key_head = stored_by_key_head
 
-    def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
-        dim = getattr(param, "output_dim", None)
-        if self.stored_by_key_head and shard_id is None and dim is not None:
-            loaded = self._stacked(loaded, dim)
-        return super().weight_loader(param, loaded, shard_id)
+    def restacked(self, loaded: torch.Tensor, dim: int) -> torch.Tensor:
+        """A checkpoint's tensor of all three with its rows in this layer's order: queries, keys, values.
 
-    def _stacked(self, loaded: torch.Tensor, dim: int) -> torch.Tensor:
-        """Rows by key head -> all queries, all keys, all values; `dim` may be shorter than the rows by a factor."""
+        `dim` is that of the rows, which may be packed. Raises ValueError if it cannot be shared out to the heads.
+        """
+        if not self.stored_by_key_head:
+            return loaded
         groups = self.total_num_kv_heads
         heads = self.output_sizes[0] // self.output_sizes[1] + 2
         length = loaded.shape[dim] if loaded.dim() > dim else 0

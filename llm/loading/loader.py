@@ -54,7 +54,7 @@ def load_weights(
     for name, tensor in _with_progress(checkpoint, show_progress):
         target = weight_map.target(name)
         if target.parameter in parameters:
-            tensor = tensor.t() if weight_map.transposed(target.parameter) else tensor
+            tensor = _arranged(name, tensor, parameters[target.parameter], target, weight_map)
             if store_as is not None and not parameters[target.parameter].is_meta:  # meta: quantized on load
                 tensor = _converted(name, tensor, store_as)
             targets[name] = target
@@ -146,6 +146,21 @@ def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
             f"tensor {name} has values beyond the range of {_shown(dtype)}; use dtype='bfloat16' or 'auto'."
         )
     return converted
+
+
+def _arranged(
+    name: str, tensor: torch.Tensor, parameter: nn.Parameter, target: Target, weight_map: WeightMap
+) -> torch.Tensor:
+    """The tensor with its rows in the parameter's order; weights that are quantized on load need it as well."""
+    if weight_map.transposed(target.parameter):
+        tensor = tensor.t()
+    restack, dim = weight_map.restacking(target), getattr(parameter, "output_dim", None)
+    if restack is None or dim is None:
+        return tensor
+    try:
+        return restack(tensor, dim)
+    except ValueError as error:
+        raise CheckpointError(f"tensor {name} {error}.") from error
 
 
 def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: str | int | None) -> int:

@@ -6,9 +6,10 @@ segments, never by substring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 
@@ -50,6 +51,11 @@ class WeightMap:
     def transposed(self, parameter: str) -> bool:
         """True if the checkpoint stores this weight as [K, N] instead of [N, K]."""
         return _ends_with(parameter, self._transposed)
+
+    def restacking(self, target: Target) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+        """`restacked` of the target's layer if the tensor fills all of it: its rows may be in another order there."""
+        module = self._modules.get(target.parameter.rpartition(".")[0])
+        return None if target.shard_id is not None else getattr(module, "restacked", None)
 
     def _rename(self, name: str) -> str:
         return rename(name, self._renames)

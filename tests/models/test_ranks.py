@@ -41,6 +41,7 @@ SPLIT: dict[str, dict[str, Any]] = {
     "olmo2": EVEN,
     "gemma2-caps": EVEN,
     "granite": EVEN,
+    "gpt_neox": {"hidden_size": 64, "intermediate_size": 92, "num_attention_heads": 8},
     "opt": {"ffn_dim": 92, "num_attention_heads": 8},
 }
 

@@ -386,3 +386,18 @@ def plain_parameters() -> list[Any]:
 def test_parse_gives_what_was_asked() -> None:
     config = OnlineConfig.parse("W4A8")
     assert (config.scheme, config.lm_head, config.group_size) == ("w4a8", "w8a8", None)
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt_neox"])
+def test_queries_keys_and_values_stored_by_key_head_are_in_the_layers_order(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, path = tiny_checkpoint(name, tmp_path_factory), "model.layers.1.self_attn.qkv_proj"
+    with open_llm(folder, skip_tokenizer_init=True) as plain:
+        layer = dict(engine_of(plain).runner.model.named_modules())[path]
+        expected = layer.packed_weight.unpack() if layer.packed_weight is not None else layer.weight
+        with open_llm(folder, skip_tokenizer_init=True, quantization="w8a8") as llm:
+            quantized = dict(engine_of(llm).runner.model.named_modules())[path]
+            found = quantized.quant_method.dequantize_weight(quantized)
+        rows = layer.restacked(torch.arange(len(expected)), 0)
+    assert signal_to_noise(expected, found) > 30 > signal_to_noise(expected, found[rows])
