@@ -7,6 +7,7 @@ Owns collecting and showing them. Decides nothing: every reason was recorded whe
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from llm.quantization.base import QuantizeMethodBase
 
 _UNQUANTIZED = "unquantized"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
 KINDS = ("platform", "model", "model runner", "attention", "CustomOp", "PluggableLayer", "quant method")
 
@@ -110,9 +112,12 @@ def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
 
 
 def paths_in_short(paths: Sequence[str]) -> str:
-    """Join dotted paths that differ in their first number: "l.0.mlp", "l.1.mlp" -> "l.0-1.mlp"."""
+    """Join dotted paths that differ in their first number: "l.0.mlp", "l.1.mlp" -> "l.0-1.mlp".
+
+    The number of an expert becomes a *.
+    """
     alike: dict[str, list[int]] = {}
-    for path in paths:
+    for path in dict.fromkeys(_EXPERT.sub(".experts.*.", path) for path in paths):
         segments = path.split(".")
         place = next((place for place, segment in enumerate(segments) if segment.isdecimal()), None)
         if place is None:

@@ -16,9 +16,14 @@ from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, Weigh
 
 
 class UnquantizedLinearMethod(PackedLinearMethod):
-    """One parameter `weight` in its storage type: [N, K] while loading, then the data of `packed_weight`."""
+    """One parameter `weight` in its storage type: [N, K] while loading, then the data of `packed_weight`.
 
-    def __init__(self) -> None:
+
+    Args:
+        may_round: activations may be rounded to bfloat16 where that is faster and the model's type allows it.
+    """
+
+    def __init__(self, may_round: bool = True) -> None:
         backend = backend_of_construction()
         self.invariant = self._packs = backend.computes("pack", "linear", "embedding")
         self._pack = backend.op("pack")
@@ -26,7 +31,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         self.linear = linear  # until the weight is packed
         self._embedding = backend.op("embedding")
         self.kernel = backend.source("linear")
-        self._rounds_input = construction().may_round and backend.rounds_bf16_inputs
+        self._rounds_input = may_round and construction().may_round and backend.rounds_bf16_inputs
 
     def create_weights(
         self,

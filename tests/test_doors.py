@@ -75,7 +75,7 @@ from llm.model_executor.layers.activation import QuickGELU, SiluAndMul
 from llm.model_executor.layers.attention import Attention, MMEncoderAttention
 from llm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention as Same
 from llm.model_executor.layers.conv import Conv3dLayer
-from llm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from llm.model_executor.layers.fused_moe import FusedMoE, FusedMoEMethodBase, UnquantizedFusedMoEMethod
 from llm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from llm.model_executor.layers.linear import ColumnParallelLinear, LinearMethodBase, UnquantizedLinearMethod
 from llm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -126,8 +126,8 @@ def test_the_doors_are_seen_by_a_type_checker(tmp_path: Path) -> None:
         ("from llm.plugins import load_plugins_by_group", r"use llm.plugins.installed\(group\)"),
         ("from llm.sampling_params import GuidedDecodingParams", "StructuredOutputsParams"),
         ("from llm.config import SpeculativeConfig", "speculative decoding is not here yet"),
-        ("from llm.model_executor.layers.fused_moe import FusedMoE", "mixtures of experts are not here yet"),
-        ("from llm.model_executor.layers.fused_moe.layer import FusedMoE", "mixtures of experts are not here yet"),
+        ("from llm.model_executor.layers.fused_moe import FusedMoEConfig", "experts is an llm.layers.moe.FusedMoE"),
+        ("from llm.model_executor.layers.fused_moe.layer import FusedMoE", "experts is an llm.layers.moe.FusedMoE"),
         ("from llm.model_executor.layers.activation import SituAndMul", "derive your own from .*CustomOp"),
         ("from llm.model_executor.layers.rotary_embedding import get_rope", "RotaryEmbedding with RopeParameters"),
     ],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -43,27 +44,28 @@ def experts(
     """
     gate = gate_of(activation, limit)
 
-    def expert(rows: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+    def compute(gate_up: Weight, down: Weight, rows: torch.Tensor) -> torch.Tensor:
         return linear(gate(linear(rows, gate_up)), down)
 
-    return over_experts(x, topk_ids, topk_weights, weights, expert)
+    each = [partial(compute, *pair) for pair in zip(weights.gate_up, weights.down, strict=True)]
+    return over_experts(x, topk_ids, topk_weights, each, weights.hidden_size)
 
 
 def over_experts(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    weights: ExpertWeights,
-    expert: Callable[[torch.Tensor, Weight, Weight], torch.Tensor],
+    each: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    width: int,
 ) -> torch.Tensor:
-    """The sum of `experts`; `expert` is what one computes of its tokens, from its two weights."""
-    products = x.new_empty(*topk_ids.shape, weights.hidden_size)
-    for index in topk_ids.unique().tolist():
-        if not 0 <= index < len(weights.down):
-            raise IndexError(f"expert ids must be in [0, {len(weights.down)}), got {index}")
-        tokens, slots = (topk_ids == index).nonzero(as_tuple=True)
-        products[tokens, slots] = expert(x[tokens], weights.gate_up[index], weights.down[index])
-    total = x.new_zeros(len(x), weights.hidden_size)
+    """The sum of `experts`, float32 [N, width]; each[e] computes what expert e makes of its tokens."""
+    products = x.new_empty(*topk_ids.shape, width)
+    for expert in topk_ids.unique().tolist():
+        if not 0 <= expert < len(each):
+            raise IndexError(f"expert ids must be in [0, {len(each)}), got {expert}")
+        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        products[tokens, slots] = each[expert](x[tokens])
+    total = x.new_zeros(len(x), width)
     for slot in range(topk_ids.shape[1]):
         term = topk_weights[:, slot, None] * products[:, slot]
         total = total + term if slot else term

@@ -20,6 +20,7 @@ from llm.inputs import PromptType
 from llm.metrics import Metric
 
 if TYPE_CHECKING:
+    from llm.api.expert_load import ExpertLoad
     from llm.api.facade import LLM
     from llm.quantize.report import QuantizationReport
 
@@ -87,6 +88,18 @@ class Reports:
         has_plain = against is not None or not self._is_quantized
         open_plain = (lambda: self._open_another(plain)) if has_plain else None
         return make_report(cast("LLM", self), engine, open_plain, texts, prompts, speed)
+
+    @known_names("LLM.expert_load")
+    def expert_load(self: Host, texts: Sequence[str]) -> ExpertLoad:
+        """How many tokens of the texts each expert of each layer computes; a heat map in a notebook.
+
+        Raises:
+            ValidationError: the model has no experts, or there is no text.
+        """
+        from llm.api.expert_load import measure_load
+
+        with self._exclusive():
+            return measure_load(self._begin(), texts)
 
     @known_names("LLM.save_quantized")
     def save_quantized(self: Host, path: str | Path, format: str = "compressed-tensors") -> Path:

@@ -109,7 +109,7 @@ _ASYNC = "requests are computed in this process, during a call; LLM.stream yield
 _ENGINE = "an LLM drives its engine itself; pass all prompts to one call of LLM.generate"
 _ONE_DEVICE = "an LLM runs in this process, on one device"
 _ADAPTERS = "adapters are not here yet; merge them into the checkpoint"
-_EXPERTS = "mixtures of experts are not here yet"
+_EXPERTS = "a layer of experts is an llm.layers.moe.FusedMoE, and its router an llm.layers.moe.TopKRouter"
 _MIXERS = "recurrent and latent attention are not here yet"
 _ROPE = "make an llm.layers.rotary.RotaryEmbedding with RopeParameters, which computes every scaling"
 _TEXT = "prompts are text or token ids"
@@ -119,8 +119,8 @@ _POOLING = (
     "ClassificationRequestOutput ScoringOutput ScoringRequestOutput PoolerConfig"
 ).split()
 _EXPERT_LAYERS = (
-    "FusedMoE SharedFusedMoE FusedMoEConfig FusedMoEFactory FusedMoEModularMethod UnquantizedFusedMoEMethod "
-    "GroupedTopk RoutedExperts GateLinear fused_experts fused_topk"
+    "SharedFusedMoE FusedMoEConfig FusedMoEFactory FusedMoEModularMethod GroupedTopk RoutedExperts fused_experts "
+    "fused_topk"
 ).split()
 _MIXER_LAYERS = (
     "MambaMixer MambaMixer2 ShortConv ChunkGatedDeltaRule MultiHeadLatentAttentionWrapper MLAAttention "

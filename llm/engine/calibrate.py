@@ -6,12 +6,16 @@ memory of the unquantized weights meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
+from llm.base.text import list_names
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor
 from llm.quantization.storage.on_load import ActivationStatistics
 from llm.sampling_params import SamplingParams
+
+logger = logging.getLogger("llm")
 
 
 def run_texts(
@@ -38,6 +42,7 @@ def observe(engine: Engine, texts: Sequence[str]) -> dict[str, ActivationStatist
         run_texts(engine, texts, "calibration")
     finally:
         statistics = engine.runner.stop_observing()
+    _tell_of_unreached(statistics)
     return statistics
 
 
@@ -48,3 +53,14 @@ def calibrate(build: Callable[[], Engine], texts: Sequence[str]) -> dict[str, Ac
         return observe(engine, texts)
     finally:
         engine.close()
+
+
+def _tell_of_unreached(statistics: Mapping[str, ActivationStatistics]) -> None:
+    """Experts that no token chose are quantized by what the others of their layer were given."""
+    missed = [name for name, item in statistics.items() if not item.rows]
+    if missed:
+        logger.warning(
+            "the calibration texts reached no token of %d of %d layers (%s); they are experts that no token chose, and "
+            "use the statistics of the others beside them: more, and more varied, texts reach more.",
+            *(len(missed), len(statistics), list_names(missed)),
+        )

@@ -1,8 +1,9 @@
 """The sizes of a built model: what a step reads and computes, whatever the backend.
 
 Owns the counting. Every step reads all GEMM weights (linear layers and LM head, a tied table once) and the KV cache of
-its requests. Every token goes through every linear layer, every sampled position through the LM head. Norms, rotary
-embeddings and softmax count as free.
+its requests. Every token goes through every linear layer, every sampled position through the LM head. Of a layer of
+experts it is as many as a token chooses: a step of several tokens reads more of them. Norms, rotary embeddings and
+softmax count as free.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from llm.layers.attention import Attention, LatentAttention
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import LinearBase
+from llm.layers.moe import FusedMoE
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ class ModelCost:
 
     Attributes:
         parameters: elements of all weights, a tied table once.
-        linear_weights: elements of the linear layers' weights.
+        linear_weights: elements of the linear layers' weights that each token meets.
         head_weights: elements of the LM head's weight.
-        bytes_per_step: stored bytes that each step reads, whatever its batch size: all but an untied embedding.
+        bytes_per_step: stored bytes that each step reads, whatever its batch size: all but an untied embedding and
+            the experts that a token does not choose.
         weight_bytes: stored bytes of all weights.
         attention: number of layers of each kind of attention.
     """
@@ -96,14 +99,28 @@ def count_model(model: nn.Module, kv_cache_dtype: torch.dtype) -> ModelCost:
     lookup_only = [module for module in layers if module.quant_kind == "embedding" and module is not head]
     attention = [module for module in model.modules() if isinstance(module, Attention | LatentAttention)]
     total = _stored_bytes(model.modules())
+    unread = _stored_bytes(iter(lookup_only)) + sum(
+        round(_stored_bytes(module.modules()) * _unchosen(module)) for module in model.modules()
+    )
+    linear = sum(_matrix_elements(module) for module in layers if module.quant_kind != "embedding")
+    unmet = sum(
+        round(sum(_matrix_elements(part) for part in module.modules() if hasattr(part, "quant_kind")) * share)
+        for module in model.modules()
+        if (share := _unchosen(module))
+    )
     return ModelCost(
         parameters=sum(_elements(module) for module in model.modules()),
-        linear_weights=sum(_matrix_elements(module) for module in layers if module.quant_kind != "embedding"),
+        linear_weights=linear - unmet,
         head_weights=0 if head is None else _matrix_elements(head),
-        bytes_per_step=total - _stored_bytes(iter(lookup_only)),
+        bytes_per_step=total - unread,
         weight_bytes=total,
         attention=Counter(attention_cost(module, kv_cache_dtype) for module in attention),
     )
+
+
+def _unchosen(module: nn.Module) -> float:
+    """The share of its experts that a token does not go to; 0 for anything but a layer of experts."""
+    return 1 - module.top_k / module.num_experts if isinstance(module, FusedMoE) else 0.0
 
 
 def stored_tensors(module: nn.Module) -> list[torch.Tensor]:

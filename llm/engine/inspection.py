@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from llm.config.defaults import library_defaults
 from llm.engine.boundary import RunnerPlan
 from llm.engine.cost import ModelCost, count_model
+from llm.engine.expert_load import ExpertCounter
 from llm.engine.observe import Captured, InputObserver, LayerCapture, layer_noise
 from llm.engine.profile import ProfileRow, RunnerProfile
 from llm.explain import Explanation, explain_runner
+from llm.layers.moe import FusedMoE
 from llm.loading.weight_map import Target
 from llm.platforms.interface import Platform
-from llm.quantization.storage.on_load import ActivationStatistics
+from llm.quantization.quantizer import decibels
+from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class LayerReport:
         bytes_before, bytes_after: size of its weight, scales included.
         weight_snr: signal-to-noise ratio of the quantized weight in decibels; None: the original is not known.
         output_snr: the same of its outputs on the texts, given the unquantized layer's inputs.
-        kind: "linear" or "embedding".
+        kind: "linear", "embedding", or "moe" for all experts of a layer.
     """
 
     name: str
@@ -58,6 +62,7 @@ class ModelInspection:
     targets: Mapping[str, Target]
     _observer: InputObserver
     _capture: LayerCapture
+    _counter: ExpertCounter
     _profile: RunnerProfile
 
     def describe(self) -> Explanation:
@@ -98,6 +103,16 @@ class ModelInspection:
         del self._observer
         return statistics
 
+    def start_counting_experts(self) -> None:
+        """From now on count the tokens of each expert."""
+        self._counter = ExpertCounter(self.model)
+
+    def stop_counting_experts(self) -> dict[str, list[int]]:
+        """Tokens by expert since `start_counting_experts`, by the path of the layer; {}: there are no experts."""
+        counts = self._counter.stop()
+        del self._counter
+        return counts
+
     def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]:
         """Start keeping inputs and outputs of linear layers, for `take_captured` after each step.
 
@@ -125,16 +140,39 @@ class ModelInspection:
 def _layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
     """`weight_dtype` is that of the unquantized weights."""
     reports = []
+    inside: set[int] = set()
     for name, module in model.named_modules():
-        method, kind = getattr(module, "quant_method", None), getattr(module, "quant_kind", "")
-        if method is None or kind not in ("linear", "embedding"):
-            continue
-        after = _stored_bytes(module)
-        packed = getattr(module, "packed_weight", None) if method.scheme else None
-        before = packed.n * packed.k * weight_dtype.itemsize if packed is not None else after
-        snr = getattr(getattr(method, "storage", None), "signal_to_noise", None)
-        reports.append(LayerReport(name, method.scheme, before, after, snr, kind=kind))
+        if isinstance(module, FusedMoE):
+            parts = [part for expert in module.experts for part in expert.modules() if hasattr(part, "quant_method")]
+            inside.update(map(id, parts))
+            reports.append(_together(name, [_layer_report("", part, weight_dtype) for part in parts], parts))
+        elif id(module) not in inside and _has_one_weight(module):
+            reports.append(_layer_report(name, module, weight_dtype))
     return reports
+
+
+def _has_one_weight(module: nn.Module) -> bool:
+    kind = getattr(module, "quant_kind", "")
+    return kind in ("linear", "embedding") and getattr(module, "quant_method", None) is not None
+
+
+def _layer_report(name: str, module: Any, weight_dtype: torch.dtype) -> LayerReport:
+    method, after = module.quant_method, _stored_bytes(module)
+    packed = getattr(module, "packed_weight", None) if method.scheme else None
+    before = packed.n * packed.k * weight_dtype.itemsize if packed is not None else after
+    snr = getattr(getattr(method, "storage", None), "signal_to_noise", None)
+    return LayerReport(name, method.scheme, before, after, snr, kind=module.quant_kind)
+
+
+def _together(name: str, reports: list[LayerReport], parts: list[nn.Module]) -> LayerReport:
+    """One report of a layer of experts; its schemes where they differ are joined."""
+    schemes = dict.fromkeys(report.scheme or "-" for report in reports)
+    before, after = sum(item.bytes_before for item in reports), sum(item.bytes_after for item in reports)
+    storages = [getattr(part.quant_method, "storage", None) for part in parts]
+    energies = [item.energies for item in storages if isinstance(item, QuantizeOnLoad)]
+    snr = decibels(*map(sum, zip(*energies, strict=True))) if energies else None
+    scheme = "" if list(schemes) == ["-"] else ", ".join(schemes)
+    return LayerReport(name, scheme, before, after, snr, kind="moe")
 
 
 def _stored_bytes(module: Any) -> int:

@@ -22,6 +22,7 @@ from llm.engine.batch import InputBatch, StepInput
 from llm.engine.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.layers.attention import Attention, LatentAttention
+from llm.layers.moe import FusedMoE
 
 OPERATION, MODEL, ENGINE = "operation", "model", "engine"
 PREFILL, DECODE = "prefill", "decode"
@@ -194,8 +195,11 @@ def _operations(
 
 @contextmanager
 def _matrices(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Patch the `apply` of every quant method."""
-    methods = {id(method): method for module in model.modules() if (method := getattr(module, "quant_method", None))}
+    """Patch the `apply` of every quant method but those of single experts: their layer computes all of them."""
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    inside = {id(part) for layer in layers for expert in layer.experts for part in expert.modules()}
+    modules = [module for module in model.modules() if id(module) not in inside]
+    methods = {id(method): method for module in modules if (method := getattr(module, "quant_method", None))}
     with ExitStack() as stack:
         for method in methods.values():
             stack.enter_context(replaced(method, "apply", _by_layer(method.apply, recorder)))
@@ -223,6 +227,8 @@ def _matrix_name(layer: nn.Module) -> str:
 
 
 def _matrix_work(layer: nn.Module) -> Work | None:
+    if isinstance(layer, FusedMoE):
+        return _experts_work(layer)
     sizes = matrix_sizes(layer)
     if sizes is None:
         return None
@@ -232,6 +238,20 @@ def _matrix_work(layer: nn.Module) -> Work | None:
         x = args[1]
         rows = x.shape[:-1].numel() if isinstance(x, torch.Tensor) else 0
         return Phase(per_row * rows, stored)
+
+    return work
+
+
+def _experts_work(layer: FusedMoE) -> Work:
+    """Of the experts that a token chooses; several tokens may share some, so what is read is an upper bound."""
+    parts = list(layer.experts[0].modules())
+    per_row = 2 * sum(sizes[0] * sizes[1] for part in parts if (sizes := matrix_sizes(part)))
+    stored = sum(tensor.nbytes for part in parts for tensor in stored_tensors(part))
+
+    def work(args: tuple[object, ...]) -> Phase:
+        x = args[1]
+        chosen = layer.top_k * (x.shape[:-1].numel() if isinstance(x, torch.Tensor) else 0)
+        return Phase(per_row * chosen, stored * min(chosen, layer.num_experts))
 
     return work
 

@@ -15,6 +15,7 @@ from torch import nn
 from llm.base.bar import Bar
 from llm.base.errors import CheckpointError
 from llm.loading.source import Tensors
+from llm.loading.stacked import per_expert
 from llm.loading.weight_map import Target, WeightMap
 from llm.quantization.base import QuantizeMethodBase
 
@@ -51,7 +52,7 @@ def load_weights(
     aliases = _aliases(model, parameters)
     tied: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in aliases.values()}
     targets: dict[str, Target] = {}
-    for name, tensor in _with_progress(checkpoint, show_progress):
+    for name, tensor in _per_expert(_with_progress(checkpoint, show_progress), weight_map):
         target = weight_map.target(name)
         if target.parameter in parameters:
             tensor = _arranged(name, tensor, parameters[target.parameter], target, weight_map)
@@ -129,6 +130,13 @@ def _with_progress(checkpoint: Tensors, show: bool) -> Iterator[tuple[str, torch
         for name, tensor in checkpoint.stream():
             yield name, tensor
             bar.update(tensor.nbytes)
+
+
+def _per_expert(
+    tensors: Iterator[tuple[str, torch.Tensor]], weight_map: WeightMap
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        yield from per_expert(name, tensor, weight_map)
 
 
 def stored_as(dtype: torch.dtype, dim: int, asked: torch.dtype | None) -> torch.dtype:

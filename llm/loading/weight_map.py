@@ -6,11 +6,13 @@ segments, never by substring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
+
+from llm.models.interface import Cut
 
 
 class Target(NamedTuple):
@@ -31,6 +33,11 @@ class WeightMap:
         packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._fused = {part: (name, index) for name, parts in packed.items() for index, part in enumerate(parts)}
         self._modules = dict(model.named_modules())
+        self.stacked: Mapping[str, Cut] = getattr(model, "stacked_weights", {})
+
+    def module(self, name: str) -> nn.Module | None:
+        """The module that a checkpoint calls `name`."""
+        return self._modules.get(self._rename(name))
 
     def ignores(self, name: str) -> bool:
         segments = name.split(".")

@@ -5,7 +5,7 @@ A user's model implements it and is passed to `register_model`; it need not be b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -15,6 +15,9 @@ from llm.forward import ForwardBatch, StateSpec
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.quantization.base import QuantizationConfig
+
+# One expert's part of a stacked tensor -> (name, tensor) of each weight that it holds.
+Cut = Callable[[torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 
 
 class ModelArchitecture(Protocol):
@@ -52,6 +55,8 @@ class CausalLM(Protocol):
             match is used.
         ignored_weights: trailing path segments of tensors that a checkpoint may have and the model does not use.
         left_out (optional): leading path segments of tensors of parts that are not built, such as a vision tower.
+        stacked_weights (optional): trailing path segments of tensors that hold all experts' weights, along dimension 0
+            -> the function that cuts one expert's part into (name after the expert's number, tensor).
         transposed_weights (optional): trailing path segments of parameters that the checkpoint stores transposed.
     """
 

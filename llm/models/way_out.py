@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 # Reason -> parts of architecture names that imply it.
 _REASONS = {
-    "mixtures of experts are not here yet": ("moe", "mixtral", "deepseek", "gpt_oss"),
+    "this mixture of experts is not here yet": ("moe", "deepseek", "gpt_oss"),
     "it takes images, audio or video, and prompts here are text": ("conditionalgeneration", "_vl", "vision"),
     "only text generation is offered": ("bert", "forsequenceclassification", "t5"),
     "recurrent layers are not here yet": ("mamba", "rwkv", "qwen3_next"),

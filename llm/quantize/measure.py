@@ -134,7 +134,7 @@ def output_noise(plain: Engine, quantized: Engine, texts: Sequence[str]) -> dict
     several times.
     """
     sums: dict[str, list[float]] = {}
-    left = [layer.name for layer in quantized.runner.layer_reports() if layer.kind == "linear" and layer.scheme]
+    left = [layer.name for layer in quantized.runner.layer_reports() if layer.kind != "embedding" and layer.scheme]
 
     def compare() -> None:
         for name, pair in quantized.runner.layer_noise(plain.runner.take_captured()).items():

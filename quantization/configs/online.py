@@ -147,14 +147,19 @@ class OnlineConfig(QuantizationConfig):
     def expected_bytes(self, tensors: Sequence[tuple[tuple[int, ...], int]]) -> int:
         """About what a checkpoint's tensors, (shape, bytes) each, will take: rather too much than too little.
 
-        The largest matrix, which is the embedding, counts as it is: it may not be quantized.
+        The largest matrix, which is the embedding, counts as it is: it may not be quantized. Three dimensions are a
+        stack of matrices.
         """
         names = (self.scheme, *(recipe for _, recipe, _ in self.layers))
         bits = max(RECIPES[name].bits for name in names)
-        matrices = sorted((nbytes, shape) for shape, nbytes in tensors if len(shape) == 2)
-        whole = sum(nbytes for shape, nbytes in tensors if len(shape) != 2) + (matrices[-1][0] if matrices else 0)
+        matrices = [(nbytes, shape) for shape, nbytes in tensors if len(shape) in (2, 3)]
+        table = max((item for item in matrices if len(item[1]) == 2), default=None)
+        whole = sum(nbytes for shape, nbytes in tensors if len(shape) not in (2, 3))
+        if table is not None:
+            matrices.remove(table)
+            whole += table[0]
         per_weight = bits / 8 + _SCALE_BYTES
-        return whole + round(sum(min(nbytes, math.prod(shape) * per_weight) for nbytes, shape in matrices[:-1]))
+        return whole + round(sum(min(nbytes, math.prod(shape) * per_weight) for nbytes, shape in matrices))
 
     def _choose(self, name: str, prefix: str) -> _Choice | None:
         if self._is_ignored(name, prefix):

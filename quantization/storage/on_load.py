@@ -26,11 +26,13 @@ class ActivationStatistics:
     Attributes:
         low, high: the smallest and the largest value.
         moments: mean of x x^T for runs of at most 512 input channels, float32 [B, B] each.
+        rows: number of tokens of this layer; the other fields may be of all experts of a layer together.
     """
 
     low: float
     high: float
     moments: list[torch.Tensor]
+    rows: int = 1
 
 
 class QuantizeOnLoad(WeightStorage):
@@ -81,7 +83,12 @@ class QuantizeOnLoad(WeightStorage):
 
     @property
     def signal_to_noise(self) -> float:
-        return decibels(self._signal, self._noise)
+        return decibels(*self.energies)
+
+    @property
+    def energies(self) -> tuple[float, float]:
+        """The sums of squares of the weight, and of its error."""
+        return self._signal, self._noise
 
     def _load(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
         start, rows = self._rows(shard_id)

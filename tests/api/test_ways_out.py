@@ -59,7 +59,7 @@ def test_the_folder_of_an_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "architecture", "said"),
     [
-        ("mixtral", "MixtralForCausalLM", "mixtures of experts are not here yet; the nearest by name is mistral;"),
+        ("jetmoe", "JetMoeForCausalLM", "this mixture of experts is not here yet; "),
         ("gemma9", "Gemma9ForCausalLM", "the nearest by name is gemma;"),
         ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "it takes images"),
         ("bert", "BertModel", "only text generation is offered"),

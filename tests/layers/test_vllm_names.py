@@ -43,11 +43,11 @@ VLLM_CLASSES = dict(
         "mixer2_gated_rms_norm:Mixer2RMSNormGated replicated_linear:ReplicatedLinear "
         "column_parallel_linear:ColumnParallelLinear row_parallel_linear:RowParallelLinear "
         "vocab_parallel_embedding:VocabParallelEmbedding parallel_lm_head:ParallelLMHead "
-        "logits_processor:LogitsProcessor rel_pos_attention:RelPosAttention "
-        "multi_head_latent_attention:MultiHeadLatentAttentionWrapper"
+        "logits_processor:LogitsProcessor rel_pos_attention:RelPosAttention fused_moe:FusedMoE gate_linear:GateLinear "
+        "unquantized_fused_moe:UnquantizedFusedMoEMethod multi_head_latent_attention:MultiHeadLatentAttentionWrapper"
     ).split()
 )
-OURS_ALONE = {"relu"}
+OURS_ALONE = {"relu", "layer_norm_1p", "topk_router"}
 
 
 def test_every_operation_is_known_by_its_class_in_vllm() -> None:
@@ -60,7 +60,7 @@ def test_every_operation_is_known_by_its_class_in_vllm() -> None:
         assert replacement.op_registry_oot == {in_tree[name].__name__: theirs}
 
 
-@pytest.mark.parametrize("name", ["FusedMoE", "YaRNScalingRotaryEmbedding"])
+@pytest.mark.parametrize("name", ["FusedMoEModularMethod", "YaRNScalingRotaryEmbedding"])
 def test_a_class_of_vllm_that_is_not_here_cannot_be_replaced(name: str) -> None:
     with pytest.raises(ValidationError, match=f"there is no {name} to replace; ") as error:
         CustomOp.register_oot(name=name)(type("Theirs", (rotary.RotaryEmbedding,), {}))

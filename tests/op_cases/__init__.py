@@ -10,11 +10,12 @@ from op_cases.activations import ACTIVATIONS
 from op_cases.base import Case
 from op_cases.latent import LATENT
 from op_cases.linear import LINEAR
+from op_cases.moe import MOE
 from op_cases.norms import NORMS
 from op_cases.quant import QUANT
 from op_cases.rotary import ROTARY
 from op_cases.vision import VISION
 
-CASES: dict[str, list[Case]] = {**ACTIVATIONS, **NORMS, **ROTARY, **LINEAR, **LATENT, **QUANT, **VISION}
+CASES: dict[str, list[Case]] = {**ACTIVATIONS, **NORMS, **ROTARY, **LINEAR, **LATENT, **MOE, **QUANT, **VISION}
 
 __all__ = ["CASES", "Case"]

@@ -1,8 +1,8 @@
 """A decoder made of parts, onto which a family maps its config.json.
 
-`config.py` is the config of the whole model, `layer.py` joins parts and norms to a layer, `attention.py`, `latent.py`
-and `mlp.py` are parts, `part.py` is the interface of a part, `model.py` runs the layers, `reading.py` reads the keys
-that families share.
+`config.py` is the config of the whole model, `layer.py` joins parts and norms to a layer, `attention.py`, `latent.py`,
+`mlp.py` and `moe.py` are parts, `part.py` is the interface of a part, `model.py` runs the layers, `reading.py` reads
+the keys that families share.
 """
 
 from llm.models.decoder.attention import AttentionConfig, Heads, QueryScale
@@ -19,6 +19,7 @@ from llm.models.decoder.layer import (
 )
 from llm.models.decoder.mlp import GatedMLPConfig, PlainMLPConfig
 from llm.models.decoder.model import DecoderForCausalLM
+from llm.models.decoder.moe import MoEConfig
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
 from llm.models.decoder.reading import (
     layer_windows,
@@ -40,6 +41,7 @@ __all__ = [
     "LatentAttentionConfig",
     "LayerConfig",
     "LearnedPositions",
+    "MoEConfig",
     "NormConfig",
     "Norms",
     "ParallelNorms",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,9 @@ from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.config import DecoderConfig
 from llm.models.decoder.layer import add_norm
+from llm.models.decoder.moe import down, gate_and_up
 from llm.models.decoder.part import BuildContext
-from llm.models.interface import BuildOptions
+from llm.models.interface import BuildOptions, Cut
 
 
 class DecoderStack(nn.Module):
@@ -48,6 +50,8 @@ class DecoderForCausalLM(nn.Module):
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
+    # As transformers 5 has them in memory.
+    stacked_weights: ClassVar[Mapping[str, Cut]] = {"experts.gate_up_proj": gate_and_up, "experts.down_proj": down}
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
     # Older checkpoints store the rotary frequencies; we compute them from config.json.
     ignored_weights: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)

@@ -1,12 +1,16 @@
-"""`vllm.model_executor.layers.fused_moe`: the interface of quantization methods; the layers are not here yet."""
+"""`vllm.model_executor.layers.fused_moe`: the layer of experts and the interface of its quantization methods."""
 
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
+from llm.layers.moe import FusedMoE, GateLinear, UnquantizedFusedMoEMethod
 from llm.quantization.base import FusedMoEMethodBase
 
 __all__ = [
+    "FusedMoE",
     "FusedMoEMethodBase",
+    "GateLinear",
+    "UnquantizedFusedMoEMethod",
 ]
 
 if not TYPE_CHECKING:  # or mypy would take any name

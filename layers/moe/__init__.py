@@ -1,0 +1,13 @@
+"""Mixtures of experts: the layer (`fused_moe.py`), how tokens choose (`router.py`), the arithmetic (`method.py`)."""
+
+from llm.layers.moe.fused_moe import FusedMoE
+from llm.layers.moe.method import ExpertsMethod, UnquantizedFusedMoEMethod
+from llm.layers.moe.router import GateLinear, TopKRouter
+
+__all__ = [
+    "ExpertsMethod",
+    "FusedMoE",
+    "GateLinear",
+    "TopKRouter",
+    "UnquantizedFusedMoEMethod",
+]

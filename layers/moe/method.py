@@ -1,0 +1,58 @@
+"""What computes the experts of a layer: one call of the operation `experts` with the weights of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from llm.base.custom_op import CustomOp
+from llm.kernels.backend import Operations
+from llm.kernels.reference.experts import over_experts
+from llm.layers.kernel_op import KernelOp
+from llm.quantization.base import FusedMoEMethodBase, WeightLoader
+
+
+class ExpertsMethod(KernelOp, FusedMoEMethodBase):
+    """Computes with the weights of the layer's `experts`, which are pairs of linear layers.
+
+    Where those cannot be given to one operation (they are hooked, or of several kinds) it calls them one by one, with
+    the same bits.
+    """
+
+    operations = ("experts",)
+
+    def __init__(self, *, enforce_enable: bool = False) -> None:
+        super().__init__(enforce_enable=enforce_enable)
+        self.invariant = self.backend.computes("experts", "select_experts")
+        self.kernel = self.backend.source("experts")
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        *,
+        weight_loader: WeightLoader,
+    ) -> None:
+        """Nothing: the linear layers of each expert have made theirs."""
+
+    def apply(self, layer: Any, *inputs: torch.Tensor) -> Any:
+        """(layer, x, weights, ids) -> float [N, H]. With a function alone it is the `apply` of nn.Module."""
+        return self(layer, *inputs) if inputs else nn.Module.apply(self, layer)
+
+    def compute(
+        self, ops: Operations, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        weights = layer.expert_weights()
+        if weights is None:
+            return over_experts(x, topk_ids, topk_weights, layer.experts, layer.hidden_size)
+        return ops.experts(x, topk_ids, topk_weights, weights, layer.activation, layer.swiglu_limit)
+
+
+@CustomOp.register("unquantized_fused_moe")
+class UnquantizedFusedMoEMethod(ExpertsMethod):
+    """Experts in their storage type (float32, bfloat16, float16)."""

@@ -1,0 +1,145 @@
+"""A feed-forward of experts: a router, the experts that tokens choose, and experts that every token has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llm.base.errors import UnsupportedModelError
+from llm.forward import ForwardBatch
+from llm.layers.moe import FusedMoE, GateLinear
+from llm.layers.moe.fused_moe import RoutingFunction
+from llm.layers.moe.router import Routing
+from llm.models.decoder.mlp import GatedMLPConfig
+from llm.models.decoder.part import BuildContext, PartConfig
+
+# Hugging Face's names of activations -> those of the operation `experts`.
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "swigluoai": "swigluoai"}
+
+
+@dataclass(frozen=True)
+class MoEConfig(PartConfig):
+    """The sum of the `top_k` experts that each token chooses, and of what every token has.
+
+    Attributes:
+        intermediate_size: of one expert.
+        activation: as in `GatedMLPConfig`, or "swigluoai" with `swiglu_limit`.
+        renormalize: a token's weights sum to `routed_scaling_factor`.
+        scoring: "softmax" or "sigmoid" of the router's logits.
+        correction_bias: the router has a bias for choosing alone.
+        groups, topk_group: experts lie in groups, of which a token uses the best.
+        bias, router_bias: of the experts' matrices, and of the router's.
+        routing_function: in the place of all of this, see `FusedMoE`.
+        shared_size: intermediate size of the feed-forward that every token has; None: there is none.
+        shared_gate: its output is multiplied by the sigmoid of a linear layer with one output; it is then a layer of
+            one expert, `shared_experts.0`.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: str = "silu"
+    renormalize: bool = True
+    scoring: str = "softmax"
+    correction_bias: bool = False
+    groups: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    bias: bool = False
+    router_bias: bool = False
+    swiglu_limit: float = 7.0
+    routing_function: RoutingFunction | None = None
+    shared_size: int | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation not in _ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"config.json: hidden_act {self.activation!r} is not supported for experts; known: "
+                f"{', '.join(_ACTIVATIONS)}."
+            )
+        chosen_from = self.num_experts // self.groups * self.topk_group
+        if self.num_experts % self.groups or not self.topk_group <= self.groups or self.top_k > chosen_from:
+            raise UnsupportedModelError(
+                f"config.json: {self.top_k} experts per token cannot be chosen from {self.num_experts} experts in "
+                f"{self.groups} groups of which {self.topk_group} take part."
+            )
+
+    def routing(self, correction_bias: torch.Tensor | None) -> Routing:
+        return {
+            "renormalize": self.renormalize,
+            "use_grouped_topk": self.groups > 1,
+            "num_expert_group": self.groups,
+            "topk_group": self.topk_group,
+            "scoring_func": self.scoring,
+            "routed_scaling_factor": self.routed_scaling_factor,
+            "e_score_correction_bias": correction_bias,
+        }
+
+    def build(self, context: BuildContext, prefix: str) -> nn.Module:
+        return MoEBlock(self, context, prefix)
+
+
+class MoEBlock(nn.Module):
+    """Shapes: hidden float [N, H] -> float [N, H]."""
+
+    def __init__(self, config: MoEConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__()
+        hidden = context.hidden_size
+        dtype = context.options.params_dtype
+        self.gate = GateLinear(
+            hidden,
+            config.num_experts,
+            config.router_bias,
+            config.correction_bias,
+            params_dtype=dtype,
+            prefix=f"{prefix}.gate",
+        )
+        activation = _ACTIVATIONS[config.activation]
+        self.experts = FusedMoE(
+            config.num_experts,
+            config.top_k,
+            hidden,
+            config.intermediate_size,
+            prefix=f"{prefix}.experts",
+            activation=activation,
+            swiglu_limit=config.swiglu_limit,
+            has_bias=config.bias,
+            custom_routing_function=config.routing_function,
+            **config.routing(self.gate.e_score_correction_bias),
+            **context.common,
+        )
+        self.shared_experts: nn.Module | None = None
+        self.shared_expert_gate: GateLinear | None = None
+        path, size = f"{prefix}.shared_experts", config.shared_size
+        if size is not None and config.shared_gate:
+            # Sigmoid of one logit as its weight: a layer of one expert.
+            self.shared_expert_gate = GateLinear(hidden, 1, params_dtype=dtype, prefix=f"{prefix}.shared_expert_gate")
+            one: Routing = {"scoring_func": "sigmoid", "renormalize": False}
+            self.shared_experts = FusedMoE(
+                1, 1, hidden, size, prefix=path, activation=activation, **one, **context.common
+            )
+        elif size is not None:
+            self.shared_experts = GatedMLPConfig(size, config.activation).build(context, path)
+
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        y = self.experts(hidden, self.gate(hidden))
+        if self.shared_experts is None:
+            return y
+        if self.shared_expert_gate is None:
+            return y + self.shared_experts(hidden)
+        return y + self.shared_experts(hidden, self.shared_expert_gate(hidden))
+
+
+def gate_and_up(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """One expert's part of a stacked tensor: [2I, H], the gate in its first half."""
+    gate, up = weight.tensor_split(2)
+    yield "gate_proj.weight", gate
+    yield "up_proj.weight", up
+
+
+def down(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "down_proj.weight", weight

@@ -1,0 +1,166 @@
+"""Quantized experts: every scheme on load against the dequantized weights, patterns, calibration, reports, saving."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from embedded import engine_of, open_llm
+from kernel_sets import has_kernels
+from tiny_models import TinyModel, one_thread, write_checkpoint
+
+from llm import LLM, SamplingParams
+from llm.base.errors import ValidationError
+from llm.engine.calibrate import _tell_of_unreached
+from llm.layers.moe import FusedMoE
+from llm.quantization.storage.on_load import ActivationStatistics
+
+SIZES = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10]}, {"prompt_token_ids": [200, 3]}]
+PARAMS = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
+EXPERT = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("experts") / "float"
+    write_checkpoint(TinyModel("MixtralConfig", {**SIZES, **EXPERTS}), target)
+    return target
+
+
+def opened(folder: Path, quantization: Any = None, **more: Any) -> Any:
+    return open_llm(folder, quantization=quantization, skip_tokenizer_init=True, **more)
+
+
+def answers(llm: LLM) -> list[Any]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def layers(llm: LLM) -> list[FusedMoE]:
+    return [module for module in engine_of(llm).runner.model.modules() if isinstance(module, FusedMoE)]
+
+
+def expected(layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """In float64, of the dequantized weights."""
+    weights, ids = layer.router(logits)
+    y = torch.zeros(len(x), layer.hidden_size, dtype=torch.float64)
+    for row in range(len(x)):
+        for weight, index in zip(weights[row].double(), ids[row].tolist(), strict=True):
+            parts = (layer.experts[index].gate_up_proj, layer.experts[index].down_proj)
+            gate_up, down = (part.quant_method.dequantize_weight(part).double() for part in parts)
+            gate, up = (gate_up @ x[row].double()).chunk(2)
+            y[row] += weight * (down @ (torch.nn.functional.silu(gate) * up))
+    return y
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tolerance"), [("w8a8", 0.03), ("w8a16", 1e-5), ("w4a8", 0.03), ("w4a16", 1e-5), (None, 1e-5)]
+)
+def test_every_scheme_computes_what_its_weights_say(folder: Path, scheme: str | None, tolerance: float) -> None:
+    """Rounded activations are within three percent; the control is another expert's weights, far beyond."""
+    with opened(folder, scheme) as llm, torch.inference_mode():
+        layer = layers(llm)[0]
+        assert layer.expert_weights() is not None or not has_kernels()
+        schemes = {part.gate_up_proj.quant_method.scheme for part in layer.experts}
+        assert len(schemes) == 1 and bool(schemes.pop()) == (scheme is not None)
+        x, logits = torch.randn(7, 64), torch.randn(7, 5)
+        y, wanted = layer(x, logits), expected(layer, x, logits)
+        worst = wanted.abs().max().item()
+        assert (y - wanted).abs().max().item() < tolerance * worst
+        assert (layer(x, logits.roll(1, dims=1)) - wanted).abs().max().item() > 0.3 * worst
+
+
+def test_alone_is_batched_with_quantized_experts(folder: Path) -> None:
+    with opened(folder, "w4a8") as llm:
+        together = answers(llm)
+        for prompt, answer in zip(PROMPTS, together, strict=True):
+            [alone] = llm.generate([prompt], PARAMS, use_tqdm=False)
+            assert alone.outputs[0].token_ids == answer[0]
+            if has_kernels():
+                assert alone.outputs[0].logprobs == answer[1]
+
+
+def test_patterns_name_experts(folder: Path) -> None:
+    """Experts of several kinds are computed one by one."""
+    asked = {"scheme": "w8a8", "layers": {"*.experts.3.*": "w4a16"}, "ignore": ["*layers.1.*.experts.*"]}
+    with opened(folder, asked) as llm:
+        first, second = layers(llm)
+        assert [expert.down_proj.quant_method.scheme for expert in first.experts].count("W4A16") == 1
+        assert {expert.down_proj.quant_method.scheme for expert in second.experts} == {""}
+        assert first.expert_weights() is None
+        answers(llm)
+    wrong = opened(folder, {"scheme": "w8a8", "ignore": ["*.experts.9.*"]})
+    with pytest.raises(ValidationError, match="layers that this model does not have"), wrong:
+        pass
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelslim"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "w8a16"])
+def test_saved_experts_come_back_bit_for_bit(folder: Path, tmp_path: Path, scheme: str, format: str) -> None:
+    with opened(folder, scheme) as llm:
+        before = answers(llm)
+        llm.save_quantized(tmp_path / "saved", format)
+    with opened(tmp_path / "saved") as loaded:
+        assert answers(loaded) == before
+        assert {expert.gate_up_proj.quant_method.scheme for expert in layers(loaded)[1].experts} != {""}
+
+
+def test_the_report_has_one_line_for_the_experts_of_a_layer(folder: Path) -> None:
+    with opened(folder, "w8a8") as llm:
+        reports = {report.name: report for report in engine_of(llm).runner.layer_reports()}
+        mentioned = [name for name in reports if "experts" in name]
+        assert mentioned == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+        report = reports[EXPERT]
+        assert report.kind == "moe" and report.scheme == "W8A8_DYNAMIC" and report.weight_snr is not None
+        assert report.bytes_before == 5 * 3 * 64 * 32 * 4 > 3 * report.bytes_after and report.weight_snr > 30
+        assert ".experts.*." in str(llm.explain()) and ".experts.3." not in str(llm.explain())
+
+
+def test_calibration_tells_of_experts_without_a_token(caplog: pytest.LogCaptureFixture) -> None:
+    names = [f"{EXPERT}.{index}.down_proj" for index in range(2)]
+    statistics = {name: ActivationStatistics(0.0, 1.0, [], rows) for name, rows in zip(names, (4, 0), strict=True)}
+    with caplog.at_level(logging.WARNING, logger="llm"):
+        _tell_of_unreached(statistics)
+    [record] = caplog.records
+    assert "1 of 2 layers" in record.getMessage() and f"{EXPERT}.1.down_proj" in record.getMessage()
+    caplog.clear()
+    _tell_of_unreached({"x": ActivationStatistics(0.0, 1.0, [], 3)})
+    assert not caplog.records
+
+
+def test_the_experts_of_a_layer_share_their_statistics(folder: Path) -> None:
+    with opened(folder) as llm:
+        runner = engine_of(llm).runner
+        before = answers(llm)
+        runner.start_observing()
+        assert answers(llm) == before
+        statistics = runner.stop_observing()
+    first, second = (statistics[f"{EXPERT}.{index}.gate_up_proj"] for index in (0, 1))
+    assert first.moments is second.moments and first.low == second.low
+    tokens = sum(statistics[f"{EXPERT}.{index}.gate_up_proj"].rows for index in range(5))
+    assert tokens == 2 * statistics["model.layers.0.self_attn.qkv_proj"].rows > 0
+
+
+def test_the_load_of_experts(folder: Path) -> None:
+    with opened(folder) as llm:
+        runner = engine_of(llm).runner
+        runner.start_counting_experts()
+        answers(llm)
+        counts = runner.stop_counting_experts()
+        again = answers(llm)
+        assert list(counts) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+        # 6 + 2 tokens of the prompts and 4 of each answer, two experts each.
+        assert [sum(tokens) for tokens in counts.values()] == [2 * (6 + 2 + 4 + 4)] * 2
+        assert again == answers(llm)
