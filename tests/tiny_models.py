@@ -426,13 +426,24 @@ TINY_MODELS = TINY_MODELS | {
     ),
     "gptj": TinyModel("GPTJConfig", {**_GPT2, "n_embd": 60, "rotary_dim": 6, "tie_word_embeddings": False}),
     "gpt_bigcode": TinyModel("GPTBigCodeConfig", _GPT2, seed=2),
+    "gpt2-scaled-by-layer": TinyModel(
+        "GPT2Config",
+        {**_GPT2, "scale_attn_by_inverse_layer_idx": True},
+        seed=2,
+        control={"scale_attn_by_inverse_layer_idx": False},
+    ),
+    "ministral": TinyModel(
+        "MinistralConfig",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        control={"sliding_window": 30},
+    ),
 }
 
 # Families that are other arrangements of parts which the other rows have: they are held against transformers alone and
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
-    arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt_bigcode gptj helium internlm3 olmo3 persimmon
-    seed_oss stablelm starcoder2
+    arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
+    ministral olmo3 persimmon seed_oss stablelm starcoder2
 """.split()
 SCHEDULED = [name for name in TINY_MODELS if name not in _REARRANGED]
 

@@ -66,10 +66,14 @@ class ConfigReader:
     Args:
         raw: the decoded file, `hf_overrides` applied; a key whose value is None counts as absent.
         file: its name in error messages.
+
+    Attributes:
+        raw: the keys with a value; `decoded` has those that are null too, and `given` is their names.
     """
 
     def __init__(self, raw: Mapping[str, Any], file: str = "config.json") -> None:
         self._file = file
+        self.decoded = raw
         self.given = frozenset(raw)
         self.raw = {key: value for key, value in raw.items() if value is not None}
         self.family = clip(str(self.raw.get("model_type", "?")), 60)
@@ -104,13 +108,13 @@ class ConfigReader:
             raise self.error(key, value, f"an integer from 1 to {most}")
         return value
 
-    def part(self, key: str, defaults: Mapping[str, object]) -> ConfigReader:
-        """A reader of the nested object `key`; `defaults` are for keys that it lacks."""
+    def nested(self, key: str) -> Mapping[str, object]:
+        """The object `key`, nulls included; empty if absent."""
         self._read.add(key)
         value = self.raw.get(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, value, "an object")
-        return ConfigReader({**defaults, **value}, f"{self._file}, {key}")
+        return value
 
     def layers(self) -> int:
         """The number of layers in the file; 0 if it has no known key for it."""

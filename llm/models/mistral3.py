@@ -23,7 +23,7 @@ _OTHERS = (
 class Mistral3ForConditionalGeneration(TextPart, MistralForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        kind = reader.part("text_config", _DEFAULTS).string("model_type")
+        kind = str(reader.nested("text_config").get("model_type", "mistral"))
         if kind not in _FAMILIES:
             raise reader.error("model_type of text_config", kind, " or ".join(map(repr, _FAMILIES)))
         return read_text_part(reader, _FAMILIES[kind], _DEFAULTS, _OTHERS)

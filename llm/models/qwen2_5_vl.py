@@ -26,6 +26,6 @@ def nested(reader: ConfigReader, others: tuple[str, ...]) -> ConfigReader:
     """The first releases have the keys of the language model beside those of the others."""
     if "text_config" in reader.raw:
         return reader
-    outside = {key: value for key, value in reader.raw.items() if key in (*others, "vision_config")}
-    text = {key: value for key, value in reader.raw.items() if key not in outside}
+    outside = {key: value for key, value in reader.decoded.items() if key in (*others, "vision_config")}
+    text = {key: value for key, value in reader.decoded.items() if key not in outside}
     return ConfigReader({**outside, "model_type": reader.family, "text_config": text})

@@ -38,6 +38,7 @@ _FAMILIES = {
     "internlm3": "InternLM3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",

@@ -40,8 +40,8 @@ def read_text_part(
         others: keys beside it that are about the other parts.
     """
     outside = {key: reader.raw[key] for key in ("tie_word_embeddings",) if key in reader.raw}
-    text = reader.part("text_config", {**defaults, **outside})
-    config = family.read_config(ConfigReader(with_one_position(text.raw), "config.json, text_config"))
+    text = {**defaults, **outside, **reader.nested("text_config")}
+    config = family.read_config(ConfigReader(with_one_position(text), "config.json, text_config"))
     for key in (*outside, *others, "vision_config"):
         reader.expect(key, reader.raw.get(key))
     reader.finish()

@@ -12,7 +12,10 @@ from safetensors.torch import save_file
 from tiny_models import BASE, randomise
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError
+from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import Heads
+from llm.models.registry import resolve_model_cls
 from llm.models.text_part import TextPart
 
 TOLERANCE = 1e-4
@@ -127,8 +130,123 @@ def test_weights_that_nobody_left_out_are_named(made: tuple[Path, Any], monkeypa
 
 
 def test_a_key_beside_the_text_that_nobody_knows_is_an_error(made: tuple[Path, Any]) -> None:
-    with pytest.raises(Exception, match="keys that are not understood: 'audio_config'"):
+    with pytest.raises(UnsupportedModelError, match="keys that are not understood: 'audio_config'"):
         load(made[0], hf_overrides={"audio_config": {}})
     text = json.loads((made[0] / "config.json").read_text())["text_config"]
-    with pytest.raises(Exception, match="keys that are not understood: 'odd'"):
+    with pytest.raises(UnsupportedModelError, match="keys that are not understood: 'odd'"):
         load(made[0], hf_overrides={"text_config": {**text, "odd": 1}})
+
+
+# As their authors wrote them; of the vision towers one key each.
+_GEMMA_3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152},
+}
+_MISTRAL_SMALL_3_1: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1024},
+    "vision_feature_layer": -1,
+}
+_QWEN_2_5_VL_3B: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vision_config": {"hidden_size": 1280},
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "heads", "longest", "windows", "tied"),
+    [
+        (_GEMMA_3_4B, 34, Heads(8, 4, 256), 131072, {1024, None}, True),
+        (_MISTRAL_SMALL_3_1, 40, Heads(32, 8, 128), 131072, {None}, False),
+        (_QWEN_2_5_VL_3B, 36, Heads(16, 2, 128), 128000, {None}, True),
+    ],
+    ids=["gemma-3-4b", "mistral-small-3.1", "qwen2.5-vl-3b"],
+)
+def test_a_published_config_is_read_with_every_key_accounted_for(
+    config: dict[str, Any], layers: int, heads: Heads, longest: int, windows: set[int | None], tied: bool
+) -> None:
+    reader = ConfigReader(config)
+    read = resolve_model_cls(config["architectures"], config["model_type"]).read_config(reader)
+    attention: list[Any] = [layer.attention for layer in read.layers]
+    assert (len(read.layers), reader.layers() or layers) == (layers, layers)
+    assert {part.heads for part in attention} == {heads} and {part.sliding_window for part in attention} == windows
+    assert (read.max_position_embeddings, read.tie_word_embeddings) == (longest, tied)
+    assert reader.dtype() == torch.bfloat16
+    types = {part.rope.rope_type for part in attention}
+    assert types == ({"linear", "default"} if config is _GEMMA_3_4B else {"default"})
+
+
+def test_another_language_model_inside_is_refused_by_name() -> None:
+    inside = {**_MISTRAL_SMALL_3_1, "text_config": {"model_type": "mamba"}}
+    with pytest.raises(UnsupportedModelError, match="model_type of text_config is 'mamba'"):
+        resolve_model_cls([], "mistral3").read_config(ConfigReader(inside))
