@@ -15,10 +15,14 @@ from typing import TypeVar, cast
 
 import torch
 
+from llm.kernels.reference.rounding import fused_multiply_add
+
 FLOAT_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # As Kind and Activations (kernels/cpu), in order.
 KINDS = (*FLOAT_KINDS.values(), "int8", "int4")
 ACTIVATIONS = ("float", "bfloat16", "int8")
+# What codes are counted from, below 0.
+LEAST = {"int8": 128, "int4": 8}
 # Sums of k products of two int8 stay within int32.
 MAX_INTEGER_K = 1 << 17
 
@@ -31,14 +35,16 @@ class Weight:
     """A matrix [n, k], and how a GEMM with it is computed.
 
     W[i, j] = w[i, j] of a float kind; of integers (w[i, j] - zero[i, g]) * scale[i, g] with g = j // group_size, or
-    table[w[i, j] + 8] in the place of w. Its tensors are those of the layer, so whoever frees or moves a layer's memory
-    frees or moves the weight's.
+    table[w[i, j] + 8] in the place of w. With minima it is code[i, j] * scale[i, g] - minimum[i, g], rounded once,
+    where code is w counted from the least value of its kind: w + 8 of int4, w + 128 of int8. Its tensors are those of
+    the layer, so whoever frees or moves a layer's memory frees or moves the weight's.
 
     Attributes:
         data: the bits of w, in the layout of the backend that packed them.
         kind: what w is, of `KINDS`.
         scale: float [n, groups] of integers; None: not yet known, and nothing can be computed.
         zero: [n, groups], None: 0 everywhere.
+        minimum: float [n, groups], in place of zero; None: none.
         group_size: columns that share a scale; 0: all of a row.
         table: float32 [16], the values that int4 stands for; None: -8 to 7.
         activations: "float": GEMMs read them as they are; "bfloat16": rounded to it, for a bfloat16 weight; "int8":
@@ -63,6 +69,7 @@ class Weight:
     input_scale: float = 0.0
     input_offset: int = 0
     bias: torch.Tensor | None = None
+    minimum: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.group_size:
@@ -92,7 +99,8 @@ class Weight:
 
     def memory(self) -> dict[str, torch.Tensor | None]:
         """What it is made of but for the bias, by the names of the buffers that a layer keeps it in."""
-        return {"packed_data": self.data, "weight_scale": self.scale, "weight_zero": self.zero}
+        scales = {"weight_scale": self.scale, "weight_zero": self.zero, "weight_minimum": self.minimum}
+        return {"packed_data": self.data, **scales}
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         """Rows start to end - 1 of `unpack()`."""
@@ -111,6 +119,9 @@ class Weight:
             return values.float()
         if self.table is not None:
             values = self.table[values.long() + 8]
+        if self.minimum is not None:
+            codes = values.to(torch.int16) + LEAST[self.kind]
+            return _above_minimum(codes, self.scales[start:end], self.minimum[start:end], self.group_size)
         zero = None if self.zero is None else self.zero[start:end]
         return dequantize(values, self.scales[start:end], zero, self.group_size)
 
@@ -121,9 +132,15 @@ class Weight:
             raise ValueError(f"an {self.kind} weight needs its scales")
         return self.scale
 
-    def scaled(self: W, scale: torch.Tensor, zero: torch.Tensor | None = None, group_size: int = 0) -> W:
-        """The same bits with these scales and zero points."""
-        return replace(self, scale=scale, zero=zero, group_size=group_size)
+    def scaled(
+        self: W,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None = None,
+        group_size: int = 0,
+        minimum: torch.Tensor | None = None,
+    ) -> W:
+        """The same bits with these scales, and zero points or minima."""
+        return replace(self, scale=scale, zero=zero, group_size=group_size, minimum=minimum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +195,12 @@ def dequantize(
     return values * (scale if scale.shape[1] == 1 else scale[:, columns])
 
 
+def _above_minimum(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, group_size: int) -> torch.Tensor:
+    """codes * scale - minimum, rounded once to float32: codes [N, K], scale and minimum [N, G]."""
+    columns = torch.arange(codes.shape[1]) // group_size
+    return fused_multiply_add(codes.float(), scale.float()[:, columns], -minimum.float()[:, columns])
+
+
 def kind_of(values: torch.Tensor, kind: str | None) -> str:
     """The kind that `values` [N, K] are packed as: of integers `kind` says it; ValueError where they are not of it."""
     if kind is None:
@@ -193,7 +216,7 @@ def kind_of(values: torch.Tensor, kind: str | None) -> str:
 
 
 def _check_float(weight: Weight) -> None:
-    if weight.scale is not None or weight.zero is not None or weight.table is not None:
+    if any(part is not None for part in (weight.scale, weight.zero, weight.minimum, weight.table)):
         raise ValueError(f"a {weight.kind} weight has no scales")
     if weight.activations == "int8" or (weight.activations == "bfloat16" and weight.kind != "bfloat16"):
         raise ValueError(f"no product is defined of {weight.activations} activations with a {weight.kind} weight")
@@ -201,10 +224,12 @@ def _check_float(weight: Weight) -> None:
 
 def _check_integers(weight: Weight) -> None:
     shape = (weight.n, weight.groups)
-    for name in ("scale", "zero"):
+    for name in ("scale", "zero", "minimum"):
         values = getattr(weight, name)
         if values is not None and values.shape != shape:
             raise ValueError(f"{name} has shape {list(values.shape)}, groups of {weight.group_size} need {list(shape)}")
+    if weight.minimum is not None and (weight.zero is not None or weight.table is not None):
+        raise ValueError("a weight with minima has no zero points and no table")
     if weight.activations == "bfloat16":
         raise ValueError(f"no product is defined of bfloat16 activations with an {weight.kind} weight")
     if weight.activations == "int8":
@@ -215,8 +240,8 @@ def _check_integers(weight: Weight) -> None:
 
 def _check_integer_product(weight: Weight) -> None:
     """Whole sums are scaled: one scale per row of int8, one per group of int4, and nothing is subtracted first."""
-    if weight.zero is not None or weight.table is not None:
-        raise ValueError("a product with int8 activations is of a weight without zero points and without a table")
+    if any(part is not None for part in (weight.zero, weight.minimum, weight.table)):
+        raise ValueError("a product with int8 activations is of a weight without zero points, minima and table")
     if weight.kind == "int8" and weight.groups > 1:
         raise ValueError(f"a product of int8 with int8 needs one scale per row, got groups of {weight.group_size}")
     if weight.kind == "int4" and (weight.input_scale or weight.input_offset):

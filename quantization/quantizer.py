@@ -35,6 +35,8 @@ _DAMPING = 0.01
 class IntegerWeight:
     """An integer weight: W[n, k] = (q[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
 
+    With a minimum: code * scale[n, g] - minimum[n, g], where code is q + 128 of 8 bits, q + 8 of fewer.
+
     Attributes:
         q: int8 [N, K].
         scale: float32 [N, G].
@@ -43,6 +45,7 @@ class IntegerWeight:
         bits: the width of the values.
         input_scale, input_offset: of statically quantized activations, x ~ (q - offset) * scale.
         bias: float32 [N] that replaces the layer's bias, if the format stores the bias with the integers.
+        minimum: float32 [N, G]; None: none.
     """
 
     q: torch.Tensor
@@ -53,6 +56,7 @@ class IntegerWeight:
     input_scale: float | None = None
     input_offset: int = 0
     bias: torch.Tensor | None = None
+    minimum: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> IntegerWeight:
         """Itself where all of it is there, else a copy."""

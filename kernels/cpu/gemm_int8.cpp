@@ -311,14 +311,6 @@ void unpack_int8(const Weight& weight, int8_t* dst, int64_t first, int64_t end, 
     });
 }
 
-void gather_int8(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
-    parallel_for(count, threads, 0, [&](int64_t index, char*) {
-        const PanelRow row(weight, ids[index]);
-        const float scale = Groups{weight.scale, weight.scale_kind, weight.scale_stride}.at(0, ids[index]);
-        for (int64_t i = 0; i < weight.k; ++i) y[index * weight.k + i] = static_cast<float>(row[i]) * scale;
-    });
-}
-
 }  // namespace llm
 
 using namespace llm;

@@ -1,8 +1,10 @@
-// GEMM y = x W^T (+ bias): float32 activations, int8 or int4 weights W[n, k] = (w[n, k] - zero[n, g]) * scale[n, g].
+// GEMM y = x W^T (+ bias): float32 activations, int8 or int4 weights W[n, k] = (w[n, k] - zero[n, g]) * scale[n, g], or
+// code[n, k] * scale[n, g] - minimum[n, g] with unsigned codes (weight.h). And rows of such weights by id.
 //
 // Each output is one chain of FMAs from +0 over k = 0 ... K-1, then the bias, as with a float weight. For few batch
 // rows, weights become float32 in registers just before they are multiplied. For more, a block of k is widened once
 // into the L2 cache and shared by a block of row tiles. Panels are those of gemm_int8.cpp and gemm_int4.cpp.
+#include <cmath>
 #include <utility>
 
 #include "weight.h"
@@ -78,18 +80,28 @@ template <int BITS> struct Opened {
 };
 #endif
 
-// Scales and zeros that turn a group's integers of 16 output channels into weights. The bias is a power of two, so bias
-// * scale is exact and one FMA rounds as the product with the integer itself would.
-template <int BITS, bool ZEROS> struct Grid {
+// What makes an unsigned code of a value.
+template <int BITS> constexpr int CODE_BIAS = (1 << (BITS - 1)) - VALUE_BIAS<BITS>;
+
+// What is subtracted: nothing, a zero point before the integer is scaled, or a minimum after.
+enum class Form { PLAIN, ZEROS, MINIMA };
+
+// Turns a group's integers of 16 output channels into weights. The bias is a power of two, so bias * scale is exact and
+// one FMA rounds as the product with the integer itself would.
+template <int BITS, Form FORM> struct Grid {
     F32 scale, shift;
     LLM_INLINE Grid() : scale(zero()), shift(zero()) {}
     LLM_INLINE void load_group(const Product& p, int64_t group, int64_t column) {
         scale = p.scales().load(group, column, p.n - column);
-        if constexpr (ZEROS) shift = p.zeros().load(group, column, p.n - column);
+        if constexpr (FORM == Form::ZEROS) shift = p.zeros().load(group, column, p.n - column);
+        else if constexpr (FORM == Form::MINIMA) shift = zero() - p.minima().load(group, column, p.n - column);
         else if (VALUE_BIAS<BITS>) shift = scale * set1(-VALUE_BIAS<BITS>);
     }
     LLM_INLINE F32 weight(F32 value) const {
-        if constexpr (ZEROS) return ((VALUE_BIAS<BITS> ? value - set1(VALUE_BIAS<BITS>) : value) - shift) * scale;
+        if constexpr (FORM == Form::MINIMA)
+            return fma(CODE_BIAS<BITS> ? value + set1(CODE_BIAS<BITS>) : value, scale, shift);
+        if constexpr (FORM == Form::ZEROS)
+            return ((VALUE_BIAS<BITS> ? value - set1(VALUE_BIAS<BITS>) : value) - shift) * scale;
         return VALUE_BIAS<BITS> ? fma(value, scale, shift) : value * scale;
     }
 };
@@ -109,7 +121,7 @@ constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
 
 // Few batch rows, whole steps in every group: weights go from memory straight to the FMA.
-template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_rows(const Product& p, int64_t panel) {
+template <int BITS, Form FORM, int ROWS> __attribute__((noinline)) void few_rows(const Product& p, int64_t panel) {
     constexpr int PANELS = panels_for(ROWS), STEP = step_of(BITS);
     const uint8_t* b[PANELS];
     F32 acc[ROWS][PANELS];
@@ -119,7 +131,7 @@ template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_row
     const int64_t steps = steps_of<BITS>(p), group_steps = p.group_size / STEP;
     const Ahead ahead(PREFETCH_BYTES, STEP_BYTES, steps, PANELS, steps * STEP_BYTES);
     for (int64_t s = 0, group = 0; s < steps; ++group) {
-        Grid<BITS, ZEROS> grid[PANELS];
+        Grid<BITS, FORM> grid[PANELS];
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const int64_t column = min(panel + c, p.panels() - 1) * LANES;
             grid[c].load_group(p, group, column);
@@ -147,12 +159,12 @@ template <int BITS, bool ZEROS, int ROWS> __attribute__((noinline)) void few_row
     }
 }
 
-template <int BITS, bool ZEROS> void few_rows(const Product& p, const Tasks& tasks) {
+template <int BITS, Form FORM> void few_rows(const Product& p, const Tasks& tasks) {
     tasks.run([&](int64_t, int64_t panel, int64_t end) {
         with_rows(p.m, [&](auto rows) {
             constexpr int ROWS = decltype(rows)::value;
             if constexpr (ROWS <= FEW_ROWS)
-                for (; panel < end; panel += panels_for(ROWS)) few_rows<BITS, ZEROS, ROWS>(p, panel);
+                for (; panel < end; panel += panels_for(ROWS)) few_rows<BITS, FORM, ROWS>(p, panel);
         });
     });
 }
@@ -160,14 +172,14 @@ template <int BITS, bool ZEROS> void few_rows(const Product& p, const Tasks& tas
 #endif
 
 // Widens a panel's weights of k in [first, end) into out [end - first][TILE_PANELS][16].
-template <int BITS, bool ZEROS>
+template <int BITS, Form FORM>
 void widen_block(const Product& p, int64_t panel, int64_t first, int64_t end, float* out) {
     constexpr int STEP = step_of(BITS);
     constexpr int64_t ROW = TILE_PANELS * LANES;
     const uint8_t* from = panel_at<BITS>(p, panel);
     for (int64_t k = first; k < end;) {
         const int64_t group = k / p.group_size, stop = min(end, (group + 1) * p.group_size);
-        Grid<BITS, ZEROS> grid;
+        Grid<BITS, FORM> grid;
         grid.load_group(p, group, panel * LANES);
         while (k < stop) {
             const uint8_t* at = from + k / STEP * STEP_BYTES;
@@ -203,7 +215,7 @@ __attribute__((noinline)) void accumulate(const float* x, int64_t stride, const 
 }
 
 // One block of row tiles with TILE_PANELS panels.
-template <int BITS, bool ZEROS>
+template <int BITS, Form FORM>
 void block(const Product& p, const Tasks& tasks, int64_t first_tile, int64_t end_tile, int64_t panel, float* weights) {
     constexpr int64_t ROW = TILE_PANELS * LANES;
     float* sums = weights + BLOCK_K * ROW;
@@ -212,7 +224,7 @@ void block(const Product& p, const Tasks& tasks, int64_t first_tile, int64_t end
     std::memset(sums, 0, rows * ROW * sizeof(float));
     for (int64_t first = 0; first < p.k; first += BLOCK_K) {
         const int64_t end = min(first + BLOCK_K, p.k);
-        for (int64_t c = 0; c < panels; ++c) widen_block<BITS, ZEROS>(p, panel + c, first, end, weights + c * LANES);
+        for (int64_t c = 0; c < panels; ++c) widen_block<BITS, FORM>(p, panel + c, first, end, weights + c * LANES);
         for (int64_t tile = first_tile; tile < end_tile; ++tile)
             with_rows(tasks.rows(tile), [&](auto height) {
                 const int64_t row = tasks.first_row(tile);
@@ -228,12 +240,12 @@ void block(const Product& p, const Tasks& tasks, int64_t first_tile, int64_t end
     }
 }
 
-template <int BITS, bool ZEROS> void multiply(const Product& p, int64_t threads) {
+template <int BITS, Form FORM> void multiply(const Product& p, int64_t threads) {
     const Tasks tasks(p.m, p.n, MAX_ROWS, 0, 0, threads);
 #if !defined(LLM_PLAIN)
     constexpr int STEP = step_of(BITS);
     if (p.m <= FEW_ROWS && p.k % STEP == 0 && (p.group_size % STEP == 0 || p.group_size >= p.k))
-        return few_rows<BITS, ZEROS>(p, tasks);
+        return few_rows<BITS, FORM>(p, tasks);
 #endif
     const int64_t fitting = BLOCK_BYTES / (p.k * static_cast<int64_t>(sizeof(float)) * MAX_ROWS + 1);
     const int64_t block_tiles = min(max(8, fitting), tasks.tiles());
@@ -241,8 +253,31 @@ template <int BITS, bool ZEROS> void multiply(const Product& p, int64_t threads)
     const int64_t scratch = (BLOCK_K + block_tiles * MAX_ROWS) * TILE_PANELS * LANES * sizeof(float);
     parallel_for(groups * blocks, threads, scratch, [&](int64_t task, char* memory) {
         const int64_t first = task / groups * block_tiles, end = min(first + block_tiles, tasks.tiles());
-        block<BITS, ZEROS>(p, tasks, first, end, task % groups * TILE_PANELS, reinterpret_cast<float*>(memory));
+        block<BITS, FORM>(p, tasks, first, end, task % groups * TILE_PANELS, reinterpret_cast<float*>(memory));
     });
+}
+
+// Calls call(Form) with what the weight subtracts, as a constant.
+template <class Call> auto with_form(const Weight& weight, const Call& call) {
+    if (weight.zero) return call(std::integral_constant<Form, Form::ZEROS>{});
+    if (weight.minimum) return call(std::integral_constant<Form, Form::MINIMA>{});
+    return call(std::integral_constant<Form, Form::PLAIN>{});
+}
+
+// Row `row` of the weight [k].
+template <int BITS, Form FORM> void gather_row(const Product& p, int64_t row, float* out) {
+    constexpr int STEP = step_of(BITS), CODE = 1 << (BITS - 1);
+    const uint8_t* at = panel_at<BITS>(p, row / LANES) + row % LANES * 4;
+    for (int64_t first = 0, group = 0; first < p.k; first += p.group_size, ++group) {
+        const float scale = p.scales().at(group, row);
+        for (int64_t k = first; k < min(first + p.group_size, p.k); ++k) {
+            const uint8_t byte = at[k / STEP * STEP_BYTES + k % 4];
+            const int value = BITS == 8 ? static_cast<int8_t>(byte) : (k % STEP < 4 ? byte & 15 : byte >> 4) - CODE;
+            if constexpr (FORM == Form::MINIMA)
+                out[k] = std::fmaf(static_cast<float>(value + CODE), scale, -p.minima().at(group, row));
+            else out[k] = (static_cast<float>(value) - (FORM == Form::ZEROS ? p.zeros().at(group, row) : 0.0f)) * scale;
+        }
+    }
 }
 
 }  // namespace
@@ -250,8 +285,22 @@ template <int BITS, bool ZEROS> void multiply(const Product& p, int64_t threads)
 void linear_weight_only(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
     if (m == 0) return;
     const Product p{weight, x, y, m};
-    if (weight.kind == Kind::INT8) return weight.zero ? multiply<8, true>(p, threads) : multiply<8, false>(p, threads);
-    weight.zero ? multiply<4, true>(p, threads) : multiply<4, false>(p, threads);
+    with_form(weight, [&](auto form) {
+        constexpr Form FORM = decltype(form)::value;
+        weight.kind == Kind::INT8 ? multiply<8, FORM>(p, threads) : multiply<4, FORM>(p, threads);
+    });
+}
+
+void gather_integers(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
+    const Product p{weight, nullptr, y, count};
+    with_form(weight, [&](auto form) {
+        constexpr Form FORM = decltype(form)::value;
+        parallel_for(count, threads, 0, [&](int64_t index, char*) {
+            float* out = y + index * weight.k;
+            const int64_t row = ids[index];
+            weight.kind == Kind::INT8 ? gather_row<8, FORM>(p, row, out) : gather_row<4, FORM>(p, row, out);
+        });
+    });
 }
 
 }  // namespace llm

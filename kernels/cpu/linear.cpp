@@ -31,11 +31,12 @@ LLM_EXPORT int64_t llm_linear(const Weight* weight, const float* x, float* y, in
     return 0;
 }
 
-// ids [count] -> y [count, k], of a float weight or of int8 with one scale per row. Returns 0; or 1, having read
-// nothing, if an id is not in [0, n).
+// ids [count] -> y [count, k], of a float weight or of integers with scales. Returns 0; or 1, having read nothing, if
+// an id is not in [0, n).
 LLM_EXPORT int64_t llm_embedding(const Weight* weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
     if (first_outside(ids, count, weight->n) >= 0) return 1;
-    const auto gather = weight->kind == Kind::INT8 ? gather_int8 : gather_float;
+    const bool is_integer = weight->kind == Kind::INT8 || weight->kind == Kind::INT4;
+    const auto gather = is_integer ? gather_integers : gather_float;
     gather(*weight, ids, y, count, threads);
     return 0;
 }

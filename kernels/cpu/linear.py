@@ -39,10 +39,10 @@ def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tens
 def embedding(library: Library, token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
     """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id outside [0, N).
 
-    The weight is float, or int8 with one scale per row.
+    The weight is float, or of integers with scales.
     """
-    if not weight.is_float and not _has_row_scales(weight):
-        raise ValueError(f"a table of {weight.kind} is read by id with one scale per row and no zero points alone")
+    if not weight.is_float and weight.scale is None:
+        raise ValueError(f"an {weight.kind} weight needs its scales")
     ids = token_ids.to(torch.int64).contiguous()
     out = library.empty(*ids.shape, weight.k)
     address, threads = weight.address, torch.get_num_threads()
@@ -51,7 +51,3 @@ def embedding(library: Library, token_ids: torch.Tensor, weight: PanelWeight) ->
     if library.recorder is not None:
         library.recorder.kept.append(weight)
     return out
-
-
-def _has_row_scales(weight: PanelWeight) -> bool:
-    return weight.kind == "int8" and weight.groups == 1 and weight.scale is not None and weight.zero is None

@@ -61,7 +61,7 @@ class _Description:
         struct.kind, struct.activations = KINDS.index(weight.kind), ACTIVATIONS.index(weight.activations)
         struct.n, struct.k, struct.group_size = weight.n, weight.k, weight.group_size
         struct.input_scale, struct.input_offset = weight.input_scale, weight.input_offset
-        for name, values in (("scale", weight.scale), ("zero", weight.zero)):
+        for name, values in (("scale", weight.scale), ("zero", weight.zero), ("minimum", weight.minimum)):
             setattr(struct, name, pointer(values))
             if values is not None:
                 _check_groups(name, values, weight)
@@ -72,7 +72,7 @@ class _Description:
 
 @dataclass(frozen=True, eq=False)
 class PanelWeight(Weight):
-    """A `Weight` in panels, with scales and zero points group by group in memory.
+    """A `Weight` in panels, with scales, zero points and minima group by group in memory.
 
     Attributes:
         library: the library whose kernels read it.
@@ -99,7 +99,7 @@ class PanelWeight(Weight):
     @property
     def parts(self) -> list[torch.Tensor]:
         """The tensors that it is made of."""
-        parts = (self.data, self.sums, self.scale, self.zero, self.bias)
+        parts = (self.data, self.sums, self.scale, self.zero, self.minimum, self.bias)
         return [part for part in parts if part is not None]
 
     @property
@@ -131,8 +131,15 @@ class PanelWeight(Weight):
         self.library.call(_UNPACK, self.address, out.data_ptr(), start, start + len(out), torch.get_num_threads())
         return out
 
-    def scaled(self, scale: torch.Tensor, zero: torch.Tensor | None = None, group_size: int = 0) -> PanelWeight:
-        return super().scaled(_by_group(scale), None if zero is None else _by_group(zero), group_size)
+    def scaled(
+        self,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None = None,
+        group_size: int = 0,
+        minimum: torch.Tensor | None = None,
+    ) -> PanelWeight:
+        zero, minimum = (None if part is None else _by_group(part) for part in (zero, minimum))
+        return super().scaled(_by_group(scale), zero, group_size, minimum)
 
 
 class WeightArray:

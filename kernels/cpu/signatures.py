@@ -87,12 +87,15 @@ const void* data
 const int32_t* sums
 const void* scale
 const void* zero
+const void* minimum
 const float* bias
 Kind kind
 Kind scale_kind
 Kind zero_kind
+Kind minimum_kind
 int64_t scale_stride
 int64_t zero_stride
+int64_t minimum_stride
 int64_t n
 int64_t k
 int64_t group_size

@@ -10,10 +10,11 @@ namespace llm {
 enum class Activations : int64_t { FLOAT, BFLOAT16, INT8 };
 LLM_NAMED(Activations)
 
-// W[i, j] = (w[i, j] - zero[i, j / group_size]) * scale[i, j / group_size], or w[i, j] of a float kind.
+// W[i, j] = (w[i, j] - zero[i, g]) * scale[i, g] with g = j / group_size, or w[i, j] of a float kind. With minima
+// W[i, j] = code * scale[i, g] - minimum[i, g], rounded once, where code is w[i, j] + 128 of INT8, + 8 of INT4.
 //   data          panels of 16 output channels: kernels/README.md
 //   sums          [n, padded to panels], each output channel's sum over k; INT8 only
-//   scale, zero   [groups][stride], a group's output channels side by side; zero may be null
+//   scale, zero, minimum   [groups][stride], a group's output channels side by side; one of the last two may be there
 //   bias          [n] or null
 //   input_scale   of static int8 activations, with input_offset; 0: each batch row has its own scale
 #define LLM_WEIGHT(FIELD)           \
@@ -21,12 +22,15 @@ LLM_NAMED(Activations)
     FIELD(const int32_t*, sums)     \
     FIELD(const void*, scale)       \
     FIELD(const void*, zero)        \
+    FIELD(const void*, minimum)     \
     FIELD(const float*, bias)       \
     FIELD(Kind, kind)               \
     FIELD(Kind, scale_kind)         \
     FIELD(Kind, zero_kind)          \
+    FIELD(Kind, minimum_kind)       \
     FIELD(int64_t, scale_stride)    \
     FIELD(int64_t, zero_stride)     \
+    FIELD(int64_t, minimum_stride)  \
     FIELD(int64_t, n)               \
     FIELD(int64_t, k)               \
     FIELD(int64_t, group_size)      \
@@ -60,7 +64,7 @@ void unpack_float(const Weight& weight, void* dst, int64_t first, int64_t end, i
 void unpack_int8(const Weight& weight, int8_t* dst, int64_t first, int64_t end, int64_t threads);
 void unpack_int4(const Weight& weight, int8_t* dst, int64_t first, int64_t end, int64_t threads);
 void gather_float(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads);
-void gather_int8(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads);
+void gather_integers(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads);
 
 namespace {
 
@@ -118,6 +122,7 @@ struct Product : Weight {
     int64_t panels() const { return ceil_div(n, LANES); }
     LLM_INLINE Groups scales() const { return {scale, scale_kind, scale_stride}; }
     LLM_INLINE Groups zeros() const { return {zero, zero_kind, zero_stride}; }
+    LLM_INLINE Groups minima() const { return {minimum, minimum_kind, minimum_stride}; }
     // The biases of 16 output channels from `column` on; 0 without a bias.
     LLM_INLINE F32 biases(int64_t column) const { return bias ? load_part(bias + column, n - column) : llm::zero(); }
     // Writes y = value (+ biases) for one batch row and 16 output channels; those beyond n are left out.

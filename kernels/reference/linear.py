@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from llm.kernels.reference.quantized import (
-    fused_multiply_add,
     int_matmul,
     quantize_per_token,
     quantize_static,
     row_sums,
     rows_at_once,
 )
+from llm.kernels.reference.rounding import fused_multiply_add
 from llm.kernels.weight import Weight, kind_of
 
 
@@ -71,8 +71,9 @@ def embedding(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     data = F.embedding(ids, weight.data)
     if weight.is_float:
         return data.float().view(*token_ids.shape, weight.k)
-    scale, zero = (None if values is None else values[ids] for values in (weight.scale, weight.zero))
-    picked = replace(weight, data=data, n=len(ids), scale=scale, zero=zero, bias=None)
+    parts = (weight.scale, weight.zero, weight.minimum)
+    scale, zero, minimum = (None if values is None else values[ids] for values in parts)
+    picked = replace(weight, data=data, n=len(ids), scale=scale, zero=zero, minimum=minimum, bias=None)
     return picked.dequantize().view(*token_ids.shape, weight.k)
 
 

@@ -52,22 +52,6 @@ def row_sums(weight: Weight) -> torch.Tensor:
     return weight.unpack().sum(dim=1, dtype=torch.int32)
 
 
-def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c in float32, rounded once.
-
-    The product is exact in float64. The sum is rounded to odd in float64, so that rounding it to float32 gives the
-    correctly rounded result (Boldo and Melquiond, 2008).
-    """
-    product, addend = a.double() * b.double(), c.double()
-    total = product + addend
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
-    even = (total.view(torch.int64) & 1) == 0
-    toward = torch.where(error > 0, torch.inf, -torch.inf)
-    odd = torch.nextafter(total, toward)
-    return torch.where((error != 0) & even & total.isfinite(), odd, total).float()
-
-
 def rows_at_once(columns: int) -> int:
     """Rows of a weight that are converted to float32 at a time."""
     return max(1, _WIDEN_ELEMENTS // max(1, columns))

@@ -90,16 +90,17 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         weight: Weight = layer.packed_weight
         zero = None if weight.zero is None else weight.zero.float()
         found = IntegerWeight(weight.unpack(), weight.scales.float(), weight.group_size, self._scheme.bits, zero=zero)
+        if weight.minimum is not None:
+            found.minimum = weight.minimum.float()
         if self._scheme.static:
             found.input_scale, found.input_offset = weight.input_scale, weight.input_offset
         return found
 
     def _take(self, layer: Any, weight: IntegerWeight) -> None:
         self._scheme.check(weight)
-        if layer.quant_kind == "embedding" and (weight.scale.shape[1] > 1 or weight.zero is not None):
-            raise CheckpointError("an embedding table needs one scale per row and no zero points.")
         weight = weight.to(self._device)
-        packed: Weight = self._pack(weight.q, self._scheme.kind).scaled(weight.scale, weight.zero, weight.group_size)
+        bits: Weight = self._pack(weight.q, self._scheme.kind)
+        packed = bits.scaled(weight.scale, weight.zero, weight.group_size, weight.minimum)
         static = (weight.input_scale or 0.0, weight.input_offset) if self._scheme.static else (0.0, 0)
         layer.packed_weight = replace(
             packed, activations=self._scheme.activations, input_scale=static[0], input_offset=static[1]

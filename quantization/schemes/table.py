@@ -47,7 +47,7 @@ class Scheme:
 
 def _one_scale_per_row(scheme: Scheme, weight: IntegerWeight) -> None:
     """The int32 sum over all of K is scaled once: no groups along K, no zero points."""
-    if weight.scale.shape[1] != 1 or weight.zero is not None:
+    if weight.scale.shape[1] != 1 or weight.zero is not None or weight.minimum is not None:
         raise CheckpointError(
             f"{scheme.name} computes symmetric weights with one scale per row; this layer has groups of "
             f"{weight.group_size}{' and zero points' if weight.zero is not None else ''}."
@@ -55,7 +55,7 @@ def _one_scale_per_row(scheme: Scheme, weight: IntegerWeight) -> None:
 
 
 def _symmetric(scheme: Scheme, weight: IntegerWeight) -> None:
-    if weight.zero is not None:
+    if weight.zero is not None or weight.minimum is not None:
         raise CheckpointError("W4A8 computes symmetric weights; this layer has zero points.")
 
 

@@ -83,7 +83,8 @@ template <class T> void integers(Kind kind, int64_t m, int64_t n, int64_t k) {
         Exactly<uint16_t> half(n * groups);
         const auto with_scales = [&](Kind scale_kind, bool has_zeros, bool has_bias) {
             weight.scale = scale_kind == Kind::FLOAT32 ? static_cast<void*>(scales.data) : half.data;
-            weight.scale_kind = scale_kind, weight.scale_stride = weight.zero_stride = n, weight.group_size = group;
+            weight.scale_kind = scale_kind, weight.group_size = group;
+            weight.scale_stride = weight.zero_stride = weight.minimum_stride = n;
             weight.zero = !has_zeros ? nullptr : has_bias ? static_cast<void*>(zeros.data) : half.data;
             weight.zero_kind = has_bias ? Kind::FLOAT32 : Kind::FLOAT16;
             weight.bias = has_bias ? bias.data : nullptr;
@@ -93,6 +94,11 @@ template <class T> void integers(Kind kind, int64_t m, int64_t n, int64_t k) {
         with_scales(Kind::FLOAT32, true, true);
         with_scales(Kind::BFLOAT16, true, false);
         with_scales(Kind::FLOAT16, false, false);
+        weight.minimum = zeros.data, weight.minimum_kind = Kind::FLOAT32;
+        with_scales(Kind::FLOAT32, false, true);
+        const int64_t ids[2] = {0, n - 1};
+        if (llm_embedding(&weight, ids, rows.data, 2, 1)) std::exit(1);
+        weight.minimum = nullptr;
         weight.activations = Activations::INT8;
         if (kind == Kind::INT8 && groups > 1) continue;
         with_scales(Kind::FLOAT32, false, true);

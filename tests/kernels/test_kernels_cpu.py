@@ -19,7 +19,8 @@ from kernel_sets import TARGETS
 from llm.kernels.cpu import build, library, linear, packed, quantized
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference import linear as reference
-from llm.kernels.reference.quantized import fused_multiply_add, quantize_per_token, quantize_static
+from llm.kernels.reference.quantized import quantize_per_token, quantize_static
+from llm.kernels.reference.rounding import fused_multiply_add
 from llm.kernels.weight import MAX_INTEGER_K, Weight, dequantize
 
 try:
@@ -395,6 +396,41 @@ def test_weight_only_products_are_chains(lib: library.Library, shape: tuple, gro
         assert same(linear.linear(lib, x, held), expected)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", [None, 5, 32])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_with_minima_are_chains(lib: library.Library, shape: tuple, group: int | None, bits: int) -> None:
+    m, n, k = shape
+    group_size = group or max(1, k)
+    x, weight = torch.randn(m, k), random_int8(n, k) if bits == 8 else int4(n, k)
+    scale, minimum = torch.randn(n, groups_of(k, group_size)), torch.randn(n, groups_of(k, group_size))
+    for low in (minimum, minimum.half()):
+        held = packed.pack(lib, weight, f"int{bits}").scaled(scale, None, group_size, low)
+        twin = reference.pack(weight, f"int{bits}").scaled(scale, None, group_size, low)
+        columns = torch.arange(k) // group_size
+        codes = weight.double() + (1 << (bits - 1))
+        exact = codes * scale.double()[:, columns] - low.double()[:, columns]
+        assert same(held.dequantize(), exact.float()) and same(twin.dequantize(), exact.float())
+        assert same(linear.linear(lib, x, held), chain(x, exact.float()) if k else torch.zeros(m, n))
+        ids = torch.tensor([n - 1, 0, n // 2])
+        assert same(linear.embedding(lib, ids, held), exact.float()[ids])
+        assert same(reference.embedding(ids, twin), exact.float()[ids])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_integers_in_groups_by_id(lib: library.Library, bits: int) -> None:
+    n, k = 37, 75
+    weight = random_int8(n, k) if bits == 8 else int4(n, k)
+    ids = torch.tensor([[36, 0], [17, 17]])
+    for group in (8, 5, k):
+        scale, zero = torch.randn(n, groups_of(k, group)), torch.randint(-8, 8, (n, groups_of(k, group))).float()
+        for z in (None, zero):
+            held = packed.pack(lib, weight, f"int{bits}").scaled(scale, z, group)
+            assert same(linear.embedding(lib, ids, held), dequantize(weight, scale, z, group)[ids])
+    with pytest.raises(ValueError, match="needs its scales"):
+        linear.embedding(lib, ids, packed.pack(lib, weight, f"int{bits}"))
+
+
 # Few rows and many, one block of k and more, one block of rows and more (the last).
 @pytest.mark.parametrize("shape", [(1, 300, 64), (3, 100, 288), (6, 33, 520), (7, 40, 512), (100, 17, 2744)])
 @pytest.mark.parametrize("bits", [8, 4])
@@ -458,9 +494,8 @@ def test_rows_of_an_int8_table(lib: library.Library) -> None:
         assert same(linear.embedding(lib, ids, ours), table[ids].float() * scale[ids].float())
     with pytest.raises(IndexError):
         linear.embedding(lib, torch.tensor([53]), ours)
-    for wrong in (packed.pack(lib, table, "int8"), ours.scaled(scale, torch.ones(53, 1))):
-        with pytest.raises(ValueError, match="a table of int8"):
-            linear.embedding(lib, ids, wrong)
+    with pytest.raises(ValueError, match="an int8 weight needs its scales"):
+        linear.embedding(lib, ids, packed.pack(lib, table, "int8"))
 
 
 # Invariance: a row's bits are its own

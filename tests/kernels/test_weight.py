@@ -55,6 +55,12 @@ def test_it_is_immutable() -> None:
         ({"input_scale": 0.5}, "only int8 activations"),
         ({"activations": "int8", "scale": SCALE, "group_size": 8}, "one scale per row, got groups of 8"),
         ({"activations": "int8", "scale": PER_ROW, "zero": PER_ROW}, "without zero points"),
+        ({"activations": "int8", "scale": PER_ROW, "minimum": PER_ROW}, "without zero points, minima"),
+        ({"scale": PER_ROW, "zero": PER_ROW, "minimum": PER_ROW}, "with minima has no zero points"),
+        (
+            {"scale": SCALE, "minimum": ZERO[:, :2], "group_size": 8},
+            r"minimum has shape \[19, 2\], groups of 8 need \[19, 3\]",
+        ),
         ({"activations": "int8", "input_scale": -1.0}, "input_scale must be positive, got -1"),
         ({"activations": "int8", "input_scale": float("nan")}, "input_scale must be positive, got nan"),
         ({"activations": "int8", "input_scale": 1.0, "input_offset": 128}, r"\[-128, 127\] .*got 128"),
@@ -117,6 +123,7 @@ def weights() -> dict[str, Callable[[], PanelWeight]]:
         "float": lambda: replace(pack(normal(0, N, K)), bias=normal(5, N)),
         "int8": lambda: replace(pack(INTEGERS, "int8").scaled(PER_ROW), activations="int8", bias=normal(5, N)),
         "int4": lambda: replace(pack(INTEGERS, "int4").scaled(SCALE, ZERO, 8), bias=normal(5, N)),
+        "minima": lambda: pack(INTEGERS, "int4").scaled(SCALE, None, 8, ZERO),
     }
 
 
