@@ -197,7 +197,7 @@ def dequantize(
 
 def _above_minimum(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, group_size: int) -> torch.Tensor:
     """codes * scale - minimum, rounded once to float32: codes [N, K], scale and minimum [N, G]."""
-    columns = torch.arange(codes.shape[1]) // group_size
+    columns = torch.arange(codes.shape[1], device=codes.device) // group_size
     return fused_multiply_add(codes.float(), scale.float()[:, columns], -minimum.float()[:, columns])
 
 

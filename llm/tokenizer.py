@@ -22,6 +22,7 @@ from llm.tokenizer_backends import (
     Backend,
     FastBackend,
     HuggingFaceBackend,
+    TokenizerDefinition,
     Truncation,
     definition_of,
     refusing_panics,
@@ -45,7 +46,7 @@ class Tokenizer:
     """The tokenizer of a model folder.
 
     Args:
-        folder: holds tokenizer.json, tokenizer_config.json and optionally chat_template.jinja.
+        folder: holds tokenizer.json, tokenizer_config.json and optionally chat_template.jinja; or the tokenizer itself.
         chat_template: replaces the folder's own; text of a template, or the path of a file that holds it.
 
     Raises:
@@ -53,12 +54,14 @@ class Tokenizer:
         ValidationError: `chat_template` is neither the text of a template nor a readable file.
     """
 
-    def __init__(self, folder: Path, chat_template: str | Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | TokenizerDefinition, chat_template: str | Path | None = None) -> None:
+        self._definition = folder if isinstance(folder, TokenizerDefinition) else None
+        self.folder = folder.path if isinstance(folder, TokenizerDefinition) else folder
         self._chat_template = None if chat_template is None else _template_text(chat_template)
         self._hf: PreTrainedTokenizerBase | None = None
-        path = folder / "tokenizer_config.json"
-        self.config = read_json(path, limit_bytes=_MAX_CONFIG_BYTES) if path.exists() else {}
+        path = self.folder / "tokenizer_config.json"
+        own = self._definition.config if self._definition is not None else {}
+        self.config = read_json(path, limit_bytes=_MAX_CONFIG_BYTES) if path.exists() else own
         self._backend = self._open_backend()
         self._bytes = _TokenBytes(self._backend.fast)
 
@@ -108,14 +111,7 @@ class Tokenizer:
     def huggingface(self) -> PreTrainedTokenizerBase:
         """The same tokenizer as an object of transformers, for `apply_chat_template` and the rest of its interface."""
         if self._hf is None:
-            from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-            fast = (self.folder / "tokenizer.json").exists()
-            loader = PreTrainedTokenizerFast if fast else AutoTokenizer
-            check_small_files(self.folder)  # transformers opens any file that is there
-            # By default trust_remote_code asks on the terminal whether to run the folder's Python.
-            with refusing_panics(self.folder):
-                hf = loader.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
+            hf = self._load_huggingface()
             if self._chat_template is not None:
                 hf.chat_template = self._chat_template
             self._hf = hf
@@ -150,9 +146,25 @@ class Tokenizer:
         near = prompt[-_CONTEXT_SEARCH_TOKENS:]
         return [token for token in near if self._bytes.get(token, skip_special_tokens) != b""][-_CONTEXT_TOKENS:]
 
+    def _load_huggingface(self) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        if self._definition is not None:
+            with refusing_panics(self.folder):
+                return PreTrainedTokenizerFast(tokenizer_object=self._definition.tokenizer, **self.config)
+        fast = (self.folder / "tokenizer.json").exists()
+        loader = PreTrainedTokenizerFast if fast else AutoTokenizer
+        check_small_files(self.folder)  # transformers opens any file that is there
+        # By default trust_remote_code asks on the terminal whether to run the folder's Python.
+        with refusing_panics(self.folder):
+            return loader.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
+
     def _open_backend(self) -> Backend:
-        path = self.folder / "tokenizer.json"
-        return FastBackend(path) if path.exists() else HuggingFaceBackend(self.huggingface, self.folder)
+        if self._definition is not None:
+            return FastBackend(self.folder, self._definition.tokenizer)
+        if (self.folder / "tokenizer.json").exists():
+            return FastBackend(self.folder)
+        return HuggingFaceBackend(self.huggingface, self.folder)
 
 
 class _TokenBytes:

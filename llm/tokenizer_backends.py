@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from llm.base.checks import refuse
 from llm.base.errors import CheckpointError
 from llm.base.text import clip
+from llm.base.types import JsonObject
 from llm.loading.model_files import check_model_file
 
 if TYPE_CHECKING:
@@ -43,21 +45,45 @@ class Backend(Protocol):
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
 
 
+@dataclass(frozen=True)
+class TokenizerDefinition:
+    """A tokenizer that is in no file of its own, such as one in a GGUF file.
+
+    Attributes:
+        path: of the file that it is in.
+        tokenizer: the object of the tokenizers library.
+        config: what tokenizer_config.json would hold: the special tokens and the chat template.
+    """
+
+    path: Path
+    tokenizer: FastTokenizer
+    config: JsonObject
+
+
 class FastBackend:
-    """tokenizer.json, read by the tokenizers library.
+    """A tokenizer of the tokenizers library: tokenizer.json, unless it is given.
 
     Raises:
         CheckpointError: the file cannot be read, or its rules fail on a text (a regular expression that never ends).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Path, tokenizer: FastTokenizer | None = None) -> None:
+        self._folder = folder
+        tokenizer = tokenizer or self._read(folder / "tokenizer.json")
+        # A saved tokenizer can include training-time truncation and padding; prompts must not be cut or padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.fast: FastTokenizer | None = tokenizer
+        self.tokenizer = tokenizer
+
+    @staticmethod
+    def _read(path: Path) -> FastTokenizer:
         check_model_file(path, limit_bytes=_TOKENIZER_BYTES)
-        self._folder = path.parent
         try:
             # tokenizer.json decides which special tokens are added. Like transformers 5, add_bos_token in
             # tokenizer_config.json is not read if there is a tokenizer.json.
-            with refusing_panics(self._folder):
-                tokenizer = FastTokenizer.from_file(str(path))
+            with refusing_panics(path.parent):
+                return FastTokenizer.from_file(str(path))
         except CheckpointError:
             raise
         except Exception as error:  # tokenizers raises bare Exception
@@ -65,11 +91,6 @@ class FastBackend:
             raise CheckpointError(
                 f"{path} is not a tokenizer that the tokenizers library can read: {reason}"
             ) from error
-        # A saved tokenizer can include training-time truncation and padding; prompts must not be cut or padded.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self.fast: FastTokenizer | None = tokenizer
-        self.tokenizer = tokenizer
 
     def vocab_size(self) -> int:
         return self.tokenizer.get_vocab_size(with_added_tokens=True)

@@ -21,6 +21,7 @@ C = TypeVar("C", bound=type)
 _BUILTIN_CONFIGS: dict[str, str] = {
     "compressed-tensors": "llm.quantization.configs.compressed_tensors:CompressedTensorsConfig",
     "ascend": "llm.quantization.configs.modelslim:ModelSlimConfig",
+    "gguf": "llm.quantization.configs.gguf:GGUFConfig",
 }
 # Other names of the same formats.
 ALIASES = {"modelslim": "ascend"}

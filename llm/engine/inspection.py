@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.base.errors import LLMError
 from llm.config.defaults import library_defaults
 from llm.engine.boundary import RunnerPlan
 from llm.engine.cost import ModelCost, count_model
@@ -21,6 +22,7 @@ from llm.engine.observe import Captured, InputObserver, LayerCapture, layer_nois
 from llm.engine.profile import ProfileRow, RunnerProfile
 from llm.explain import Explanation, explain_runner
 from llm.layers.moe import FusedMoE
+from llm.loading.gguf.source import GgufSource
 from llm.loading.weight_map import Target
 from llm.platforms.interface import Platform
 from llm.quantization.quantizer import decibels
@@ -77,6 +79,8 @@ class ModelInspection:
         """See `LLM.save_quantized`."""
         from llm.quantize.save import save_quantized
 
+        if isinstance(self.plan.source, GgufSource):
+            raise LLMError(f"{self.plan.source.path} is in GGUF already, and is not written in another format.")
         return save_quantized(self.model, self.targets, self.plan.source.folder, self.plan.hf_config, path, format)
 
     def cost(self) -> ModelCost:

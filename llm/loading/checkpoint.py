@@ -200,11 +200,12 @@ def _no_weights(folder: Path) -> str:
     if not refused:
         return f"{folder} holds no weights: there is no *.safetensors file in it"
     gguf = [name for name in refused if name.endswith(".gguf")]
-    option = f", gguf_file={gguf[0]!r}" if len(gguf) == len(refused) else ""
+    if gguf:
+        return f"{folder} holds no *.safetensors file, only {list_names(refused)}; pass the path of a GGUF file itself"
     return (
         f"{folder} holds no *.safetensors file, only {list_names(refused)}, which this engine never opens (such files "
         "can run code when they are read); convert them once, elsewhere, with transformers: "
-        f"AutoModelForCausalLM.from_pretrained(folder{option}).save_pretrained(new_folder)"
+        f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
     )
 
 

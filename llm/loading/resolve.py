@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,24 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
     return folder
 
 
+def snapshot_of(
+    name: str, revision: str | None, patterns: tuple[str, ...], is_complete: Callable[[Path], bool]
+) -> Path:
+    """The local copy of a hub model's files that match `patterns`, downloaded unless the cache's copy is complete.
+
+    Raises:
+        CheckpointError: the hub model cannot be fetched.
+    """
+    cached = _cached_snapshot(name, revision)
+    if cached is not None and is_complete(cached):
+        return cached
+    try:
+        return _snapshot(name, revision, allow=patterns, ignore=())
+    # The exceptions of the transport below huggingface_hub (requests, httpx, ...) change with its version.
+    except Exception as error:
+        raise CheckpointError(_explain(name, revision, error)) from error
+
+
 def _cached_snapshot(name: str, revision: str | None) -> Path | None:
     """Return the cached snapshot of this revision, possibly incomplete, without network access."""
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -102,7 +121,7 @@ def _cached_snapshot(name: str, revision: str | None) -> Path | None:
 def _download(name: str, revision: str | None, weights: bool) -> Path:
     """Download files that the cache lacks; without network, use a cached copy that can be loaded."""
     try:
-        return _snapshot(name, revision, ignore=() if weights else ("*.safetensors",))
+        return _snapshot(name, revision, ignore=IGNORE_PATTERNS + (() if weights else ("*.safetensors",)))
     # The exceptions of the transport below huggingface_hub (requests, httpx, ...) change with its version.
     except Exception as error:
         partial = getattr(error, "snapshot_path", None)
@@ -112,15 +131,22 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
         return Path(partial)
 
 
-def _snapshot(name: str, revision: str | None, *, ignore: tuple[str, ...] = (), local_files_only: bool = False) -> Path:
+def _snapshot(
+    name: str,
+    revision: str | None,
+    *,
+    allow: tuple[str, ...] = ALLOW_PATTERNS,
+    ignore: tuple[str, ...] = IGNORE_PATTERNS,
+    local_files_only: bool = False,
+) -> Path:
     import huggingface_hub
 
     folder = huggingface_hub.snapshot_download(
         name,
         revision=revision,
-        allow_patterns=list(ALLOW_PATTERNS),
+        allow_patterns=list(allow),
         tqdm_class=_progress_bar(),
-        ignore_patterns=[*IGNORE_PATTERNS, *ignore],
+        ignore_patterns=list(ignore),
         local_files_only=local_files_only,
     )
     return Path(folder)

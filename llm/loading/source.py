@@ -17,6 +17,7 @@ from llm.base.types import JsonObject
 from llm.loading.checkpoint import Checkpoint, TensorInfo
 from llm.loading.model_files import read_json
 from llm.loading.way_out import of_folder
+from llm.tokenizer_backends import TokenizerDefinition
 
 _CONFIG_BYTES = 16 << 20
 
@@ -52,14 +53,17 @@ class ModelSource(Protocol):
     def tensors(self) -> Tensors:
         """The weights, opened at the first call; later calls return the same object until `close`."""
 
-    def tokenizer(self) -> Path:
-        """The folder that `llm.tokenizer.Tokenizer` opens."""
+    def tokenizer(self) -> Path | TokenizerDefinition:
+        """The folder that `llm.tokenizer.Tokenizer` opens, or the tokenizer itself."""
 
     def generation_defaults(self) -> JsonObject:
         """Generation defaults, with the keys of generation_config.json; empty if the model has none."""
 
     def close(self) -> None:
         """Close open files. May be called again."""
+
+    def with_overrides(self, overrides: Mapping[str, object]) -> ModelSource:
+        """The same model with keys of its configuration replaced; None as a value removes one."""
 
 
 class FolderSource:
@@ -96,6 +100,9 @@ class FolderSource:
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
+
+    def with_overrides(self, overrides: Mapping[str, object]) -> FolderSource:
+        return FolderSource(self.folder, overrides)
 
     def __reduce__(self) -> tuple[type[FolderSource], tuple[Path, JsonObject]]:
         return FolderSource, (self.folder, self._overrides)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 # Part of a format's name -> the schemes to quantize the float checkpoint by.
 _SCHEMES = {
-    "gguf": ("w4a16", "w8a16"),
     "awq": ("w4a16",),
     "gptq": ("w4a16",),
     "bitsandbytes": ("w8a16", "w4a16"),
@@ -29,10 +28,6 @@ _SCHEMES = {
     "auto_round": ("w4a16",),
     "quark": ("w8a16",),
 }
-_GGUF = (
-    "GGUF is not read; use the safetensors checkpoint that it was made from, with quantization='w4a16' or 'w8a16' to "
-    "make it as small"
-)
 
 
 def schemes_instead(name: str) -> str:
@@ -45,7 +40,7 @@ def schemes_instead(name: str) -> str:
 
 def of_file(path: Path) -> str:
     """What to do about a file where a folder is needed."""
-    return _GGUF if path.suffix.lower() == ".gguf" else ""
+    return "a GGUF file is read as the model alone" if path.suffix.lower() == ".gguf" else ""
 
 
 def of_folder(folder: Path) -> str:
@@ -56,5 +51,5 @@ def of_folder(folder: Path) -> str:
             "save_pretrained) and load that"
         )
     if any(folder.glob("*.gguf")):
-        return _GGUF
+        return "it holds GGUF files: pass the path of one of them"
     return "is it a Hugging Face model folder?"

@@ -33,6 +33,7 @@ from llm.kernels.backend import Backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.loader import stored_as
 from llm.platforms import Platform
+from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.startup.source import ReadModel
@@ -253,6 +254,10 @@ def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:
         return 0
     config = model.quantization.config
     tensors = model.source.tensors().tensors.values()
+    if isinstance(config, GGUFConfig):
+        return config.expected_bytes(
+            {name: (info.shape, info.nbytes) for name, info in model.source.tensors().tensors.items()}
+        )
     if not isinstance(config, OnlineConfig):
         return sum(
             math.prod(info.shape) * stored_as(info.dtype, len(info.shape), dtypes.store_as).itemsize for info in tensors

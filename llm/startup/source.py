@@ -19,6 +19,8 @@ from llm.base.checks import refuse
 from llm.base.errors import CheckpointError, ValidationError, nearest
 from llm.base.types import JsonObject
 from llm.config.engine import DTYPES, EngineArgs
+from llm.loading.gguf.resolve import resolve_gguf
+from llm.loading.gguf.source import GgufSource
 from llm.loading.overrides import resolve_overrides
 from llm.loading.quantization import Resolved, resolve_quantization, without_quantization_keys
 from llm.loading.resolve import resolve_folder
@@ -60,10 +62,10 @@ class ReadModel:
 def read_model(args: EngineArgs) -> ReadModel:
     """Read config.json and the weights' headers; no tensor is read."""
     has_weights = args.load_format != "dummy"
-    folder = resolve_folder(args.model, args.revision, weights=has_weights)
-    source = FolderSource(folder, resolve_overrides(args.hf_overrides, FolderSource(folder).config()))
+    source = _find_source(args, has_weights)
+    source = source.with_overrides(resolve_overrides(args.hf_overrides, source.config()))
     raw = source.config()
-    quantization = resolve_quantization(args.quantization, args.calibration, folder, raw)
+    quantization = resolve_quantization(args.quantization, args.calibration, source.folder, raw)
     reader = ConfigReader(without_quantization_keys(raw, quantization))
     model_class = resolve_model_cls(reader.names("architectures") or [], reader.family)
     architecture = model_class.read_config(reader)
@@ -73,6 +75,17 @@ def read_model(args: EngineArgs) -> ReadModel:
     # The float tensors of a quantized checkpoint are mostly scales, whose type is not the model's.
     stored = _stored_dtype(source) if has_weights and not is_quantized else reader.dtype()
     return ReadModel(source, reader, model_class, architecture, stored, quantization, has_weights)
+
+
+def _find_source(args: EngineArgs, has_weights: bool) -> ModelSource:
+    """A GGUF file where `model` names one, else a folder."""
+    file = resolve_gguf(args.model, args.revision)
+    if file is None:
+        return FolderSource(resolve_folder(args.model, args.revision, weights=has_weights))
+    if not has_weights:
+        right = "'auto' for a GGUF file, whose sizes are those of its weights"
+        refuse("load_format", args.load_format, right)
+    return GgufSource(file)
 
 
 def _check_layers(layers: int, tensors: int) -> None:

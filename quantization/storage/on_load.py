@@ -95,7 +95,7 @@ class QuantizeOnLoad(WeightStorage):
         if loaded.shape != (rows, self._columns):
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {[rows, self._columns]}")
         if self._q is None:
-            self._q = _scratch(sum(self._sizes), self._columns)
+            self._q = scratch(sum(self._sizes), self._columns)
             self._scale = torch.empty(sum(self._sizes), self._columns // self.group_size)
         moments = self.statistics.moments if self.statistics and self.search else None
         part = slice(start, start + rows)
@@ -127,7 +127,7 @@ class QuantizeOnLoad(WeightStorage):
             self._platform.release_memory()  # temporaries of quantizing and packing
 
 
-def _scratch(rows: int, columns: int) -> torch.Tensor:
+def scratch(rows: int, columns: int) -> torch.Tensor:
     """int8 [rows, columns] from mmap, which is unmapped when it is freed.
 
     Temporaries from the heap, between packed weights, would leave holes that are never reused.

@@ -31,7 +31,6 @@ def refusal(call: Callable[[], Any]) -> str:
         ("gptq_marlin", "'w4a16'"),
         ("bitsandbytes", "'w8a16' or 'w4a16'"),
         ("fp8", "'w8a16' or 'w8a8'"),
-        ("gguf", "'w4a16' or 'w8a16'"),
         ("mxfp4", "'w4a16'"),
         ("torchao", "'w8a16' or 'w4a16'"),
     ],
@@ -47,8 +46,18 @@ def test_formats_of_quantized_checkpoints(tmp_path: Path, name: str, instead: st
 def test_a_gguf_file_and_its_folder(tmp_path: Path) -> None:
     path = tmp_path / "model.Q4_K_M.gguf"
     path.write_bytes(b"GGUF")
-    for model in (path, str(path), tmp_path):
-        assert "use the safetensors checkpoint that it was made from" in refusal(lambda model=model: LLM(model))
+    for model in (path, str(path), tmp_path, f"{tmp_path}:q4_k_m"):
+        assert "model.Q4_K_M.gguf is not a GGUF file: it has 4 bytes" in refusal(lambda model=model: LLM(model))
+    assert "holds no GGUF file of the type 'Q8_0'; of these pass one" in refusal(lambda: LLM(f"{tmp_path}:Q8_0"))
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    assert "holds several GGUF files" in refusal(lambda: LLM(tmp_path))
+    assert "a GGUF file is read as the model alone" in refusal(lambda: LLM(tokenizer=str(path)))
+
+
+def test_quantization_gguf_is_of_gguf_files(tmp_path: Path) -> None:
+    assert "needs a checkpoint in that format" in refusal(lambda: LLM(quantization="gguf"))
+    folder = copy_model(tmp_path / "model", config={"quantization_config": {"quant_method": "gguf"}})
+    assert "pass the path of the .gguf file itself" in refusal(lambda: LLM(folder))
 
 
 def test_the_folder_of_an_adapter(tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path, name: str)
 
 def test_gguf_is_refused_with_its_own_way_out(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    refuse(tmp_path, "from_pretrained(folder, gguf_file='m.gguf')")
+    refuse(tmp_path, "only 'm.gguf'; pass the path of a GGUF file itself")
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""GGUF metadata -> the keys that Hugging Face's config.json would have.
+
+Owns the translation by architecture. Metadata that changes what is computed and is not understood is an error; what the
+config's own reader checks (ranges, sizes) is left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.base.text import show
+from llm.base.types import JsonObject
+from llm.loading.gguf.container import Value
+from llm.loading.gguf.names import Family, family_of
+
+_MOST_LISTED = 1 << 14
+# Keys behind the architecture's name that would change what is computed, whatever they hold.
+_REFUSED = {
+    "expert_count": "it is a mixture of experts",
+    "attention.temperature_scale": "its attention is scaled by position",
+    "logit_scale": "its logits are scaled",
+}
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a configuration is made from.
+
+    Attributes:
+        metadata: of the first file.
+        rows: of the embedding, which are the ids.
+        has_lm_head: the file has an `output.weight`.
+        attention_bias, mlp_bias: it has biases of those layers.
+        ropes: the values of each rope tensor.
+        dtype: the name of the type that unquantized weights have.
+    """
+
+    metadata: Mapping[str, Value]
+    rows: int
+    has_lm_head: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    ropes: Mapping[str, list[float]] = field(default_factory=dict)
+    dtype: str = "float32"
+
+
+class Metadata:
+    """The keys of one architecture, typed; raises `CheckpointError` for a value of another type."""
+
+    def __init__(self, metadata: Mapping[str, Value]) -> None:
+        self.all = metadata
+        self.architecture = metadata.get("general.architecture")
+
+    def get(self, key: str) -> Value | None:
+        return self.all.get(f"{self.architecture}.{key}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A number, or a list of one number for every layer."""
+        value = self.get(key)
+        if isinstance(value, np.ndarray) and 0 < value.size <= _MOST_LISTED and (value == value[0]).all():
+            value = value[0].item()
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, value, "an integer, the same for all layers")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, value, "a number")
+        # A float32 of a decimal number: 1e-05 rather than 9.999999747378752e-06, as config.json has it.
+        return float(str(np.float32(value))) if isinstance(value, float) else float(value)
+
+    def error(self, key: str, value: object, right: str) -> CheckpointError:
+        shown = "an array" if isinstance(value, np.ndarray | list) else show(value)
+        return CheckpointError(f"GGUF metadata: {self.architecture}.{key} is {shown}, must be {right}.")
+
+
+def config_of(header: Header) -> JsonObject:
+    """config.json's content; raises `UnsupportedModelError` for an architecture or an option that is not computed."""
+    metadata = Metadata(header.metadata)
+    family = family_of(metadata.architecture)
+    for key, why in _REFUSED.items():
+        if metadata.get(key):
+            raise UnsupportedModelError(
+                f"{metadata.architecture}.{key} of this GGUF file: {why}, which is not computed."
+            )
+    config = _common(metadata, family, header) | _OF_FAMILY.get(family.model_type, _nothing)(metadata)
+    if family.model_type != "qwen2":  # where config.json has no such keys
+        config |= {key: True for key in ("attention_bias", "mlp_bias") if getattr(header, key)}
+    return config | _rope(metadata, header, config) | _token_ids(header.metadata)
+
+
+def _common(metadata: Metadata, family: Family, header: Header) -> JsonObject:
+    heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
+    head_dim = metadata.integer("attention.key_length", hidden // heads if heads > 0 else 0)
+    if metadata.integer("attention.value_length", head_dim) != head_dim:
+        raise metadata.error("attention.value_length", metadata.get("attention.value_length"), "the key_length")
+    return {
+        "model_type": family.model_type,
+        "vocab_size": header.rows,
+        "hidden_size": hidden,
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_hidden_layers": metadata.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.integer("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "tie_word_embeddings": not header.has_lm_head,
+        "torch_dtype": header.dtype,
+    }
+
+
+def _rope(metadata: Metadata, header: Header, config: JsonObject) -> JsonObject:
+    """`rope_theta` and `rope_scaling`. Divisors in a tensor are LongRoPE's, and those of Llama 3.1's scaling."""
+    theta = metadata.number("rope.freq_base", 10000.0)
+    kind, factor = metadata.get("rope.scaling.type"), metadata.number("rope.scaling.factor", 1.0)
+    longest = config["max_position_embeddings"]
+    original = metadata.integer("rope.scaling.original_context_length", longest)
+    rotated = metadata.integer("rope.dimension_count", config["head_dim"])
+    found: JsonObject = {"rope_theta": theta}
+    if rotated != config["head_dim"]:
+        found["partial_rotary_factor"] = rotated / config["head_dim"]
+    scaling: JsonObject | None = None
+    if header.ropes:
+        scaling = _divisors(metadata, header.ropes, rotated) | {"original_max_position_embeddings": original}
+    elif kind in ("linear", "yarn"):
+        scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+        if metadata.number("rope.scaling.attn_factor", 1.0) != 1.0:
+            raise metadata.error("rope.scaling.attn_factor", metadata.get("rope.scaling.attn_factor"), "1 here")
+    elif kind not in (None, "none", "longrope"):
+        raise metadata.error("rope.scaling.type", kind, "none, linear, yarn or longrope")
+    return found | ({} if scaling is None else {"rope_scaling": scaling})
+
+
+def _divisors(metadata: Metadata, ropes: Mapping[str, list[float]], rotated: int) -> JsonObject:
+    one = ropes.get("rope_freqs.weight")
+    short, long = ropes.get("rope_factors_short.weight", one), ropes.get("rope_factors_long.weight", one)
+    if short is None or long is None or len(short) != rotated // 2 or len(long) != rotated // 2:
+        raise CheckpointError(f"the rope tensors of this GGUF file must have {rotated // 2} values each.")
+    attention = 1.0 if one is not None else metadata.number("rope.scaling.attn_factor", 1.0)
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": attention}
+
+
+def _nothing(metadata: Metadata) -> JsonObject:
+    return {}
+
+
+def _windowed(metadata: Metadata) -> JsonObject:
+    window = metadata.integer("attention.sliding_window", 0)
+    return {"sliding_window": window or None}
+
+
+def _gemma2(metadata: Metadata) -> JsonObject:
+    return {
+        "sliding_window": metadata.integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _gemma_scalar(metadata, _GEMMA2_27B_LAYERS),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma3(metadata: Metadata) -> JsonObject:
+    cap = metadata.number("final_logit_softcapping", 0.0)
+    return {
+        "sliding_window": metadata.integer("attention.sliding_window", 4096),
+        "sliding_window_pattern": metadata.integer("attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10000.0),
+        "query_pre_attn_scalar": _gemma_scalar(metadata, _GEMMA3_27B_LAYERS),
+        "hidden_activation": "gelu_pytorch_tanh",
+    } | ({"final_logit_softcapping": cap} if cap else {})
+
+
+def _gemma_scalar(metadata: Metadata, layers_of_27b: int) -> int:
+    """No key says it: the head's size, but for the models of 27B, known by their layers as in llama.cpp."""
+    heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
+    per_head = hidden // heads if heads > 0 else 0
+    is_27b = metadata.integer("block_count") == layers_of_27b
+    return per_head if is_27b else metadata.integer("attention.key_length", per_head)
+
+
+_OF_FAMILY: Mapping[str, Callable[[Metadata], JsonObject]] = {
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "phi3": _windowed,
+}
+
+
+def _token_ids(metadata: Mapping[str, Value]) -> JsonObject:
+    """`bos_token_id`, and as `eos_token_id` every id that ends an answer: of a text, of a turn and of a message."""
+    ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom")}
+    found = {key: value for key, value in ids.items() if isinstance(value, int) and not isinstance(value, bool)}
+    ends = list(dict.fromkeys(found[key] for key in ("eos", "eot", "eom") if key in found))
+    config: JsonObject = {"eos_token_id": ends} if ends else {}
+    return config | ({"bos_token_id": found["bos"]} if "bos" in found else {})

@@ -1,0 +1,106 @@
+"""GGUF's tensor names -> Hugging Face's, by architecture, and what the converter to GGUF did to the values.
+
+Owns the tables. llama.cpp rotates adjacent channels of llama's queries and keys (GPT-J's order), so its converter
+permutes their rows; Gemma's norms are stored plus one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from llm.base.errors import UnsupportedModelError
+from llm.base.text import show
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
+_MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_AROUND = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_LLAMA = _ATTENTION | _MLP | _PRE_NORMS
+_PHI3 = _PRE_NORMS | {
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_AT_TOP = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
+# Divisors of rotary frequencies, which the configuration takes up.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture of GGUF is here.
+
+    Attributes:
+        model_type: as config.json has it.
+        names: parts of the names of a layer's tensors.
+        permuted: rows of queries and keys are in GPT-J's order.
+        norm_offset: what the converter added to norms.
+    """
+
+    model_type: str
+    names: Mapping[str, str]
+    permuted: bool = False
+    norm_offset: float = 0.0
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family("llama", _LLAMA, permuted=True),
+        "qwen2": Family("qwen2", _LLAMA),
+        "qwen3": Family("qwen3", _LLAMA | _QK_NORMS),
+        "gemma2": Family("gemma2", _ATTENTION | _MLP | _AROUND, norm_offset=1.0),
+        "gemma3": Family("gemma3_text", _ATTENTION | _MLP | _AROUND | _QK_NORMS, norm_offset=1.0),
+        "phi3": Family("phi3", _PHI3),
+    }
+)
+
+
+def family_of(architecture: object) -> Family:
+    """Of general.architecture; raises `UnsupportedModelError` for one that is not here."""
+    family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
+    if family is None:
+        raise UnsupportedModelError(
+            f"general.architecture {show(architecture)} of this GGUF file is not supported; supported are "
+            f"{', '.join(FAMILIES)}."
+        )
+    return family
+
+
+def hugging_face_name(name: str, family: Family) -> str:
+    """The name in a Hugging Face checkpoint; unchanged if it is not known, so that loading names it."""
+    in_layer = _IN_LAYER.fullmatch(name)
+    if in_layer is not None and in_layer[2] in family.names:
+        return f"model.layers.{in_layer[1]}.{family.names[in_layer[2]]}.{in_layer[3]}"
+    at_top = _AT_TOP.fullmatch(name)
+    return f"{_TOP[at_top[1]]}.{at_top[2]}" if at_top is not None and at_top[1] in _TOP else name
+
+
+def as_trained(name: str, tensor: torch.Tensor, family: Family, heads: int, kv_heads: int) -> torch.Tensor:
+    """Undo the converter on the tensor `name` (Hugging Face's): floats, or raw rows uint8 [N, bytes]."""
+    module = name.rpartition(".")[0]
+    if family.permuted and module.endswith(("q_proj", "k_proj")):
+        return _unpermuted(tensor, heads if module.endswith("q_proj") else kv_heads)
+    if family.norm_offset and module.endswith("norm") and tensor.is_floating_point():
+        return tensor.float() - family.norm_offset
+    return tensor
+
+
+def _unpermuted(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows in the order [head, pair, half] -> [head, half, pair]."""
+    if tensor.shape[0] % (2 * heads):
+        return tensor  # of a shape that the loader refuses
+    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
