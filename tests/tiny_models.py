@@ -432,6 +432,11 @@ TINY_MODELS = TINY_MODELS | {
         seed=2,
         control={"scale_attn_by_inverse_layer_idx": False},
     ),
+    "opt-normed-sums": TinyModel(
+        "OPTConfig",
+        {**TINY_MODELS["opt"].config, "do_layer_norm_before": False, "word_embed_proj_dim": 24, "num_hidden_layers": 2},
+        seed=3,
+    ),
     "ministral": TinyModel(
         "MinistralConfig",
         {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},

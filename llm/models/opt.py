@@ -14,6 +14,7 @@ from llm.models.decoder import (
     LayerConfig,
     LearnedPositions,
     NormConfig,
+    NormedSums,
     PlainMLPConfig,
     PreNorms,
 )
@@ -39,9 +40,9 @@ class OPTForCausalLM(DecoderForCausalLM):
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
         hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
         positions = reader.positive("max_position_embeddings", 2048)
-        # Only opt-350m has norms after the parts and a narrower embedding.
-        reader.expect("do_layer_norm_before", True)
-        reader.expect("word_embed_proj_dim", hidden)
+        # Only opt-350m normalises the sums, has no final norm, and a narrower embedding.
+        is_pre_norm = reader.boolean("do_layer_norm_before", True)
+        width = reader.positive("word_embed_proj_dim", hidden)
         reader.expect("layer_norm_elementwise_affine", True)
         reader.expect("_remove_final_layer_norm", False)
         for key in ("dropout", "layerdrop", "init_std", "activation_dropout"):
@@ -51,14 +52,15 @@ class OPTForCausalLM(DecoderForCausalLM):
         layer = LayerConfig(
             attention=AttentionConfig(Heads(heads, heads, hidden // heads), qkv_bias=bias, out_bias=bias),
             mlp=PlainMLPConfig(reader.positive("ffn_dim"), reader.string("activation_function", "relu"), bias=bias),
-            norms=PreNorms(norm),
+            norms=PreNorms(norm) if is_pre_norm else NormedSums(norm),
         )
         config = DecoderConfig(
             vocab_size=reader.positive("vocab_size"),
             hidden_size=hidden,
             max_position_embeddings=positions,
             layers=(layer,) * reader.positive("num_hidden_layers"),
-            final_norm=norm,
+            final_norm=norm if is_pre_norm else None,
+            embedding_size=None if width == hidden else width,
             learned_positions=LearnedPositions(positions + _POSITION_OFFSET, offset=_POSITION_OFFSET),
             tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
         )

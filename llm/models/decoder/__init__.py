@@ -10,6 +10,7 @@ from llm.models.decoder.config import DecoderConfig, LearnedPositions
 from llm.models.decoder.latent import LatentAttentionConfig, read_latent_attention
 from llm.models.decoder.layer import (
     LayerConfig,
+    NormedSums,
     Norms,
     ParallelNorms,
     PostNorms,
@@ -43,6 +44,7 @@ __all__ = [
     "LearnedPositions",
     "MoEConfig",
     "NormConfig",
+    "NormedSums",
     "Norms",
     "ParallelNorms",
     "PartConfig",

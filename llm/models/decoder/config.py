@@ -28,7 +28,9 @@ class DecoderConfig:
     Attributes:
         max_position_embeddings: the longest sequence, rope scaling included.
         layers: one entry per layer.
-        final_norm: between the last layer and the LM head.
+        final_norm: between the last layer and the LM head; None: no such norm.
+        embedding_size: width of the embedding and of the LM head's input, between which and hidden_size a matrix each
+            maps; None: hidden_size.
         learned_positions: None: no position embeddings.
         embedding_multiplier, logits_divisor: constants that multiply the embedding and divide the logits.
         logits_soft_cap: logits become cap * tanh(logits / cap).
@@ -40,13 +42,14 @@ class DecoderConfig:
     hidden_size: int
     max_position_embeddings: int
     layers: tuple[LayerConfig, ...]
-    final_norm: NormConfig
+    final_norm: NormConfig | None
     learned_positions: LearnedPositions | None = None
     embedding_multiplier: float = 1.0
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     tie_word_embeddings: bool = False
     lm_head_bias: bool = False
+    embedding_size: int | None = None
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[StateSpec]:
         """All states of all layers on one rank, in the order in which the parts number them."""

@@ -174,6 +174,29 @@ class ParallelNormLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
+class NormedSums(Norms):
+    """The first transformers: x = norm(x + attention(x)), then norm(x + mlp(x)); the norms are in the stream."""
+
+    norm: NormConfig
+
+    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
+        return NormedSumLayer(layer, self.norm, context, prefix)
+
+
+class NormedSumLayer(DecoderLayer):
+    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__(layer, context, prefix)
+        self.input_layernorm = norm.build(context.hidden_size, context)
+        self.post_attention_layernorm = norm.build(context.hidden_size, context)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        stream = hidden if residual is None else hidden + residual
+        stream, _ = add_norm(self.input_layernorm, self.self_attn(stream, batch), stream)
+        stream, _ = add_norm(self.post_attention_layernorm, self.mlp(stream, batch), stream)
+        return stream, torch.zeros_like(stream)
+
+
+@dataclass(frozen=True)
 class PreAndPostNorms(Norms):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 

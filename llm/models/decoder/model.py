@@ -10,6 +10,7 @@ from torch import nn
 
 from llm.forward import ForwardBatch, StateSpec
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from llm.layers.linear import ReplicatedLinear
 from llm.layers.logits import LogitsLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
@@ -25,9 +26,10 @@ class DecoderStack(nn.Module):
 
     def __init__(self, config: DecoderConfig, context: BuildContext, prefix: str) -> None:
         super().__init__()
+        width = config.embedding_size or config.hidden_size
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size,
-            config.hidden_size,
+            width,
             prefix=f"{prefix}.embed_tokens",
             tied=config.tie_word_embeddings,
             **context.common,
@@ -40,7 +42,18 @@ class DecoderStack(nn.Module):
         self.layers = nn.ModuleList(
             layer.build(context, f"{prefix}.layers.{index}") for index, layer in enumerate(config.layers)
         )
-        self.norm = config.final_norm.build(config.hidden_size, context)
+        self.norm: nn.Module | None = None
+        if config.final_norm is not None:
+            self.norm = config.final_norm.build(config.hidden_size, context)
+        self.project_in, self.project_out = (
+            None
+            if config.embedding_size is None
+            else ReplicatedLinear(*sizes, bias=False, prefix=f"{prefix}.{name}", **context.common)
+            for name, sizes in (
+                ("project_in", (width, config.hidden_size)),
+                ("project_out", (config.hidden_size, width)),
+            )
+        )
 
 
 class DecoderForCausalLM(nn.Module):
@@ -75,7 +88,11 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = self.model.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(
-                config.vocab_size, config.hidden_size, config.lm_head_bias, prefix="lm_head", **context.common
+                config.vocab_size,
+                config.embedding_size or config.hidden_size,
+                config.lm_head_bias,
+                prefix="lm_head",
+                **context.common,
             )
         self.logits_processor = LogitsLayer(
             config.vocab_size, scale=1.0 / config.logits_divisor, soft_cap=config.logits_soft_cap
@@ -84,6 +101,8 @@ class DecoderForCausalLM(nn.Module):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """ids int64 [N] -> float32 [N, H], scaled by `embedding_multiplier`."""
         hidden = self.model.embed_tokens(input_ids)
+        if self.model.project_in is not None:
+            hidden = self.model.project_in(hidden)
         multiplier = self.config.embedding_multiplier
         return hidden if multiplier == 1.0 else hidden * multiplier
 
@@ -95,7 +114,11 @@ class DecoderForCausalLM(nn.Module):
         residual = None
         for layer in model.layers:
             hidden, residual = layer(hidden, residual, batch)
-        return add_norm(model.norm, hidden, residual)[0]
+        if model.norm is not None:
+            hidden, _ = add_norm(model.norm, hidden, residual)
+        elif residual is not None:
+            hidden = hidden + residual
+        return hidden if model.project_out is None else model.project_out(hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits_processor(self.lm_head, hidden)

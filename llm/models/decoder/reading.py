@@ -37,7 +37,7 @@ def read_layer_norm(
 def read_decoder(
     reader: ConfigReader,
     layers: LayerConfig | Sequence[LayerConfig],
-    final_norm: NormConfig,
+    final_norm: NormConfig | None,
     *,
     positions: int,
     tied: bool = False,
