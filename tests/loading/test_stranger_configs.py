@@ -82,8 +82,25 @@ def test_lists_of_a_request_are_bounded() -> None:
 def test_extra_args_that_hold_themselves_are_refused() -> None:
     loop: dict[str, Any] = {}
     loop["a"] = [loop]
-    with pytest.raises(LLMError, match="extra_args are nested"):
-        SamplingParams(extra_args=loop).clone()
+    shared: list[Any] = []
+    for _ in range(100):  # 2**100 values, each of them counted
+        shared = [shared, shared]
+    for endless in (loop, {"a": shared}):
+        with pytest.raises(LLMError, match=r"^extra_args are .*, or hold themselves; pass plain data\.$"):
+            SamplingParams(extra_args=endless)
+    params = SamplingParams(extra_args={"a": [1]})
+    params.extra_args = loop
+    for copy in (params.clone, params.copy_validated):
+        with pytest.raises(LLMError, match="hold themselves"):
+            copy()
+
+
+def test_token_ids_beyond_the_vocabulary_are_one_sentence() -> None:
+    with open_llm(max_model_len=64) as llm:
+        for fields in ({"stop_token_ids": [2**40]}, {"allowed_token_ids": [2**63]}, {"logit_bias": {10**30: 1.0}}):
+            [name] = fields
+            with pytest.raises(LLMError, match=rf"^{name} must be below the vocabulary size \d+, got \d+\.$"):
+                llm.generate("x", SamplingParams(**fields), use_tqdm=False)
 
 
 @pytest.mark.parametrize("name", ["top_k", "seed", "n", "temperature", "max_tokens", "logprobs"])
