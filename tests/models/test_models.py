@@ -126,9 +126,10 @@ def test_every_parameter_counts(case: Case) -> None:
 
 
 def prompt_logprobs(case: Case, prompt: list[int]) -> list[float]:
-    """Of each token of the prompt but the first."""
+    """Of each token of the prompt but the first. Rows of different lengths: such a step is not recorded, and a recorded
+    one would read the weights that were there when it was recorded."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    lines = case.generate([prompt], params)[0].prompt_logprobs or []
+    lines = case.generate([prompt, prompt[1:]], params)[0].prompt_logprobs or []
     return [line[token].logprob for line, token in zip(lines[1:], prompt[1:], strict=True) if line]
 
 
