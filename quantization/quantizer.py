@@ -60,8 +60,9 @@ class IntegerWeight:
 
     def to(self, device: torch.device) -> IntegerWeight:
         """Itself where all of it is there, else a copy."""
-        parts = (self.q, self.scale, self.zero, self.bias, self.minimum)
-        q, scale, zero, bias, minimum = (None if part is None else part.to(device) for part in parts)
+        parts = (self.zero, self.bias, self.minimum)
+        zero, bias, minimum = (None if part is None else part.to(device) for part in parts)
+        q, scale = self.q.to(device), self.scale.to(device)
         return replace(self, q=q, scale=scale, zero=zero, bias=bias, minimum=minimum)
 
 

@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf_files import finish, random_blocks
+from gguf_files import finish, random_blocks, write_gguf
 
-from llm.base.errors import CheckpointError
+from llm.api import EMBEDDED_MODEL
+from llm.base.errors import CheckpointError, LLMError
 from llm.loading.gguf.container import GgufFile, read_header
-from llm.loading.gguf.source import parts_of
+from llm.loading.gguf.source import GgufSource, parts_of
+from llm.loading.quantization import resolve_quantization, without_quantization_keys
+from llm.models.config_reader import ConfigReader
+from llm.models.registry import resolve_model_cls
 from llm.quantization.storage.gguf import decode
 from llm.quantization.storage.gguf_blocks import BLOCKS, Decoded, type_name
 
@@ -181,6 +185,33 @@ def mutated(data: bytes, generator: random.Random) -> bytes:
 def read_length(data: bytes) -> int:
     """Of the header, about."""
     return data.index(b"c", data.index(b"test.numbers") + 12) + 30
+
+
+def test_mutated_models_are_read_or_refused(tmp_path: Path) -> None:
+    """From the file to the family's own config and to the last tensor."""
+    path = tmp_path / "model.gguf"
+    write_gguf(EMBEDDED_MODEL, path, lambda _: Type.Q8_0)
+    original, end, refused = path.read_bytes(), read_header(path).tensors[0].start, 0
+    for seed in range(MUTATIONS // 4):
+        generator, changed = random.Random(seed), bytearray(original)
+        for _ in range(generator.randint(1, 2)):
+            place = generator.randrange(end)
+            changed[place : place + 4] = struct.pack("<I", generator.choice([0, 1, 2, 2**31, 2**32 - 1]))
+        path.write_bytes(changed)
+        try:
+            read_whole(path)
+        except LLMError:
+            refused += 1
+    assert refused > MUTATIONS // 8
+
+
+def read_whole(path: Path) -> None:
+    source = GgufSource(path)
+    raw = source.config()
+    reader = ConfigReader(without_quantization_keys(raw, resolve_quantization(None, None, path.parent, raw)))
+    resolve_model_cls([], reader.family).read_config(reader)
+    for _ in source.tensors().stream():
+        pass
 
 
 def test_parts_of_a_split_model(tmp_path: Path) -> None:

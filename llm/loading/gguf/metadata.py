@@ -127,6 +127,8 @@ def _rope(metadata: Metadata, header: Header, config: JsonObject) -> JsonObject:
     longest = config["max_position_embeddings"]
     original = metadata.integer("rope.scaling.original_context_length", longest)
     rotated = metadata.integer("rope.dimension_count", config["head_dim"])
+    if not 0 < rotated <= config["head_dim"] or rotated % 2:
+        raise metadata.error("rope.dimension_count", rotated, f"an even number up to {config['head_dim']}, the head's")
     found: JsonObject = {"rope_theta": theta}
     if rotated != config["head_dim"]:
         found["partial_rotary_factor"] = rotated / config["head_dim"]
