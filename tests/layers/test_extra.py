@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 for _module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
     importlib.import_module(_module.name)
 
+# Other layers build these; models name only those.
+INSIDE = {"TopKRouter", "UnquantizedFusedMoEMethod"}
+
 
 def unused(models: str) -> set[str]:
     """Registered classes that the text of all models does not name."""
@@ -24,5 +27,5 @@ def unused(models: str) -> set[str]:
 def test_an_operation_is_in_extra_where_no_model_uses_it() -> None:
     models = "\n".join(path.read_text("utf-8") for path in (ROOT / "llm" / "models").rglob("*.py"))
     extra = {cls.__name__ for cls in op_registry.values() if cls.__module__.startswith("llm.layers.extra.")}
-    assert unused(models) == extra
-    assert unused(models.replace("NewGELU", "")) - extra == {"NewGELU"}
+    assert unused(models) - INSIDE == extra
+    assert unused(models.replace("NewGELU", "")) - INSIDE - extra == {"NewGELU"}
