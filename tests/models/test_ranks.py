@@ -43,6 +43,7 @@ SPLIT: dict[str, dict[str, Any]] = {
     "granite": EVEN,
     "gpt_neox": {"hidden_size": 64, "intermediate_size": 92, "num_attention_heads": 8},
     "opt": {"ffn_dim": 92, "num_attention_heads": 8},
+    "qwen2-moe": {**EVEN, "moe_intermediate_size": 36, "shared_expert_intermediate_size": 28},
 }
 
 

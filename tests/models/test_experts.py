@@ -1,0 +1,120 @@
+"""Models with experts as a whole: choices are transformers', steps are recorded, NaN ends one row, loads are told."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from embedded import engine_of, open_llm
+from kernel_sets import has_kernels
+from tiny_models import TINY_MODELS, TinyModel, make_prompts, one_thread, reference_model, tiny_checkpoint
+from tiny_models import write_checkpoint as write
+
+from llm import LLM, SamplingParams
+from llm.api import EMBEDDED_MODEL
+from llm.base.errors import ValidationError
+from llm.layers.moe import FusedMoE
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("mixtral", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with open_llm(folder, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+def layers(llm: LLM) -> list[FusedMoE]:
+    model: Any = engine_of(llm).runner.model
+    return [layer.mlp.experts for layer in model.model.layers]
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def test_tokens_go_to_the_experts_of_transformers(folder: Path, llm: LLM) -> None:
+    prompt = max(make_prompts(TINY_MODELS["mixtral"]), key=len)
+    ours: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda layer, inputs, output: ours.append(layer.select(*inputs)[1]))
+        for layer in layers(llm)
+    ]
+    llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+    theirs: list[torch.Tensor] = []
+    reference = reference_model(folder)
+    hooks += [
+        layer.mlp.gate.register_forward_hook(lambda module, inputs, output: theirs.append(output[2]))
+        for layer in reference.model.layers
+    ]
+    with torch.no_grad():
+        reference(input_ids=torch.tensor([prompt]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    assert len(ours) == len(theirs) == 2
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[0], ours[1])
+
+
+@pytest.mark.skipif(not has_kernels(), reason="PyTorch computes, which is not recorded")
+def test_decoding_steps_are_recorded_although_experts_differ(llm: LLM) -> None:
+    """The bits are those of steps that are not: with a hook there is no replay."""
+    prompts = make_prompts(TINY_MODELS["mixtral"])[:3]
+    recorded = answers(llm, prompts)
+    replay: Any = engine_of(llm).runner.replay
+    assert replay.refusal is None and replay._steps
+    hook = layers(llm)[0].register_forward_hook(lambda *_: None)
+    assert answers(llm, prompts) == recorded
+    hook.remove()
+
+
+def test_a_nan_in_the_router_ends_its_row_alone(llm: LLM) -> None:
+    first, second = make_prompts(TINY_MODELS["mixtral"])[1:3]
+    [alone] = answers(llm, [first])
+
+    def spoil(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        spoiled = logits.clone()
+        spoiled[len(first) if len(logits) > 2 else 1 :] = torch.nan
+        return spoiled
+
+    model: Any = engine_of(llm).runner.model
+    hook = model.model.layers[1].mlp.gate.register_forward_hook(spoil)
+    outputs = llm.generate([first, second], GREEDY, use_tqdm=False)
+    hook.remove()
+    kept, ended = (output.outputs[0] for output in outputs)
+    assert ended.finish_reason == "error"
+    assert (kept.token_ids, kept.logprobs) == alone or not has_kernels()
+
+
+def test_the_load_of_experts_is_told(tmp_path: Path) -> None:
+    config = {"vocab_size": 2304, "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 2}
+    write(TinyModel("MixtralConfig", config), tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(EMBEDDED_MODEL) / name, tmp_path / "model")
+    with open_llm(tmp_path / "model") as llm:
+        load = llm.expert_load(["In the beginning God created the heaven and the earth.", "And it came to pass."])
+        with pytest.raises(ValidationError, match="texts must be a list of texts"):
+            llm.expert_load("one text")
+    assert list(load.tokens) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    counts = load.tokens["model.layers.0.mlp.experts"]
+    assert len(counts) == 4 and sum(counts) == sum(load.tokens["model.layers.1.mlp.experts"]) > 10
+    assert 1 <= load.imbalance("model.layers.0.mlp.experts") <= 4
+    assert str(load).count("\n") == 2 and load._repr_html_().count("<rect") == 8
+    with open_llm() as dense, pytest.raises(ValidationError, match="no layers of experts"):
+        dense.expert_load(["x"])
