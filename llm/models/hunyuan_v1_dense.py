@@ -10,6 +10,11 @@ from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig, DecoderForCausalLM, read_heads, read_rms_norm
 from llm.models.llama import llama_decoder
 
+_UNUSED = (
+    "cla_share_factor class_num dense_list eod_token_id im_end_id im_newline_id im_start_id mask_init_id "
+    "num_media_embeds org_vocab_size pad_id pool_type text_end_id text_start_id"
+).split()
+
 
 class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
     renames: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -19,14 +24,25 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        reader.expect("use_qk_norm", True)
-        reader.expect("use_cla", False)
-        reader.expect("eod_token_id", reader.raw.get("eod_token_id"))
+        _expect_older_keys(reader)
         norm, heads, bias = read_rms_norm(reader, 1e-5), read_heads(reader), reader.boolean("attention_bias", False)
         rope = _rope(reader, heads.size)
         return llama_decoder(
             reader, heads, rope, norm, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_after_rope=True
         )
+
+
+def _expect_older_keys(reader: ConfigReader) -> None:
+    """Of the published files, at the values that change nothing; the rest is about other models of the same code."""
+    for key in ("use_qk_norm", "use_rotary_pos_emb"):
+        reader.expect(key, True)
+    for key in ("use_cla", "position_embedding_xdrope", "add_classification_head", "mlp_bias"):
+        reader.expect(key, False)
+    reader.expect("num_experts", 1)
+    reader.expect("norm_type", "rms")
+    reader.expect("attention_head_dim", reader.raw.get("head_dim"))
+    for key in _UNUSED:
+        reader.expect(key, reader.raw.get(key))
 
 
 def _rope(reader: ConfigReader, size: int) -> RopeParameters:
