@@ -11,9 +11,9 @@ from embedded import PROMPTS, assert_idle, open_llm, run
 from llm import LLM, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams, ValidationError
 
 CUMULATIVE, DELTA, FINAL = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
-# Streaming with stop strings holds text back; two completions and seeds; a plain one.
+# Two completions and seeds; a plain one. The first has a stop string, over several tokens of what it would answer.
 PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0, "max_tokens": 20, "stop": ["the earth", "LORD"]},
+    {"temperature": 0, "max_tokens": 20},
     {"temperature": 1, "seed": 3, "n": 2, "max_tokens": 9, "logprobs": 2},
     {"temperature": 0, "max_tokens": 12, "ignore_eos": True},
 ]
@@ -22,6 +22,8 @@ PARAMS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with open_llm(max_model_len=64, max_num_seqs=3) as opened:
+        [free] = run(opened, PROMPTS[0], SamplingParams(**PARAMS[0]))
+        PARAMS[0]["stop"] = ["nowhere", free.outputs[0].text[12:26]]
         yield opened
         assert_idle(opened)
 
@@ -43,6 +45,7 @@ def drive(engine: LLMEngine, kind: RequestOutputKind) -> dict[str, list[RequestO
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL])
 def test_requests_are_answered_as_by_generate(llm: LLM, kind: RequestOutputKind) -> None:
     expected = [run(llm, prompt, SamplingParams(**own))[0] for prompt, own in zip(PROMPTS, PARAMS, strict=True)]
+    assert expected[0].outputs[0].stop_reason == PARAMS[0]["stop"][1]
     told = drive(LLMEngine(llm), kind)
     for index, whole in enumerate(expected):
         outputs = told[str(index)]

@@ -60,6 +60,12 @@ def values_of(llm: LLM) -> dict[str, float]:
     }
 
 
+def named_buckets(named: dict[str, Metric]) -> dict[str, int]:
+    histogram = named["vllm:request_generation_tokens"]
+    assert isinstance(histogram, Histogram)
+    return histogram.buckets
+
+
 def test_the_counters_add_up_what_the_outputs_say() -> None:
     with open_llm(max_model_len=64, disable_log_stats=False) as llm:
         assert not any(values_of(llm).values())
@@ -75,10 +81,14 @@ def test_the_counters_add_up_what_the_outputs_say() -> None:
         assert values["num_requests_running"] == values["num_requests_waiting"] == values["kv_cache_usage_perc"] == 0
 
         named = metrics_of(llm)
-        lengths = named["vllm:request_prompt_tokens"]
-        assert isinstance(lengths, Histogram) and (lengths.count, lengths.sum) == (7, sum(prompts))
-        for bound, count in lengths.buckets.items():
-            assert count == sum(length <= float(bound) for length in prompts)
+        # Answers of 5 tokens are within the bucket of that bound.
+        answers = [len(item.token_ids) for item in completions]
+        assert 5 in answers and {5.0, 10.0} < {float(bound) for bound in named_buckets(named)}
+        for name, values_in in (("prompt", prompts), ("generation", answers)):
+            lengths = named[f"vllm:request_{name}_tokens"]
+            assert isinstance(lengths, Histogram) and (lengths.count, lengths.sum) == (7, sum(values_in))
+            for bound, count in lengths.buckets.items():
+                assert count == sum(length <= float(bound) for length in values_in)
         first, whole = named["vllm:time_to_first_token_seconds"], named["vllm:e2e_request_latency_seconds"]
         assert isinstance(first, Histogram) and isinstance(whole, Histogram) and 0 < first.sum < whole.sum
         assert first.count == whole.count == first.buckets["+Inf"] == 7
