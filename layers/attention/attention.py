@@ -21,6 +21,7 @@ class Attention(nn.Module):
         scale: factor on the scores before the softmax.
         sliding_window: how many positions a token sees, itself included; None: all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: no cap.
+        sinks: float32 [num_heads], scores of one more key, whose value is zero; None: there is none.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Attention(nn.Module):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -40,7 +42,7 @@ class Attention(nn.Module):
         self.head_size = head_size
         self.layer_index = layer_index
         self.sliding_window = sliding_window
-        params = AttentionParams(num_heads, num_kv_heads, head_size, scale, sliding_window, soft_cap)
+        params = AttentionParams(num_heads, num_kv_heads, head_size, scale, sliding_window, soft_cap, sinks)
         self.backend = attention_backend(construction().platform, head_size)(params)
 
     @property

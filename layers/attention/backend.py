@@ -28,6 +28,7 @@ class AttentionParams:
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class AttentionBackend:
@@ -112,6 +113,7 @@ class PagedAttention(AttentionBackend):
             scale=self.params.scale,
             sliding_window=self.params.sliding_window,
             soft_cap=self.params.soft_cap,
+            sinks=self.params.sinks,
         )
 
 

@@ -15,6 +15,7 @@ from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
+from llm.quantization.unquantized import new_parameter
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class AttentionConfig(PartConfig):
         query_scale: factor on the queries that depends on the position; None: none.
         scale: factor on the scores; None: head size ** -0.5.
         soft_cap: scores become cap * tanh(score / cap).
+        sinks: each head has a score for a key without a value, that takes a part of the softmax.
     """
 
     heads: Heads
@@ -83,6 +85,7 @@ class AttentionConfig(PartConfig):
     query_scale: QueryScale | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.rope is not None:
@@ -124,6 +127,7 @@ class DecoderAttention(nn.Module):
             None if config.rope is None else context.rotary(size, config.rope, not config.rope_interleaved)
         )
         self.query_scale = None if config.query_scale is None else _query_scale(config.query_scale, context)
+        self.sinks = new_parameter(torch.zeros(num_heads), self._load_sinks) if config.sinks else None
         self.attn = Attention(
             num_heads,
             num_kv_heads,
@@ -132,6 +136,7 @@ class DecoderAttention(nn.Module):
             scale=size**-0.5 if config.scale is None else config.scale,
             sliding_window=config.sliding_window,
             soft_cap=config.soft_cap,
+            sinks=self.sinks,
         )
 
     def _build_qk_norms(self, config: AttentionConfig, context: BuildContext) -> None:
@@ -163,6 +168,14 @@ class DecoderAttention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self._normalised(self.q_norm, query, 1), self._normalised(self.k_norm, key, self.kv_head_replicas)
+
+    def _load_sinks(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
+        """This rank's heads."""
+        count = param.numel()
+        if list(loaded.shape) != [count * self.tp.size]:
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {[count * self.tp.size]}")
+        param.data.copy_(loaded.narrow(0, self.tp.rank * count, count))
+        return count
 
     def _normalised(self, norm: nn.Module, x: torch.Tensor, replicas: int) -> torch.Tensor:
         """`replicas`: how many consecutive ranks have the same heads."""

@@ -33,6 +33,7 @@ class DecoderConfig:
             maps; None: hidden_size.
         learned_positions: None: no position embeddings.
         embedding_multiplier, logits_divisor: constants that multiply the embedding and divide the logits.
+        layers_left_out: how many layers for multi-token prediction a checkpoint may have behind these; not loaded.
         logits_soft_cap: logits become cap * tanh(logits / cap).
         tie_word_embeddings: the embedding is also the LM head.
         lm_head_bias: the LM head has a bias; not with tied embeddings.
@@ -46,6 +47,7 @@ class DecoderConfig:
     learned_positions: LearnedPositions | None = None
     embedding_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    layers_left_out: int = 0
     logits_soft_cap: float | None = None
     tie_word_embeddings: bool = False
     lm_head_bias: bool = False

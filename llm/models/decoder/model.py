@@ -80,6 +80,10 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: DecoderConfig, options: BuildOptions) -> None:
         super().__init__()
         self.config = config
+        if config.layers_left_out:
+            first = len(config.layers)
+            further = tuple(f"model.layers.{index}" for index in range(first, first + config.layers_left_out))
+            self.left_out = (*getattr(self, "left_out", ()), *further)
         context = BuildContext(options, config.hidden_size)
         self.model = DecoderStack(config, context, "model")
         declared = len(config.states(options.params_dtype, options.tp))
