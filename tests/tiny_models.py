@@ -39,6 +39,8 @@ BASE: Mapping[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# What an argument of `TinyModel.config` is where the file shall say null; None leaves it out.
+NULL: Any = object()
 # Of latent attention: heads of other widths than those of `BASE`.
 LATENT: Mapping[str, Any] = {
     "num_key_value_heads": 6,
@@ -48,6 +50,15 @@ LATENT: Mapping[str, Any] = {
     "qk_nope_head_dim": 7,
     "qk_rope_head_dim": 6,
     "v_head_dim": 9,
+}
+# One dense layer, then one with experts in groups of two.
+EXPERTS_OF_DEEPSEEK: Mapping[str, Any] = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 13,
+    "topk_group": 2,
 }
 # With head_dim 10 one wavelength is kept, one interpolated, and the rest are divided.
 LLAMA3 = {
@@ -308,6 +319,58 @@ TINY_MODELS = TINY_MODELS | {
         engine={"max_model_len": 100},
         control={"scale_depth": 1.4},
     ),
+    "deepseek-v2": TinyModel(
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            **EXPERTS_OF_DEEPSEEK,
+            **{"q_lora_rank": NULL, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 1},
+            # Its complex rope in transformers needs queries of an even size.
+            **{"topk_method": "group_limited_greedy", "qk_nope_head_dim": 8},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 0.707,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        dtype=torch.bfloat16,
+        seed=2,
+        control={"topk_method": "greedy"},
+    ),
+    "deepseek-v3": TinyModel(
+        "DeepseekV3Config",
+        {**LATENT, **EXPERTS_OF_DEEPSEEK, "n_group": 3, "routed_scaling_factor": 2.5},
+        seed=1,
+        control={"norm_topk_prob": False},
+    ),
+    "glm4-moe-lite": TinyModel(
+        "Glm4MoeLiteConfig",
+        {
+            **LATENT,
+            **EXPERTS_OF_DEEPSEEK,
+            **{"head_dim": None, "mlp_layer_types": ["sparse", "dense"], "rope_interleave": False, "n_group": 1},
+            **{"first_k_dense_replace": None, "topk_group": 1},
+        },
+        control={"rope_interleave": True},
+    ),
+    "gpt-oss": TinyModel(
+        "GptOssConfig",
+        {
+            **{"num_hidden_layers": 2, "intermediate_size": 37, "num_local_experts": 5, "num_experts_per_tok": 2},
+            **{"sliding_window": 7, "swiglu_limit": 1.1},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        control={"swiglu_limit": 7.0},
+    ),
 }
 
 _LAYER_NORM: dict[str, Any] = {"rms_norm_eps": None, "layer_norm_eps": 1e-3, "head_dim": None}
@@ -509,7 +572,8 @@ def write_checkpoint(row: TinyModel, folder: Path) -> None:
     """Write config.json and safetensors with transformers' `save_pretrained`."""
     import transformers
 
-    arguments = {key: value for key, value in {**BASE, **row.config}.items() if value is not None}
+    given = {key: value for key, value in {**BASE, **row.config}.items() if value is not None}
+    arguments = {key: None if value is NULL else value for key, value in given.items()}
     config = getattr(transformers, row.config_class)(**arguments)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomise(model, row.seed)
@@ -528,7 +592,8 @@ def randomise(model: Any, seed: int) -> None:
     through them. Embeddings are small, or a tied model would repeat its last token for ever; the last norm makes up for
     it, for logits with a deviation of about three: greedy tokens vary, with clear margins.
     """
-    for name, parameter in model.named_parameters():
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *biases]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)
         of_a_layer = any(part.isdigit() for part in name.split("."))

@@ -60,7 +60,7 @@ def check_routing(
 
 def _in_best_groups(choice: torch.Tensor, groups: int, topk_groups: int, counted: int) -> torch.Tensor:
     """The scores that experts are chosen by, -inf outside of the best groups."""
-    parts = choice.view(len(choice), groups, -1)
+    parts = choice.unflatten(-1, (groups, choice.shape[-1] // groups))
     totals = parts.sort(dim=-1, descending=True).values[..., :counted].sum(dim=-1)
     best = totals.sort(dim=-1, descending=True, stable=True).indices[:, :topk_groups]
     allowed = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best, True)

@@ -12,6 +12,7 @@ from llm.base.custom_op import CustomOp, PluggableLayer
 from llm.kernels.backend import Operations
 from llm.layers.kernel_op import KernelOp
 from llm.layers.linear import ReplicatedLinear
+from llm.layers.moe.grouped_topk import GroupedTopk
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter
 
@@ -126,13 +127,9 @@ class Routing(TypedDict, total=False):
 
 def make_router(top_k: int, **routing: Unpack[Routing]) -> nn.Module:
     """logits float32 [N, E] -> (weights float32 [N, K], ids int64 [N, K])."""
-    grouped = routing.get("use_grouped_topk", False)
-    return TopKRouter(
-        top_k,
-        routing.get("renormalize", True),
-        routing.get("scoring_func", "softmax"),
-        routing.get("e_score_correction_bias"),
-        routing.get("num_expert_group") or 1 if grouped else 1,
-        routing.get("topk_group") or 1 if grouped else 1,
-        routing.get("routed_scaling_factor", 1.0),
-    )
+    renormalize, scoring = routing.get("renormalize", True), routing.get("scoring_func", "softmax")
+    bias, scale = routing.get("e_score_correction_bias"), routing.get("routed_scaling_factor", 1.0)
+    if not routing.get("use_grouped_topk", False):
+        return TopKRouter(top_k, renormalize, scoring, bias, routed_scaling_factor=scale)
+    groups, best = routing.get("num_expert_group") or 0, routing.get("topk_group") or 0
+    return GroupedTopk(top_k, renormalize, groups, best, scoring, scale, e_score_correction_bias=bias)

@@ -44,7 +44,8 @@ VLLM_CLASSES = dict(
         "column_parallel_linear:ColumnParallelLinear row_parallel_linear:RowParallelLinear "
         "vocab_parallel_embedding:VocabParallelEmbedding parallel_lm_head:ParallelLMHead "
         "logits_processor:LogitsProcessor rel_pos_attention:RelPosAttention fused_moe:FusedMoE gate_linear:GateLinear "
-        "unquantized_fused_moe:UnquantizedFusedMoEMethod multi_head_latent_attention:MultiHeadLatentAttentionWrapper"
+        "unquantized_fused_moe:UnquantizedFusedMoEMethod "
+        "multi_head_latent_attention:MultiHeadLatentAttentionWrapper grouped_topk:GroupedTopk"
     ).split()
 )
 OURS_ALONE = {"relu", "layer_norm_1p", "topk_router"}
@@ -81,6 +82,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     },
     **{key: {"in_channels": 3, "out_channels": 4, "kernel_size": 2} for key in ("conv2d", "conv3d")},
     "quant_fp8": {"static": False},
+    "grouped_topk": {"topk": 2, "renormalize": True},
     "mm_encoder_attn": {"num_heads": 2, "head_size": 4},
 }
 OPERATIONS = sorted(name for name in VLLM_CLASSES if issubclass(op_registry[name], CustomOp))

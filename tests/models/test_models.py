@@ -134,7 +134,8 @@ def prompt_logprobs(case: Case, prompt: list[int]) -> list[float]:
 
 
 def _is_of_an_expert(name: str) -> bool:
-    return ".experts." in name
+    """Or of the choice between them."""
+    return ".experts." in name or name.endswith("e_score_correction_bias")
 
 
 @pytest.mark.parametrize("case", [name for name, row in TINY_MODELS.items() if row.control], indirect=True)

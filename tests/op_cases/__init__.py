@@ -8,6 +8,7 @@ arithmetic and one rounding to the type of the input.
 
 from op_cases.activations import ACTIVATIONS
 from op_cases.base import Case
+from op_cases.grouped_topk import GROUPED
 from op_cases.latent import LATENT
 from op_cases.linear import LINEAR
 from op_cases.moe import MOE
@@ -16,6 +17,16 @@ from op_cases.quant import QUANT
 from op_cases.rotary import ROTARY
 from op_cases.vision import VISION
 
-CASES: dict[str, list[Case]] = {**ACTIVATIONS, **NORMS, **ROTARY, **LINEAR, **LATENT, **MOE, **QUANT, **VISION}
+CASES: dict[str, list[Case]] = {
+    **ACTIVATIONS,
+    **NORMS,
+    **ROTARY,
+    **LINEAR,
+    **LATENT,
+    **MOE,
+    **GROUPED,
+    **QUANT,
+    **VISION,
+}
 
 __all__ = ["CASES", "Case"]

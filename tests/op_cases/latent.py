@@ -59,6 +59,7 @@ def one_prompt(count: int) -> ForwardBatch:
         seq_lens_list=[count][:rows],
     )
     cache = torch.full((blocks + 1, BLOCK, RANK + ROPE), torch.nan)
+    cache[0] = 0
     return ForwardBatch(torch.zeros(count), torch.arange(count), [metadata], [(cache,)], torch.arange(count))
 
 

@@ -1,0 +1,34 @@
+"""GLM-4.7-Flash: DeepSeek V3 at another size, with the layers that have experts listed."""
+
+from __future__ import annotations
+
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import DecoderConfig, DecoderForCausalLM, read_latent_attention
+from llm.models.deepseek_v2 import deepseek_decoder, dense_first
+from llm.models.deepseek_v3 import sigmoid_experts
+
+
+class Glm4MoeLiteForCausalLM(DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        rope = reader.rope()
+        attention = read_latent_attention(
+            reader,
+            rope,
+            q_lora_rank=768,
+            qk_nope_head_dim=192,
+            v_head_dim=256,
+            is_neox_style=not reader.boolean("rope_interleave", True),
+        )
+        experts = sigmoid_experts(reader, 64, 4, 1536, groups=1, best=1, scale=1.8)
+        return deepseek_decoder(reader, rope, attention, experts, _sparse_layers(reader), eps=1e-5)
+
+
+def _sparse_layers(reader: ConfigReader) -> list[bool]:
+    by_count = dense_first(reader, reader.integer("first_k_dense_replace", 1))
+    kinds = reader.names("mlp_layer_types")
+    if kinds is None:
+        return by_count
+    if len(kinds) != len(by_count) or set(kinds) - {"dense", "sparse"}:
+        raise reader.error("mlp_layer_types", kinds, f"{len(by_count)} of 'dense' or 'sparse'")
+    return [kind == "sparse" for kind in kinds]

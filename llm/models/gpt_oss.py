@@ -1,0 +1,91 @@
+"""gpt-oss: every second layer has a window, heads have sinks, experts clamp what they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import torch
+
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    DecoderForCausalLM,
+    LayerConfig,
+    MoEConfig,
+    PreNorms,
+    layer_windows,
+    longest_sequence,
+    read_heads,
+    read_rms_norm,
+)
+from llm.models.interface import Cut
+from llm.models.reading_experts import ignore_training
+
+
+def _gate_and_up(last: str) -> Cut:
+    """One expert's [H, 2I] or [2I], gate and up taking turns."""
+
+    def cut(both: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"gate_proj.{last}", both[..., ::2].t()
+        yield f"up_proj.{last}", both[..., 1::2].t()
+
+    return cut
+
+
+def _down(last: str) -> Cut:
+    """One expert's [I, H] or [H]."""
+
+    def cut(part: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"down_proj.{last}", part.t()
+
+    return cut
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    renames = (("model.layers.*.mlp.router", "model.layers.*.mlp.gate"),)
+    stacked_weights: ClassVar[Mapping[str, Cut]] = {
+        "experts.gate_up_proj": _gate_and_up("weight"),
+        "experts.gate_up_proj_bias": _gate_and_up("bias"),
+        "experts.down_proj": _down("weight"),
+        "experts.down_proj_bias": _down("bias"),
+    }
+
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        ignore_training(reader)
+        reader.expect("hidden_act", "silu")
+        reader.expect("swiglu_alpha", 1.702)
+        top_k = reader.positive("num_experts_per_tok", 4)
+        reader.expect("experts_per_token", top_k)  # its older name
+        rope, norm = reader.rope(150_000.0), read_rms_norm(reader, 1e-5)
+        reader.expect("initial_context_length", rope.original_max_position_embeddings)
+        heads = read_heads(reader, default_kv_heads=8, default_size=64)
+        bias = reader.boolean("attention_bias", True)
+        experts = MoEConfig(
+            reader.positive("num_local_experts", 128),
+            top_k,
+            reader.positive("intermediate_size"),
+            "swigluoai",
+            bias=True,
+            router_bias=True,
+            swiglu_limit=reader.positive_number("swiglu_limit", 7.0),
+        )
+
+        def layer(window: int | None) -> LayerConfig:
+            attention = AttentionConfig(heads, rope, window, qkv_bias=bias, out_bias=bias, sinks=True)
+            return LayerConfig(attention=attention, mlp=experts, norms=PreNorms(norm))
+
+        count = reader.positive("num_hidden_layers")
+        window = reader.optional_integer("sliding_window", 128)
+        config = DecoderConfig(
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=reader.positive("hidden_size"),
+            max_position_embeddings=longest_sequence(reader, rope, 131072),
+            layers=tuple(map(layer, layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)]))),
+            final_norm=norm,
+            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
+        )
+        reader.finish()
+        return config
