@@ -77,19 +77,26 @@ def encoded(values: torch.Tensor, kind: Type, seed: int) -> tuple[np.ndarray, to
 
 
 def write_gguf(
-    folder: Path, path: Path, type_of: TypeOf, *, tokenizer: bool = False, extra: Mapping[str, Any] | None = None
+    folder: Path,
+    path: Path,
+    type_of: TypeOf,
+    *,
+    tokenizer: bool = False,
+    extra: Mapping[str, Any] | None = None,
+    split: int = 0,
 ) -> Path:
     """`folder`'s model as a GGUF file, and beside it, in `path` without suffix, the checkpoint of its exact values.
 
     Args:
         type_of: Hugging Face's name of a matrix -> its type; vectors are F32.
         extra: further metadata, by key.
+        split: most tensors of a part; 0: one file.
 
     Returns: the folder of that checkpoint.
     """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     add_metadata(writer, config)
     if tokenizer:
         add_byte_level_tokenizer(writer, folder)

@@ -231,6 +231,24 @@ def test_q8_0_of_the_embedded_model_says_what_it_says(tmp_path: Path) -> None:
         assert tokens(run(llm, PROMPTS[:1])) != []
 
 
+def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
+    for name, split in (("whole", 0), ("parts", 15)):
+        write_gguf(EMBEDDED_MODEL, tmp_path / f"{name}.gguf", lambda _: Type.Q4_0, split=split)
+    parts = sorted(tmp_path.glob("parts-*.gguf"))
+    assert len(parts) == 3
+    answers = []
+    for path in (tmp_path / "whole.gguf", parts[0], parts[2]):
+        with opened(path) as llm:
+            answers.append(run(llm, [[5, 6, 7]], GREEDY)[0].outputs[0].logprobs)
+    assert answers[0] == answers[1] == answers[2]
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(CheckpointError, match="is not part 2, as its name says"):
+        LLM(parts[0])
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match="beside it are missing 'parts-00002-of-00003"):
+        LLM(parts[0])
+
+
 def test_float_files_are_quantized_on_load(tmp_path: Path) -> None:
     write_gguf(EMBEDDED_MODEL, tmp_path / "tiny.gguf", lambda _: Type.BF16)
     with opened(tmp_path / "tiny.gguf", quantization="w8a8") as ours:
