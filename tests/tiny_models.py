@@ -346,6 +346,15 @@ TINY_MODELS = TINY_MODELS | {
         seed=1,
         control={"norm_topk_prob": False},
     ),
+    "glm4-moe": TinyModel(
+        "Glm4MoeConfig",
+        {
+            **EXPERTS_OF_DEEPSEEK,
+            **{"head_dim": 12, "use_qk_norm": True, "attention_bias": True, "n_group": 1},
+            "topk_group": 1,
+        },
+        control={"norm_topk_prob": False},
+    ),
     "glm4-moe-lite": TinyModel(
         "Glm4MoeLiteConfig",
         {
@@ -553,7 +562,7 @@ TINY_MODELS = TINY_MODELS | {
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
-    ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe ernie4-5-moe
+    ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe ernie4-5-moe glm4-moe
 """.split()
 SCHEDULED = [name for name in TINY_MODELS if name not in _REARRANGED]
 

@@ -119,8 +119,7 @@ _POOLING = (
     "ClassificationRequestOutput ScoringOutput ScoringRequestOutput PoolerConfig"
 ).split()
 _EXPERT_LAYERS = (
-    "SharedFusedMoE FusedMoEConfig FusedMoEFactory FusedMoEModularMethod GroupedTopk RoutedExperts fused_experts "
-    "fused_topk"
+    "SharedFusedMoE FusedMoEConfig FusedMoEFactory FusedMoEModularMethod RoutedExperts fused_experts fused_topk"
 ).split()
 _MIXER_LAYERS = (
     "MambaMixer MambaMixer2 ShortConv ChunkGatedDeltaRule MultiHeadLatentAttentionWrapper MLAAttention "

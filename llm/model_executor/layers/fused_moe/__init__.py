@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
 from llm.layers.moe import FusedMoE, GateLinear, UnquantizedFusedMoEMethod
+from llm.layers.moe.grouped_topk import GroupedTopk
 from llm.quantization.base import FusedMoEMethodBase
 
 __all__ = [
     "FusedMoE",
     "FusedMoEMethodBase",
     "GateLinear",
+    "GroupedTopk",
     "UnquantizedFusedMoEMethod",
 ]
 
