@@ -20,6 +20,7 @@ namespace {
 
 // Query rows (one token in one head) of a task: they share its keys.
 constexpr int64_t TASK_ROWS = 48;
+constexpr int64_t MULTIPLY_ADDS_PER_NS = 16;  // of one thread, about
 
 // The batch rows of a step. Row r owns the tokens starts[r] : starts[r + 1], the last of its lengths[r] positions.
 struct Step {
@@ -330,9 +331,14 @@ void attend(const Step& step, const Layer& layer, const void* key_cache, const v
     Scratch firsts((step.rows + 1) * sizeof(int64_t));
     int64_t* first_task = firsts.as<int64_t>();
     first_task[0] = 0;
-    for (int64_t row = 0; row < step.rows; ++row)
+    int64_t pairs = 0;  // of a token and a position that it may see
+    for (int64_t row = 0; row < step.rows; ++row) {
         first_task[row + 1] = first_task[row] + tasks.tiles(row) * tasks.per_tile();
-    parallel_for(tasks.count, threads, attention.scratch_bytes(tasks.rows()), [&](int64_t index, char* scratch) {
+        pairs += tasks.tokens(row) * step.lengths[row];
+    }
+    const int64_t ns = pairs * layer.heads * layer.head_size * 2 / MULTIPLY_ADDS_PER_NS;
+    parallel_for(tasks.count, is_worth_sharing(ns) ? threads : 1, attention.scratch_bytes(tasks.rows()),
+                 [&](int64_t index, char* scratch) {
         const Task task = tasks.task(index, first_task);
         if (task.heads() > 0) attention.run(task, scratch);
     });

@@ -24,5 +24,7 @@ template <class Call> LLM_INLINE auto with_type(Kind kind, const Call& call) {
 // Of an element of a float `kind`.
 LLM_INLINE int64_t bytes_of(Kind kind) { return kind == Kind::FLOAT32 ? 4 : 2; }
 
+LLM_INLINE int64_t bits_of(Kind kind) { return kind == Kind::INT8 ? 8 : kind == Kind::INT4 ? 4 : 8 * bytes_of(kind); }
+
 }  // namespace
 }  // namespace llm

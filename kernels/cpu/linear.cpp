@@ -10,6 +10,14 @@ auto product_with(const Weight& weight) {
     return weight.kind == Kind::INT8 ? linear_int8 : linear_int4;
 }
 
+// Nanoseconds that one thread needs for a GEMM of m batch rows: about what it computes or reads in one.
+constexpr int64_t MULTIPLY_ADDS_PER_NS = 48, BYTES_PER_NS = 16;
+
+int64_t nanoseconds(const Weight& weight, int64_t m) {
+    const int64_t elements = weight.n * weight.k;
+    return max(m * elements / MULTIPLY_ADDS_PER_NS, elements * bits_of(weight.kind) / 8 / BYTES_PER_NS);
+}
+
 }  // namespace
 
 bool lacks_scales(const Weight& weight) {
@@ -17,7 +25,7 @@ bool lacks_scales(const Weight& weight) {
 }
 
 void linear(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
-    product_with(weight)(weight, x, y, m, threads);
+    product_with(weight)(weight, x, y, m, is_worth_sharing(nanoseconds(weight, m)) ? threads : 1);
 }
 
 }  // namespace llm

@@ -21,6 +21,10 @@ namespace llm {
 // Calls work(argument) here and on up to `threads` - 1 workers, each at most once: threads.cpp.
 void on_threads(void (*work)(void*), void* argument, int64_t threads);
 
+// True if sharing `ns` nanoseconds of one thread's work saves time: a second thread saves at most half, and a region
+// has a cost, which is measured once.
+bool is_worth_sharing(int64_t ns);
+
 // Rounding to nearest with denormals kept. The control word is per thread, and another library may have changed it.
 class FloatControl {
 #if defined(__x86_64__)

@@ -78,6 +78,8 @@ int64_t llm_replay(const void* program, int64_t count)
 void llm_large_pages(void* data, int64_t bytes, int64_t written)
 void llm_end_threads()
 int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t turns, int64_t threads)
+int64_t llm_count_regions()
+int64_t llm_region_ns()
 void llm_probe_math(int64_t function, const float* x, float* out, int64_t count)
 """
 

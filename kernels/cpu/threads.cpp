@@ -5,6 +5,7 @@
 // has taken a core away. The caller computes too, and waits only for workers that have taken a task.
 #include "replay.h"
 
+#include <algorithm>
 #include <climits>
 #include <csignal>
 #include <ctime>
@@ -21,6 +22,7 @@ constexpr int64_t SPIN_NS = 300'000;          // longer than Python's gap betwee
 constexpr int64_t CONTENDED_SPIN_NS = 2'000;  // while other processes run on these cores
 constexpr int64_t PREEMPTED_NS = 200'000;     // between two looks at the clock: the core was taken away
 constexpr int64_t CONTENDED_NS = 50'000'000;  // how long a sign of contention counts
+constexpr int64_t HAND_OFFS = 15, LONGEST_HAND_OFF_NS = 20'000;
 
 // state: region number << 16 | OPEN | number of workers inside.
 constexpr uint64_t OPEN = 1 << 15, INSIDE = OPEN - 1, REGION = 1 << 16;
@@ -40,6 +42,7 @@ struct Pool {
     alignas(64) std::atomic<uint32_t> left{0};  // futex of the caller: counts regions whose last worker has left
     std::atomic<bool> caller_asleep{false};
     alignas(64) std::atomic<int64_t> contended_until{0};
+    std::atomic<int64_t> region_ns{0};  // what a region costs its caller; 0: not measured
 };
 Pool pool;
 thread_local bool is_worker = false;
@@ -157,12 +160,40 @@ void close_region() {
     }
 }
 
+// A region's work that ends when a worker has come, or too late.
+void hand_off(void* argument) {
+    auto& came = *static_cast<std::atomic<bool>*>(argument);
+    if (is_worker) return came.store(true, std::memory_order_release);
+    for (const int64_t start = now_ns(); now_ns() - start < LONGEST_HAND_OFF_NS;) {
+        if (came.load(std::memory_order_acquire)) return;
+        relax();
+    }
+}
+
+// Measured once, with the first workers just created: the median of a few hand-offs to a worker that spins.
+void measure_region() {
+    int64_t times[HAND_OFFS];
+    for (int64_t& time : times) {
+        std::atomic<bool> came{false};
+        const int64_t start = now_ns();
+        open_region(hand_off, &came, 1);
+        hand_off(&came);
+        close_region();
+        time = now_ns() - start;
+    }
+    std::nth_element(times, times + HAND_OFFS / 2, times + HAND_OFFS);
+    pool.region_ns.store(min(times[HAND_OFFS / 2], LONGEST_HAND_OFF_NS), std::memory_order_relaxed);
+}
+
 }  // namespace
+
+bool is_worth_sharing(int64_t ns) { return ns > 2 * pool.region_ns.load(std::memory_order_relaxed); }
 
 void on_threads(void (*work)(void*), void* argument, int64_t threads) {
     if (threads <= 1 || is_worker || pool.taken.test_and_set(std::memory_order_acquire)) return work(argument);
     const int64_t wanted = threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS;
     if (pool.workers < wanted) create_workers(static_cast<int>(wanted));
+    if (!pool.region_ns.load(std::memory_order_relaxed)) measure_region();
     open_region(work, argument, wanted);
     work(argument);
     close_region();
@@ -195,5 +226,13 @@ LLM_EXPORT int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t tur
     return llm::pool.workers;
 }
 
+// For tests: the number of regions opened since the threads were created.
+LLM_EXPORT int64_t llm_count_regions() { return llm::pool.opened.load(); }
+
+// For tests: what a region costs in nanoseconds; 0: not measured.
+LLM_EXPORT int64_t llm_region_ns() { return llm::pool.region_ns.load(); }
+
 LLM_FUNCTION(llm_end_threads)
 LLM_FUNCTION(llm_probe_threads)
+LLM_FUNCTION(llm_count_regions)
+LLM_FUNCTION(llm_region_ns)

@@ -48,6 +48,31 @@ def test_every_task_runs_once_on_at_most_so_many_threads() -> None:
     assert set(ran_by(library, 1)[1]) == {own}
 
 
+def regions_of(rows: int, n: int, k: int) -> int:
+    """How many a GEMM opens on two threads."""
+    library, kernels = library_of(), kernel_set(ISAS[-1])
+    weight, x = kernels.op("pack")(torch.ones(n, k)), torch.ones(rows, k)
+    count, threads = library.function("llm_count_regions"), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        before = count()
+        assert kernels.op("linear")(x, weight).eq(k).all()
+        return count() - before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_a_region_costs_is_measured_once_and_small_gemms_open_none() -> None:
+    library = library_of()
+    ran_by(library, 2)
+    cost = library.function("llm_region_ns")
+    measured = cost()
+    assert 0 < measured <= 20_000
+    assert regions_of(64, 512, 512) == 1
+    assert regions_of(1, 16, 16) == 0
+    assert cost() == measured
+
+
 def test_workers_take_part() -> None:
     """Tasks of milliseconds: the caller alone would be long enough for every worker to come."""
     assert max(len(ran_by(library_of(), 3, turns=2_000_000, count=30)[1]) for _ in range(5)) > 1
