@@ -93,8 +93,7 @@ def _products(backend: Backend, shape: tuple[int, int], rows: int) -> Iterator[t
 
     def ours(make: Callable[[], Weight]) -> Product:
         weight = make()
-        nbytes = weight.data.nbytes + (0 if weight.scale is None else weight.scale.nbytes)
-        return copies(nbytes, make, lambda held, x: linear(x, held))
+        return copies(_bytes_read(weight), make, lambda held, x: linear(x, held))
 
     def integers(kind: str, activations: str, group: int) -> Product:
         values = torch.randint(-8, 8, (n, k), dtype=torch.int8)
@@ -147,9 +146,14 @@ def _mixtures(backend: Backend, rows: int) -> Iterator[tuple[str, Product]]:
             for shape in ((2 * inner, hidden), (hidden, inner))
         )
         weights = ExpertWeights(gate_up, down)
-        nbytes = (gate_up[0].nbytes + down[0].nbytes) * len(chosen[0].unique())
+        nbytes = (_bytes_read(gate_up[0]) + _bytes_read(down[0])) * len(chosen[0].unique())
         call = functools.partial(experts, topk_weights=factors, weights=weights)
         yield name, (nbytes, [functools.partial(call, topk_ids=ids) for ids in chosen])
+
+
+def _bytes_read(weight: Weight) -> int:
+    """Of the weight and its scales."""
+    return weight.data.nbytes + (0 if weight.scale is None else weight.scale.nbytes)
 
 
 def _torch_int8(n: int, k: int) -> Any:
