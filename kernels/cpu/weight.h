@@ -108,6 +108,7 @@ inline Weight channels(const Weight& weight, int64_t first, int64_t end) {
     if (weight.sums) part.sums += first;
     if (weight.scale) part.scale = from(weight.scale, first * bytes_of(weight.scale_kind));
     if (weight.zero) part.zero = from(weight.zero, first * bytes_of(weight.zero_kind));
+    if (weight.minimum) part.minimum = from(weight.minimum, first * bytes_of(weight.minimum_kind));
     if (weight.bias) part.bias += first;
     part.n = end - first;
     return part;

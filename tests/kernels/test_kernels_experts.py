@@ -77,6 +77,14 @@ def static(lib: library.Library, n: int, k: int) -> packed.PanelWeight:
     return dataclasses.replace(weight, activations="int8", input_scale=0.03, input_offset=5, bias=torch.randn(n))
 
 
+def minima(kind: str) -> Make:
+    def make(lib: library.Library, n: int, k: int) -> packed.PanelWeight:
+        weight = integers(kind, "float", 8)(lib, n, k)
+        return weight.scaled(weight.scales, group_size=8, minimum=torch.rand(n, weight.groups) * 8 * weight.scales)
+
+    return make
+
+
 KINDS: dict[str, Make] = {
     "float32": floats(torch.float32),
     "bfloat16": floats(torch.bfloat16),
@@ -89,6 +97,8 @@ KINDS: dict[str, Make] = {
     "w8a16": integers("int8", "float", 32, zeros=True),
     "w4a16": integers("int4", "float", 32, zeros=True),
     "w4a16 g=8": integers("int4", "float", 8),
+    "w4a16, minima": minima("int4"),
+    "w8a16, minima": minima("int8"),
 }
 
 
