@@ -24,6 +24,7 @@ from llm.config.engine import EngineArgs
 from llm.forward import StateSpec
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention
+from llm.layers.moe import FusedMoE
 from llm.platforms import is_by_name
 from llm.platforms.interface import Platform
 from llm.plugins import leave_out
@@ -69,6 +70,8 @@ def what_varies(model: nn.Module) -> str | None:
             return replacement_reason(type(module))
         if isinstance(module, CustomOp) and module.binding.is_off:
             return f"{module.name} is {module.binding.reason}: PyTorch's own operations compute it"
+        if isinstance(module, FusedMoE) and module.custom_routing_function is not None:
+            return "a custom_routing_function chooses experts"
         if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
             return f"attention is {type(module.backend).__name__}'s"
         if isinstance(module, CustomOp) and module.binding.method == "forward_native":

@@ -14,6 +14,7 @@ from tiny_models import one_thread
 from llm.base import replacement
 from llm.base.construction import constructing_for
 from llm.base.errors import ValidationError
+from llm.engine.extensions import what_varies
 from llm.layers.moe import FusedMoE, GateLinear, TopKRouter
 from llm.loading.loader import process_weights
 from llm.platforms.cpu import CpuPlatform
@@ -138,6 +139,9 @@ def test_a_routing_function_of_ones_own() -> None:
 
     made, x = layer(custom_routing_function=first_experts, top_k=2), normal(14, 3, H)
     assert same(made(x, normal(15, 3, E)), 0.5 * made.experts[0](x) + 0.5 * made.experts[1](x))
+    # Whether its bits depend on the batch nobody knows.
+    assert what_varies(made) == "a custom_routing_function chooses experts"
+    assert what_varies(layer()) is None or not has_kernels()
 
 
 def test_the_router_is_a_layer_that_a_plugin_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
