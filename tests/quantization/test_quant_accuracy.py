@@ -164,7 +164,7 @@ def test_output_noise_is_of_every_token_however_often_the_texts_are_run(
 
         def counted() -> Any:
             captured = take()
-            tokens.update({name: len(x) for name, (x, _) in captured.items()})
+            tokens.update({name: len(y) for name, (_, y) in captured.items()})
             return captured
 
         monkeypatch.setattr(engines[0].runner, "take_captured", counted)
