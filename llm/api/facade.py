@@ -33,9 +33,8 @@ from llm.base.errors import (
 from llm.base.names import MISSING, wrong_names
 from llm.config import compilation, env
 from llm.config.arguments import CALLS, check_arguments
-from llm.config.command_line import EMBEDDED_MODEL
 from llm.config.elsewhere import METHODS
-from llm.config.engine import EngineArgs, EngineConfig, ReasoningConfig
+from llm.config.engine import EMBEDDED_MODEL, EngineArgs, EngineConfig, ReasoningConfig
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, warn_of_errors

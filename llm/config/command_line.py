@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, TypeVar
 from llm.base.names import known_fields
 from llm.config.arguments import ARGUMENTS
 from llm.config.elsewhere import CONSTRUCTOR
+from llm.config.engine import EMBEDDED_MODEL
 from llm.config.engine import EngineArgs as HonouredArgs
-
-EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny"
 
 Args = TypeVar("Args", bound="CommandLine")
 

@@ -26,6 +26,7 @@ from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny"
 DEFAULT_MAX_NUM_SEQS = 256
 # Enough tokens for a GEMM to run at full speed. The temporaries of larger steps are too large for malloc's heap: each
 # operation maps new memory, and the page faults cost more than the larger step saves.
