@@ -5,6 +5,7 @@ Owns the public names. They load on first use, so `import llm` costs millisecond
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,14 @@ if not TYPE_CHECKING:  # or mypy would take any name
     def __getattr__(name: str) -> object:
         if name not in _PUBLIC:
             raise missing.missing_name(__name__, name)
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        # A full collection amid the imports takes 60 ms, over PyTorch's objects, and finds nothing.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        finally:
+            if was_enabled:
+                gc.enable()
         globals()[name] = value
         return value
 

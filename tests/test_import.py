@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import shutil
 import subprocess
@@ -54,6 +55,19 @@ def test_main_names_import() -> None:
 def test_every_public_name_resolves(name: str) -> None:
     assert getattr(llm, name) is not None
     assert name in dir(llm)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_name_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None:
+    llm.__dict__.pop("LLM", None)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert llm.LLM and gc.isenabled() == enabled
+        with pytest.raises(AttributeError):
+            llm.NO_SUCH_NAME  # noqa: B018
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 def test_an_unknown_name_raises_naming_it() -> None:
