@@ -13,6 +13,7 @@ from llm.models.decoder import (
     PartConfig,
     PreNorms,
     longest_sequence,
+    read_decoder,
     read_latent_attention,
     read_rms_norm,
 )
@@ -80,17 +81,13 @@ def deepseek_decoder(
         raise reader.error("num_nextn_predict_layers", further, f"an integer from 0 to {_MOST_FURTHER_LAYERS}")
     norm = read_rms_norm(reader, eps)
     dense = GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
-    config = DecoderConfig(
-        vocab_size=reader.positive("vocab_size"),
-        hidden_size=reader.positive("hidden_size"),
-        max_position_embeddings=longest_sequence(reader, rope),
-        layers=tuple(
+    return read_decoder(
+        reader,
+        [
             LayerConfig(attention=attention, mlp=experts if sparse else dense, norms=PreNorms(norm))
             for sparse in is_sparse
-        ),
-        final_norm=norm,
+        ],
+        norm,
+        positions=longest_sequence(reader, rope),
         layers_left_out=further,
-        tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
     )
-    reader.finish()
-    return config

@@ -12,6 +12,7 @@ from llm.models.decoder import (
     MoEConfig,
     PreNorms,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -49,16 +50,13 @@ class Ernie4_5_MoeForCausalLM(DecoderForCausalLM):
             attention = AttentionConfig(heads, rope, rope_interleaved=True)
             return LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=PreNorms(norm))
 
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope, 131072),
-            layers=tuple(map(layer, _sparse_layers(reader))),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
+        return read_decoder(
+            reader,
+            map(layer, _sparse_layers(reader)),
+            norm,
+            positions=longest_sequence(reader, rope, 131072),
+            tied=True,
         )
-        reader.finish()
-        return config
 
 
 def _sparse_layers(reader: ConfigReader) -> list[bool]:

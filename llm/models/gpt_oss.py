@@ -17,6 +17,7 @@ from llm.models.decoder import (
     PreNorms,
     layer_windows,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -79,13 +80,9 @@ class GptOssForCausalLM(DecoderForCausalLM):
 
         count = reader.positive("num_hidden_layers")
         window = reader.optional_integer("sliding_window", 128)
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope, 131072),
-            layers=tuple(map(layer, layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)]))),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
+        return read_decoder(
+            reader,
+            map(layer, layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])),
+            norm,
+            positions=longest_sequence(reader, rope, 131072),
         )
-        reader.finish()
-        return config

@@ -9,8 +9,10 @@ from llm.models.decoder import (
     DecoderForCausalLM,
     GatedMLPConfig,
     LayerConfig,
+    PartConfig,
     ScaledPreNorms,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -19,32 +21,34 @@ from llm.models.decoder import (
 class GraniteForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope, norm = reader.rope(), read_rms_norm(reader)
-        bias = reader.boolean("attention_bias", False)
-        layer = LayerConfig(
-            attention=AttentionConfig(
-                read_heads(reader),
-                rope,
-                qkv_bias=bias,
-                out_bias=bias,
-                scale=reader.number("attention_multiplier", 1.0),
-            ),
-            mlp=GatedMLPConfig(
-                reader.positive("intermediate_size"),
-                reader.string("hidden_act", "silu"),
-                bias=reader.boolean("mlp_bias", False),
-            ),
-            norms=ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0)),
+        mlp = GatedMLPConfig(
+            reader.positive("intermediate_size"),
+            reader.string("hidden_act", "silu"),
+            bias=reader.boolean("mlp_bias", False),
         )
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope),
-            layers=(layer,) * reader.positive("num_hidden_layers"),
-            final_norm=norm,
-            embedding_multiplier=reader.number("embedding_multiplier", 1.0),
-            logits_divisor=reader.positive_number("logits_scaling", 1.0),
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
-        )
-        reader.finish()
-        return config
+        return granite_decoder(reader, mlp)
+
+
+def granite_decoder(reader: ConfigReader, mlp: PartConfig) -> DecoderConfig:
+    """Granite's decoder around any feed-forward part."""
+    rope, norm = reader.rope(), read_rms_norm(reader)
+    bias = reader.boolean("attention_bias", False)
+    layer = LayerConfig(
+        attention=AttentionConfig(
+            read_heads(reader),
+            rope,
+            qkv_bias=bias,
+            out_bias=bias,
+            scale=reader.number("attention_multiplier", 1.0),
+        ),
+        mlp=mlp,
+        norms=ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0)),
+    )
+    return read_decoder(
+        reader,
+        layer,
+        norm,
+        positions=longest_sequence(reader, rope),
+        embedding_multiplier=reader.number("embedding_multiplier", 1.0),
+        logits_divisor=reader.positive_number("logits_scaling", 1.0),
+    )

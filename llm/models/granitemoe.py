@@ -6,18 +6,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    LayerConfig,
-    MoEConfig,
-    ScaledPreNorms,
-    longest_sequence,
-    read_heads,
-    read_rms_norm,
-)
+from llm.models.decoder import DecoderConfig, DecoderForCausalLM, MoEConfig
 from llm.models.decoder.moe import down, gate_and_up
+from llm.models.granite import granite_decoder
 from llm.models.interface import Cut
 from llm.models.reading_experts import ignore_training
 
@@ -38,33 +29,10 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
         ignore_training(reader)
-        rope, norm = reader.rope(), read_rms_norm(reader)
-        bias = reader.boolean("attention_bias", False)
-        layer = LayerConfig(
-            attention=AttentionConfig(
-                read_heads(reader),
-                rope,
-                qkv_bias=bias,
-                out_bias=bias,
-                scale=reader.number("attention_multiplier", 1.0),
-            ),
-            mlp=MoEConfig(
-                reader.positive("num_local_experts", 8),
-                reader.positive("num_experts_per_tok", 2),
-                reader.positive("intermediate_size"),
-                reader.string("hidden_act", "silu"),
-            ),
-            norms=ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0)),
+        mlp = MoEConfig(
+            reader.positive("num_local_experts", 8),
+            reader.positive("num_experts_per_tok", 2),
+            reader.positive("intermediate_size"),
+            reader.string("hidden_act", "silu"),
         )
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope),
-            layers=(layer,) * reader.positive("num_hidden_layers"),
-            final_norm=norm,
-            embedding_multiplier=reader.number("embedding_multiplier", 1.0),
-            logits_divisor=reader.positive_number("logits_scaling", 1.0),
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
-        )
-        reader.finish()
-        return config
+        return granite_decoder(reader, mlp)

@@ -10,6 +10,7 @@ from llm.models.decoder import (
     LayerConfig,
     ScaledPreNorms,
     longest_sequence,
+    read_decoder,
     read_latent_attention,
     read_rms_norm,
 )
@@ -45,15 +46,12 @@ class MiniCPM3ForCausalLM(DecoderForCausalLM):
             mlp=mlp,
             norms=ScaledPreNorms(norm, 1.0 if depth is None else depth / count**0.5),
         )
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=hidden,
-            max_position_embeddings=longest_sequence(reader, rope),
-            layers=(layer,) * count,
-            final_norm=norm,
+        return read_decoder(
+            reader,
+            [layer] * count,
+            norm,
+            positions=longest_sequence(reader, rope),
+            tied=True,
             embedding_multiplier=reader.number("scale_emb", 12.0),
             logits_divisor=1.0 if base is None else hidden / base,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
         )
-        reader.finish()
-        return config

@@ -11,6 +11,7 @@ from llm.models.decoder import (
     LayerConfig,
     PreNorms,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -26,13 +27,4 @@ class MistralForCausalLM(DecoderForCausalLM):
             mlp=GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
             norms=PreNorms(norm),
         )
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope, 131072),
-            layers=(layer,) * reader.positive("num_hidden_layers"),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
-        )
-        reader.finish()
-        return config
+        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope, 131072))

@@ -11,6 +11,7 @@ from llm.models.decoder import (
     LayerConfig,
     PostNorms,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -28,13 +29,4 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
             mlp=GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
             norms=PostNorms(norm),
         )
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope),
-            layers=(layer,) * reader.positive("num_hidden_layers"),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
-        )
-        reader.finish()
-        return config
+        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope))

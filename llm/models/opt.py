@@ -17,6 +17,7 @@ from llm.models.decoder import (
     NormedSums,
     PlainMLPConfig,
     PreNorms,
+    read_decoder,
 )
 
 # Position 0 is row 2 of the table, because of the padding ids in its training code.
@@ -54,15 +55,12 @@ class OPTForCausalLM(DecoderForCausalLM):
             mlp=PlainMLPConfig(reader.positive("ffn_dim"), reader.string("activation_function", "relu"), bias=bias),
             norms=PreNorms(norm) if is_pre_norm else NormedSums(norm),
         )
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=hidden,
-            max_position_embeddings=positions,
-            layers=(layer,) * reader.positive("num_hidden_layers"),
-            final_norm=norm if is_pre_norm else None,
+        return read_decoder(
+            reader,
+            layer,
+            norm if is_pre_norm else None,
+            positions=positions,
+            tied=True,
             embedding_size=None if width == hidden else width,
             learned_positions=LearnedPositions(positions + _POSITION_OFFSET, offset=_POSITION_OFFSET),
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
         )
-        reader.finish()
-        return config

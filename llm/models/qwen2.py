@@ -12,6 +12,7 @@ from llm.models.decoder import (
     PreNorms,
     layer_windows,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -22,21 +23,17 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
         rope, norm, heads = reader.rope(), read_rms_norm(reader), read_heads(reader, default_kv_heads=32)
         mlp = GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope, 32768),
-            layers=tuple(
+        return read_decoder(
+            reader,
+            [
                 LayerConfig(
                     attention=AttentionConfig(heads, rope, window, qkv_bias=True), mlp=mlp, norms=PreNorms(norm)
                 )
                 for window in qwen_windows(reader)
-            ),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
+            ],
+            norm,
+            positions=longest_sequence(reader, rope, 32768),
         )
-        reader.finish()
-        return config
 
 
 def qwen_windows(reader: ConfigReader) -> list[int | None]:

@@ -14,6 +14,7 @@ from llm.models.decoder import (
     PreNorms,
     layer_windows,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -46,16 +47,12 @@ class Qwen2MoeForCausalLM(DecoderForCausalLM):
                 attention=AttentionConfig(heads, rope, window, qkv_bias=bias), mlp=mlp, norms=PreNorms(norm)
             )
 
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope, 32768),
-            layers=tuple(map(layer, _windows(reader), sparse_layers(reader))),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
+        return read_decoder(
+            reader,
+            map(layer, _windows(reader), sparse_layers(reader)),
+            norm,
+            positions=longest_sequence(reader, rope, 32768),
         )
-        reader.finish()
-        return config
 
 
 def _windows(reader: ConfigReader) -> list[int | None]:

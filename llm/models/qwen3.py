@@ -11,6 +11,7 @@ from llm.models.decoder import (
     LayerConfig,
     PreNorms,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -29,13 +30,6 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
             attention = AttentionConfig(heads, rope, window, qkv_bias=bias, out_bias=bias, qk_norm=norm)
             return LayerConfig(attention=attention, mlp=mlp, norms=PreNorms(norm))
 
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope, 32768),
-            layers=tuple(map(layer, qwen_windows(reader))),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
+        return read_decoder(
+            reader, map(layer, qwen_windows(reader)), norm, positions=longest_sequence(reader, rope, 32768)
         )
-        reader.finish()
-        return config

@@ -12,6 +12,7 @@ from llm.models.decoder import (
     MoEConfig,
     PreNorms,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -44,13 +45,6 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
             )
             return LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=PreNorms(norm))
 
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope, 32768),
-            layers=tuple(map(layer, sparse_layers(reader))),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
+        return read_decoder(
+            reader, map(layer, sparse_layers(reader)), norm, positions=longest_sequence(reader, rope, 32768)
         )
-        reader.finish()
-        return config

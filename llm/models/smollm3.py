@@ -12,6 +12,7 @@ from llm.models.decoder import (
     PreNorms,
     layer_windows,
     longest_sequence,
+    read_decoder,
     read_heads,
     read_rms_norm,
 )
@@ -35,16 +36,13 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
             attention = AttentionConfig(heads, rope if rotates else None, window, qkv_bias=bias, out_bias=bias)
             return LayerConfig(attention=attention, mlp=mlp, norms=PreNorms(norm))
 
-        config = DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=reader.positive("hidden_size"),
-            max_position_embeddings=longest_sequence(reader, rope, 32768),
-            layers=tuple(map(layer, _windows(reader, count, has_rope), has_rope)),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
+        return read_decoder(
+            reader,
+            map(layer, _windows(reader, count, has_rope), has_rope),
+            norm,
+            positions=longest_sequence(reader, rope, 32768),
+            tied=True,
         )
-        reader.finish()
-        return config
 
 
 def _windows(reader: ConfigReader, count: int, has_rope: list[int]) -> list[int | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from llm.layers.norm import LayerNorm, RMSNorm
@@ -36,7 +36,7 @@ def read_layer_norm(
 
 def read_decoder(
     reader: ConfigReader,
-    layers: LayerConfig | Sequence[LayerConfig],
+    layers: LayerConfig | Iterable[LayerConfig],
     final_norm: NormConfig | None,
     *,
     positions: int,
