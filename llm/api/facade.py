@@ -32,7 +32,7 @@ from llm.base.errors import (
 )
 from llm.base.names import MISSING, wrong_names
 from llm.config import compilation, env
-from llm.config.arguments import CALLS, check_arguments
+from llm.config.argument_check import CALLS, check_arguments
 from llm.config.elsewhere import METHODS
 from llm.config.engine import EMBEDDED_MODEL, EngineArgs, EngineConfig, ReasoningConfig
 from llm.engine.engine import Engine

@@ -13,7 +13,7 @@ from typing import Protocol
 from llm.api.host import Host
 from llm.base.errors import GenerationInterrupted, LLMError, ValidationError
 from llm.base.names import known_names
-from llm.config.arguments import CALLS
+from llm.config.argument_check import CALLS
 from llm.config.elsewhere import ASKS_NOTHING
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState

@@ -25,7 +25,8 @@ from llm import (
 )
 from llm.base.errors import ArgumentError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from llm.config import EngineConfig
-from llm.config.arguments import ARGUMENTS, CALLS
+from llm.config.argument_check import CALLS
+from llm.config.arguments import ARGUMENTS
 from llm.config.elsewhere import CONSTRUCTOR, METHODS, SAMPLING
 from llm.sampling_params import RepetitionDetectionParams
 
