@@ -7,11 +7,11 @@ import torch
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.packed import PanelWeight, WeightArray
 from llm.kernels.cpu.signatures import KERNELS
+from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.kernels.weight import ExpertWeights, Weight
 
 # As in activation.h and experts.cpp.
 _FUNCTIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swigluoai": 6}
-_SWIGLUOAI_LIMIT = 7.0
 _EXPERTS = KERNELS["llm_experts"]
 _BAD_ID, _NO_SCALES = 1, 2
 
@@ -39,7 +39,7 @@ def experts(
     result = library.call(
         _EXPERTS,
         *(gate_up.address, down.address, len(weights.down), x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()),
-        *(*topk_ids.shape, _FUNCTIONS[activation], limit or _SWIGLUOAI_LIMIT, out.data_ptr(), torch.get_num_threads()),
+        *(*topk_ids.shape, _FUNCTIONS[activation], limit or SWIGLUOAI_LIMIT, out.data_ptr(), torch.get_num_threads()),
     )
     if result == _BAD_ID:
         lowest, highest = int(topk_ids.min()), int(topk_ids.max())

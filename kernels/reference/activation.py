@@ -8,6 +8,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+# The constants of "swigluoai", gpt-oss's: of the gate's sigmoid, and where gate and value end.
+SWIGLUOAI_ALPHA = 1.702
+SWIGLUOAI_LIMIT = 7.0
+
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """float [..., 2d] -> [..., d]: silu of the first half times the second."""

@@ -7,13 +7,15 @@ from functools import partial
 
 import torch
 
-from llm.kernels.reference.activation import gelu_and_mul, silu_and_mul, silu_and_mul_with_clamp
+from llm.kernels.reference.activation import (
+    SWIGLUOAI_ALPHA,
+    SWIGLUOAI_LIMIT,
+    gelu_and_mul,
+    silu_and_mul,
+    silu_and_mul_with_clamp,
+)
 from llm.kernels.reference.linear import linear
 from llm.kernels.weight import ExpertWeights, Weight
-
-# Of the gate's sigmoid in `swigluoai`.
-_ALPHA = 1.702
-_LIMIT = 7.0
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 
@@ -78,7 +80,7 @@ def gate_of(activation: str, limit: float) -> Gate:
         "silu": silu_and_mul,
         "gelu": lambda x: gelu_and_mul(x, "none"),
         "gelu_tanh": lambda x: gelu_and_mul(x, "tanh"),
-        "swigluoai": lambda x: silu_and_mul_with_clamp(x, limit or _LIMIT, _ALPHA, 1.0),
+        "swigluoai": lambda x: silu_and_mul_with_clamp(x, limit or SWIGLUOAI_LIMIT, SWIGLUOAI_ALPHA, 1.0),
     }
     if activation not in gates:
         raise ValueError(f"experts have the activations {', '.join(gates)}, got {activation!r}")

@@ -115,7 +115,13 @@ class SwigluOAIAndMul(CustomOp):
     Gate and value are interleaved, channel by channel.
     """
 
-    def __init__(self, alpha: float = 1.702, limit: float = 7.0, *, enforce_enable: bool = False) -> None:
+    def __init__(
+        self,
+        alpha: float = activation.SWIGLUOAI_ALPHA,
+        limit: float = activation.SWIGLUOAI_LIMIT,
+        *,
+        enforce_enable: bool = False,
+    ) -> None:
         super().__init__(enforce_enable=enforce_enable)
         self.alpha = alpha
         self.limit = limit

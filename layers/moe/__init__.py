@@ -2,12 +2,13 @@
 
 from llm.layers.moe.fused_moe import FusedMoE
 from llm.layers.moe.method import ExpertsMethod, UnquantizedFusedMoEMethod
-from llm.layers.moe.router import GateLinear, TopKRouter
+from llm.layers.moe.router import GateLinear, GroupedTopk, TopKRouter
 
 __all__ = [
     "ExpertsMethod",
     "FusedMoE",
     "GateLinear",
+    "GroupedTopk",
     "TopKRouter",
     "UnquantizedFusedMoEMethod",
 ]

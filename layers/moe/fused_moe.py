@@ -13,6 +13,7 @@ from torch import nn
 
 from llm.base.checks import refuse
 from llm.base.custom_op import PluggableLayer, is_watched
+from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
 from llm.kernels.weight import ExpertWeights, Weight
 from llm.layers.activation import GeluAndMul, SiluAndMul
 from llm.layers.extra.activation import SiluAndMulWithClamp
@@ -30,9 +31,8 @@ ACTIVATIONS: dict[str, Callable[[float], nn.Module]] = {
     "silu": lambda limit: SiluAndMul(),
     "gelu": lambda limit: GeluAndMul(),
     "gelu_tanh": lambda limit: GeluAndMul("tanh"),
-    "swigluoai": lambda limit: SiluAndMulWithClamp(limit, alpha=1.702, beta=1.0),
+    "swigluoai": lambda limit: SiluAndMulWithClamp(limit, alpha=SWIGLUOAI_ALPHA, beta=1.0),
 }
-_SWIGLU_LIMIT = 7.0
 
 # (hidden states, logits, top_k, renormalize) -> weights float32 [N, K], ids [N, K].
 RoutingFunction = Callable[[torch.Tensor, torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
@@ -126,7 +126,7 @@ class FusedMoE(PluggableLayer):
         apply_router_weight_on_input: bool = False,
         activation: str = "silu",
         has_bias: bool = False,
-        swiglu_limit: float = _SWIGLU_LIMIT,
+        swiglu_limit: float = SWIGLUOAI_LIMIT,
         tp: TensorParallel = SINGLE,
         **routing: Unpack[Routing],
     ) -> None:

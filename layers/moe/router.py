@@ -12,7 +12,6 @@ from llm.base.custom_op import CustomOp, PluggableLayer
 from llm.kernels.backend import Operations
 from llm.layers.kernel_op import KernelOp
 from llm.layers.linear import ReplicatedLinear
-from llm.layers.moe.grouped_topk import GroupedTopk
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter
 
@@ -111,6 +110,46 @@ class TopKRouter(KernelOp):
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, {self.scoring_func}, renormalize={self.renormalize}"
+
+
+@CustomOp.register("grouped_topk")
+class GroupedTopk(TopKRouter):
+    """The choice of DeepSeek V2 and V3: experts lie in groups, and only the best groups take part.
+
+    A group counts as its best expert; with `e_score_correction_bias` as the sum of its two best by score plus bias. Of
+    equal groups the lower index comes first.
+
+    Args:
+        topk: K.
+        num_expert_group, topk_group: how many groups there are, and how many take part; 0: one.
+        Further arguments: `TopKRouter`, in vLLM's order.
+    """
+
+    def __init__(
+        self,
+        topk: int,
+        renormalize: bool,
+        num_expert_group: int = 0,
+        topk_group: int = 0,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        *,
+        e_score_correction_bias: torch.Tensor | None = None,
+        enforce_enable: bool = False,
+    ) -> None:
+        super().__init__(
+            topk,
+            renormalize,
+            scoring_func,
+            e_score_correction_bias,
+            num_expert_group or 1,
+            topk_group or 1,
+            routed_scaling_factor,
+            enforce_enable=enforce_enable,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.topk_group} of {self.num_expert_group} groups"
 
 
 class Routing(TypedDict, total=False):

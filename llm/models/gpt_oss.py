@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import (
     AttentionConfig,
@@ -57,7 +58,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
         ignore_training(reader)
         reader.expect("hidden_act", "silu")
-        reader.expect("swiglu_alpha", 1.702)
+        reader.expect("swiglu_alpha", SWIGLUOAI_ALPHA)
         top_k = reader.positive("num_experts_per_tok", 4)
         reader.expect("experts_per_token", top_k)  # its older name
         rope, norm = reader.rope(150_000.0), read_rms_norm(reader, 1e-5)
@@ -71,7 +72,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
             "swigluoai",
             bias=True,
             router_bias=True,
-            swiglu_limit=reader.positive_number("swiglu_limit", 7.0),
+            swiglu_limit=reader.positive_number("swiglu_limit", SWIGLUOAI_LIMIT),
         )
 
         def layer(window: int | None) -> LayerConfig:

@@ -10,7 +10,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from llm.layers.moe.grouped_topk import GroupedTopk
+from llm.layers.moe import GroupedTopk
 from op_cases.base import Case, Inputs, normal
 
 EXPERTS, K, GROUPS, BEST, SCALE = 12, 4, 4, 2, 2.5

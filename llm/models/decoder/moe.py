@@ -10,6 +10,7 @@ from torch import nn
 
 from llm.base.errors import UnsupportedModelError
 from llm.forward import ForwardBatch
+from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.layers.moe import FusedMoE, GateLinear
 from llm.layers.moe.fused_moe import RoutingFunction
 from llm.layers.moe.router import Routing
@@ -50,7 +51,7 @@ class MoEConfig(PartConfig):
     routed_scaling_factor: float = 1.0
     bias: bool = False
     router_bias: bool = False
-    swiglu_limit: float = 7.0
+    swiglu_limit: float = SWIGLUOAI_LIMIT
     routing_function: RoutingFunction | None = None
     shared_size: int | None = None
     shared_gate: bool = False

@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.moe import FusedMoE, GateLinear, UnquantizedFusedMoEMethod
-from llm.layers.moe.grouped_topk import GroupedTopk
+from llm.layers.moe import FusedMoE, GateLinear, GroupedTopk, UnquantizedFusedMoEMethod
 from llm.quantization.base import FusedMoEMethodBase
 
 __all__ = [
