@@ -4,8 +4,9 @@ A re-export: they are defined in `llm.base.custom_op` and `llm.base.replacement`
 """
 
 from llm.base.construction import Construction, constructing_for, construction
-from llm.base.custom_op import Binding, CustomOp, PluggableLayer, check_registered, is_watched
+from llm.base.custom_op import Binding, CustomOp, PluggableLayer, check_registered
 from llm.base.replacement import Replaceable, op_registry, op_registry_oot, replaced_class, replacement_reason
+from llm.base.watch import is_watched
 
 __all__ = [
     "Binding",

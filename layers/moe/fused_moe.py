@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from llm.base.checks import refuse
-from llm.base.custom_op import PluggableLayer, is_watched
+from llm.base.custom_op import PluggableLayer
+from llm.base.watch import Patchable, Watch
 from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
 from llm.kernels.weight import ExpertWeights, Weight
 from llm.layers.activation import GeluAndMul, SiluAndMul
@@ -38,7 +39,7 @@ ACTIVATIONS: dict[str, Callable[[float], nn.Module]] = {
 RoutingFunction = Callable[[torch.Tensor, torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Expert(nn.Module):
+class Expert(Patchable):
     """One expert: down(act(gate(x)) * up(x)), of which a rank has its part of the channels between.
 
     Names, shards and quantization are those of any linear layer. Called only where the operation `experts` is not.
@@ -155,7 +156,7 @@ class FusedMoE(PluggableLayer):
             self.add_module(str(index), expert)
         # The experts are registered under their numbers.
         self._experts = tuple(module for module in self.children() if isinstance(module, Expert))
-        self._parts = [module for expert in self._experts for module in expert.modules()]
+        self._is_watched = Watch(module for expert in self._experts for module in expert.modules())
         self._weights: ExpertWeights | None = None
 
     @property
@@ -178,7 +179,7 @@ class FusedMoE(PluggableLayer):
 
     def expert_weights(self) -> ExpertWeights | None:
         """The weights of all experts for one call; None: the experts must be called one by one."""
-        if is_watched(self._parts):
+        if self._is_watched():
             return None
         gate_up = tuple(_weight_of(expert.gate_up_proj, True) for expert in self._experts)
         down = tuple(_weight_of(expert.down_proj, self.tp.rank == 0) for expert in self._experts)

@@ -11,12 +11,11 @@ operation itself, which may decline its kernel (`CustomOp.declines`).
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from llm.base.construction import construction
 from llm.base.errors import ValidationError, nearest
@@ -180,13 +179,6 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         backend = construction().compilation.backend
         method = torch.compile(self.forward_native, dynamic=True, backend=backend)
         return Binding("forward_native", f"{reason}, compiled by {backend}", is_off=True, compiled=True), method
-
-
-def is_watched(modules: Iterable[nn.Module]) -> bool:
-    """True if any module is hooked or patched; a fused or recorded path would bypass it."""
-    if torch.nn.modules.module._global_forward_hooks or torch.nn.modules.module._global_forward_pre_hooks:
-        return True
-    return any(item._forward_hooks or item._forward_pre_hooks or "forward" in vars(item) for item in modules)
 
 
 def check_registered(compilation: CompilationConfig) -> None:

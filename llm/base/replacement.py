@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-from torch import nn
-
 from llm.base.construction import construction
 from llm.base.errors import ValidationError
+from llm.base.watch import Patchable
 from llm.config.elsewhere import NAMES
 from llm.plugins import platforms_owning, plugin_of
 
@@ -25,7 +24,7 @@ op_registry_oot: dict[str, type[Replaceable]] = {}
 platform_replacements: dict[str, dict[str, type[Replaceable]]] = {}
 
 
-class Replaceable(nn.Module):
+class Replaceable(Patchable):
     """Common base of `CustomOp` and `PluggableLayer`: a registered name, and a class that may replace this one.
 
     Both use the same two dictionaries, so `register_oot` of one also replaces classes of the other.

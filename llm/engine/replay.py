@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from llm.base.custom_op import is_watched
+from llm.base.watch import Watch
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.kernels.backend import Backend, NotRecordable, Program
 
@@ -60,7 +60,7 @@ class DecodeReplay:
     def __init__(self, model: Any, backend: Backend, max_blocks: int) -> None:
         self.refusal: str | None = None
         self._model = model
-        self._modules = list(model.modules())
+        self._is_watched = Watch(model.modules())
         self._backend = backend
         self._max_blocks = max_blocks
         self._steps: dict[_Key, _Step] = {}
@@ -102,7 +102,7 @@ class DecodeReplay:
             and batch.adapter_ids is None
             and not batch.extensions
             # A replay would skip hooks.
-            and not is_watched(self._modules)
+            and not self._is_watched()
         )
 
     def _record(self, key: _Key, batch: ForwardBatch) -> torch.Tensor | None:

@@ -1,0 +1,84 @@
+"""Hooks and patches are seen at once, on modules that are looked at in each step and on those that are not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from llm.base import watch
+from llm.base.watch import Patchable, Watch
+
+
+class Counted(Patchable):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+def hooked(module: nn.Module) -> Callable[[], None]:
+    return module.register_forward_hook(lambda *_: None).remove
+
+
+def hooked_before(module: nn.Module) -> Callable[[], None]:
+    return module.register_forward_pre_hook(lambda *_: None).remove
+
+
+def patched(module: Any) -> Callable[[], None]:
+    module.forward = lambda x: x
+    return lambda: delattr(module, "forward")
+
+
+def given_hooks(module: Any) -> Callable[[], None]:
+    module._forward_hooks = OrderedDict({0: print})
+    return module._forward_hooks.clear
+
+
+def globally(module: nn.Module) -> Callable[[], None]:
+    return register_module_forward_hook(lambda *_: None).remove
+
+
+def settled(modules: list[nn.Module]) -> Watch:
+    """That has stopped to look at modules that count their patches."""
+    is_watched = Watch(modules)
+    assert not any(is_watched() for _ in range(4))
+    return is_watched
+
+
+@pytest.mark.parametrize("kind", [Counted, nn.Identity])
+@pytest.mark.parametrize("put", [hooked, hooked_before, patched, given_hooks, globally])
+def test_a_hook_is_seen_at_once_and_until_it_is_gone(put: Any, kind: type[nn.Module]) -> None:
+    modules: list[nn.Module] = [kind() for _ in range(9)]
+    is_watched = settled(modules)
+    for _ in range(2):
+        remove = put(modules[4])
+        assert all(is_watched() for _ in range(5))
+        remove()
+        assert not any(is_watched() for _ in range(5))
+
+
+def test_a_hook_that_was_counted_before_it_was_there_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may ask between the two steps of torch's `register_forward_hook`."""
+    module = Counted()
+    is_watched = settled([module])
+    asked: list[bool] = []
+
+    class Slow(OrderedDict[int, Any]):
+        def __setitem__(self, key: int, hook: Any) -> None:
+            asked.append(is_watched())
+            super().__setitem__(key, hook)
+
+    vars(module)["_forward_hooks"] = Slow()
+    module.register_forward_hook(lambda *_: None)
+    assert asked == [False] and is_watched()
+
+
+def test_modules_that_count_their_patches_are_not_looked_at_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, other, looked_at = Counted(), nn.Identity(), []
+    is_watched = settled([counted, other])
+    monkeypatch.setattr(watch, "is_watched", lambda modules: looked_at.extend(modules))
+    is_watched()
+    assert looked_at == [other]
