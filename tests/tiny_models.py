@@ -577,14 +577,20 @@ def tiny_checkpoint(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def write_checkpoint(row: TinyModel, folder: Path) -> None:
-    """Write config.json and safetensors with transformers' `save_pretrained`."""
+def config_of(row: TinyModel) -> Any:
+    """A row's config, of its class in transformers."""
     import transformers
 
     given = {key: value for key, value in {**BASE, **row.config}.items() if value is not None}
     arguments = {key: None if value is NULL else value for key, value in given.items()}
-    config = getattr(transformers, row.config_class)(**arguments)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return getattr(transformers, row.config_class)(**arguments)
+
+
+def write_checkpoint(row: TinyModel, folder: Path) -> None:
+    """Write config.json and safetensors with transformers' `save_pretrained`."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(config_of(row), dtype=torch.float32)
     randomise(model, row.seed)
     model.to(row.dtype).save_pretrained(folder, max_shard_size="40KB" if row.shards else "1GB")
     path = folder / "config.json"

@@ -52,7 +52,9 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer")
-_MOST_LAYERS = 10_000
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts")
+# Far above any model's: each layer and expert takes memory before weights are read.
+_MOST = {**dict.fromkeys(LAYER_KEYS, 10_000), **dict.fromkeys(_EXPERT_KEYS, 4096)}
 _LARGEST_SIZE = 2**40
 _LARGEST_ID = 2**31 - 1
 _LARGEST_NUMBER = 1e30
@@ -102,8 +104,8 @@ class ConfigReader:
         return value
 
     def positive(self, key: str, default: int = _REQUIRED) -> int:
-        """An integer from 1 to a limit far above any model's: each layer takes memory before weights are read."""
-        value, most = self.integer(key, default), _MOST_LAYERS if key in LAYER_KEYS else _LARGEST_SIZE
+        """An integer from 1 to a limit far above any model's."""
+        value, most = self.integer(key, default), _MOST.get(key, _LARGEST_SIZE)
         if not 1 <= value <= most:
             raise self.error(key, value, f"an integer from 1 to {most}")
         return value

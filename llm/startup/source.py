@@ -19,6 +19,7 @@ from llm.base.checks import refuse
 from llm.base.errors import CheckpointError, ValidationError, nearest
 from llm.base.types import JsonObject
 from llm.config.engine import DTYPES, EngineArgs
+from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.resolve import resolve_gguf
 from llm.loading.gguf.source import GgufSource
 from llm.loading.overrides import resolve_overrides
@@ -71,7 +72,7 @@ def read_model(args: EngineArgs) -> ReadModel:
     architecture = model_class.read_config(reader)
     is_quantized = quantization.config is not None and not quantization.on_load
     if has_weights:
-        _check_layers(reader.layers(), len(source.tensors().tensors))
+        _check_counts(reader.layers(), getattr(architecture, "experts", 0), source.tensors().tensors)
     # The float tensors of a quantized checkpoint are mostly scales, whose type is not the model's.
     stored = _stored_dtype(source) if has_weights and not is_quantized else reader.dtype()
     return ReadModel(source, reader, model_class, architecture, stored, quantization, has_weights)
@@ -88,11 +89,16 @@ def _find_source(args: EngineArgs, has_weights: bool) -> ModelSource:
     return GgufSource(file)
 
 
-def _check_layers(layers: int, tensors: int) -> None:
-    """Checked before memory is allocated for the layers."""
-    if layers > tensors:
+def _check_counts(layers: int, experts: int, tensors: Mapping[str, TensorInfo]) -> None:
+    """Checked before memory is allocated for the layers and their experts, whose weights may be stacked."""
+    if layers > len(tensors):
         raise CheckpointError(
-            f"config.json says that the model has {layers} layers, and the checkpoint holds {tensors} tensors."
+            f"config.json says that the model has {layers} layers, and the checkpoint holds {len(tensors)} tensors."
+        )
+    matrices = sum(info.shape[0] if len(info.shape) > 2 else 1 for info in tensors.values())
+    if experts > matrices:
+        raise CheckpointError(
+            f"config.json says that the model has {experts} experts, and the checkpoint holds {matrices} matrices."
         )
 
 

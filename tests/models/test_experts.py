@@ -11,13 +11,15 @@ import pytest
 import torch
 from embedded import engine_of, open_llm
 from kernel_sets import has_kernels
-from tiny_models import TINY_MODELS, TinyModel, make_prompts, one_thread, reference_model, tiny_checkpoint
+from tiny_models import TINY_MODELS, TinyModel, config_of, make_prompts, one_thread, reference_model, tiny_checkpoint
 from tiny_models import write_checkpoint as write
 
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import ValidationError
+from llm.base.errors import CheckpointError, UnsupportedModelError, ValidationError
 from llm.layers.moe import FusedMoE
+from llm.models.config_reader import ConfigReader
+from llm.models.registry import resolve_model_cls
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
 
@@ -42,6 +44,28 @@ def llm(folder: Path) -> Iterator[LLM]:
 def layers(llm: LLM) -> list[FusedMoE]:
     model: Any = engine_of(llm).runner.model
     return [layer.mlp.experts for layer in model.model.layers]
+
+
+def test_experts_that_no_model_has_are_refused_before_they_are_built() -> None:
+    """In every family."""
+    families = set()
+    for row in TINY_MODELS.values():
+        if not any("experts" in key for key in row.config):
+            continue
+        raw = config_of(row).to_dict()
+        family = resolve_model_cls([], raw["model_type"])
+        assert family.read_config(ConfigReader(raw)).experts > 0
+        [key] = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"} & set(raw)
+        for count in (0, 10**9):
+            with pytest.raises(UnsupportedModelError, match=f"{key} is {count}, must be an integer from 1 to 4096"):
+                family.read_config(ConfigReader(raw | {key: count}))
+        families.add(family)
+    assert len(families) == 11
+
+
+def test_experts_that_the_checkpoint_cannot_hold_are_refused(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="the model has 8000 experts, and the checkpoint holds 59 matrices"):
+        LLM(folder, hf_overrides={"num_local_experts": 4000})
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:

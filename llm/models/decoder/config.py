@@ -58,6 +58,11 @@ class DecoderConfig:
         return [spec for layer in self.layers for spec in layer.states(dtype, tp)]
 
     @property
+    def experts(self) -> int:
+        """How many experts all layers have together."""
+        return sum(part.experts for layer in self.layers for part in layer.parts.values())
+
+    @property
     def ropes(self) -> set[RopeParameters]:
         """The rope parameters of all parts with a rotary embedding."""
         return {part.rope for layer in self.layers for part in layer.parts.values() if part.rope is not None}

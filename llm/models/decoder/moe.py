@@ -69,6 +69,10 @@ class MoEConfig(PartConfig):
                 f"{self.groups} groups of which {self.topk_group} take part."
             )
 
+    @property
+    def experts(self) -> int:
+        return self.num_experts
+
     def routing(self, correction_bias: torch.Tensor | None) -> Routing:
         return {
             "renormalize": self.renormalize,

@@ -83,6 +83,11 @@ class PartConfig:
 
     rope: RopeParameters | None = None
 
+    @property
+    def experts(self) -> int:
+        """How many experts its module has."""
+        return 0
+
     def build(self, context: BuildContext, prefix: str) -> nn.Module:
         """The module; `prefix` is its path in the model."""
         raise NotImplementedError
