@@ -99,9 +99,10 @@ class CompletionOutput:
         token_ids: the generated ids, including a stop token.
         cumulative_logprob: sum over the generated tokens; None unless logprobs were requested.
         logprobs: per generated token a dict from id to `Logprob`, the sampled token first.
-        finish_reason: "stop", "length", "repetition", "abort" or "error".
+        finish_reason: "stop", "length", "repetition", "abort", "error"; "interrupted": Ctrl-C ended it, and text and
+            tokens are those so far; "skipped": its prompt is too long (`on_too_long="skip"`).
         stop_reason: the stop string or stop token id that ended it; None for EOS and length.
-        error: with finish_reason "error", the exception; `raise` it for the traceback.
+        error: with finish_reason "error" or "skipped", the exception; `raise` it for the traceback.
         structured: the outcome of `structured_outputs`; None without.
     """
 
@@ -211,6 +212,8 @@ class RequestOutput:
         params: the parameters in effect, seed and max_tokens included. `print` shows the origin of each. Passed to
             `generate` with the same prompt, they give the same answer.
         metrics: with `LLM(disable_log_stats=False)`, when things happened.
+        index: its place among the prompts of the call.
+        num_dropped_tokens: how many tokens `on_too_long` or `truncate_prompt_tokens` cut from the prompt.
     """
 
     request_id: str
@@ -223,6 +226,13 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
     params: SamplingParams | None = None
     metrics: RequestStateStats | None = None
+    index: int = 0
+    num_dropped_tokens: int = 0
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of its prompt, or the first of a completion; None if there is none."""
+        return next((own.error for own in self.outputs if own.error is not None), None)
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

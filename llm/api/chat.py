@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from llm.api.checks import check_asks_nothing
+from llm.api.generation import OnOutput
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.names import known_names
@@ -27,6 +28,10 @@ class ChatHost(Host, Protocol):
         *,
         use_tqdm: UseTqdm = True,
         priority: Sequence[int] | None = None,
+        on_error: str = "raise",
+        on_too_long: str = "error",
+        on_interrupt: str = "raise",
+        on_output: OnOutput | None = None,
     ) -> list[RequestOutput]: ...
     def render_chat(
         self,
@@ -59,10 +64,15 @@ class Chat:
         chat_template_kwargs: Mapping[str, object] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         mm_processor_kwargs: None = None,
+        on_error: str = "raise",
+        on_too_long: str = "error",
+        on_interrupt: str = "raise",
+        on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of `{"role", "content"}`) or many (a list of such lists).
 
-        The model's chat template renders each, with `chat_template_kwargs`, to a prompt for `generate`.
+        The model's chat template renders each, with `chat_template_kwargs`, to a prompt for `generate`, which has the
+        other arguments.
         """
         check_asks_nothing(
             lora_request=lora_request,
@@ -78,7 +88,16 @@ class Chat:
             chat_template_kwargs=chat_template_kwargs,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            on_error=on_error,
+            on_too_long=on_too_long,
+            on_interrupt=on_interrupt,
+            on_output=on_output,
+        )
 
     @known_names("LLM.render_chat", CALLS)
     def render_chat(

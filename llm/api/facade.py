@@ -1,4 +1,4 @@
-"""class LLM: construction, `generate`, and the lock that serialises calls.
+"""class LLM: construction, its end, and the lock that serialises calls.
 
 Owns one engine. Thin: it validates and delegates. Its other methods are in the other files of this folder.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from llm.api.access import Access
 from llm.api.chat import Chat
-from llm.api.checks import check_asks_nothing, check_priority
+from llm.api.generation import BatchCall, CallOptions, Generation
 from llm.api.processors import Processors
 from llm.api.reports import Reports
 from llm.api.scoring import Scoring
@@ -26,20 +26,18 @@ from llm.base.checks import check_flag
 from llm.base.errors import (
     EngineBusyError,
     EngineClosedError,
-    GenerationInterrupted,
     ValidationError,
     nearest,
 )
-from llm.base.names import MISSING, wrong_names
 from llm.config import compilation, env
-from llm.config.argument_check import CALLS, check_arguments
+from llm.config.argument_check import check_arguments
 from llm.config.elsewhere import METHODS
 from llm.config.engine import EMBEDDED_MODEL, EngineArgs, EngineConfig, ReasoningConfig
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
-from llm.engine.output import PromptState, warn_of_errors
-from llm.engine.preprocess import Preprocessor, Row
-from llm.engine.progress import Progress, check_use_tqdm
+from llm.engine.output import PromptState
+from llm.engine.preprocess import Preprocessor
+from llm.engine.rows import AnyRow
 from llm.loading.overrides import Overrides
 from llm.logger import init_logger, set_log_level
 from llm.outputs import RequestOutput
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 logger = init_logger("llm")
 
 
-class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
+class LLM(Generation, Chat, Scoring, Streaming, Processors, Reports, Access):
     """A language model in this process.
 
     Args:
@@ -178,47 +176,6 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
         self._preprocessor.reasoning = self.config.reasoning_config
         self._preprocessor.logits_processors = built.plan.logits_processors
 
-    def generate(
-        self,
-        prompts: object = MISSING,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: UseTqdm = True,
-        lora_request: None = None,
-        priority: Sequence[int] | None = None,
-        tokenization_kwargs: Mapping[str, object] | None = None,
-        mm_processor_kwargs: None = None,
-        **unknown: NoReturn,
-    ) -> list[RequestOutput]:
-        """Complete one prompt or many; outputs are in the order of the prompts.
-
-        Args:
-            prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of any of these.
-            sampling_params: one for all prompts, or one per prompt; None: the model's defaults.
-            use_tqdm: a progress bar in tokens; False prints nothing; a callable makes the bar.
-            priority: one integer per prompt; not used, because the order of execution changes no answer.
-            tokenization_kwargs: `add_special_tokens`; `truncation` with `max_length`, or `truncate_prompt_tokens`, with
-                `truncation_side` ("left", the first tokens are cut, or "right").
-
-        Raises:
-            ValidationError: names every bad prompt, before any is run.
-            GenerationInterrupted: Ctrl-C; a KeyboardInterrupt with the finished outputs.
-        """
-        if unknown or prompts is MISSING:
-            raise wrong_names("LLM.generate", LLM.generate, unknown, CALLS)
-        check_asks_nothing(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        check_use_tqdm(use_tqdm)
-        # The guard comes first: Ctrl-C must not leave a lock held or some of the rows queued.
-        with InterruptGuard() as guard, self._exclusive():
-            engine = self._begin()
-            default = self.get_default_sampling_params
-            rows = self._preprocessor.rows(prompts, sampling_params, default, tokenization_kwargs)
-            check_priority(priority, len(rows))
-            outputs = self._run(engine, rows, use_tqdm, guard)
-        if guard.requested:
-            raise GenerationInterrupted(outputs)
-        return outputs
-
     def get_tokenizer(self) -> Any:
         """The tokenizer as an object of transformers."""
         engine = self._open_engine()
@@ -285,34 +242,10 @@ class LLM(Chat, Scoring, Streaming, Processors, Reports, Access):
             return "LLM(closed)"
         return f"LLM({self.config.model_config.model!r}, max_model_len={self.config.model_config.max_model_len})"
 
-    def _run(self, engine: Engine, rows: list[Row], use_tqdm: UseTqdm, guard: InterruptGuard) -> list[RequestOutput]:
-        prompts: list[PromptState] = []
-        try:
-            for row in rows:
-                prompts.append(engine.add(row))
-            with closing(Progress(prompts, use_tqdm)) as progress:
-                engine.run(prompts, lambda: self._between_steps(engine, prompts, progress, guard))
-            outputs = [prompt.output() for prompt in prompts]
-            warn_of_errors(outputs)
-            return outputs
-        except GenerationInterrupted:
-            engine.abort(prompts)
-            raise
-        except BaseException:  # from a callback, the user's signal handler or a second Ctrl-C: at any point
-            guard.end()
-            engine.reset()
-            raise
-        finally:
-            self._abort_dropped(engine)
-
-    def _between_steps(
-        self, engine: Engine, prompts: list[PromptState], progress: Progress, guard: InterruptGuard
-    ) -> None:
-        self._abort_dropped(engine)
-        progress.update()
-        if guard.requested:
-            guard.end()
-            raise GenerationInterrupted([prompt.output() if prompt.finished else None for prompt in prompts])
+    def _run(
+        self, engine: Engine, rows: Sequence[AnyRow], use_tqdm: UseTqdm, guard: InterruptGuard
+    ) -> list[RequestOutput]:
+        return BatchCall(self, rows, guard, CallOptions(use_tqdm)).run(engine)
 
     def _exclusive(self) -> AbstractContextManager[object]:
         """The lock of a call: calls of other threads wait, a call from inside a call is refused.

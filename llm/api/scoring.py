@@ -15,8 +15,8 @@ from llm.base.names import known_names
 from llm.beam_params import BeamSearchParams
 from llm.engine.beams import BeamSearches
 from llm.engine.interrupt import InterruptGuard
-from llm.engine.preprocess import Row
 from llm.engine.progress import check_use_tqdm
+from llm.engine.rows import Row
 from llm.engine.scoring import continuation_rows, likelihood, perplexity_of, perplexity_rows
 from llm.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
 

@@ -17,7 +17,7 @@ from llm.config.argument_check import CALLS
 from llm.config.elsewhere import ASKS_NOTHING
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
-from llm.engine.preprocess import Row
+from llm.engine.rows import Row
 from llm.sampling_params import SamplingParams
 
 _ELSEWHERE = {
@@ -35,7 +35,6 @@ class StreamingHost(Host, Protocol):
     _dropped: list[PromptState]
 
     def stream_state(self, prompt: object, sampling_params: SamplingParams | None = None) -> Iterator[PromptState]: ...
-    def get_default_sampling_params(self) -> SamplingParams: ...
     def _abort_if_idle(self) -> None: ...
     def _drop(self, state: PromptState) -> None: ...
 
@@ -76,7 +75,7 @@ class Streaming:
                     yield state
             self._open_engine().end_call()
             if guard.requested:
-                raise GenerationInterrupted([state.output() if state.finished else None])
+                raise GenerationInterrupted([state.last_output()])
             if state.completions[0].request.finish_reason == "abort":
                 self._open_engine()
                 raise LLMError("the stream was dropped because another call on this LLM failed; start it again.")

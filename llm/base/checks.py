@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeGuard
 
@@ -34,6 +34,11 @@ def check_real(name: str, value: object, low: float, high: float) -> None:
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         refuse(name, value, "True or False")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        refuse(name, value, " or ".join(map(repr, choices)))
 
 
 def check_strings(name: str, values: Iterable[object]) -> None:

@@ -29,6 +29,28 @@ class ValidationError(LLMError, ValueError):
         self.value = value
 
 
+class PromptTooLongError(ValidationError):
+    """A prompt leaves no room for a generated token.
+
+    Attributes:
+        num_tokens: tokens of the prompt.
+        limit: max_model_len, which must hold them and at least one more.
+    """
+
+    def __init__(self, message: str, *, num_tokens: int = 0, limit: int = 0):
+        super().__init__(message, parameter="prompts", value=num_tokens)
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class EmptyPromptError(ValidationError):
+    """A prompt has no token."""
+
+
+class TokenOutOfRangeError(ValidationError):
+    """A token id of a prompt is not in the vocabulary; `value` is the id."""
+
+
 class ArgumentError(ValidationError, TypeError):
     """A call got an argument that the function does not have."""
 
@@ -77,13 +99,18 @@ class GenerationInterrupted(KeyboardInterrupt):
     """Ctrl-C during a call: the current step was finished, the call's requests were dropped, the engine is usable.
 
     Attributes:
-        outputs: one entry per prompt in order: a `RequestOutput` where the request had finished, else None.
+        outputs: one entry per prompt, in order. Completions that had not finished have their text so far and
+            finish_reason "interrupted". Of `beam_search`: None for searches that had not finished.
     """
 
     def __init__(self, outputs: list[Any]):
-        done = sum(output is not None for output in outputs)
-        super().__init__(f"interrupted with {done} of {len(outputs)} prompts finished; they are in `.outputs`")
+        done = sum(output is not None and getattr(output, "finished", True) for output in outputs)
+        super().__init__(f"interrupted with {done} of {len(outputs)} prompts finished; all are in `.outputs`")
         self.outputs = outputs
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython's hook: in a notebook the traceback is this line."""
+        return [f"{type(self).__name__}: {self} (in a notebook also `llm.last_outputs`)"]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

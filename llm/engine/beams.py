@@ -20,8 +20,9 @@ from llm.base.bar import Bar, UseTqdm
 from llm.base.checks import check_integer, refuse
 from llm.beam_params import BeamSearchParams
 from llm.engine.engine import Engine
-from llm.engine.preprocess import Preprocessor, Row
+from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import list_prompts
+from llm.engine.rows import Row
 from llm.engine.scoring import check_logprobs_mode
 from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from llm.sampling.structured.structure import Answer, Structure

@@ -17,8 +17,8 @@ from llm.config.engine import EngineConfig
 from llm.engine.cores import warn_of_busy_cores
 from llm.engine.metrics import EndedRequests
 from llm.engine.output import Completion, PromptState
-from llm.engine.preprocess import Row
 from llm.engine.request import Request
+from llm.engine.rows import Row
 from llm.engine.runner import Runner
 from llm.engine.scheduler import Scheduler
 from llm.engine.step import RunnerOutput, SchedulerOutput
@@ -69,17 +69,25 @@ class Engine:
         self.keeps_times = False  # True: requests have metrics
         self.ended = EndedRequests()
         self._completions: dict[str, Completion] = {}
+        self._watched: dict[str, tuple[PromptState, list[PromptState]]] = {}
         self._added = 0
 
-    def add(self, row: Row, *, streaming: bool = False) -> PromptState:
-        """Queue a row's `n` completions; the first computes the prompt, the others share it. Fails like `step`."""
+    def add(self, row: Row, *, streaming: bool = False, ended: list[PromptState] | None = None) -> PromptState:
+        """Queue a row's `n` completions; the first computes the prompt, the others share it. Fails like `step`.
+
+        Args:
+            ended: gets the prompt when all of its completions have ended, unless by `abort`.
+        """
         prompt_id = str(self._added)
         self._added += 1
         stops = frozenset(row.params.stop_token_ids or ())
         row.params.all_stop_token_ids = stops if row.params.ignore_eos else stops | self.eos_token_ids
         try:
             completions = [self._add_completion(prompt_id, index, row, streaming) for index in range(row.params.n)]
-            return PromptState(prompt_id, row, completions)
+            state = PromptState(prompt_id, row, completions)
+            if ended is not None:
+                self._watched[prompt_id] = state, ended
+            return state
         except BaseException:
             self.reset()
             raise
@@ -116,6 +124,8 @@ class Engine:
 
     def abort(self, prompts: Sequence[PromptState]) -> None:
         """Drop the unfinished requests of these prompts and free their blocks."""
+        for prompt in prompts:
+            self._watched.pop(prompt.request_id, None)
         ids = [completion.request.request_id for prompt in prompts for completion in prompt.completions]
         self.scheduler.abort(ids)
         for request_id in ids:
@@ -145,6 +155,9 @@ class Engine:
             completion.request.finish("abort")
             self.ended.add(completion.request)
         self._completions.clear()
+        for state, ended in self._watched.values():
+            ended.append(state)
+        self._watched.clear()
 
     def _add_completion(self, prompt_id: str, index: int, row: Row, streaming: bool) -> Completion:
         limit = self.config.model_config.max_model_len
@@ -225,6 +238,10 @@ class Engine:
         completion.finish()
         self.ended.add(completion.request)
         del self._completions[completion.request.request_id]
+        prompt_id = completion.request.request_id.rpartition("-")[0]
+        if prompt_id in self._watched and self._watched[prompt_id][0].finished:
+            state, ended = self._watched.pop(prompt_id)
+            ended.append(state)
 
     def _count(self, plan: SchedulerOutput, result: RunnerOutput, accepted: int, seconds: float) -> None:
         stats = self.stats

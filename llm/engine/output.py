@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from llm.engine.preprocess import Row
 from llm.engine.request import Request
+from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, RequestStateStats, StructuredOutcome
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
@@ -122,6 +122,8 @@ class Completion:
             return self._text or ""
         request = self.request
         tokens = request.output_token_ids
+        if not tokens:
+            return ""
         if _ended_by_token(request) and not request.params.include_stop_str_in_output:
             tokens = tokens[:-1]
         prompt = request.token_ids[: request.num_prompt_tokens]
@@ -193,12 +195,43 @@ class PromptState:
             prompt_logprobs=self.completions[0].prompt_logprobs(),
             params=_plain(self.row.params),
             metrics=_metrics(self.completions[0].request),
+            index=self.row.index,
+            num_dropped_tokens=self.row.num_dropped_tokens,
         )
+
+    def last_output(self) -> RequestOutput:
+        """As `output`, of a call that ends early: completions that have not ended by themselves are "interrupted"."""
+        output = self.output()
+        for own in output.outputs:
+            if own.finish_reason is None or own.finish_reason == "abort":
+                own.finish_reason = "interrupted"
+                own.text = own.text.rstrip("\ufffd")  # the beginning of a character
+                output.finished = False
+        return output
+
+
+def output_without_run(row: AnyRow) -> RequestOutput:
+    """The output of a prompt that was refused, or whose turn never came: one completion without tokens."""
+    if isinstance(row, RefusedRow):
+        own = CompletionOutput(0, "", [], finish_reason=row.finish_reason, error=row.error)
+        return RequestOutput(f"refused-{row.index}", row.prompt, [], [own], finished=True, index=row.index)
+    own = CompletionOutput(0, "", [], finish_reason="interrupted")
+    return RequestOutput(
+        f"waiting-{row.index}",
+        row.prompt,
+        row.token_ids,
+        [own],
+        seed=row.seed,
+        params=_plain(row.params),
+        index=row.index,
+        num_dropped_tokens=row.num_dropped_tokens,
+    )
 
 
 def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
     """Log one warning for all completions that ended with an error."""
-    errors = [item.error for output in outputs for item in output.outputs if item.error is not None]
+    ended = (item for output in outputs for item in output.outputs if item.finish_reason == "error")
+    errors = [item.error for item in ended if item.error is not None]
     if errors:
         kind, message = type(errors[0]).__name__, " ".join(str(errors[0]).split())
         logger.warning(

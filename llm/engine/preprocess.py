@@ -7,17 +7,16 @@ checked before any is run, and one error names all bad ones.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm.base.checks import refuse
-from llm.base.errors import LLMError, ValidationError
+from llm.base.errors import LLMError, PromptTooLongError, ValidationError
 from llm.base.types import JsonObject
 from llm.config.engine import ModelConfig, ReasoningConfig
 from llm.engine.prompts import ParsedPrompt, check_text, list_conversations, list_prompts, parse_prompt
+from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, rows_only
 from llm.engine.tokenization import Tokenization
 from llm.inputs import TokensPrompt
 from llm.sampling.logits_processors.interface import LogitsProcessor
@@ -38,21 +37,11 @@ _RESERVED_FOR_RENDERING = frozenset(
 )
 
 
-@dataclass
-class Row:
-    """One prompt, ready to be added to the engine. `params` is a copy of the caller's, with all defaults resolved.
+class Place(NamedTuple):
+    """Where prompts stand: in which call, and at which index the first of them."""
 
-    Rows with equal `sharing` share blocks even if prefix caching is off; rows with different `cache_salt` never do.
-    `score_from`, at least 1, is the first prompt token that gets a logprob, if `prompt_logprobs` is set.
-    """
-
-    prompt: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    seed: int
-    sharing: str | None = None
-    score_from: int = 1
-    cache_salt: str | None = None
+    call: int
+    first: int
 
 
 class Preprocessor:
@@ -79,36 +68,66 @@ class Preprocessor:
         self, prompts: object, params: object, default: Callable[[], SamplingParams], tokenization_kwargs: object = None
     ) -> list[Row]:
         """Validate and tokenize all prompts; raises `ValidationError` that names every bad row."""
+        checked = self.checked_rows(prompts, params, default, tokenization_kwargs)
+        raise_refused(checked)
+        return rows_only(checked)
+
+    def checked_rows(
+        self,
+        prompts: object,
+        params: object,
+        default: Callable[[], SamplingParams],
+        tokenization_kwargs: object = None,
+        on_too_long: str = "error",
+        place: Place | None = None,
+    ) -> list[AnyRow]:
+        """As `rows`, with a `RefusedRow` in the place of each bad prompt.
+
+        Args:
+            on_too_long: one of `ON_TOO_LONG`.
+            place: where the prompts stand, for some of those of a longer call; None: they are a call.
+        """
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
-        problems: dict[int, ValidationError] = {}
-        parsed: list[ParsedPrompt] = []
-        for index, prompt in enumerate(list_prompts(prompts)):
-            try:
-                parsed.append(parse_prompt(prompt))
-            except ValidationError as error:
-                problems[index] = error
-                parsed.append(ParsedPrompt(None, []))
+        parsed = [_parsed_or_error(prompt) for prompt in list_prompts(prompts)]
         per_row = _per_row_params(params, len(parsed), default)
-        self._calls += 1
-        checked: dict[int, SamplingParams] = {}  # by identity: many rows usually share one object
-        rows = []
-        for index, ((text, token_ids), given) in enumerate(
-            zip(self._tokenize(parsed, tokenization), per_row, strict=True)
-        ):
-            if index in problems:
-                continue
+        call, first = place or self.new_call()
+        maker = RowMaker(self.config, call, on_too_long)
+        checked: dict[int, SamplingParams | ValidationError] = {}  # by identity: many rows usually share one object
+        rows: list[AnyRow] = []
+        whole = [ParsedPrompt(None, []) if isinstance(item, ValidationError) else item for item in parsed]
+        for index, (text, token_ids) in enumerate(self._tokenize(whole, tokenization)):
+            given, found = per_row[index], parsed[index]
             try:
-                if id(given) not in checked:
-                    checked[id(given)] = self._check_params(given.clone())
-                row = self._row(text, token_ids, checked[id(given)].copy_validated(), index)
-                row.cache_salt = parsed[index].cache_salt
+                if isinstance(found, ValidationError):
+                    raise found
+                row = maker.make(text, token_ids, self._own_params(given, checked), first + index)
+                row.cache_salt = found.cache_salt
                 rows.append(row)
             except ValidationError as error:
-                problems[index] = error
-        _raise_problems(problems, len(parsed))
-        if params is not None and any(_is_open(given, row) for given, row in zip(per_row, rows, strict=True)):
+                skipped = on_too_long == "skip" and isinstance(error, PromptTooLongError)
+                rows.append(RefusedRow(first + index, error, text, "skipped" if skipped else "error"))
+        if params is not None and any(map(_is_open, per_row, rows)):
             _note_open_ends()
         return rows
+
+    def new_call(self) -> Place:
+        """The place of a call's first prompt; rows without a seed derive theirs from it."""
+        self._calls += 1
+        return Place(self._calls - 1, 0)
+
+    def _own_params(
+        self, given: SamplingParams, checked: dict[int, SamplingParams | ValidationError]
+    ) -> SamplingParams:
+        """A checked copy of `given` for one row."""
+        if id(given) not in checked:
+            try:
+                checked[id(given)] = self._check_params(given.clone())
+            except ValidationError as error:
+                checked[id(given)] = error
+        params = checked[id(given)]
+        if isinstance(params, ValidationError):
+            raise params
+        return params.copy_validated()
 
     def token_ids(self, prompts: Sequence[object], parameter: str, continuing: bool = False) -> list[list[int]]:
         """Token ids of prompts of any kind; with `continuing`, texts get no special tokens.
@@ -183,38 +202,6 @@ class Preprocessor:
             for item in parsed
         ]
 
-    def _row(self, text: str | None, token_ids: list[int], params: SamplingParams, index: int) -> Row:
-        """Make a row; resolves the defaults in `params`, which is the row's own copy."""
-        token_ids = self._truncate(token_ids, params)
-        self._check_prompt(token_ids)
-        room = self.config.max_model_len - len(token_ids)
-        if params.min_tokens > room:
-            refuse("min_tokens", params.min_tokens, f"at most the room that the prompt leaves ({room})")
-        if params.max_tokens is None:
-            params.set_from("what the prompt leaves of max_model_len", max_tokens=room)
-        elif params.max_tokens > room:
-            given = f"given as {params.max_tokens}; the prompt leaves no more of max_model_len"
-            params.set_from(given, max_tokens=room)
-        needed = None if params.structure is None else params.structure.tokens_needed
-        if needed is not None and needed > (params.max_tokens or room):
-            raise ValidationError(
-                f"an answer to structured_outputs needs up to {needed} tokens and there is room for "
-                f"{params.max_tokens}; raise max_tokens or shorten the prompt.",
-                parameter="max_tokens",
-                value=params.max_tokens,
-            )
-        call = self._calls - 1
-        if params.seed is None:
-            origin = f"derived from the engine's seed {self.config.seed}, call {call}, row {index}"
-            params.set_from(origin, seed=derive_seed(self.config.seed, call, index))
-        return Row(text, token_ids, params, params.seed or 0)
-
-    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        keep = params.truncate_prompt_tokens
-        if keep == -1:
-            keep = max(1, self.config.max_model_len - (params.max_tokens or 1))
-        return token_ids if keep is None else token_ids[-keep:]
-
     def _check_params(self, params: SamplingParams) -> SamplingParams:
         """Check params against the model and the loaded processors; returns them with bad_words as token ids."""
         vocab = self.config.vocab_size
@@ -282,34 +269,21 @@ class Preprocessor:
                 sorted(map(str, params.extra_args)),
             )
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise ValidationError("the prompt is empty; it needs at least one token.", parameter="prompts", value=[])
-        limit = self.config.max_model_len
-        if len(token_ids) >= limit:
-            raise ValidationError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {limit}, which must hold at least one "
-                "generated token too; shorten it or raise max_model_len.",
-                parameter="prompts",
-                value=len(token_ids),
-            )
-        lowest, highest = min(token_ids), max(token_ids)
-        if lowest < 0 or highest >= self.config.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValidationError(
-                f"token id {wrong} is outside the vocabulary, 0 to {self.config.vocab_size - 1}.",
-                parameter="prompts",
-                value=wrong,
-            )
-
 
 _MAX_TOKENS_OF_VLLM = 16
 
 
-def _is_open(given: SamplingParams, row: Row) -> bool:
+def _is_open(given: SamplingParams, row: AnyRow) -> bool:
     """True if the row would be shorter in vLLM, whose max_tokens has another default."""
     is_free = given.max_tokens is None and given.structured_outputs is None
-    return is_free and (row.params.max_tokens or 0) > _MAX_TOKENS_OF_VLLM
+    return is_free and isinstance(row, Row) and (row.params.max_tokens or 0) > _MAX_TOKENS_OF_VLLM
+
+
+def _parsed_or_error(prompt: object) -> ParsedPrompt | ValidationError:
+    try:
+        return parse_prompt(prompt)
+    except ValidationError as error:
+        return error
 
 
 @functools.cache
@@ -320,12 +294,6 @@ def _note_open_ends() -> None:
         "tokens; pass SamplingParams(max_tokens=...) for shorter ones.",
         _MAX_TOKENS_OF_VLLM,
     )
-
-
-def derive_seed(engine_seed: int, call: int, row: int) -> int:
-    """The seed of a row without one: a function of the engine's seed and the indices of call and row."""
-    digest = hashlib.sha256(f"{engine_seed}/{call}/{row}".encode()).digest()
-    return int.from_bytes(digest[:8], "little")
 
 
 def _render(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Mapping[str, Any]) -> str:
@@ -356,15 +324,17 @@ def _per_row_params(params: object, count: int, default: Callable[[], SamplingPa
     return list(params)
 
 
-def _raise_problems(problems: dict[int, ValidationError], count: int) -> None:
-    if not problems:
+def raise_refused(rows: Sequence[AnyRow]) -> None:
+    """Raise `ValidationError` that names every row with an error."""
+    refused = [row for row in rows if isinstance(row, RefusedRow) and row.finish_reason == "error"]
+    if not refused:
         return
-    index, *others = sorted(problems)
-    first = problems[index]
-    where = f"prompt {index}: " if count > 1 else ""
-    listed = ", ".join(map(str, others[:_MAX_PROBLEMS_LISTED])) + (", ..." if others[_MAX_PROBLEMS_LISTED:] else "")
-    more = f" (also bad: {listed})" if others else ""
-    raise ValidationError(f"{where}{first}{more}", parameter=first.parameter, value=first.value) from first
+    first, *others = refused
+    where = f"prompt {first.index}: " if len(rows) > 1 else ""
+    listed = ", ".join(str(row.index) for row in others[:_MAX_PROBLEMS_LISTED])
+    more = f" (also bad: {listed}{', ...' if others[_MAX_PROBLEMS_LISTED:] else ''})" if others else ""
+    error = first.error
+    raise ValidationError(f"{where}{error}{more}", parameter=error.parameter, value=error.value) from error
 
 
 def _no_tokenizer(message: str) -> ValidationError:

@@ -12,8 +12,9 @@ from typing import Any
 from llm.base.checks import check_integer, refuse
 from llm.base.errors import ValidationError
 from llm.config.engine import ModelConfig
-from llm.engine.preprocess import Preprocessor, Row
+from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import list_prompts
+from llm.engine.rows import Row
 from llm.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from llm.sampling_params import SamplingParams
 

@@ -75,16 +75,53 @@ def at_step(llm: LLM, step: int, action: Callable[[], Any]) -> Iterator[list[int
 # The first Ctrl-C
 
 
-@pytest.mark.parametrize("step", [1, 2, 5, max(LENGTHS)])
-def test_ctrl_c_ends_the_call_after_the_step(llm: LLM, expected: list[list[int]], step: int) -> None:
-    with at_step(llm, step, press_ctrl_c) as started, pytest.raises(GenerationInterrupted) as caught:
+def test_ctrl_c_at_every_step_keeps_all_that_was_computed(llm: LLM, expected: list[list[int]]) -> None:
+    whole = [output.outputs[0].text for output in run(llm, ROWS, PARAMS)]
+    for step in range(1, max(LENGTHS) + 1):
+        with at_step(llm, step, press_ctrl_c) as started, pytest.raises(GenerationInterrupted) as caught:
+            run(llm, ROWS, PARAMS)
+        assert len(started) == step
+        assert isinstance(caught.value, KeyboardInterrupt)
+        done = [length <= step for length in LENGTHS]
+        assert f"with {sum(done)} of {len(ROWS)} prompts" in str(caught.value)
+        outputs = caught.value.outputs
+        assert [output.prompt for output in outputs] == ROWS
+        assert [output.finished for output in outputs] == done
+        assert [output.outputs[0].finish_reason == "length" for output in outputs] == done
+        assert {output.outputs[0].finish_reason for output in outputs} <= {"length", "interrupted"}
+        assert tokens(outputs) == [answer[:step] for answer in expected]
+        for output, text in zip(outputs, whole, strict=True):
+            assert text.startswith(output.outputs[0].text) and output.outputs[0].text
+        with at_step(llm, step, press_ctrl_c):
+            returned = llm.generate(ROWS, PARAMS, use_tqdm=False, on_interrupt="return")
+        assert [output.outputs for output in returned] == [output.outputs for output in outputs]
+        assert llm.last_outputs == returned
+
+
+def test_rows_that_wait_are_in_the_outputs_of_an_interrupted_call() -> None:
+    with open_llm(max_num_seqs=1) as llm, at_step(llm, 3, press_ctrl_c):
+        outputs = llm.generate(ROWS, PARAMS, use_tqdm=False, on_interrupt="return")
+    assert [len(ids) for ids in tokens(outputs)] == [3, 0, 0, 0]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["interrupted"] * 4
+    assert [output.prompt for output in outputs] == ROWS and outputs[3].prompt_token_ids
+
+
+def test_a_notebook_shows_one_line() -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    shown: list[str] = []
+    shell._showtraceback = lambda kind, error, lines: shown.extend(lines)  # type: ignore[method-assign]
+    shell.run_cell("from llm import GenerationInterrupted\nraise GenerationInterrupted([None, None])")
+    (line,) = shown
+    assert line.startswith("GenerationInterrupted: interrupted with 0 of 2 prompts") and "last_outputs" in line
+
+
+def test_a_call_that_fails_leaves_its_outputs_behind(llm: LLM, expected: list[list[int]]) -> None:
+    with failing_forward(llm, 5), pytest.raises(RuntimeError, match="planted"):
         run(llm, ROWS, PARAMS)
-    assert len(started) == step
-    assert isinstance(caught.value, KeyboardInterrupt)
-    outputs = caught.value.outputs
-    assert [output is not None for output in outputs] == [length <= step for length in LENGTHS]
-    for prompt, output, answer in zip(ROWS, outputs, expected, strict=True):
-        assert output is None or (output.prompt, tokens([output])) == (prompt, [answer])
+    assert tokens(llm.last_outputs) == [answer[:4] for answer in expected]
+    assert [output.finished for output in llm.last_outputs] == [length < 5 for length in LENGTHS]
 
 
 def test_no_step_is_interrupted_without_a_signal(llm: LLM) -> None:
@@ -97,11 +134,11 @@ def test_ctrl_c_while_rows_are_added_leaves_none_behind(llm: LLM, monkeypatch: p
     engine = engine_of(llm)
     add, added = engine.add, []
 
-    def hooked(row: Any) -> Any:
+    def hooked(row: Any, **options: Any) -> Any:
         added.append(row)
         if len(added) == 2:
             press_ctrl_c()
-        return add(row)
+        return add(row, **options)
 
     with monkeypatch.context() as patch, pytest.raises(GenerationInterrupted) as caught:
         patch.setattr(engine, "add", hooked)
@@ -110,7 +147,7 @@ def test_ctrl_c_while_rows_are_added_leaves_none_behind(llm: LLM, monkeypatch: p
 
 
 def test_ctrl_c_while_the_outputs_are_made_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = sys.modules["llm.api.facade"].Progress
+    progress = sys.modules["llm.api.generation"].Progress
     with monkeypatch.context() as patch, pytest.raises(GenerationInterrupted) as caught:
         patch.setattr(progress, "close", lambda self: press_ctrl_c())
         run(llm, ROWS, PARAMS)
@@ -131,7 +168,8 @@ def test_ctrl_c_in_a_stream(llm: LLM) -> None:
     with at_step(llm, 3, press_ctrl_c) as started, pytest.raises(GenerationInterrupted) as caught:
         list(stream)
     assert len(started) == 3
-    assert caught.value.outputs == [None]
+    [output] = caught.value.outputs
+    assert output.outputs[0].finish_reason == "interrupted" and len(output.outputs[0].token_ids) == 3
     with pytest.raises(StopIteration):
         next(stream)
 

@@ -1,0 +1,226 @@
+"""`LLM.generate`: the rows of a call, from the engine's queue to their outputs.
+
+Owns what becomes of prompts that cannot be run, of outputs as they end, and of a call that ends early: everything that
+was computed is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from llm.api.checks import check_asks_nothing, check_priority
+from llm.api.host import Host
+from llm.base.bar import UseTqdm
+from llm.base.checks import check_choice, refuse
+from llm.base.errors import GenerationInterrupted
+from llm.base.names import MISSING, wrong_names
+from llm.config.argument_check import CALLS
+from llm.engine.engine import Engine
+from llm.engine.interrupt import InterruptGuard
+from llm.engine.output import PromptState, output_without_run, warn_of_errors
+from llm.engine.preprocess import raise_refused
+from llm.engine.progress import Progress, check_use_tqdm
+from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow
+from llm.outputs import RequestOutput
+from llm.sampling_params import SamplingParams
+
+OnOutput = Callable[[RequestOutput], object]
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How a call treats its rows: arguments of `LLM.generate`, checked."""
+
+    use_tqdm: UseTqdm
+    on_error: str = "raise"
+    on_too_long: str = "error"
+    on_interrupt: str = "raise"
+    on_output: OnOutput | None = None
+
+    def __post_init__(self) -> None:
+        check_use_tqdm(self.use_tqdm)
+        check_choice("on_error", self.on_error, ("raise", "return"))
+        check_choice("on_too_long", self.on_too_long, ON_TOO_LONG)
+        check_choice("on_interrupt", self.on_interrupt, ("raise", "return"))
+        if self.on_output is not None and not callable(self.on_output):
+            refuse("on_output", self.on_output, "a callable that takes an output, or None")
+
+    def raise_interrupt(self, guard: InterruptGuard, outputs: list[RequestOutput]) -> None:
+        """Raise `GenerationInterrupted` if there was a Ctrl-C and the call does not return its outputs instead."""
+        if guard.requested and self.on_interrupt == "raise":
+            raise GenerationInterrupted(outputs)
+
+
+class BatchCall:
+    """The rows of one call, refused ones included."""
+
+    def __init__(
+        self, llm: GenerationHost, rows: Sequence[AnyRow], guard: InterruptGuard, options: CallOptions
+    ) -> None:
+        self._llm: GenerationHost | None = llm
+        self._rows = rows
+        self._guard = guard
+        self._options = options
+        self._states: dict[int, PromptState] = {}  # by place among the rows
+        self._ended: list[PromptState] = []
+        self._told: dict[str, RequestOutput] = {}  # by request id; what `on_output` was given
+
+    def run(self, engine: Engine) -> list[RequestOutput]:
+        """The outputs, in the order of the rows.
+
+        Raises:
+            GenerationInterrupted: Ctrl-C; with the outputs so far.
+        """
+        ended = None if self._options.on_output is None else self._ended
+        try:
+            for place, row in enumerate(self._rows):
+                if isinstance(row, RefusedRow):
+                    self._tell(output_without_run(row))
+                else:
+                    self._states[place] = engine.add(row, ended=ended)
+            states = list(self._states.values())
+            with closing(Progress(states, self._options.use_tqdm)) as progress:
+                engine.run(states, lambda: self._between_steps(engine, progress))
+            outputs = self.outputs()
+            warn_of_errors(outputs)
+            return outputs
+        except GenerationInterrupted as interrupted:
+            self._remember()
+            engine.abort(list(self._states.values()))
+            if self._options.on_interrupt == "raise":
+                raise
+            return interrupted.outputs
+        except BaseException:  # from a callback, the user's signal handler or a second Ctrl-C: at any point
+            self._guard.end()
+            self._remember()
+            engine.reset()
+            raise
+        finally:
+            self._abort_dropped(engine)
+            self._llm = None  # kept for `outputs`, this must not keep the model alive
+
+    def outputs(self) -> list[RequestOutput]:
+        """What there is of each row; with finish_reason "interrupted" where it has not ended."""
+        return [self._output(place, row) for place, row in enumerate(self._rows)]
+
+    def _output(self, place: int, row: AnyRow) -> RequestOutput:
+        state = self._states.get(place)
+        if state is None:
+            return output_without_run(row)
+        return self._told.get(state.request_id) or state.last_output()
+
+    def _between_steps(self, engine: Engine, progress: Progress) -> None:
+        self._abort_dropped(engine)
+        progress.update()
+        while self._ended:
+            state = self._ended.pop(0)
+            self._told[state.request_id] = state.output()
+            self._tell(self._told[state.request_id])
+        if self._guard.requested:
+            self._guard.end()
+            raise GenerationInterrupted(self.outputs())
+
+    def _tell(self, output: RequestOutput) -> None:
+        if self._options.on_output is not None:
+            self._options.on_output(output)
+
+    def _abort_dropped(self, engine: Engine) -> None:
+        if self._llm is not None:
+            self._llm._abort_dropped(engine)
+
+    def _remember(self) -> None:
+        if self._llm is not None:
+            self._llm._unfinished = self
+
+
+class GenerationHost(Host, Protocol):
+    _unfinished: BatchCall | None
+
+    def _abort_dropped(self, engine: Engine) -> None: ...
+    def _rows(
+        self,
+        prompts: object,
+        params: object,
+        tokenization_kwargs: Mapping[str, object] | None,
+        options: CallOptions,
+        priority: Sequence[int] | None,
+    ) -> list[AnyRow]: ...
+
+
+class Generation:
+    """Attributes:
+    _unfinished: the last call that was interrupted or failed.
+    """
+
+    _unfinished: BatchCall | None = None
+
+    def generate(
+        self: GenerationHost,
+        prompts: object = MISSING,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        mm_processor_kwargs: None = None,
+        on_error: str = "raise",
+        on_too_long: str = "error",
+        on_interrupt: str = "raise",
+        on_output: OnOutput | None = None,
+        **unknown: NoReturn,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; there is an output for each, in the order of the prompts.
+
+        Args:
+            prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of any of these.
+            sampling_params: one for all prompts, or one per prompt; None: the model's defaults.
+            use_tqdm: a progress bar in tokens; False prints nothing; a callable makes the bar.
+            priority: one integer per prompt; not used, because the order of execution changes no answer.
+            tokenization_kwargs: `add_special_tokens`; `truncation` with `max_length`, or `truncate_prompt_tokens`, with
+                `truncation_side` ("left", the first tokens are cut, or "right").
+            on_error: "raise" names every bad prompt before any is run; "return" puts the error into its output
+                (`output.error`) and runs the others.
+            on_too_long: "error"; "skip": the prompt is not run; "truncate_left" (its first tokens) or "truncate_middle"
+                cut it until max_tokens fit, or a quarter of the context where it is None (`num_dropped_tokens`).
+            on_interrupt: Ctrl-C raises `GenerationInterrupted` with what there is of each output; "return" returns it.
+            on_output: called with each output as it ends.
+
+        Raises:
+            ValidationError, GenerationInterrupted: see `on_error` and `on_interrupt`.
+        """
+        if unknown or prompts is MISSING:
+            raise wrong_names("LLM.generate", Generation.generate, unknown, CALLS)
+        check_asks_nothing(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        options = CallOptions(use_tqdm, on_error, on_too_long, on_interrupt, on_output)
+        # The guard comes first: Ctrl-C must not leave a lock held or some of the rows queued.
+        with InterruptGuard() as guard, self._exclusive():
+            engine = self._begin()
+            rows = self._rows(prompts, sampling_params, tokenization_kwargs, options, priority)
+            outputs = BatchCall(self, rows, guard, options).run(engine)
+        options.raise_interrupt(guard, outputs)
+        return outputs
+
+    @property
+    def last_outputs(self: GenerationHost) -> list[RequestOutput] | None:
+        """What there was of each output when a call last was interrupted or failed; None: that has not happened."""
+        return None if self._unfinished is None else self._unfinished.outputs()
+
+    def _rows(
+        self: GenerationHost,
+        prompts: object,
+        params: object,
+        tokenization_kwargs: Mapping[str, object] | None,
+        options: CallOptions,
+        priority: Sequence[int] | None,
+    ) -> list[AnyRow]:
+        rows = self._preprocessor.checked_rows(
+            prompts, params, self.get_default_sampling_params, tokenization_kwargs, options.on_too_long
+        )
+        if options.on_error == "raise":
+            raise_refused(rows)
+        check_priority(priority, len(rows))
+        return rows
