@@ -51,6 +51,7 @@ OPERATIONS: dict[str, str] = {
     "soft_cap": "activation",
     "select_rows": "elementwise",
     "select_experts": "routing",
+    "mix_two_experts": "routing",
     "experts": "experts",
     "log_softmax": "vocabulary",
     "argmax": "vocabulary",

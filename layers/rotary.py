@@ -32,6 +32,7 @@ class RopeParameters:
         attention_factor: factor on cosine and sine; None: derived from `factor`.
         mscale, mscale_all_dim: yarn's weights of log(factor) in the attention factor; None: deepseek_yarn uses 1 and 0.
         short_factor, long_factor: longrope's divisors, one per rotated pair of channels.
+        short_mscale, long_mscale: its attention factors with either; None: `attention_factor`.
         mrope_section: how many pairs follow the temporal, the vertical and the horizontal position (Qwen2-VL,
             arXiv:2409.12191); empty: one position per token.
         mrope_interleaved: the three alternate (Qwen3-VL) instead of taking one run of pairs each.
@@ -53,6 +54,8 @@ class RopeParameters:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    short_mscale: float | None = None
+    long_mscale: float | None = None
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
 
@@ -148,8 +151,10 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 def _longrope(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
     """LongRoPE (arXiv:2402.13753): the long divisors if `max_model_len` exceeds the original context."""
     original = rope.original_max_position_embeddings
-    divisors = torch.tensor(rope.long_factor if max_model_len > original else rope.short_factor)
-    factor = rope.attention_factor
+    is_long = max_model_len > original
+    divisors = torch.tensor(rope.long_factor if is_long else rope.short_factor)
+    own_factor = rope.long_mscale if is_long else rope.short_mscale
+    factor = rope.attention_factor if own_factor is None else own_factor
     if factor is None:
         factor = 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
     return 1.0 / (divisors * base_wavelengths(rope.theta, rotary_dim)), factor

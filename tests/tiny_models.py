@@ -548,6 +548,27 @@ TINY_MODELS = TINY_MODELS | {
         },
     ),
     "olmoe": TinyModel("OlmoeConfig", {**EXPERTS, "head_dim": None, "num_experts": 7, "num_experts_per_tok": 7}),
+    "phimoe": TinyModel(
+        "PhimoeConfig",
+        {
+            **EXPERTS,
+            **{"head_dim": None, "num_local_experts": 5, "router_jitter_noise": 0.3},
+            **{"attention_bias": True, "lm_head_bias": True, "sliding_window": 50},
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                # transformers takes the short ones beyond the original length too.
+                "short_factor": [1.0, 2.0, 3.0, 4.0],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+                "short_mscale": 1.05,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        lengths=(33, 35, 40, 47, 60),
+        engine={"max_model_len": 100},
+        control={"router_jitter_noise": 0.01},
+    ),
     "granitemoe": TinyModel(
         "GraniteMoeConfig",
         {
@@ -562,7 +583,7 @@ TINY_MODELS = TINY_MODELS | {
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
-    ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe ernie4-5-moe glm4-moe
+    ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe
 """.split()
 SCHEDULED = [name for name in TINY_MODELS if name not in _REARRANGED]
 

@@ -98,6 +98,32 @@ void select_row(const Routing& routing, const float* logits, float* scratch, flo
     }
 }
 
+// Two experts, one after the other: the best of those left, and its share of the softmax over those left whose distance
+// to it is at most `tolerance` of the larger magnitude. `scratch`: room for two floats per expert.
+void mix_row(const float* logits, int64_t count, float tolerance, float* scratch, float* weights, int64_t* ids) {
+    float *left = scratch, *terms = scratch + count;
+    bool unknown = false;
+    for (int64_t i = 0; i < count; ++i) {
+        left[i] = logits[i];
+        unknown |= logits[i] != logits[i];
+    }
+    for (int64_t slot = 0; slot < 2; ++slot) {
+        const int64_t best = unknown ? slot : best_of(left, count);
+        const float top = logits[best];
+        for (int64_t i = 0; i < count; i += LANES)
+            store_part(terms + i, exp(load_part(logits + i, count - i) - set1(top)), count - i);
+        float total = 0.0f;
+        for (int64_t i = 0; i < count; ++i) {
+            const float distance = (top - logits[i]) / std::max(std::fabs(logits[i]), top);
+            // All logits zero: a distance of NaN, and none is too far.
+            if (left[i] == left[i] && !(distance > tolerance)) total += terms[i];
+        }
+        ids[slot] = best;
+        weights[slot] = unknown ? NAN : 1.0f / total;
+        left[best] = NAN;
+    }
+}
+
 }  // namespace
 }  // namespace llm
 
@@ -113,4 +139,13 @@ LLM_EXPORT void llm_select_experts(const float* logits, const float* bias, float
     });
 }
 
+// logits [rows][experts], of at least two experts -> weights and ids [rows][2].
+LLM_EXPORT void llm_mix_two_experts(const float* logits, float* weights, int64_t* ids, int64_t rows, int64_t experts,
+                                    float tolerance, int64_t threads) {
+    for_rows(rows, experts * 2, threads, 2 * experts * int64_t{sizeof(float)}, [&](int64_t row, float* scratch) {
+        mix_row(logits + row * experts, experts, tolerance, scratch, weights + row * 2, ids + row * 2);
+    });
+}
+
 LLM_KERNEL(llm_select_experts)
+LLM_KERNEL(llm_mix_two_experts)

@@ -7,9 +7,10 @@ import torch
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import as_float32, pointer
-from llm.kernels.reference.routing import check_routing
+from llm.kernels.reference.routing import check_mixed, check_routing
 
 _SELECT = KERNELS["llm_select_experts"]
+_MIX = KERNELS["llm_mix_two_experts"]
 
 
 def select_experts(
@@ -35,4 +36,19 @@ def select_experts(
     )
     if library.recorder is not None:
         library.recorder.kept.append(bias)
+    return weights, ids
+
+
+def mix_two_experts(
+    library: Library, logits: torch.Tensor, jitter_eps: float = 0.01
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [N, E] -> (weights float32 [N, 2], ids int64 [N, 2])."""
+    check_mixed(logits.shape[-1])
+    logits = as_float32(logits)
+    rows, width = logits.shape
+    weights, ids = library.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int64)
+    library.call(
+        *(_MIX, logits.data_ptr(), weights.data_ptr(), ids.data_ptr(), rows, width),
+        *(2 * jitter_eps, torch.get_num_threads()),
+    )
     return weights, ids

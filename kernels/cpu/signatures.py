@@ -34,6 +34,8 @@ void llm_soft_cap(float* x, float cap, int64_t count, int64_t threads)
 void llm_select_experts(const float* logits, const float* bias, float* weights, int64_t* ids, int64_t rows,
     int64_t experts, int64_t top_k, int64_t sigmoid, int64_t renormalize, int64_t groups, int64_t topk_groups,
     float scale, int64_t threads)
+void llm_mix_two_experts(const float* logits, float* weights, int64_t* ids, int64_t rows, int64_t experts,
+    float tolerance, int64_t threads)
 int64_t llm_rotary(const int64_t* positions, int64_t tokens, const float* table_rows, int64_t length, int64_t pairs,
     int64_t halves, const float* query, int64_t query_stride, float* query_out, int64_t heads, const float* key,
     int64_t key_stride, float* key_out, int64_t kv_heads, int64_t head_size, int64_t threads)

@@ -44,6 +44,33 @@ def select_experts(
     return weights * scale, ids
 
 
+def mix_two_experts(logits: torch.Tensor, jitter_eps: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
+    """SparseMixer (arXiv:2409.12136) when nothing is trained: float32 [N, E] -> (weights [N, 2], int64 ids [N, 2]).
+
+    The best expert, of equal ones the lower id, has its share of a softmax for a weight; then the best of the others,
+    without the first. A softmax is over the experts left whose distance to the best is at most 2 `jitter_eps` of the
+    larger magnitude, so weights do not sum to 1. A row with a NaN gets the ids 0 and 1 and weights of NaN.
+    """
+    check_mixed(logits.shape[-1])
+    logits = logits.float()
+    unknown = logits.isnan().any(dim=-1, keepdim=True)
+    known = left = logits.masked_fill(unknown, 0.0)
+    slots = []
+    for _ in range(2):
+        best = left.sort(dim=-1, descending=True, stable=True).indices[:, :1]
+        top = known.gather(1, best)
+        is_far = (top - known) / torch.maximum(known.abs(), top) > 2 * jitter_eps
+        slots.append((left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(1, best), best))
+        left = left.scatter(1, best, -torch.inf)
+    weights, ids = (torch.cat(parts, dim=1) for parts in zip(*slots, strict=True))
+    return weights.masked_fill(unknown, torch.nan), ids
+
+
+def check_mixed(experts: int) -> None:
+    if experts < 2:
+        raise ValueError(f"two of {experts} experts cannot be chosen")
+
+
 def check_routing(
     experts: int, top_k: int, scoring: str, bias: torch.Tensor | None, groups: int, topk_groups: int
 ) -> None:

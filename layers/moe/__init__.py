@@ -2,13 +2,14 @@
 
 from llm.layers.moe.fused_moe import FusedMoE
 from llm.layers.moe.method import ExpertsMethod, UnquantizedFusedMoEMethod
-from llm.layers.moe.router import GateLinear, GroupedTopk, TopKRouter
+from llm.layers.moe.router import GateLinear, GroupedTopk, SparseMixer, TopKRouter
 
 __all__ = [
     "ExpertsMethod",
     "FusedMoE",
     "GateLinear",
     "GroupedTopk",
+    "SparseMixer",
     "TopKRouter",
     "UnquantizedFusedMoEMethod",
 ]

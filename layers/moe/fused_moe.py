@@ -98,7 +98,7 @@ class FusedMoE(PluggableLayer):
         quant_config: picks the methods of the experts' linear layers.
         prefix: dotted path of the layer in the model.
         custom_routing_function: (hidden_states, gating_output, topk, renormalize) -> (weights, ids), in the place of
-            `router`.
+            `router`, which is then None.
         apply_router_weight_on_input: multiply an expert's input by its weight in place of its output; top_k is 1.
         activation: a key of `ACTIVATIONS`.
         has_bias: whether the experts have biases.
@@ -139,7 +139,7 @@ class FusedMoE(PluggableLayer):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.custom_routing_function = custom_routing_function
         self.prefix, self.tp = prefix, tp
-        self.router = make_router(top_k, **routing)
+        self.router = make_router(top_k, **routing) if custom_routing_function is None else None
         self.quant_method = UnquantizedFusedMoEMethod()
         act_fn = ACTIVATIONS[activation](swiglu_limit)
         for index in range(num_experts):
@@ -172,8 +172,10 @@ class FusedMoE(PluggableLayer):
 
     def select(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights float32 [N, K] and ids int64 [N, K] of each token's experts."""
-        if self.custom_routing_function is None:
+        if self.router is not None:
             return self.router(router_logits)
+        if self.custom_routing_function is None:
+            raise RuntimeError("a layer of experts has a router or a routing function")
         weights, ids = self.custom_routing_function(hidden_states, router_logits, self.top_k, self.renormalize)
         return weights.float(), ids.long()
 

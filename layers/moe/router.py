@@ -152,6 +152,38 @@ class GroupedTopk(TopKRouter):
         return f"{super().extra_repr()}, {self.topk_group} of {self.num_expert_group} groups"
 
 
+@CustomOp.register("sparse_mixer")
+class SparseMixer(KernelOp):
+    """The choice of Phi 3.5 MoE, a `custom_routing_function`: logits float32 [N, E] -> weights [N, 2], ids [N, 2].
+
+    See `mix_two_experts` in `kernels/reference/routing.py`; the hidden states do not matter.
+
+    Args:
+        jitter_eps: half of the relative distance up to which an expert takes part in the other's softmax.
+    """
+
+    operations = ("mix_two_experts",)
+
+    def __init__(self, jitter_eps: float = 0.01, *, enforce_enable: bool = False) -> None:
+        super().__init__(enforce_enable=enforce_enable)
+        self.jitter_eps = jitter_eps
+
+    def compute(
+        self,
+        ops: Operations,
+        hidden_states: torch.Tensor,
+        gating_output: torch.Tensor,
+        topk: int = 2,
+        renormalize: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if topk != 2:
+            refuse("topk", topk, "2: a sparse mixer chooses two experts")
+        return ops.mix_two_experts(gating_output, self.jitter_eps)
+
+    def extra_repr(self) -> str:
+        return f"jitter_eps={self.jitter_eps}"
+
+
 class Routing(TypedDict, total=False):
     """How experts are chosen, under vLLM's names; what `TopKRouter` takes, and whether there are groups."""
 

@@ -196,8 +196,8 @@ class ConfigReader:
 
     def finish(self) -> None:
         """Raise `UnsupportedModelError` if there are keys that were not read."""
-        for key, allowed in _OFF.items():
-            self.expect(key, *allowed)
+        for key in (key for key in _OFF if key not in self._read):
+            self.expect(key, *_OFF[key])
         left = sorted(set(self.raw) - self._read - _HARMLESS - _GENERATION)
         if left:
             raise UnsupportedModelError(

@@ -58,6 +58,7 @@ _FAMILIES = {
     "persimmon": "PersimmonForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen2_moe": "Qwen2MoeForCausalLM",

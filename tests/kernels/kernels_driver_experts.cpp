@@ -94,6 +94,26 @@ void experts(Kind kind, Activations activations, int64_t tokens, int64_t top_k, 
     if (kind == Kind::INT8 || kind == Kind::INT4) need(run(0) == 2, "scales that there are not were read");
 }
 
+// Rows of logits, with and without a bias, groups, and a NaN.
+void routing(int64_t rows, int64_t count) {
+    Exactly<float> logits(rows * count), bias(count);
+    for (bool spoiled : {false, true}) {
+        if (spoiled && rows) logits.data[rows * count - 1] = __builtin_nanf("");
+        for (int64_t top_k : {int64_t{1}, count / 2}) {
+            Exactly<float> weights(rows * top_k);
+            Exactly<int64_t> ids(rows * top_k);
+            llm_select_experts(logits.data, nullptr, weights.data, ids.data, rows, count, top_k, 0, 1, 1, 1, 1.0f, 3);
+            llm_select_experts(logits.data, bias.data, weights.data, ids.data, rows, count, top_k, 1, 0, 2, 1, 2.5f, 3);
+            calls += 2;
+        }
+        Exactly<float> weights(rows * 2);
+        Exactly<int64_t> ids(rows * 2);
+        llm_mix_two_experts(logits.data, weights.data, ids.data, rows, count, 0.02f, 3);
+        ++calls;
+        for (int64_t i = 0; i < rows * 2; ++i) need(ids.data[i] >= 0 && ids.data[i] < count, "a chosen expert is none");
+    }
+}
+
 }  // namespace mixture
 
 // Returns the number of calls.
@@ -110,5 +130,7 @@ int run_experts() {
             every_kind(1, 1);
             every_kind(2, 3);
         }
+    for (int64_t rows : {0, 1, 19})
+        for (int64_t count : {2, 6, 16, 34}) routing(rows, count);
     return calls;
 }

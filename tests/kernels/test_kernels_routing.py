@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
 from tiny_models import one_thread
 
-from llm.kernels.reference.routing import select_experts
+from llm.kernels.reference.routing import mix_two_experts, select_experts
 
 BACKENDS = ["reference", *(pytest.param(isa, marks=needs_compiler) for isa in ISAS)]
 
@@ -24,6 +25,10 @@ def _one_thread() -> Iterator[None]:
 
 def operation(name: str) -> Any:
     return select_experts if name == "reference" else kernel_set(name).op("select_experts")
+
+
+def mixer(name: str) -> Any:
+    return mix_two_experts if name == "reference" else kernel_set(name).op("mix_two_experts")
 
 
 def chosen_64(
@@ -107,3 +112,50 @@ def test_what_cannot_be_chosen_is_refused(backend: str, wrong: dict[str, Any]) -
         operation(backend)(torch.zeros(2, 6), **{"top_k": 2, **wrong})
     with pytest.raises(ValueError, match="one bias per expert"):
         operation(backend)(torch.zeros(2, 6), 2, bias=torch.zeros(5))
+
+
+def mixed_64(line: torch.Tensor, jitter: float) -> tuple[list[float], list[int]]:
+    """One row, in float64, expert by expert."""
+    left, weights, ids = list(range(len(line))), [], []
+    for _ in range(2):
+        best = max(left, key=lambda index: (float(line[index]), -index))
+        top = float(line[best])
+        near = [i for i in left if top - float(line[i]) <= 2 * jitter * max(abs(float(line[i])), top)]
+        weights.append(1.0 / sum(math.exp(float(line[i]) - top) for i in near))
+        ids.append(best)
+        left.remove(best)
+    return weights, ids
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("experts", "jitter"), [(2, 0.3), (7, 0.01), (17, 0.3), (33, 2.0)])
+def test_two_experts_are_mixed_by_the_rules(backend: str, experts: int, jitter: float) -> None:
+    """Below zero too, where the magnitude is that of the farther one; two ties, and a row of zeros."""
+    logits = normal(experts, 9, experts)
+    logits[1] -= 5.0
+    logits[2, :2] = 9.0
+    logits[3] = 0.0
+    weights, ids = mixer(backend)(logits, jitter)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int64
+    for row, line in enumerate(logits):
+        expected = mixed_64(line, jitter)
+        assert ids[row].tolist() == expected[1]
+        assert torch.allclose(weights[row].double(), torch.tensor(expected[0]).double(), rtol=2e-6)
+    other = mixed_64(logits[0], 5.0)[0]
+    assert experts == 2 or jitter == 2.0 or not torch.allclose(weights[0].double(), torch.tensor(other).double())
+    alone = [mixer(backend)(logits[row : row + 1], jitter) for row in range(len(logits))]
+    if backend != "reference":
+        assert torch.equal(torch.cat([weights for weights, _ in alone]), weights)
+    with pytest.raises(ValueError, match="two of 1 experts"):
+        mixer(backend)(logits[:, :1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_in_a_mixed_row_spoils_it_alone(backend: str) -> None:
+    logits = normal(1, 4, 9)
+    clean = mixer(backend)(logits, 0.3)
+    logits[2, 4] = torch.nan
+    weights, ids = mixer(backend)(logits, 0.3)
+    assert weights[2].isnan().all() and ids[2].tolist() == [0, 1]
+    others = [0, 1, 3]
+    assert torch.equal(weights[others], clean[0][others]) and torch.equal(ids[others], clean[1][others])

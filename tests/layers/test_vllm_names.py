@@ -48,7 +48,7 @@ VLLM_CLASSES = dict(
         "multi_head_latent_attention:MultiHeadLatentAttentionWrapper grouped_topk:GroupedTopk"
     ).split()
 )
-OURS_ALONE = {"relu", "layer_norm_1p", "topk_router"}
+OURS_ALONE = {"relu", "layer_norm_1p", "topk_router", "sparse_mixer"}
 
 
 def test_every_operation_is_known_by_its_class_in_vllm() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-from llm.layers.moe import FusedMoE, GateLinear, TopKRouter, UnquantizedFusedMoEMethod
+from llm.layers.moe import FusedMoE, GateLinear, SparseMixer, TopKRouter, UnquantizedFusedMoEMethod
 from op_cases.base import Case, Inputs, normal
 from op_cases.linear import linear_reference, rows_of
 
@@ -75,6 +76,21 @@ def router_case(**more: Any) -> Case:
     return Case(build, inputs, reference, 2e-6, torch.float32)
 
 
+def mixer_case(jitter: float) -> Case:
+    def inputs(rows: int, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+        return normal(rows, H, dtype=torch.float32, generator=generator), logits(rows, dtype, generator)
+
+    def reference(op: Any, hidden: torch.Tensor, x: torch.Tensor) -> Any:
+        weights, ids = sparsemixer(x, jitter, training=False)
+
+        def same(actual: torch.Tensor) -> None:
+            assert torch.equal(actual, ids)
+
+        return weights, same
+
+    return Case(lambda dtype: SparseMixer(jitter), inputs, reference, 2e-6, torch.float32)
+
+
 def method_case() -> Case:
     """The layer whose experts it computes is an argument, and float32."""
 
@@ -97,6 +113,7 @@ MOE: dict[str, list[Case]] = {
     "fused_moe": [layer_case(), layer_case(has_bias=True, renormalize=False, scoring_func="sigmoid")],
     "unquantized_fused_moe": [method_case()],
     "topk_router": [router_case(), router_case(renormalize=False, scoring_func="sigmoid", routed_scaling_factor=2.5)],
+    "sparse_mixer": [mixer_case(0.01), mixer_case(0.3)],
     "gate_linear": [
         Case(
             lambda dtype: GateLinear(45, 38, True, params_dtype=dtype),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ class MoEConfig(PartConfig):
         correction_bias: the router has a bias for choosing alone.
         groups, topk_group: experts lie in groups, of which a token uses the best.
         bias, router_bias: of the experts' matrices, and of the router's.
-        routing_function: in the place of all of this, see `FusedMoE`.
+        routing_function: makes what chooses in the place of all of this, see `FusedMoE`.
         shared_size: intermediate size of the feed-forward that every token has; None: there is none.
         shared_gate: its output is multiplied by the sigmoid of a linear layer with one output; it is then a layer of
             one expert, `shared_experts.0`.
@@ -52,7 +52,7 @@ class MoEConfig(PartConfig):
     bias: bool = False
     router_bias: bool = False
     swiglu_limit: float = SWIGLUOAI_LIMIT
-    routing_function: RoutingFunction | None = None
+    routing_function: Callable[[], RoutingFunction] | None = None
     shared_size: int | None = None
     shared_gate: bool = False
 
@@ -113,7 +113,7 @@ class MoEBlock(nn.Module):
             activation=activation,
             swiglu_limit=config.swiglu_limit,
             has_bias=config.bias,
-            custom_routing_function=config.routing_function,
+            custom_routing_function=None if config.routing_function is None else config.routing_function(),
             **config.routing(self.gate.e_score_correction_bias),
             **context.common,
         )
