@@ -1,7 +1,8 @@
 """kv_b_proj as latent attention reads it: a matrix per head for its queries, and one for its outputs.
 
 Owns `AbsorbedWeight`, the layout, and `AbsorbedLinearMethod`, which brings the loaded weight into it. Both matrices
-take the memory of the one that was loaded, and give it back bit for bit.
+take the memory of the one that was loaded, and give it back bit for bit. Integers of a checkpoint are dequantized
+first: the matrices then hold their exact values in float32.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight, kind_of
 from llm.quantization.base import LinearMethodBase, WeightLoader
+from llm.quantization.schemes.method import IntegerMethod
 from llm.quantization.unquantized import new_parameter
 
 _OPERATIONS = ("heads_linear", "write_latent_cache", "latent_attention")
@@ -58,11 +60,18 @@ class AbsorbedLinearMethod(LinearMethodBase):
     Args:
         heads, key_size: of this rank's rows.
         source, reason: why it is not quantized, where the rest of the model is.
+        stored: what reads it, where the checkpoint stores integers; None: it stores floats.
+
+    Attributes:
+        stored_as: the scheme in the checkpoint; "" for floats.
     """
 
-    def __init__(self, heads: int, key_size: int, source: str = "", reason: str = "") -> None:
-        self._heads, self._key_size = heads, key_size
+    def __init__(
+        self, heads: int, key_size: int, source: str = "", reason: str = "", stored: IntegerMethod | None = None
+    ) -> None:
+        self._heads, self._key_size, self._stored = heads, key_size, stored
         self.source, self.reason = source, reason
+        self.stored_as = "" if stored is None else stored.scheme
         backend = backend_of_construction()
         self.invariant = backend.computes(*_OPERATIONS)
         self.kernel = backend.source("heads_linear")
@@ -78,6 +87,10 @@ class AbsorbedLinearMethod(LinearMethodBase):
         *,
         weight_loader: WeightLoader,
     ) -> None:
+        if self._stored is not None:
+            sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
+            self._stored.create_weights(layer, *sizes, params_dtype, weight_loader=weight_loader)
+            return
         data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
         layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
         layer.packed_weight = None  # type: ignore[assignment]
@@ -85,7 +98,7 @@ class AbsorbedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if layer.packed_weight is not None:
             return
-        loaded: torch.Tensor = layer.weight.data
+        loaded = layer.weight.data if self._stored is None else self._stored.take_dequantized(layer)
         # The parameter itself, so that whoever frees it frees the weight.
         layer.weight = nn.Parameter(torch.empty_like(loaded), requires_grad=False)
         kind = kind_of(loaded, None)

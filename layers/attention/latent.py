@@ -22,6 +22,7 @@ from llm.layers.linear import ColumnParallelLinear, LinearBase
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.absorbed import AbsorbedLinearMethod, AbsorbedWeight
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
+from llm.quantization.schemes.method import IntegerMethod
 
 
 class LatentAttention(nn.Module):
@@ -72,11 +73,11 @@ class LatentAttention(nn.Module):
 class LatentProjection(ColumnParallelLinear):
     """kv_b_proj: what would compute each head's key and value of a latent, and is multiplied in parts in their place.
 
-    Its weight stays in the type that it is stored in, however the rest of the model is quantized. Further arguments:
-    `ColumnParallelLinear`.
+    Its weight stays in the type that it is stored in, however the rest of the model is quantized; integers are held as
+    the float32 values that they stand for. Further arguments: `ColumnParallelLinear`.
 
     Raises:
-        UnsupportedModelError: the checkpoint stores it quantized.
+        UnsupportedModelError: the checkpoint stores it in a way whose values only a plugin knows.
     """
 
     def __init__(
@@ -106,13 +107,16 @@ class LatentProjection(ColumnParallelLinear):
         asked = super()._resolve_method(quant_config)
         if not asked.scheme:
             return AbsorbedLinearMethod(self.num_heads, self.key_size, asked.source, asked.reason)
-        if not getattr(getattr(asked, "storage", None), "on_load", False):
+        if not isinstance(asked, IntegerMethod):
             raise UnsupportedModelError(
-                f"{self.prefix} is stored as {asked.scheme}; latent attention reads it in parts, of float weights "
-                "alone. Use a checkpoint that leaves kv_b_proj as it was, or the original with quantization=."
+                f"{self.prefix} is stored as {asked.scheme}; latent attention reads it in parts, of weights whose "
+                "values are known. Use a checkpoint that leaves kv_b_proj as it was, or the original and quantization=."
             )
-        reason = "latent attention reads it in parts, which stay as they are"
-        return AbsorbedLinearMethod(self.num_heads, self.key_size, asked.source, reason)
+        if asked.storage.on_load:
+            reason = "latent attention reads it in parts, which stay as they are"
+            return AbsorbedLinearMethod(self.num_heads, self.key_size, asked.source, reason)
+        reason = f"{asked.scheme} in the checkpoint, held as float32: latent attention reads it in parts"
+        return AbsorbedLinearMethod(self.num_heads, self.key_size, asked.source, reason, asked)
 
     @property
     def absorbed(self) -> AbsorbedWeight:

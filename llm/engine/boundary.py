@@ -66,14 +66,19 @@ class Loaded:
 
     Attributes:
         varies: why answers may depend on the batch although the kernels are batch-invariant; None: they do not.
+        held: which weights are not held as the checkpoint stores them; "": all are.
         seconds: time per phase, in order.
     """
 
     varies: str | None = None
+    held: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def applied_to(self, config: EngineConfig) -> EngineConfig:
         """The config, completed with what is known only after the model is built."""
+        reasons = dict(config.reasons)
+        if self.held:
+            reasons["quantization"] = f"{reasons['quantization']}; {self.held}"
         if self.varies is None:
-            return config
-        return replace(config, invariant=False, reasons=config.reasons | {"invariant": self.varies})
+            return replace(config, reasons=reasons)
+        return replace(config, invariant=False, reasons=reasons | {"invariant": self.varies})

@@ -28,6 +28,7 @@ from llm.layers.moe import FusedMoE
 from llm.platforms import is_by_name
 from llm.platforms.interface import Platform
 from llm.plugins import leave_out
+from llm.quantization.absorbed import AbsorbedLinearMethod
 from llm.quantization.base import QuantizationConfig
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def what_varies(model: nn.Module) -> str | None:
             return replacement_reason(type(module))
         if isinstance(module, CustomOp) and module.binding.is_off:
             return f"{module.name} is {module.binding.reason}: PyTorch's own operations compute it"
-        if isinstance(module, FusedMoE) and module.custom_routing_function is not None:
+        if isinstance(module, FusedMoE) and not isinstance(module.custom_routing_function, CustomOp | None):
             return "a custom_routing_function chooses experts"
         if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
             return f"attention is {type(module.backend).__name__}'s"
@@ -80,6 +81,14 @@ def what_varies(model: nn.Module) -> str | None:
         if method is not None and not method.invariant:
             return f"{method.scheme or type(method).__name__} has no invariant kernel"
     return None
+
+
+def held_otherwise(model: nn.Module) -> str:
+    """Which weights are held in another form than the checkpoint's, for `llm.config`; "" if none are."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
+    schemes = ", ".join(filter(None, stored))
+    return schemes and f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts"
 
 
 def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:

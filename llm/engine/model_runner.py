@@ -19,7 +19,7 @@ from llm.config.engine import CacheConfig, EngineConfig
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.boundary import Loaded, RunnerPlan
 from llm.engine.build_model import build_model, fill_model
-from llm.engine.extensions import what_varies
+from llm.engine.extensions import held_otherwise, what_varies
 from llm.engine.inspection import ModelInspection
 from llm.engine.kv_cache import allocate_kv_caches, allocate_recurrent_states, group_states
 from llm.engine.lines import LineReader
@@ -73,7 +73,7 @@ class ModelRunner(ModelInspection):
         with times.phase("build model"):
             self.platform.import_kernels()
             model = build_model(plan, self.platform)
-            loaded = Loaded(what_varies(model) if plan.config.invariant else None, times)
+            loaded = Loaded(what_varies(model) if plan.config.invariant else None, held_otherwise(model), times)
         with times.phase("load weights"):
             self.targets = fill_model(plan, self.platform, model)
         with times.phase("allocate KV cache"):

@@ -15,7 +15,7 @@ from torch import nn
 from llm.base.construction import construction
 from llm.base.errors import CheckpointError
 from llm.kernels.select import backend_of_construction
-from llm.kernels.weight import Weight
+from llm.kernels.weight import Weight, dequantize
 from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.schemes.table import Scheme
@@ -78,6 +78,18 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
                 bias.data = bias.data.float()  # as the kernels read it: converted once, not in every step
         except ValueError as error:
             raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
+
+    def take_dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """The loaded weight, float32 [N, K], in the place of `process_weights_after_loading`: nothing is packed."""
+        try:
+            weight = self.storage.read(layer)
+            self.storage.remove(layer)
+            if weight is None:
+                raise CheckpointError("its integers are packed while they are read.")
+            self._scheme.check(weight)
+        except ValueError as error:
+            raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
+        return dequantize(weight.q, weight.scale, weight.zero, weight.group_size)
 
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
         return self._embedding(token_ids, layer.packed_weight)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_folder import compress
 from embedded import engine_of
 from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
 
@@ -17,6 +17,7 @@ from llm.base.errors import UnsupportedModelError
 from llm.forward import LatentCacheSpec
 from llm.layers.attention.latent import LatentAttention, LatentProjection
 from llm.layers.rotary import RopeParameters, yarn_score_factor
+from llm.quantization.unquantized import UnquantizedLinearMethod
 
 ROW = TINY_MODELS["minicpm3"]
 HEADS, KEY, VALUE, RANK = 3, 7, 9, 20
@@ -84,15 +85,46 @@ def test_quantization_on_load_leaves_it_as_it_is_and_says_so(folder: Path, tmp_p
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)] == expected
 
 
-def test_a_checkpoint_that_stores_it_quantized_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
-    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
-    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\.kv_b_proj is stored as W8A16; .* in parts"):
-        opened(tmp_path)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stored_integers_are_held_as_what_they_stand_for(folder: Path, tmp_path: Path, bits: int) -> None:
+    """Of 8 bits, and of 4 with zero points; against the model of the package that wrote them."""
+    pytest.importorskip("compressed_tensors")
+    weights = {"num_bits": bits, "type": "int", "symmetric": bits == 8, "strategy": "channel"}
+    with one_thread():
+        theirs = compress(
+            folder, tmp_path / "compressed", {"g": {"targets": ["Linear"], "weights": weights}}, ["lm_head"]
+        )
+    prompt = max(make_prompts(ROW), key=len)
+    with opened(tmp_path / "compressed") as llm:
+        layers = [module for module in engine_of(llm).runner.model.modules() if isinstance(module, LatentProjection)]
+        assert {layer.absorbed.kind for layer in layers} == {"float32"}
+        stored = [theirs.model.layers[index].self_attn.kv_b_proj.weight for index in range(3)]
+        assert all(
+            torch.equal(*pair) for pair in zip((layer.absorbed.unpack() for layer in layers), stored, strict=True)
+        )
+        said = f"kv_b_proj, W{bits}A16 in the checkpoint, is held as float32"
+        assert said in str(llm.config) and "held as float32" in str(llm.explain())
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    with torch.no_grad():
+        logits = theirs(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist() == tokens
+    for line, ours in zip(
+        logits[len(prompt) - 1 : -1].log_softmax(dim=-1), output.outputs[0].logprobs or [], strict=True
+    ):
+        assert all(abs(line[token].item() - item.logprob) < 1e-4 for token, item in ours.items())
+
+
+def test_what_only_a_plugin_can_read_is_refused_by_name() -> None:
+    class Config:
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            return Odd()
+
+    class Odd(UnquantizedLinearMethod):
+        scheme = "ODD"
+
+    with pytest.raises(UnsupportedModelError, match=r"x\.kv_b_proj is stored as ODD; .* in parts"):
+        LatentProjection(RANK, HEADS, KEY, VALUE, quant_config=Config(), prefix="x.kv_b_proj")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

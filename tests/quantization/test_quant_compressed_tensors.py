@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_folder import compress
 from embedded import engine_of, open_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,10 +21,9 @@ from llm import LLM
 from llm.base.errors import CheckpointError, LLMError, ValidationError
 from llm.quantization import packing
 
-ct_quantization = pytest.importorskip("compressed_tensors.quantization")
+pytest.importorskip("compressed_tensors.quantization")
 
-from compressed_tensors.compressors import ModelCompressor  # noqa: E402
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32  # noqa: E402
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -63,48 +63,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with one_thread():
         write_checkpoint(TinyModel("LlamaConfig", {**SIZES, "attention_bias": True}), folder)
     return folder
-
-
-@torch.no_grad()
-def compress(source: Path, target: Path, groups: Mapping[str, Any], ignore: list[str]) -> Any:
-    """Quantize with the package and save; returns its model, which computes with fake-quantized weights and inputs."""
-    import transformers
-
-    config = ct_quantization.QuantizationConfig.model_validate({"config_groups": groups, "ignore": ignore})
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    ct_quantization.apply_quantization_config(model, config)
-    for module in model.modules():
-        scheme = getattr(module, "quantization_scheme", None)
-        if scheme is None or scheme.weights is None:
-            continue
-        fill_scales(module, scheme)
-        module.quantization_status = ct_quantization.QuantizationStatus.FROZEN
-    compressor = ModelCompressor.from_pretrained_model(model)
-    compressor.compress_model(model)
-    model.save_pretrained(target)
-    compressor.update_config(target)
-    compressor.decompress_model(model)
-    return model
-
-
-def fill_scales(module: Any, scheme: Any) -> None:
-    """Min-max scales, by the package's own formula, for whatever strategy the scheme has."""
-    args, weight = scheme.weights, module.weight
-    size = args.group_size if args.strategy == "group" else weight.shape[1]
-    grouped = weight.view(weight.shape[0], -1, size)
-    low, high = grouped.amin(-1), grouped.amax(-1)
-    if args.strategy == "tensor":
-        low, high = low.min().view(1), high.max().view(1)
-    scale, zero = ct_quantization.utils.calculate_qparams(low, high, args)
-    module.weight_scale.copy_(scale)
-    if hasattr(module, "weight_zero_point"):
-        module.weight_zero_point.copy_(zero)
-    if hasattr(module, "input_scale"):
-        symmetric = scheme.input_activations.symmetric
-        # Shards of a fused layer differ: vLLM and we join their ranges, so the comparison is exact where they agree.
-        module.input_scale.fill_(0.04)
-        if not symmetric:
-            module.input_zero_point.fill_(-11)
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_folder import compressed
 from embedded import engine_of, open_llm
 from kernel_sets import has_kernels
+from modelslim_folder import ModelSlimFolder, expected_output, write_modelslim
+from safetensors.torch import save_file
 from tiny_models import TinyModel, one_thread, write_checkpoint
+from torch import nn
 
 from llm import LLM, SamplingParams
 from llm.base.errors import ValidationError
@@ -24,6 +30,7 @@ EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10]}, {"prompt_token_ids": [200, 3]}]
 PARAMS = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
 EXPERT = "model.layers.0.mlp.experts"
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,6 +122,104 @@ def test_saved_experts_come_back_bit_for_bit(folder: Path, tmp_path: Path, schem
     with opened(tmp_path / "saved") as loaded:
         assert answers(loaded) == before
         assert {expert.gate_up_proj.quant_method.scheme for expert in layers(loaded)[1].experts} != {""}
+
+
+class LinearExperts(nn.Module):
+    """transformers' experts as linear layers, which is what tools that quantize a checkpoint turn them into."""
+
+    def __init__(self, stacked: Any) -> None:
+        super().__init__()
+        for index, (both, down) in enumerate(zip(stacked.gate_up_proj, stacked.down_proj, strict=True)):
+            expert = nn.Module()
+            for name, weight in zip(("gate_proj", "up_proj", "down_proj"), (*both.chunk(2), down), strict=True):
+                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                linear.weight.data.copy_(weight)
+                expert.add_module(name, linear)
+            self.add_module(str(index), expert)
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(hidden)
+        for row, slot in itertools.product(*map(range, ids.shape)):
+            expert: Any = self.get_submodule(str(int(ids[row, slot])))
+            inner = nn.functional.silu(expert.gate_proj(hidden[row])) * expert.up_proj(hidden[row])
+            total[row] += weights[row, slot] * expert.down_proj(inner)
+        return total
+
+
+@pytest.fixture(scope="module")
+def per_expert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tensor per expert, under Qwen 3's names."""
+    target = tmp_path_factory.mktemp("experts") / "qwen3"
+    config = {**SIZES, "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2}
+    write_checkpoint(TinyModel("Qwen3MoeConfig", config), target)
+    return target
+
+
+@pytest.mark.parametrize("kind", ["W4A16", "W8A8_DYNAMIC"])
+def test_experts_that_compressed_tensors_wrote(per_expert: Path, tmp_path: Path, kind: str) -> None:
+    """Weight for weight, and where activations are floats token for token, against the package's own model."""
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    weights: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights}
+    if kind == "W4A16":
+        weights |= {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 16}
+    else:
+        group["input_activations"] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(per_expert, dtype=torch.float32).eval()
+    for layer in theirs.model.layers:
+        layer.mlp.experts = LinearExperts(layer.mlp.experts)
+    compressor = compressed(theirs, {"g": group}, ["lm_head"])
+    shutil.copytree(per_expert, tmp_path / "packed")
+    save_file({name: part.contiguous() for name, part in theirs.state_dict().items()}, tmp_path / "packed" / WEIGHTS)
+    compressor.update_config(tmp_path / "packed")
+    compressor.decompress_model(theirs)
+    prompt = [5, 6, 7, 8, 9, 10, 200, 3]
+    with opened(tmp_path / "packed") as llm:
+        for ours, layer in zip(layers(llm), theirs.model.layers, strict=True):
+            for index, expert in enumerate(ours.experts):
+                both, its = expert.gate_up_proj, layer.mlp.experts.get_submodule(str(index))
+                wanted = torch.cat((its.gate_proj.weight, its.up_proj.weight))
+                assert both.quant_method.scheme == kind
+                torch.testing.assert_close(both.quant_method.dequantize_weight(both), wanted, rtol=1e-6, atol=0)
+            assert ours.expert_weights() is not None or not has_kernels()
+        [output] = llm.generate([{"prompt_token_ids": prompt}], PARAMS, use_tqdm=False)
+    completion = output.outputs[0]
+    with torch.no_grad():
+        logits = theirs(input_ids=torch.tensor([[*prompt, *completion.token_ids]]), use_cache=False).logits[0]
+    expected = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
+    pairs = [
+        (line[token].item(), item)
+        for line, of in zip(expected, completion.logprobs or [], strict=True)
+        for token, item in of.items()
+    ]
+    worst = max(abs(wanted - item.logprob) for wanted, item in pairs)
+    # Activations that are rounded elsewhere go to other experts.
+    assert len(pairs) >= 15 and (worst < 1e-4 or kind != "W4A16")
+
+
+@pytest.mark.parametrize("kind", ["W8A8_DYNAMIC", "W4A8_DYNAMIC"])
+def test_experts_in_the_form_of_modelslim(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Written from the format's formulas, which give each expert's output too."""
+    how = ModelSlimFolder(lambda module: kind if ".experts." in module else "FLOAT")
+    written = write_modelslim(folder, tmp_path / "modelslim", how)
+    with opened(tmp_path / "modelslim") as llm, torch.inference_mode():
+        x = torch.randn(3, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
+        for layer, ours in enumerate(layers(llm)):
+            assert ours.expert_weights() is not None or not has_kernels()
+            for index, expert in enumerate(ours.experts):
+                path = f"model.layers.{layer}.block_sparse_moe.experts.{index}"
+                parts = [
+                    {
+                        name[len(f"{path}.{last}.") :]: part
+                        for name, part in written.items()
+                        if f"{path}.{last}." in name
+                    }
+                    for last in ("w1", "w3")
+                ]
+                wanted = torch.cat([expected_output(part, kind, how.version, x) for part in parts], dim=1)
+                assert (expert.gate_up_proj(x) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+        answers(llm)
 
 
 def test_the_report_has_one_line_for_the_experts_of_a_layer(folder: Path) -> None:
