@@ -77,6 +77,8 @@ class LLM(Generation, Chat, Scoring, Streaming, Processors, Reports, Access):
         hf_overrides: keys of config.json to replace; None as a value removes one. Or a callable that takes the config,
             as transformers reads it, and returns it changed.
         load_format: "auto" and "safetensors" read safetensors; "dummy" makes random weights, for benchmarks.
+        model_impl: "native": a class of this package, or a registered one; "transformers": the modeling code of the
+            installed transformers, with the layers and the KV cache of this package; "auto": native if there is one.
         skip_tokenizer_init: no tokenizer; prompts are token ids and outputs have no text.
         chat_template: replaces the model's; text, or the path of a file.
         disable_log_stats: False fills `RequestOutput.metrics` and `get_metrics()`.
@@ -130,6 +132,7 @@ class LLM(Generation, Chat, Scoring, Streaming, Processors, Reports, Access):
         revision: str | None = None,
         hf_overrides: Overrides = None,
         load_format: str = "auto",
+        model_impl: str = "auto",
         skip_tokenizer_init: bool = False,
         chat_template: str | Path | None = None,
         use_tqdm_on_load: bool = True,
@@ -156,9 +159,8 @@ class LLM(Generation, Chat, Scoring, Streaming, Processors, Reports, Access):
         notes = [*check_arguments(kwargs), *compilation.notes(compilation_config)]
         self._args = EngineArgs.from_user(**given)
         self._take(build_engine(self._args))
-        if verbose:
-            for note in (*notes, f"resolved configuration\n{self.config}"):
-                logger.info(note)
+        for note in (*notes, f"resolved configuration\n{self.config}") if verbose else ():
+            logger.info(note)
 
     @classmethod
     def from_engine_args(cls, engine_args: object) -> LLM:

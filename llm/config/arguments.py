@@ -66,7 +66,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
     ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
-    _honoured("disable_log_stats", "use_tqdm_on_load", "calibration", "num_threads", "verbose"),
+    _honoured("model_impl", "disable_log_stats", "use_tqdm_on_load", "calibration", "num_threads", "verbose"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
     _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
     _accepted(
@@ -98,7 +98,6 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _refused(
         "models come from this library's own registry; add a class with register_model.",
-        model_impl=("auto", "vllm"),
         model_class_overrides=_UNSET,
     ),
     # --- What the engine is asked to compute. ----------------------------------------------------------------------
@@ -329,6 +328,7 @@ DIFFERENT: dict[str, str] = {
     "kv_cache_memory_bytes": "None takes what can be used, at most half of the memory that is free",
     "seed": "rows derive their own seeds from it and record them; None draws one",
     "hf_overrides": "None as the value of a key removes it",
+    "model_impl": '"native" (or "vllm") and "transformers" as well; "auto" takes the native class if there is one',
     "load_format": '"auto", "safetensors" or "dummy"; nothing else is read',
     "compilation_config": "switches operations on and off; no graph is captured",
     "device, num_threads, calibration, verbose": "not vLLM's; see `LLM`",

@@ -61,6 +61,7 @@ class EngineArgs:
     revision: str | None = None
     hf_overrides: Mapping[str, object] | Callable[[PretrainedConfig], PretrainedConfig] | None = None
     load_format: str = "auto"
+    model_impl: str = "auto"
     skip_tokenizer_init: bool = False
     chat_template: str | None = None
     use_tqdm_on_load: bool = True
@@ -110,6 +111,7 @@ class EngineArgs:
             refuse("generation_config", self.generation_config, "'auto', 'vllm' or a folder")
         ReasoningConfig.of(self.reasoning_config)
         choices: dict[str, tuple[str, ...]] = {"load_format": ("auto", "safetensors", "dummy")}
+        choices["model_impl"] = ("auto", "native", "vllm", "transformers")
         choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -141,6 +143,7 @@ class ModelConfig:
     seed: int
     revision: str | None = None
     logprobs_mode: str = "raw_logprobs"
+    model_impl: str = "native"
 
     # Read by logits processors that were written for vLLM.
     trust_remote_code = False

@@ -66,6 +66,9 @@ def what_varies(model: nn.Module) -> str | None:
 
     `Backend.invariant` says whether those kernels are batch-invariant.
     """
+    own: str | None = getattr(model, "varies", None)
+    if own is not None:
+        return own
     for module in model.modules():
         if replaced_class(type(module)) is not None:
             return replacement_reason(type(module))

@@ -52,7 +52,11 @@ def load_weights(
     aliases = _aliases(model, parameters)
     tied: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in aliases.values()}
     targets: dict[str, Target] = {}
-    for name, tensor in _per_expert(_with_progress(checkpoint, show_progress), weight_map):
+    tensors = _with_progress(checkpoint, show_progress)
+    merge = getattr(model, "merge_weights", None)
+    if merge is not None:
+        tensors = merge(tensors, checkpoint.tensors)
+    for name, tensor in _per_expert(tensors, weight_map):
         target = weight_map.target(name)
         if target.parameter in parameters:
             tensor = _arranged(name, tensor, parameters[target.parameter], target, weight_map)

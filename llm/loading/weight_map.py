@@ -27,6 +27,8 @@ class WeightMap:
 
     def __init__(self, model: nn.Module) -> None:
         self._renames: tuple[tuple[str, str], ...] = getattr(model, "renames", ())
+        self._rename_weight: Callable[[str], str] | None = getattr(model, "rename_weight", None)
+        self._ignores_weight: Callable[[str], bool] | None = getattr(model, "ignores_weight", None)
         self._ignored = frozenset(getattr(model, "ignored_weights", ()))
         self._left_out = [prefix.split(".") for prefix in getattr(model, "left_out", ())]
         self._transposed = frozenset(getattr(model, "transposed_weights", ()))
@@ -41,6 +43,8 @@ class WeightMap:
 
     def ignores(self, name: str) -> bool:
         segments = name.split(".")
+        if self._ignores_weight is not None and self._ignores_weight(name):
+            return True
         return _ends_with(name, self._ignored) or any(_match(part, segments) is not None for part in self._left_out)
 
     def target(self, name: str) -> Target:
@@ -65,6 +69,8 @@ class WeightMap:
         return None if target.shard_id is not None else getattr(module, "restacked", None)
 
     def _rename(self, name: str) -> str:
+        if self._rename_weight is not None:
+            return self._rename_weight(name)
         return rename(name, self._renames)
 
 

@@ -57,6 +57,10 @@ class CausalLM(Protocol):
         left_out (optional): leading path segments of tensors of parts that are not built, such as a vision tower.
         stacked_weights (optional): trailing path segments of tensors that hold all experts' weights, along dimension 0
             -> the function that cuts one expert's part into (name after the expert's number, tensor).
+        rename_weight, ignores_weight (optional): functions of a checkpoint's name, in place of `renames` and beside
+            `ignored_weights`, for names that only the built model knows.
+        merge_weights (optional): (tensors of a checkpoint, all of its names) -> tensors, some made of several.
+        varies (optional): why answers may depend on the batch, whatever the layers are; None: they need not.
         transposed_weights (optional): trailing path segments of parameters that the checkpoint stores transposed.
     """
 

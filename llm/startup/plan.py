@@ -157,6 +157,7 @@ def _model_config(args: EngineArgs, model: ReadModel, dtypes: Dtypes, max_model_
         logprobs_mode=args.logprobs_mode,
         seed=seed,
         revision=args.revision,
+        model_impl=model.chosen.name,
     )
 
 
@@ -181,6 +182,7 @@ def _reasons(
         "invariant": backend.invariant[1],
         "model_type": "config.json",
         "architecture": _architecture_reason(model),
+        "model_impl": model.chosen.why,
         "mode": _mode_reason(args, compilation),
         "backend": "of what is compiled",
         "custom_ops": f"operations that it does not name: {compilation.base_mode}",
@@ -192,7 +194,8 @@ def _reasons(
 
 
 def _architecture_reason(model: ReadModel) -> str:
-    reason = "registered for config.json's architectures or model_type"
+    theirs = getattr(model.architecture, "class_name", None)
+    reason = "config.json" if theirs is None else f"runs {theirs} of the installed transformers"
     left_out: tuple[str, ...] = getattr(model.model_class, "left_out", ())
     return f"{reason}; prompts are text, weights of {', '.join(left_out)} are left out" if left_out else reason
 

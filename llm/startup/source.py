@@ -27,8 +27,8 @@ from llm.loading.quantization import Resolved, resolve_quantization, without_qua
 from llm.loading.resolve import resolve_folder
 from llm.loading.source import FolderSource, ModelSource
 from llm.models.config_reader import ConfigReader
-from llm.models.registry import resolve_model_cls
 from llm.sampling_params import SamplingParams
+from llm.startup.implementation import Implementation, choose_implementation
 from llm.tokenizer import Tokenizer
 
 _NO_FOLDERS = ("auto", "vllm")
@@ -47,6 +47,7 @@ class ReadModel:
         reader: reads config.json without its quantization config.
         model_class: the family's class, see `llm.models.interface.CausalLM`.
         architecture: what `model_class` read from config.json.
+        chosen: which implementation `model_class` is, and why.
         stored_dtype: the floating type of the unquantized weights.
         has_weights: False: the weights are random (`load_format="dummy"`).
     """
@@ -58,6 +59,7 @@ class ReadModel:
     stored_dtype: torch.dtype
     quantization: Resolved
     has_weights: bool
+    chosen: Implementation
 
 
 def read_model(args: EngineArgs) -> ReadModel:
@@ -68,14 +70,14 @@ def read_model(args: EngineArgs) -> ReadModel:
     raw = source.config()
     quantization = resolve_quantization(args.quantization, args.calibration, source.folder, raw)
     reader = ConfigReader(without_quantization_keys(raw, quantization))
-    model_class = resolve_model_cls(reader.names("architectures") or [], reader.family)
-    architecture = model_class.read_config(reader)
+    chosen = choose_implementation(reader, args.model_impl, is_gguf=isinstance(source, GgufSource))
+    architecture = chosen.model_class.read_config(reader)
     is_quantized = quantization.config is not None and not quantization.on_load
     if has_weights:
         _check_counts(reader.layers(), getattr(architecture, "experts", 0), source.tensors().tensors)
     # The float tensors of a quantized checkpoint are mostly scales, whose type is not the model's.
     stored = _stored_dtype(source) if has_weights and not is_quantized else reader.dtype()
-    return ReadModel(source, reader, model_class, architecture, stored, quantization, has_weights)
+    return ReadModel(source, reader, chosen.model_class, architecture, stored, quantization, has_weights, chosen)
 
 
 def _find_source(args: EngineArgs, has_weights: bool) -> ModelSource:

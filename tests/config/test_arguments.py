@@ -80,7 +80,7 @@ DROPPED_BY_VLLM = {
 VLLM_DEFAULTS: list[tuple[Any, str]] = [
     (
         "auto",
-        "config_format tokenizer_mode model_impl runner convert mamba_cache_dtype mamba_ssm_cache_dtype worker_cls",
+        "config_format tokenizer_mode runner convert mamba_cache_dtype mamba_ssm_cache_dtype worker_cls",
     ),
     ("", "model_weights worker_extension_cls"),
     ("fcfs", "scheduling_policy"),

@@ -1,0 +1,99 @@
+"""Reading config.json with transformers' own config classes.
+
+Owns `TransformersArchitecture` and what is refused before transformers sees it: code that comes with a checkpoint, and
+sizes that are no model's. Keys that the config class of transformers does not know are not read, as there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from llm.base.errors import UnsupportedModelError
+from llm.base.text import clip, show
+from llm.models.config_reader import ConfigReader
+from llm.models.transformers_backend.probe import Layout, probe
+from llm.models.transformers_backend.skeleton import build_skeleton, check_counts, refusing, without_warnings
+from llm.models.transformers_backend.theirs import Theirs
+from llm.models.transformers_backend.trace import Misfit
+
+_MOST = 2**40
+# Where transformers' configs have the longest sequence. Without any the model has no such limit.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length", "seq_length")
+_WITHOUT_LIMIT = 32768
+
+
+@dataclass(frozen=True)
+class TransformersArchitecture:
+    """A causal language model of transformers.
+
+    Attributes:
+        config: its transformers config.
+        class_name: its class in transformers.
+    """
+
+    config: Theirs
+    class_name: str
+    vocab_size: int
+    max_position_embeddings: int
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What was found by trying the model without weights; raises `UnsupportedModelError` where it does not fit."""
+        try:
+            return probe(build_skeleton(self.config), self.max_position_embeddings)
+        except Misfit as reason:
+            raise UnsupportedModelError(
+                f"model_type {show(self.config.model_type)}: transformers' {self.class_name} does not fit the paged KV "
+                f"cache: {clip(str(reason), 400)}."
+            ) from reason
+
+
+def known_to_transformers(model_type: str) -> str | None:
+    """The class of transformers for causal language models of this type; None: there is none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return found if isinstance(found, str | None) else found[0]
+
+
+def read_architecture(reader: ConfigReader) -> TransformersArchitecture:
+    """Raises `UnsupportedModelError` for what transformers cannot build, or may not."""
+    from transformers import AutoConfig
+
+    name = known_to_transformers(reader.family)
+    if name is None:
+        raise UnsupportedModelError(f"transformers has no causal language model of model_type {show(reader.family)}.")
+    _refuse_code(reader, name)
+    check_counts(dict(reader.raw), "config.json")
+    raw = {key: value for key, value in reader.decoded.items() if key not in ("model_type", "auto_map")}
+    with refusing("transformers cannot read config.json"), without_warnings():
+        config: Theirs = AutoConfig.for_model(reader.family, **raw)
+        text = config.get_text_config(decoder=True)
+    lengths = (getattr(text, key, None) for key in _LENGTHS)
+    longest = next((value for value in lengths if isinstance(value, int) and value > 0), _WITHOUT_LIMIT)
+    return TransformersArchitecture(
+        config, name, _size("vocab_size", getattr(text, "vocab_size", None)), _size("the longest sequence", longest)
+    )
+
+
+def _refuse_code(reader: ConfigReader, name: str) -> None:
+    """`auto_map` names classes in files beside the weights. Where transformers has the class by now, its own is run."""
+    architectures, code = reader.names("architectures") or [], reader.nested("auto_map")
+    theirs = code.get("AutoModelForCausalLM")
+    if theirs is not None and str(theirs).rpartition(".")[2] != name:
+        raise UnsupportedModelError(
+            f"config.json: auto_map names the class {show(theirs)} in a file of the checkpoint, and code from a model "
+            "folder is never run."
+        )
+    if architectures and name not in architectures:
+        raise UnsupportedModelError(
+            f"architectures {show(architectures)} of model_type {show(reader.family)} is not supported: only text "
+            f"generation is offered, for which transformers has {name}."
+        )
+
+
+def _size(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        raise UnsupportedModelError(f"config.json: {name} is {show(value)}, must be an integer from 1 to {_MOST}.")
+    return value

@@ -1,0 +1,215 @@
+"""Tries every causal architecture of the installed transformers, on a tiny random checkpoint each.
+
+    python tests/models/architectures.py [MODEL_TYPE ...] [--write]
+
+Each is loaded with `model_impl="auto"`, and the logprobs of greedy tokens are held against transformers' float32: a
+ragged batch in chunks, of which one request is generated again alone. `--write` writes the table ARCHITECTURES.md
+beside this file. It takes about five minutes, so it is not part of the test suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm import LLM, SamplingParams
+from llm.base.errors import LLMError
+
+TOLERANCE = 1e-4
+TABLE = Path(__file__).parent / "ARCHITECTURES.md"
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
+LENGTHS = (1, 5, 16, 23, 40)
+# For every config that has the key; a nested config gets the same.
+SMALL: Mapping[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 48,
+    "d_model": 48,
+    "n_embd": 48,
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_ffn_dim": 64,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "max_seq_len": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_num_experts": 4,
+    "layer_types": None,
+}
+# What some need besides.
+MORE: Mapping[str, Mapping[str, Any]] = {
+    name: {"is_decoder": True}
+    for name in (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *(
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one architecture ran: "native", "backend", "refused", "wrong", or "not built" where no tiny one could be."""
+
+    model_type: str
+    how: str
+    note: str
+    invariant: bool = False
+    seconds: float = 0.0
+
+
+def architectures() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(model_type: str) -> Any:
+    """A config of few and small layers."""
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(model_type)
+    given = {key: value for key, value in SMALL.items() if hasattr(default, key)} | dict(MORE.get(model_type, {}))
+    nested = {
+        key: {name: value for name, value in SMALL.items() if hasattr(getattr(default, key), name)}
+        for key in getattr(default, "sub_configs", {})
+        if getattr(default, key, None) is not None
+    }
+    return AutoConfig.for_model(model_type, **{**given, **nested, **MORE.get(model_type, {})})
+
+
+def tiny_model(model_type: str, folder: Path) -> Any:
+    """A random model of transformers, saved in `folder`."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation="eager").eval().float()
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dim() >= 2:
+            parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
+        elif parameter.is_floating_point():
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def attempt(model_type: str) -> Result:
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            model = tiny_model(model_type, folder)
+        except Exception as error:
+            return Result(model_type, "not built", _short(error))
+        try:
+            with LLM(
+                folder, skip_tokenizer_init=True, kv_cache_dtype="float32", max_model_len=64, max_num_batched_tokens=32
+            ) as llm:
+                worst, same = compare(llm, model)
+                how = "native" if llm.config.model_config.model_impl == "native" else "backend"
+                invariant, note = llm.config.invariant, "" if llm.config.invariant else llm.config.reasons["invariant"]
+        except LLMError as error:
+            return Result(model_type, "refused", _short(error))
+        except Exception as error:
+            return Result(model_type, "wrong", _short(error))
+    if not worst < TOLERANCE or not (same or not invariant):
+        return Result(model_type, "wrong", f"logprobs differ by {worst:.1e}; alone the same bits: {same}")
+    return Result(model_type, how, note, invariant, time.perf_counter() - started)
+
+
+def compare(llm: LLM, model: Any) -> tuple[float, bool]:
+    """(the largest difference of a logprob from transformers', True if a request alone has the same bits)."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 250, (count,), generator=generator).tolist() for count in LENGTHS]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    alone = llm.generate([prompts[2]], GREEDY, use_tqdm=False)[0].outputs[0]
+    worst = 0.0
+    for output in outputs:
+        completion = output.outputs[0]
+        ids = torch.tensor([[*output.prompt_token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            expected = model(ids, use_cache=False).logits[0].float().log_softmax(-1)
+        expected = expected[len(output.prompt_token_ids) - 1 : -1]
+        if expected.argmax(-1).tolist() != completion.token_ids:
+            worst = math.inf
+        for line, ours in zip(expected, completion.logprobs or (), strict=True):
+            worst = max([worst, *(abs(line[token].item() - item.logprob) for token, item in ours.items())])
+    batched = outputs[2].outputs[0]
+    return worst, alone.token_ids == batched.token_ids and alone.logprobs == batched.logprobs
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def table(results: list[Result]) -> Iterator[str]:
+    counts = {how: sum(result.how == how for result in results) for how in ("native", "backend", "refused")}
+    counts["neither"] = len(results) - sum(counts.values())
+    yield "# Causal architectures of transformers, each tried on a tiny random checkpoint"
+    yield ""
+    yield f"Of {len(results)}: {', '.join(f'{count} {how}' for how, count in counts.items())}."
+    yield ""
+    yield "| model_type | runs | batch-invariant | note |"
+    yield "|---|---|---|---|"
+    for result in sorted(results, key=lambda result: (result.how, result.model_type)):
+        invariant = ("yes" if result.invariant else "no") if result.how in ("native", "backend") else ""
+        yield f"| `{result.model_type}` | {result.how} | {invariant} | {result.note.replace('|', '/')} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_types", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    results = []
+    for model_type in arguments.model_types or architectures():
+        results.append(attempt(model_type))
+        print(*(f"{value}" for value in vars(results[-1]).values()), sep=" | ", flush=True)
+    print("\n".join(list(table(results))[:3]))
+    if arguments.write:
+        TABLE.write_text("\n".join(table(results)) + "\n")
+    return any(result.how == "wrong" for result in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
