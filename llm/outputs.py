@@ -168,6 +168,8 @@ class RequestStateStats:
     Attributes:
         num_generation_tokens: of the completion.
         num_preemptions: how often it lost its blocks and was computed again.
+        num_drafted_tokens, num_accepted_tokens: drafts of speculative decoding that were verified, and how many were
+            right: as many steps were saved.
         arrival_time: when it was queued, as `time.time()`.
         queued_ts, scheduled_ts, first_token_ts, last_token_ts: when it was queued, first computed, and got its first
             and last token, as `time.monotonic()`; 0.0: not yet.
@@ -175,6 +177,8 @@ class RequestStateStats:
 
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     arrival_time: float = 0.0
     queued_ts: float = 0.0
     scheduled_ts: float = 0.0

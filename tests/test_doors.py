@@ -125,7 +125,6 @@ def test_the_doors_are_seen_by_a_type_checker(tmp_path: Path) -> None:
         ("from llm.v1.engine.async_llm import AsyncLLM", "there is no llm.v1.engine; .*LLM.stream"),
         ("from llm.plugins import load_plugins_by_group", r"use llm.plugins.installed\(group\)"),
         ("from llm.sampling_params import GuidedDecodingParams", "StructuredOutputsParams"),
-        ("from llm.config import SpeculativeConfig", "speculative decoding is not here yet"),
         ("from llm.model_executor.layers.fused_moe import FusedMoEConfig", "experts is an llm.layers.moe.FusedMoE"),
         ("from llm.model_executor.layers.fused_moe.layer import FusedMoE", "experts is an llm.layers.moe.FusedMoE"),
         ("from llm.model_executor.layers.activation import SituAndMul", "derive your own from .*CustomOp"),

@@ -32,7 +32,7 @@ from llm.base.errors import (
 from llm.config import compilation, env
 from llm.config.argument_check import check_arguments
 from llm.config.elsewhere import METHODS
-from llm.config.engine import EMBEDDED_MODEL, EngineArgs, EngineConfig, ReasoningConfig
+from llm.config.engine import EMBEDDED_MODEL, EngineArgs, EngineConfig, ReasoningConfig, SpeculativeConfig
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
@@ -97,6 +97,10 @@ class LLM(Generation, Chat, Scoring, Streaming, Processors, Reports, Access):
         generation_config: "auto": generation_config.json has the defaults if `generate` gets no params; "vllm": neutral
             defaults. Or a folder with another generation_config.json.
         override_generation_config: its keys to replace, `{"temperature": 0.5}`.
+        speculative_config: what drafts tokens that the model then verifies, several in a step; answers do not depend on
+            it. "auto" or `{"method": "ngram"}`: repeated text and forced tokens of a grammar;
+            `{"model": folder}`: a smaller model with the same tokenizer; None: nothing. See
+            `llm.config.speculative.SpeculativeConfig`.
         reasoning_config: `{"reasoning_start_str": ..., "reasoning_end_str": ...}`, the texts around reasoning where
             they are not the tokens <think> and </think>; for `thinking_token_budget`.
         verbose: log all decisions and the arguments that have no effect here.
@@ -146,17 +150,22 @@ class LLM(Generation, Chat, Scoring, Streaming, Processors, Reports, Access):
         generation_config: str | Path = "auto",
         override_generation_config: Mapping[str, object] | None = None,
         reasoning_config: ReasoningConfig | Mapping[str, str] | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, object] | str | None = None,
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "verbose", "kwargs")}
+        self._start(given, verbose, kwargs)
+
+    def _start(self, given: Mapping[str, Any], verbose: bool, others: Mapping[str, object]) -> None:
+        """`given`: the arguments of `__init__` by name; `others`: those it has no parameter for."""
         self._engine: Engine | None = None
         self._lock = threading.RLock()
         self._dropped: list[PromptState] = []
         check_flag("verbose", verbose)
         env.warn_of_unknown()
         set_log_level(verbose)
-        notes = [*check_arguments(kwargs), *compilation.notes(compilation_config)]
+        notes = [*check_arguments(others), *compilation.notes(given["compilation_config"])]
         self._args = EngineArgs.from_user(**given)
         self._take(build_engine(self._args))
         for note in (*notes, f"resolved configuration\n{self.config}") if verbose else ():

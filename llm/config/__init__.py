@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llm.config.parts import ParallelConfig as ParallelConfig
     from llm.config.parts import ReasoningConfig as ReasoningConfig
     from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
+    from llm.config.speculative import SpeculativeConfig as SpeculativeConfig
 
 _PUBLIC = {
     "compilation": ("CompilationConfig", "CompilationMode"),
@@ -33,6 +34,7 @@ _PUBLIC = {
         *("DeviceConfig", "LoadConfig", "ObservabilityConfig", "ParallelConfig", "ReasoningConfig"),
         "StructuredOutputsConfig",
     ),
+    "speculative": ("SpeculativeConfig",),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 

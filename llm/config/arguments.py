@@ -61,6 +61,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "generation_config",
         "override_generation_config",
         "reasoning_config",
+        "speculative_config",
     ),
     _honoured(
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
@@ -146,13 +147,15 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _refused("text is not watermarked; write a logits processor that does it.", watermark_config=None),
     _refused(
-        "speculative decoding is not built in; leave it out.",
-        speculative_config=_UNSET,
+        "drafts are set in one place; pass speculative_config={'method': ..., 'num_speculative_tokens': ...}.",
         spec_method=None,
         spec_model=None,
         spec_tokens=None,
     ),
-    _accepted("there is no speculative decoding to measure.", "per_request_spec_decode_metrics"),
+    _accepted(
+        "disable_log_stats=False counts drafted and accepted tokens in RequestOutput.metrics.",
+        "per_request_spec_decode_metrics",
+    ),
     _accepted("answers come as plain text; no reasoning is parsed out.", "reasoning_parser", "reasoning_parser_plugin"),
     # --- Adapters. -------------------------------------------------------------------------------------------------
     _refused(
@@ -329,6 +332,7 @@ DIFFERENT: dict[str, str] = {
     "seed": "rows derive their own seeds from it and record them; None draws one",
     "hf_overrides": "None as the value of a key removes it",
     "model_impl": '"native" (or "vllm") and "transformers" as well; "auto" takes the native class if there is one',
+    "speculative_config": '"auto" chooses; methods "ngram" and "draft_model"; `llm.config.SpeculativeConfig`',
     "load_format": '"auto", "safetensors" or "dummy"; nothing else is read',
     "compilation_config": "switches operations on and off; no graph is captured",
     "device, num_threads, calibration, verbose": "not vLLM's; see `LLM`",

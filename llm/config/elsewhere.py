@@ -160,7 +160,6 @@ NAMES: dict[str, str] = {
     "DeviceCapability": "Platform.get_device_capability returns (major, minor)",
     "GuidedDecodingParams": "it has become StructuredOutputsParams, in vLLM too",
     "PLATFORM_PLUGINS_GROUP": "its name is PLATFORM_PLUGINS",
-    "SpeculativeConfig": "speculative decoding is not here yet",
     "get_current_vllm_config": "a constructor asks llm.base.construction.construction()",
     **dict.fromkeys(_DISTRIBUTED, _ONE_DEVICE),
     **dict.fromkeys(("make_async", "merge_async_iterators"), _ASYNC),

@@ -22,6 +22,7 @@ from llm.config.parts import ObservabilityConfig as ObservabilityConfig
 from llm.config.parts import ParallelConfig as ParallelConfig
 from llm.config.parts import ReasoningConfig as ReasoningConfig
 from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
+from llm.config.speculative import SpeculativeConfig as SpeculativeConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,6 +77,7 @@ class EngineArgs:
     num_threads: int | None = None
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.loading`
     reasoning_config: object = None  # read by `ReasoningConfig.of`
+    speculative_config: object = None  # read by `SpeculativeConfig.of`
 
     @classmethod
     def from_user(cls, **given: Any) -> EngineArgs:
@@ -110,6 +112,7 @@ class EngineArgs:
         if not isinstance(self.generation_config, str | Path):
             refuse("generation_config", self.generation_config, "'auto', 'vllm' or a folder")
         ReasoningConfig.of(self.reasoning_config)
+        SpeculativeConfig.of(self.speculative_config)
         choices: dict[str, tuple[str, ...]] = {"load_format": ("auto", "safetensors", "dummy")}
         choices["model_impl"] = ("auto", "native", "vllm", "transformers")
         choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -200,6 +203,7 @@ class EngineConfig(ConfigForPlugins):
         reasons: field name -> why it has its value.
         num_threads: threads that compute; None: `torch.get_num_threads()` at each step.
         reasoning_config: the texts around reasoning where they were given.
+        speculative_config: what drafts tokens; None: nothing does.
         quant_config: the `llm.quantization.base.QuantizationConfig` of the weights, None when they are floats.
     """
 
@@ -213,12 +217,14 @@ class EngineConfig(ConfigForPlugins):
     quant_config: Any = None
     num_threads: int | None = None
     reasoning_config: ReasoningConfig | None = None
+    speculative_config: SpeculativeConfig | None = None
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
         lines.append(self._line("num_threads", self.num_threads or torch.get_num_threads()))
         for part in (self.model_config, self.cache_config, self.scheduler_config, self.compilation_config):
             lines += [self._line(item.name, getattr(part, item.name)) for item in fields(part)]
+        lines.append(self._line("speculative_config", self.speculative_config or "off"))
         return "\n".join(lines)
 
     def _line(self, name: str, value: object) -> str:

@@ -1,6 +1,6 @@
 """Sub-configs that logits processors and plugins written for vLLM read, and whose values are fixed here.
 
-Owns no decision: one device in one process, no adapters, no speculation. Decisions are in `llm.config.engine`.
+Owns no decision: one device in one process, no adapters. Decisions are in `llm.config.engine`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ class ConfigForPlugins:
     structured_outputs_config = StructuredOutputsConfig()
     observability_config = ObservabilityConfig()
     lora_config = None
-    speculative_config = None
     watermark_config = None
     diffusion_config = None
     kv_transfer_config = None

@@ -37,6 +37,7 @@ class RunnerPlan:
         logits_processors: custom ones, in order.
         rank, tp_size: this runner's place in a tensor-parallel group.
         device_index: which of the platform's devices it uses.
+        draft: the plan of the model that drafts tokens; None: there is none.
     """
 
     config: EngineConfig
@@ -54,6 +55,7 @@ class RunnerPlan:
     rank: int = 0
     tp_size: int = 1
     device_index: int = 0
+    draft: RunnerPlan | None = None
 
     def build_options(self, tp: TensorParallel) -> BuildOptions:
         model = self.config.model_config
@@ -81,4 +83,7 @@ class Loaded:
             reasons["quantization"] = f"{reasons['quantization']}; {self.held}"
         if self.varies is None:
             return replace(config, reasons=reasons)
-        return replace(config, invariant=False, reasons=reasons | {"invariant": self.varies})
+        reasons["invariant"], speculation = self.varies, config.speculative_config
+        if speculation is not None and speculation.is_default:
+            reasons["speculative_config"], speculation = "default; answers depend on the batch", None
+        return replace(config, invariant=False, reasons=reasons, speculative_config=speculation)

@@ -14,6 +14,10 @@ from llm.engine.scheduler import Scheduler
 from llm.metrics import Counter, Gauge, Histogram, Metric
 
 _REASONS = ("stop", "length", "abort", "error", "repetition")
+_COUNTS = (
+    *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+)
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 _TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
@@ -43,9 +47,7 @@ class EndedRequests:
     """Counts of the requests that have ended since the engine was built, aborted ones included."""
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys(
-            ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"), 0
-        )
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._reasons: Counts[str] = Counts()
         self._values = {
             "request_prompt_tokens": _Values(_TOKENS),
@@ -63,6 +65,8 @@ class EndedRequests:
         counts["prompt_tokens"] += request.num_prompt_tokens
         counts["generation_tokens"] += request.num_output_tokens
         counts["num_preemptions"] += request.num_preemptions
+        counts["spec_decode_num_draft_tokens"] += request.num_drafted_tokens
+        counts["spec_decode_num_accepted_tokens"] += request.num_accepted_tokens
         if request.num_cached_tokens is not None and not request.params.skip_reading_prefix_cache:
             counts["prefix_cache_queries"] += request.num_prompt_tokens
             counts["prefix_cache_hits"] += request.num_cached_tokens

@@ -25,6 +25,7 @@ from llm.engine.kv_cache import allocate_kv_caches, allocate_recurrent_states, g
 from llm.engine.lines import LineReader
 from llm.engine.proposer import Proposer, propose
 from llm.engine.replay import DecodeReplay
+from llm.engine.speculation.make import make_proposer
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec
 from llm.kernels.select import backend_for
@@ -104,6 +105,7 @@ class ModelRunner(ModelInspection):
             self.replay = DecodeReplay(self.model, self.backend, self.batch.max_blocks)
         device, custom = self.platform.device, self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)
+        self.proposer = make_proposer(config.speculative_config, self.plan, lambda: type(self)(self.platform))
         self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
         self._vocab_size = config.model_config.vocab_size
         self._lines_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
@@ -123,6 +125,11 @@ class ModelRunner(ModelInspection):
             hidden = self.forward(batch)
             result = RunnerOutput()
             self._read(hidden, step, result)
+            if self.proposer is not None:
+                seconds = perf_counter() - started
+                result.draft_token_ids = propose(
+                    self.proposer, self.batch, step, hidden, result, self._vocab_size, seconds
+                )
             self.platform.synchronize()
             result.model_seconds = perf_counter() - started
             return result
@@ -210,12 +217,10 @@ class ModelRunner(ModelInspection):
         return self.model.compute_logits(hidden)
 
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
-        """Sample and score the step's lines from the hidden states [N, H]; then draft for the next step."""
+        """Sample and score the step's lines from the hidden states [N, H]."""
         reader = LineReader(
             self.batch, self.sampler, self.processors, self.compute_logits, self._lines_per_logits_chunk
         )
         wanted = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
         reader.read(wanted, step.lines, result)
         self.batch.settle(step)
-        if self.proposer is not None:
-            result.draft_token_ids = propose(self.proposer, self.batch, step, hidden, result, self._vocab_size)

@@ -241,7 +241,10 @@ def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
 
 def _metrics(request: Request) -> RequestStateStats | None:
     """A copy, because a stream's output may be taken before the request ends."""
-    return None if request.metrics is None else replace(request.metrics, num_preemptions=request.num_preemptions)
+    if request.metrics is None:
+        return None
+    names = ("num_preemptions", "num_drafted_tokens", "num_accepted_tokens")
+    return replace(request.metrics, **{name: getattr(request, name) for name in names})
 
 
 def _plain(params: SamplingParams) -> SamplingParams:

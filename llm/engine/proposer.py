@@ -39,6 +39,7 @@ class ComputedStep:
         input: the computed tokens, with block tables and slots of the target model.
         hidden: float [N, H], the target's last hidden states of all computed tokens, chunks of prompts included;
             overwritten by the next step.
+        seconds: time of the step's forward, LM head and sampler.
     """
 
     batch: InputBatch
@@ -47,6 +48,7 @@ class ComputedStep:
     num_sampled: np.ndarray
     input: StepInput
     hidden: torch.Tensor
+    seconds: float
 
 
 class Proposer(ABC):
@@ -73,15 +75,21 @@ class Proposer(ABC):
 
 
 def propose(
-    proposer: Proposer, batch: InputBatch, step: StepInput, hidden: torch.Tensor, result: RunnerOutput, vocab_size: int
+    proposer: Proposer,
+    batch: InputBatch,
+    step: StepInput,
+    hidden: torch.Tensor,
+    result: RunnerOutput,
+    vocab_size: int,
+    seconds: float,
 ) -> dict[str, list[int]]:
-    """The drafts for the next step.
+    """The drafts for the next step, `seconds` after the beginning of this one.
 
     Raises:
         ValueError: a draft is for no row of the batch, or no token of the vocabulary, or the model has recurrent
             states, from which a rejected draft cannot be taken back.
     """
-    drafts = proposer.propose(_computed_step(batch, step, hidden, result))
+    drafts = proposer.propose(_computed_step(batch, step, hidden, result, seconds))
     name = type(proposer).__name__
     if batch.has_slots and any(drafts.values()):
         raise ValueError(f"{name}.propose drafted for a model with recurrent states, which cannot be rolled back.")
@@ -93,9 +101,11 @@ def propose(
     return {request_id: list(tokens) for request_id, tokens in drafts.items()}
 
 
-def _computed_step(batch: InputBatch, step: StepInput, hidden: torch.Tensor, result: RunnerOutput) -> ComputedStep:
+def _computed_step(
+    batch: InputBatch, step: StepInput, hidden: torch.Tensor, result: RunnerOutput, seconds: float
+) -> ComputedStep:
     rows, num_drafts = step.lines.sampled_rows, step.lines.num_drafts()
     request_ids = [batch.request_ids[row] for row in rows.tolist()]
     good = np.array([request_id not in result.errors for request_id in request_ids], dtype=bool)
     sampled = np.array([len(result.sampled_token_ids.get(name, ())) for name in request_ids], dtype=np.int64)
-    return ComputedStep(batch, rows[good], num_drafts[good], sampled[good], step, hidden)
+    return ComputedStep(batch, rows[good], num_drafts[good], sampled[good], step, hidden, seconds)

@@ -26,7 +26,8 @@ Metadata = AttentionMetadata | RecurrentMetadata
 # With more tokens, the time between kernels is small compared to theirs.
 MAX_TOKENS = 64
 # Recorded steps to keep; the least recently used is dropped first.
-_MAX_STEPS = 4
+_MAX_STEPS = 8
+_MAX_SEEN = 64
 
 
 _Key = tuple[int, int, int]  # rows, lines per row, threads
@@ -64,23 +65,30 @@ class DecodeReplay:
         self._backend = backend
         self._max_blocks = max_blocks
         self._steps: dict[_Key, _Step] = {}
-        self._last: _Key | None = None
+        self._seen: dict[_Key, None] = {}  # the last kinds of steps, the latest last
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """`model.forward(batch)`, float32 [N, H], overwritten by the next call; None if this step is not replayed."""
-        before, self._last = self._last, None
         lines = self._lines_per_row(batch)
         if not lines:
             return None
-        key = self._last = (len(batch.input_ids) // lines, lines, torch.get_num_threads())
+        key = (len(batch.input_ids) // lines, lines, torch.get_num_threads())
         step = self._steps.pop(key, None)
         if step is None:
-            # The second step in a row of this kind: more are likely to follow.
-            return self._record(key, batch) if key == before else None
+            return self._record(key, batch) if self._came_before(key) else None
         self._steps[key] = step
         _fill(step.batch, batch, step.first_layers)
         # If a kernel refuses its arguments, the caller runs the model, which raises the error.
         return step.hidden if step.program.run() else None
+
+    def _came_before(self, key: _Key) -> bool:
+        """True from the second step of this kind on: more are likely to follow."""
+        came_before = key in self._seen
+        self._seen.pop(key, None)
+        self._seen[key] = None
+        if len(self._seen) > _MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return came_before
 
     def _lines_per_row(self, batch: ForwardBatch) -> int:
         """Lines per batch row; 0 if this is no decode step or cannot be replayed."""

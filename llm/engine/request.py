@@ -64,6 +64,7 @@ class Request:
         self.draft_token_ids: list[int] = []
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.num_drafted_tokens = self.num_accepted_tokens = 0
         self.blocks: list[list[int]] = []
         self.slot = 0
         self.block_hashes: list[bytes] = []

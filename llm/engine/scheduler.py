@@ -7,10 +7,12 @@ tensors, no clocks. Its decisions are a `SchedulerOutput`, plain data that can b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from llm.config.engine import SchedulerConfig
 from llm.engine.block_manager import BlockManager
+from llm.engine.boundary import RunnerPlan
+from llm.engine.kv_cache import group_states
 from llm.engine.request import Request, RequestStatus
 from llm.engine.step import NewRow, RunnerOutput, SchedulerOutput
 
@@ -86,6 +88,8 @@ class Scheduler:
             # The last sampled token is no draft; with an error it is missing.
             accepted = max(0, len(result.sampled_token_ids.get(request_id, ())) - 1)
             request.num_computed_tokens -= len(drafts) - accepted
+            request.num_drafted_tokens += len(drafts)
+            request.num_accepted_tokens += accepted
             num_accepted += accepted
             self.blocks.trim(request)
         for request_id, drafts in result.draft_token_ids.items():
@@ -176,3 +180,17 @@ class Scheduler:
         self._removed.append(request.request_id)
         self.waiting.appendleft(request)
         return request
+
+
+def scheduler_maker(plan: RunnerPlan) -> Callable[[], Scheduler]:
+    """A function that makes a scheduler with all blocks free."""
+    config = plan.config
+    windows = [spec.sliding_window for spec in group_states(plan.kv_cache_specs)[0]]
+    cache = config.cache_config
+    num_slots = cache.num_state_slots and cache.num_state_slots + 1
+
+    def make_scheduler() -> Scheduler:
+        blocks = BlockManager(cache.num_blocks + 1, windows, cache.block_size, num_slots)
+        return Scheduler(config.scheduler_config, blocks)
+
+    return make_scheduler

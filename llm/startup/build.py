@@ -5,14 +5,12 @@ Owns the order, and timing each phase.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llm.base.phases import PhaseTimes
 from llm.config.compilation import CompilationConfig
 from llm.config.defaults import library_defaults
 from llm.config.engine import EngineArgs
-from llm.engine.block_manager import BlockManager
 from llm.engine.boundary import RunnerPlan
 from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
@@ -23,15 +21,15 @@ from llm.engine.extensions import (
     reasons_of_update,
     without_broken_platforms,
 )
-from llm.engine.kv_cache import group_states
 from llm.engine.model_runner import ModelRunner
-from llm.engine.scheduler import Scheduler
+from llm.engine.scheduler import scheduler_maker
 from llm.kernels.select import backend_for
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_class, load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
 from llm.sampling.logits_processors.loading import load_logits_processors
 from llm.sampling_params import SamplingParams
+from llm.startup.draft import read_draft, with_draft
 from llm.startup.plan import choose_dtypes, make_plan, with_reasons
 from llm.startup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
@@ -68,6 +66,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         processors = load_logits_processors(args.logits_processors)
         model = read_model(args)
         check_operations(compilation)
+        sources = [model.source]
     try:
         _prepare_quantization(args, model, platform, times)
         with times.phase("tokenizer"):
@@ -79,12 +78,17 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         with times.phase("plan"):
             plan = make_plan(args, model, platform, compilation, backend, processors)
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
+            draft = read_draft(args, plan)
+            if draft is not None:
+                sources.append(draft.source)
+                plan = with_draft(args, plan, draft, tokenizer, platform, backend)
         runner = make_runner(platform)
         loaded = runner.load(plan)
         times.add(loaded.seconds)
     finally:
-        model.source.close()
-    engine = Engine(loaded.applied_to(plan.config), _scheduler_maker(plan), runner, tokenizer, eos)
+        for source in sources:
+            source.close()
+    engine = Engine(loaded.applied_to(plan.config), scheduler_maker(plan), runner, tokenizer, eos)
     return BuiltEngine(engine, plan, default_params(args, generation), times)
 
 
@@ -103,17 +107,3 @@ def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
             config.statistics = calibrate(lambda: build_engine(plain).engine, config.calibration)
-
-
-def _scheduler_maker(plan: RunnerPlan) -> Callable[[], Scheduler]:
-    """A function that makes a scheduler with all blocks free."""
-    config = plan.config
-    windows = [spec.sliding_window for spec in group_states(plan.kv_cache_specs)[0]]
-    cache = config.cache_config
-    num_slots = cache.num_state_slots and cache.num_state_slots + 1
-
-    def make_scheduler() -> Scheduler:
-        blocks = BlockManager(cache.num_blocks + 1, windows, cache.block_size, num_slots)
-        return Scheduler(config.scheduler_config, blocks)
-
-    return make_scheduler

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llm.base.errors import OutOfMemoryError
+from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import (
     DEFAULT_BLOCK_SIZE,
@@ -24,6 +24,7 @@ from llm.config.engine import (
     EngineConfig,
     ModelConfig,
     ReasoningConfig,
+    SpeculativeConfig,
 )
 from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resolve_dtype
 from llm.engine.boundary import RunnerPlan
@@ -66,14 +67,13 @@ def make_plan(
     free = platform.memory_free()
     memory = _plan_memory(args, model, dtypes, specs, free)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
-    reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend)
-    reasons["kv_cache_dtype"] = kv_reason
+    reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": kv_reason}
     reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
     if memory.num_state_slots:
         reasons["enable_prefix_caching"] = "recurrent states are those of a request's last token, not of a prefix"
-    seed, num_threads = _seed(args, reasons), _num_threads(args, platform, reasons)
+    num_threads = _num_threads(args, platform, reasons)
     config = EngineConfig(
-        _model_config(args, model, dtypes, memory.max_model_len, seed),
+        _model_config(args, model, dtypes, memory.max_model_len, _seed(args, reasons)),
         _cache_config(args, memory, kv_dtype),
         scheduler,
         platform.device_type,
@@ -83,6 +83,7 @@ def make_plan(
         model.quantization.config,
         num_threads,
         ReasoningConfig.of(args.reasoning_config),
+        _speculation(args, memory, backend, reasons),
     )
     return RunnerPlan(
         config,
@@ -134,6 +135,27 @@ def _num_threads(args: EngineArgs, platform: Platform, reasons: dict[str, str]) 
     who = "torch.get_num_threads()" if args.num_threads is None else "asked for"
     reasons["num_threads"] = who if wanted <= most else f"{wanted}, {who}, but this process may use {most} processors"
     return min(wanted, most) if args.num_threads is not None or wanted > most else None
+
+
+def _speculation(
+    args: EngineArgs, memory: MemoryPlan, backend: Backend, reasons: dict[str, str]
+) -> SpeculativeConfig | None:
+    """What drafts tokens. By default nothing does where drafts could change an answer."""
+    config = SpeculativeConfig.of(args.speculative_config)
+    reasons["speculative_config"] = args.why("speculative_config") + "; answers do not depend on it"
+    if config is None:
+        return None
+    if memory.num_state_slots and not config.is_default:
+        raise ValidationError(
+            "speculative_config cannot be used with this model: it has recurrent states, from which a rejected draft "
+            "cannot be taken back; leave it out.",
+            parameter="speculative_config",
+        )
+    if not memory.num_state_slots and (backend.invariant[0] or not config.is_default):
+        return config
+    why = "the model has recurrent states" if memory.num_state_slots else "answers depend on the batch"
+    reasons["speculative_config"] = f"default; {why}"
+    return None
 
 
 def with_reasons(plan: RunnerPlan, reasons: dict[str, str]) -> RunnerPlan:

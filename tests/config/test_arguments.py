@@ -95,7 +95,7 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
     (False, "use_fp64_gumbel enable_trace_replay return_sampling_mask enable_return_routed_experts enable_lora"),
     (False, "mm_encoder_only enable_sleep_mode enable_layerwise_nvtx_tracing ray_workers_use_nsight"),
     (None, "hf_config_path tokenizer_revision download_dir hf_token pooler_config quantization_config engram_config"),
-    (None, "diffusion_config watermark_config speculative_config spec_method spec_model spec_tokens"),
+    (None, "diffusion_config watermark_config spec_method spec_model spec_tokens"),
     (None, "default_mm_loras io_processor_plugin scheduler_cls data_parallel_rank data_parallel_start_rank"),
     (None, "data_parallel_size_local device_ids distributed_executor_backend kv_transfer_config kv_events_config"),
     (None, "ec_transfer_config weight_transfer_config otlp_traces_endpoint collect_detailed_traces mamba_config"),
@@ -174,7 +174,7 @@ def test_accepted_arguments_leave_their_notes() -> None:
         ("tensor_parallel_size", 2),
         ("runner", "pooling"),
         ("enable_lora", True),
-        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+        ("spec_method", "ngram"),
         ("distributed_executor_backend", "ray"),
         ("cpu_offload_gb", 4.0),
         ("enable_sleep_mode", True),
@@ -256,7 +256,7 @@ def test_the_token_is_not_shown() -> None:
 
 def test_a_long_value_is_shortened() -> None:
     with pytest.raises(ValidationError) as caught:
-        check_arguments({"speculative_config": {f"key_{i}": "x" * 1000 for i in range(100)}})
+        check_arguments({"kv_transfer_config": {f"key_{i}": "x" * 1000 for i in range(100)}})
     assert len(str(caught.value)) < 400
 
 

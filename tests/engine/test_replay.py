@@ -126,7 +126,7 @@ def test_memory_of_what_was_let_go_is_used_again(llm: LLM) -> None:
 
 
 def test_no_more_than_a_few_steps_are_kept(llm: LLM) -> None:
-    for rows in range(1, 8):
+    for rows in range(1, replay._MAX_STEPS + 4):
         answers(llm, [[rows, index] for index in range(rows)], params(5))
     assert len(replays(llm)._steps) == replay._MAX_STEPS
 

@@ -1,0 +1,179 @@
+"""How many tokens to draft for each row, from the times of past steps and the drafts accepted so far.
+
+Owns two estimates: the time of a step by its number of lines, and the chance that a row accepts a draft of a kind. Both
+are measured while the engine works. They decide only how fast an answer comes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+_SAMPLES = 9
+_WARM_UP = 2  # a step is recorded when its like has come before; both are slower than those that follow
+_STALE = 1000  # steps after which a time may be of another load, and is measured anew
+_LARGE_STEP = 32  # tokens of a step that show what a line costs where arithmetic binds
+_MEMORY = 0.9  # what a verification keeps of the weight of those before it
+_FADE = 0.98  # what a step without a verification keeps of a row's past
+_LEAST_CHANCE = 0.1  # of a row that has not shown its own
+
+
+@dataclass
+class _Times:
+    """The times of steps of one size: the last ones after the warm-up, and their median."""
+
+    last_step: int
+    warm_up: int = _WARM_UP
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+
+
+class StepTimes:
+    """The time of a step by its number of lines, one for each token."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Times] = {}
+        self._medians: dict[int, float] = {}
+        self._measured: list[int] = []  # the keys of `_medians`, sorted
+        self._steps = 0
+        self._per_line = 0.0
+
+    def add(self, tokens: int, lines: int, seconds: float) -> None:
+        """A step has been measured; with more `tokens` than `lines` it computed prompts too."""
+        self._steps += 1
+        if tokens >= _LARGE_STEP:
+            self._per_line = seconds / tokens
+        if tokens != lines:
+            return
+        times = self._of.get(lines)
+        if times is None or self._steps - times.last_step > _STALE:
+            times = self._of[lines] = _Times(self._steps)
+        times.last_step = self._steps
+        if times.warm_up:
+            times.warm_up -= 1
+            return
+        times.last.append(seconds)
+        if lines not in self._medians:
+            insort(self._measured, lines)
+        self._medians[lines] = median(times.last)
+
+    def seconds(self, lines: int) -> float | None:
+        """Measured, or from the nearest numbers of lines that were; None: no smaller step was measured.
+
+        Beyond the largest one measured, a line costs what a token of a prompt does: where reading the weights binds,
+        it costs less, and the first such steps will show it.
+        """
+        known = self._medians
+        if lines in known:
+            return known[lines]
+        place = bisect_left(self._measured, lines)
+        if place == 0:
+            return None
+        below = self._measured[place - 1]
+        if place == len(self._measured):
+            return known[below] + (lines - below) * (self._per_line or known[below] / max(below, _LARGE_STEP))
+        above = self._measured[place]
+        return known[below] + (lines - below) / (above - below) * (known[above] - known[below])
+
+
+@dataclass
+class _Count:
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def fade(self, factor: float) -> None:
+        self.accepted *= factor
+        self.tried *= factor
+
+    def chance(self, prior: float) -> float:
+        """With the weight of two tries for the `prior`."""
+        return (self.accepted + 2.0 * prior) / (self.tried + 2.0)
+
+
+class Chances:
+    """The chance that the next draft is accepted, by request and kind."""
+
+    def __init__(self) -> None:
+        self._of_kind: dict[str, _Count] = {}
+        self._of_row: dict[str, dict[str, _Count]] = {}
+
+    def of(self, request_id: str, kind: str) -> float:
+        prior = max(_LEAST_CHANCE, self._of_kind.get(kind, _Count()).chance(0.5))
+        return self._of_row.get(request_id, {}).get(kind, _Count()).chance(prior)
+
+    def add(self, request_id: str, kind: str, drafted: int, accepted: int) -> None:
+        own = self._of_row.setdefault(request_id, {}).setdefault(kind, _Count())
+        for count in (own, self._of_kind.setdefault(kind, _Count())):
+            count.fade(_MEMORY)
+            count.accepted += accepted
+            count.tried += min(accepted + 1, drafted)
+
+    def fade(self, request_id: str) -> None:
+        """A step has passed without drafts: what was true of the text before may change."""
+        for count in self._of_row.get(request_id, {}).values():
+            count.fade(_FADE)
+
+    def forget(self, request_id: str) -> None:
+        self._of_row.pop(request_id, None)
+
+    def reset(self) -> None:
+        self._of_row.clear()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a row may draft: at most `most` tokens, each accepted with this `chance` if those before it were."""
+
+    most: int
+    chance: float
+    seconds_per_draft: float = 0.0
+
+
+def levels(most: int) -> list[int]:
+    """The numbers of drafts that are considered, increasing: few, so that steps of equal sizes are recorded."""
+    found = [count for count in (1, 3, 7, 15, 31) if count < most]
+    return [*found, most] if most else []
+
+
+def choose(rows: int, choices: Mapping[int, Choice], times: StepTimes) -> dict[int, int]:
+    """Row -> number of drafts, so that a step gives the most tokens per second; rows that draft none are absent.
+
+    Args:
+        rows: number of rows that decode, each of which gives a token without drafts.
+        choices: of those that could draft.
+
+    Drafts are added in the order of what they give per line, as long as they pay.
+    """
+    without = times.seconds(rows)
+    if without is None:
+        return {}
+    steps = sorted(_steps(choices), reverse=True)
+    best, best_rate = {}, rows / without
+    chosen: dict[int, int] = {}
+    tokens, lines, drafting = float(rows), rows, 0.0
+    for _, row, count, more_lines, more_tokens in steps:
+        chosen[row] = count
+        tokens += more_tokens
+        lines += more_lines
+        drafting += more_lines * choices[row].seconds_per_draft
+        rate = tokens / ((times.seconds(lines) or without) + drafting)
+        if rate > best_rate:
+            best, best_rate = dict(chosen), rate
+    return best
+
+
+def _steps(choices: Mapping[int, Choice]) -> Sequence[tuple[float, int, int, int, float]]:
+    """(tokens per line, row, drafts, lines more than the level below, tokens more) of each level of each row."""
+    found = []
+    for row, choice in choices.items():
+        before, reached = 0, 1.0
+        for count in levels(choice.most):
+            more = 0.0
+            for _ in range(count - before):
+                reached *= choice.chance
+                more += reached
+            found.append((more / (count - before), row, count, count - before, more))
+            before = count
+    return found

@@ -1,0 +1,98 @@
+"""The proposer of this library: asks its sources what they can draft, and drafts what pays.
+
+Owns the order of the sources, and following what became of their drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from llm.engine.batch import InputBatch
+from llm.engine.proposer import ComputedStep, Proposer
+from llm.engine.speculation.pace import Chances, Choice, StepTimes, choose
+from llm.engine.speculation.source import Offer, Source
+from llm.engine.step import SchedulerOutput
+
+# With more rows a step's arithmetic takes as long as reading the weights, on every processor: drafts cannot pay.
+MOST_ROWS = 32
+_BEST_CASE = {0: Choice(most=7, chance=0.95)}
+
+
+class Speculator(Proposer):
+    """Args:
+    sources: the first that has an offer for a row drafts for it.
+    most: most drafts of a row.
+    """
+
+    def __init__(self, sources: Sequence[Source], most: int) -> None:
+        self._sources = sources
+        self._most = most
+        self._times = StepTimes()
+        self._chances = Chances()
+        self._kinds: dict[str, str] = {}  # request id -> kind of its drafts
+
+    def update(self, plan: SchedulerOutput) -> None:
+        for request_id in plan.removed:
+            self._kinds.pop(request_id, None)
+            self._chances.forget(request_id)
+            for source in self._sources:
+                source.forget(request_id)
+
+    def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
+        self._learn(step)
+        batch, rows = step.batch, step.rows.tolist()
+        if not rows or len(rows) > MOST_ROWS or not self._counts(len(rows), _BEST_CASE):
+            return {}
+        offers = {row: found for row in rows if (found := self._offer(batch, row)) is not None}
+        choices = {
+            row: Choice(offer.most, self._chances.of(batch.request_ids[row], offer.kind), source.seconds_per_draft)
+            for row, (source, offer) in offers.items()
+        }
+        counts = self._counts(len(rows), choices)
+        drafts: dict[str, Sequence[int]] = {}
+        for source in self._sources:
+            own = {row: count for row, count in counts.items() if offers[row][0] is source}
+            if own:
+                drafts |= {batch.request_ids[row]: tokens for row, tokens in source.draft(batch, own).items()}
+        for row in counts:
+            self._kinds[batch.request_ids[row]] = offers[row][1].kind
+        return drafts
+
+    def reset(self) -> None:
+        self._kinds.clear()
+        self._chances.reset()
+        for source in self._sources:
+            source.reset()
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+    def _counts(self, rows: int, choices: Mapping[int, Choice]) -> dict[int, int]:
+        return choose(rows, choices, self._times)
+
+    def _offer(self, batch: InputBatch, row: int) -> tuple[Source, Offer] | None:
+        most = min(self._most, _room(batch, row) - 1)
+        if most < 1:
+            return None
+        for source in self._sources:
+            if (offer := source.offer(batch, row, most)) is not None:
+                return source, offer
+        return None
+
+    def _learn(self, step: ComputedStep) -> None:
+        lines = len(step.rows) + int(step.num_drafts.sum())
+        self._times.add(int(step.input.counts.sum()), lines, step.seconds)
+        for row, drafted, sampled in zip(step.rows.tolist(), step.num_drafts, step.num_sampled, strict=True):
+            request_id = step.batch.request_ids[row]
+            if drafted:
+                self._chances.add(request_id, self._kinds[request_id], int(drafted), int(sampled) - 1)
+            else:
+                self._chances.fade(request_id)
+
+
+def _room(batch: InputBatch, row: int) -> int:
+    """How many tokens the row may still get."""
+    room = batch.token_ids.shape[1] - int(batch.num_tokens[row])
+    most = batch.params[row].max_tokens
+    return room if most is None else min(room, most - len(batch.output_token_ids[row]))

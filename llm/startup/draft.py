@@ -1,0 +1,90 @@
+"""The model that drafts tokens for another: read its folder and plan it beside the other's plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llm.base.errors import ValidationError
+from llm.config.engine import EngineArgs
+from llm.engine.boundary import RunnerPlan
+from llm.engine.extensions import check_quantization
+from llm.engine.speculation.speculator import MOST_ROWS
+from llm.kernels.backend import Backend
+from llm.platforms import Platform
+from llm.startup.plan import choose_dtypes, make_plan
+from llm.startup.source import ReadModel, read_model, read_tokenizer
+from llm.tokenizer import Tokenizer
+
+# A row's tokens after the last full block are computed anew at each draft.
+_BLOCK_SIZE = 4
+# Of the target's KV cache.
+_CACHE_SHARE = 8
+_COMPARED_TOKENS = 2000
+
+
+def read_draft(args: EngineArgs, plan: RunnerPlan) -> ReadModel | None:
+    """The draft model of `plan`'s `speculative_config`, read but not planned; None: it names none."""
+    config = plan.config.speculative_config
+    if config is None or config.model is None:
+        return None
+    return read_model(_draft_args(args, plan))
+
+
+def with_draft(
+    args: EngineArgs,
+    plan: RunnerPlan,
+    draft: ReadModel,
+    tokenizer: Tokenizer | None,
+    platform: Platform,
+    backend: Backend,
+) -> RunnerPlan:
+    """The plan with that of its draft model; raises `ValidationError` if that cannot draft for it."""
+    own = _draft_args(args, plan)
+    if draft.quantization.config is not None:
+        check_quantization(draft.quantization.config, platform, choose_dtypes(own, draft, platform).compute)
+    if tokenizer is not None:
+        _check_tokenizer(
+            tokenizer, read_tokenizer(replace(own, skip_tokenizer_init=False), draft.source), str(own.model)
+        )
+    drafting = make_plan(own, draft, platform, plan.config.compilation_config, backend, ())
+    if drafting.config.cache_config.num_state_slots:
+        raise ValidationError(
+            f"speculative_config model={str(own.model)!r} has recurrent states, from which a rejected draft cannot be "
+            "taken back; use a model with attention only.",
+            parameter="speculative_config",
+        )
+    return replace(plan, draft=drafting)
+
+
+def _draft_args(args: EngineArgs, plan: RunnerPlan) -> EngineArgs:
+    config = plan.config
+    speculative = config.speculative_config
+    if speculative is None or speculative.model is None:
+        raise ValueError("there is no draft model")
+    return EngineArgs(
+        speculative.model,
+        dtype=args.dtype,
+        quantization=speculative.quantization,
+        max_num_seqs=min(MOST_ROWS, config.scheduler_config.max_num_seqs),
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        block_size=_BLOCK_SIZE,
+        kv_cache_memory_bytes=max(1, config.cache_config.kv_cache_memory_bytes // _CACHE_SHARE),
+        load_format=args.load_format,
+        use_tqdm_on_load=args.use_tqdm_on_load,
+        num_threads=args.num_threads,
+        seed=config.model_config.seed,
+        skip_tokenizer_init=True,
+        device=args.device,
+    )
+
+
+def _check_tokenizer(tokenizer: Tokenizer, other: Tokenizer | None, model: str) -> None:
+    """Compares the texts of tokens all over the vocabulary; tokens that only one of them has are allowed."""
+    size = 0 if other is None else min(tokenizer.vocab_size, other.vocab_size)
+    ids = range(0, size, max(1, size // _COMPARED_TOKENS))
+    if other is None or any(tokenizer.decode([token], False) != other.decode([token], False) for token in ids):
+        raise ValidationError(
+            f"speculative_config model={model!r} has another tokenizer; a draft model must have the same tokens.",
+            parameter="speculative_config",
+            value=model,
+        )
