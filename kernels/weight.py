@@ -36,8 +36,9 @@ class Weight:
 
     W[i, j] = w[i, j] of a float kind; of integers (w[i, j] - zero[i, g]) * scale[i, g] with g = j // group_size, or
     table[w[i, j] + 8] in the place of w. With minima it is code[i, j] * scale[i, g] - minimum[i, g], rounded once,
-    where code is w counted from the least value of its kind: w + 8 of int4, w + 128 of int8. Its tensors are those of
-    the layer, so whoever frees or moves a layer's memory frees or moves the weight's.
+    where code is w counted from the least value of its kind: w + 8 of int4, w + 128 of int8. With `columns` that is
+    W[i, columns[j]]. Its tensors are those of the layer, so whoever frees or moves a layer's memory frees or moves the
+    weight's.
 
     Attributes:
         data: the bits of w, in the layout of the backend that packed them.
@@ -52,6 +53,8 @@ class Weight:
         input_scale: of static int8 activations, q = round(x / input_scale) + input_offset; 0: each row has its own.
         input_offset: a whole number in [-128, 127].
         bias: float [n], added to the GEMM's result; None: none.
+        columns: int32 [k] of integers, the input that each column of w is multiplied by, so that the columns of a
+            group are side by side; None: each by its own.
 
     Raises:
         ValueError: the parts do not fit each other, or no product is defined for them.
@@ -70,6 +73,7 @@ class Weight:
     input_offset: int = 0
     bias: torch.Tensor | None = None
     minimum: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.group_size:
@@ -100,7 +104,7 @@ class Weight:
     def memory(self) -> dict[str, torch.Tensor | None]:
         """What it is made of but for the bias, by the names of the buffers that a layer keeps it in."""
         scales = {"weight_scale": self.scale, "weight_zero": self.zero, "weight_minimum": self.minimum}
-        return {"packed_data": self.data, **scales}
+        return {"packed_data": self.data, **scales, "weight_columns": self.columns}
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         """Rows start to end - 1 of `unpack()`."""
@@ -117,6 +121,11 @@ class Weight:
         values = self.rows(start, end)
         if self.is_float:
             return values.float()
+        values = self._scaled(values, start, end)
+        return values if self.columns is None else values[:, self.columns.long().argsort()]
+
+    def _scaled(self, values: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Integers [rows, k] as what they stand for, in the order of w."""
         if self.table is not None:
             values = self.table[values.long() + 8]
         if self.minimum is not None:
@@ -138,9 +147,10 @@ class Weight:
         zero: torch.Tensor | None = None,
         group_size: int = 0,
         minimum: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
     ) -> W:
-        """The same bits with these scales, and zero points or minima."""
-        return replace(self, scale=scale, zero=zero, group_size=group_size, minimum=minimum)
+        """The same bits with these scales, and with zero points or minima, and an order of the columns."""
+        return replace(self, scale=scale, zero=zero, group_size=group_size, minimum=minimum, columns=columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +226,8 @@ def kind_of(values: torch.Tensor, kind: str | None) -> str:
 
 
 def _check_float(weight: Weight) -> None:
-    if any(part is not None for part in (weight.scale, weight.zero, weight.minimum, weight.table)):
+    parts = (weight.scale, weight.zero, weight.minimum, weight.table, weight.columns)
+    if any(part is not None for part in parts):
         raise ValueError(f"a {weight.kind} weight has no scales")
     if weight.activations == "int8" or (weight.activations == "bfloat16" and weight.kind != "bfloat16"):
         raise ValueError(f"no product is defined of {weight.activations} activations with a {weight.kind} weight")
@@ -230,6 +241,8 @@ def _check_integers(weight: Weight) -> None:
             raise ValueError(f"{name} has shape {list(values.shape)}, groups of {weight.group_size} need {list(shape)}")
     if weight.minimum is not None and (weight.zero is not None or weight.table is not None):
         raise ValueError("a weight with minima has no zero points and no table")
+    if weight.columns is not None and not _is_permutation(weight.columns, weight.k):
+        raise ValueError(f"columns are the numbers from 0 to {weight.k - 1} in some order")
     if weight.activations == "bfloat16":
         raise ValueError(f"no product is defined of bfloat16 activations with an {weight.kind} weight")
     if weight.activations == "int8":
@@ -250,6 +263,11 @@ def _check_integer_product(weight: Weight) -> None:
         raise ValueError(f"input_scale must be positive, got {weight.input_scale}")
     if not -128 <= weight.input_offset <= 127 or (weight.input_offset and not weight.input_scale):
         raise ValueError(f"input_offset must be in [-128, 127] and have a scale, got {weight.input_offset}")
+
+
+def _is_permutation(values: torch.Tensor, count: int) -> bool:
+    expected = torch.arange(count, dtype=torch.int32, device=values.device)
+    return values.dtype == torch.int32 and values.dim() == 1 and torch.equal(values.sort().values, expected)
 
 
 def _split_nibbles(packed: torch.Tensor) -> torch.Tensor:

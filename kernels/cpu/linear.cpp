@@ -1,4 +1,5 @@
 // Operations on a weight of any kind: GEMM, embedding, packing and unpacking.
+#include "rows.h"
 #include "weight.h"
 
 namespace llm {
@@ -25,7 +26,16 @@ bool lacks_scales(const Weight& weight) {
 }
 
 void linear(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
-    product_with(weight)(weight, x, y, m, is_worth_sharing(nanoseconds(weight, m)) ? threads : 1);
+    if (!is_worth_sharing(nanoseconds(weight, m))) threads = 1;
+    if (!weight.columns) return product_with(weight)(weight, x, y, m, threads);
+    const Scratch ordered(m * weight.k * sizeof(float));
+    float* inputs = ordered.as<float>();
+    for_rows(m, weight.k, threads, [&](int64_t row) {
+        const float* from = x + row * weight.k;
+        float* to = inputs + row * weight.k;
+        for (int64_t k = 0; k < weight.k; ++k) to[k] = from[weight.columns[k]];
+    });
+    product_with(weight)(weight, inputs, y, m, threads);
 }
 
 }  // namespace llm

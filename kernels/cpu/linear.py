@@ -39,8 +39,10 @@ def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tens
 def embedding(library: Library, token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
     """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id outside [0, N).
 
-    The weight is float, or of integers with scales.
+    The weight is float, or of integers with scales whose columns are in order.
     """
+    if weight.columns is not None:
+        raise ValueError("an embedding table has its columns in order")
     if not weight.is_float and weight.scale is None:
         raise ValueError(f"an {weight.kind} weight needs its scales")
     ids = token_ids.to(torch.int64).contiguous()

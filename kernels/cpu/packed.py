@@ -56,8 +56,11 @@ class _Description:
             _check_memory("the sums of the rows", weight.sums, torch.int32, _padded(weight.n))
         if weight.bias is not None:
             _check_memory("the bias", weight.bias, torch.float32, weight.n)
+        if weight.columns is not None:
+            _check_memory("the columns", weight.columns, torch.int32, weight.k)
         struct = self._struct
         struct.data, struct.sums, struct.bias = weight.data.data_ptr(), pointer(weight.sums), pointer(weight.bias)
+        struct.columns = pointer(weight.columns)
         struct.kind, struct.activations = KINDS.index(weight.kind), ACTIVATIONS.index(weight.activations)
         struct.n, struct.k, struct.group_size = weight.n, weight.k, weight.group_size
         struct.input_scale, struct.input_offset = weight.input_scale, weight.input_offset
@@ -99,7 +102,7 @@ class PanelWeight(Weight):
     @property
     def parts(self) -> list[torch.Tensor]:
         """The tensors that it is made of."""
-        parts = (self.data, self.sums, self.scale, self.zero, self.minimum, self.bias)
+        parts = (self.data, self.sums, self.scale, self.zero, self.minimum, self.bias, self.columns)
         return [part for part in parts if part is not None]
 
     @property
@@ -137,9 +140,10 @@ class PanelWeight(Weight):
         zero: torch.Tensor | None = None,
         group_size: int = 0,
         minimum: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
     ) -> PanelWeight:
         zero, minimum = (None if part is None else _by_group(part) for part in (zero, minimum))
-        return super().scaled(_by_group(scale), zero, group_size, minimum)
+        return super().scaled(_by_group(scale), zero, group_size, minimum, columns)
 
 
 class WeightArray:

@@ -93,6 +93,7 @@ const void* scale
 const void* zero
 const void* minimum
 const float* bias
+const int32_t* columns
 Kind kind
 Kind scale_kind
 Kind zero_kind

@@ -16,6 +16,7 @@ LLM_NAMED(Activations)
 //   sums          [n, padded to panels], each output channel's sum over k; INT8 only
 //   scale, zero, minimum   [groups][stride], a group's output channels side by side; one of the last two may be there
 //   bias          [n] or null
+//   columns       [k] or null: which input w[i, j] is multiplied by, where that is not input j; a permutation
 //   input_scale   of static int8 activations, with input_offset; 0: each batch row has its own scale
 #define LLM_WEIGHT(FIELD)           \
     FIELD(const void*, data)        \
@@ -24,6 +25,7 @@ LLM_NAMED(Activations)
     FIELD(const void*, zero)        \
     FIELD(const void*, minimum)     \
     FIELD(const float*, bias)       \
+    FIELD(const int32_t*, columns)  \
     FIELD(Kind, kind)               \
     FIELD(Kind, scale_kind)         \
     FIELD(Kind, zero_kind)          \

@@ -58,6 +58,8 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         x = x.bfloat16().float()
     if weight.is_float and weight.data.dtype == x.dtype:
         return F.linear(x, weight.data, bias)
+    if weight.activations == "int8" and weight.columns is not None:
+        x = x[..., weight.columns.long()]
     product = {"int8": _int8, "int4": _int4}[weight.kind] if weight.activations == "int8" else _float
     out = product(x.reshape(x.shape[:-1].numel(), weight.k), weight)
     if bias is not None:

@@ -72,6 +72,8 @@ template <class T> void integers(Kind kind, int64_t m, int64_t n, int64_t k) {
     Exactly<int32_t> sums(up(n, 16));
     llm_pack(kind, values.data, panels.data, kind == Kind::INT8 ? sums.data : nullptr, n, k, 1);
     Exactly<float> x(m * k), bias(n), y(m * n), rows(2 * k);
+    Exactly<int32_t> order(k);
+    for (int64_t j = 0; j < k; ++j) order.data[j] = static_cast<int32_t>(k - 1 - j);
     Weight weight{};
     weight.data = panels.data, weight.sums = sums.data, weight.kind = kind, weight.n = n, weight.k = k;
     llm_unpack(&weight, back.data, 0, n, 1);
@@ -99,6 +101,9 @@ template <class T> void integers(Kind kind, int64_t m, int64_t n, int64_t k) {
         const int64_t ids[2] = {0, n - 1};
         if (llm_embedding(&weight, ids, rows.data, 2, 1)) std::exit(1);
         weight.minimum = nullptr;
+        weight.columns = order.data;
+        with_scales(Kind::FLOAT32, true, true);
+        weight.columns = nullptr;
         weight.activations = Activations::INT8;
         if (kind == Kind::INT8 && groups > 1) continue;
         with_scales(Kind::FLOAT32, false, true);

@@ -418,6 +418,23 @@ def test_products_with_minima_are_chains(lib: library.Library, shape: tuple, gro
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("m", [0, 1, 37])
+def test_columns_in_another_order_multiply_their_own_inputs(lib: library.Library, m: int, bits: int) -> None:
+    """Every product, with float and with int8 activations, is the one of permuted inputs; `same` means the bits."""
+    n, k, group = 33, 77, 77 if bits == 8 else 16
+    x, weight = torch.randn(m, k), random_int8(n, k) if bits == 8 else int4(n, k)
+    order, scale = torch.randperm(k), torch.rand(n, groups_of(k, group))
+    for activations in ("float", "int8"):
+        held = packed.pack(lib, weight, f"int{bits}").scaled(scale, None, group)
+        moved = held.scaled(scale, None, group, columns=order.int())
+        expected = product(lib, x[:, order].contiguous(), held, activations=activations)
+        assert same(product(lib, x, moved, activations=activations), expected)
+        assert same(moved.dequantize()[:, order], held.dequantize())
+    twin = reference.pack(weight, f"int{bits}").scaled(scale, None, group, columns=order.int())
+    assert same(expected, reference.linear(x, dataclasses.replace(twin, activations="int8")))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 def test_rows_of_integers_in_groups_by_id(lib: library.Library, bits: int) -> None:
     n, k = 37, 75
     weight = random_int8(n, k) if bits == 8 else int4(n, k)

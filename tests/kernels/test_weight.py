@@ -66,6 +66,9 @@ def test_it_is_immutable() -> None:
         ({"activations": "int8", "input_scale": 1.0, "input_offset": 128}, r"\[-128, 127\] .*got 128"),
         ({"activations": "int8", "input_offset": 3}, "have a scale, got 3"),
         ({"kind": "int4", "activations": "int8", "input_scale": 1.0}, "a product with int4"),
+        ({"columns": torch.arange(K)}, "columns are the numbers from 0 to 23 in some order"),
+        ({"columns": torch.arange(K + 1, dtype=torch.int32)}, "columns are the numbers"),
+        ({"columns": torch.arange(K, dtype=torch.int32) // 2}, "columns are the numbers"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(parts: dict[str, Any], message: str) -> None:
@@ -91,12 +94,26 @@ def test_a_table_of_values_stands_for_the_integers() -> None:
     torch.testing.assert_close(linear(X, weight), X @ values.t())
 
 
+def test_columns_in_another_order_multiply_their_own_inputs() -> None:
+    order = torch.randperm(K, generator=torch.Generator().manual_seed(1))
+    plain = pack(INTEGERS, "int8").scaled(SCALE, ZERO, 8)
+    moved = pack(INTEGERS, "int8").scaled(SCALE, ZERO, 8, columns=order.int())
+    assert torch.equal(moved.dequantize()[:, order], plain.dequantize())
+    assert torch.equal(moved.dequantize(2, 5), moved.dequantize()[2:5])
+    torch.testing.assert_close(linear(X, moved), linear(X[:, order], plain))
+    assert not torch.allclose(linear(X, moved), linear(X, plain))
+
+
 @needs_compiler
 @needs_kernels
 def test_the_kernels_refuse_what_they_have_no_form_for() -> None:
     packed = in_panels().pack(INTEGERS, "int4").scaled(SCALE, None, 8)
     with pytest.raises(ValueError, match="no products with a table"):
         dataclasses.replace(packed, table=torch.ones(16))
+    with pytest.raises(ValueError, match="an embedding table has its columns in order"):
+        in_panels().embedding(
+            torch.tensor([0]), dataclasses.replace(packed, columns=torch.arange(K, dtype=torch.int32))
+        )
     with pytest.raises(ValueError, match="a multiple of 8 columns, got 12"):
         dataclasses.replace(packed.scaled(SCALE[:, :2], None, 12), activations="int8")
     in_wrong_order = dataclasses.replace(packed, scale=SCALE)
