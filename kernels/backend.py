@@ -110,12 +110,14 @@ class Backend:
         records: True if `record` is supported.
         rounds_bf16_inputs: GEMMs with bfloat16 weights are faster on activations rounded to bfloat16; activations are
             rounded where the model allows it (`Construction.may_round`).
+        offloads: packed weights may be in the mapping of a file (`Construction.keep`).
     """
 
     name: ClassVar[str] = ""
     variant: str = ""
     records: bool = False
     rounds_bf16_inputs: bool = False
+    offloads: bool = False
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _UNQUANTIZED = "unquantized"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
-KINDS = ("platform", "model", "model runner", "attention", "CustomOp", "PluggableLayer", "quant method")
+KINDS = ("platform", "model", "model runner", "weights", "attention", "CustomOp", "PluggableLayer", "quant method")
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,22 @@ class Explanation:
         return [f"custom_ops names {', '.join(self.unused)}: this model has no such operation."] if self.unused else []
 
 
-def explain_runner(runner_class: type, platform: Platform, model: nn.Module, config: EngineConfig) -> Explanation:
-    """The platform, the model, the model runner's class and the parts of the model."""
+def explain_runner(
+    runner_class: type, platform: Platform, model: nn.Module, config: EngineConfig, offloaded: str = ""
+) -> Explanation:
+    """The platform, the model, the model runner's class, a file of weights, and the parts of the model.
+
+    `offloaded`: where the weights are, if a file has some.
+    """
     reasons = config.reasons
-    around = (
+    around: tuple[Part, ...] = (
         Part("platform", platform.name, 1, type(platform).__name__, platform.device_type, reasons["device"]),
         Part("model", config.model_config.model_type, 1, type(model).__name__, "forward", _origin(type(model))),
         Part("model runner", "model_runner", 1, runner_class.__name__, "execute", _origin(runner_class)),
     )
+    if offloaded:
+        folder = config.offload_config.offload_folder
+        around += (Part("weights", "offload_weights", 1, "WeightFile", folder, offloaded),)
     explained = explain_model(model, config)
     return replace(explained, parts=around + explained.parts)
 

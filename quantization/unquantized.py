@@ -31,6 +31,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         self.linear = linear  # until the weight is packed
         self._embedding = backend.op("embedding")
         self.kernel = backend.source("linear")
+        self._keep = construction().weights.keep
         self._rounds_input = may_round and construction().may_round and backend.rounds_bf16_inputs
 
     def create_weights(
@@ -53,7 +54,8 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         if not self._packs or layer.packed_weight is not None:
             return
         packed = self._pack(layer.weight.data, reuse=True)
-        layer.weight = nn.Parameter(packed.data, requires_grad=False)
+        data = self._keep(getattr(layer, "prefix", ""), packed.data)
+        layer.weight = nn.Parameter(data, requires_grad=False)
         # The packed weight shares the parameter: freeing the parameter's memory frees it.
         activations = "bfloat16" if self._rounds_input and packed.kind == "bfloat16" else "float"
         layer.packed_weight = replace(packed, data=layer.weight, activations=activations)

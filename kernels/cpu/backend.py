@@ -31,6 +31,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     records = True
+    offloads = True
 
     def __init__(self, library: Library, reason: str) -> None:
         super().__init__({name: functools.partial(kernel(name), library) for name in OPERATIONS}, reason)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.base.construction import construction
 from llm.base.custom_op import CustomOp
 from llm.kernels.backend import Operations
 from llm.kernels.reference.experts import over_experts
@@ -27,6 +28,7 @@ class ExpertsMethod(KernelOp, FusedMoEMethodBase):
         super().__init__(enforce_enable=enforce_enable)
         self.invariant = self.backend.computes("experts", "select_experts")
         self.kernel = self.backend.source("experts")
+        self._place = construction().weights
 
     def create_weights(
         self,
@@ -50,6 +52,9 @@ class ExpertsMethod(KernelOp, FusedMoEMethodBase):
         weights = layer.expert_weights()
         if weights is None:
             return over_experts(x, topk_ids, topk_weights, layer.experts, layer.hidden_size)
+        if self._place.is_slow:
+            chosen = topk_ids.unique().tolist()
+            self._place.fetch(each.data for index in chosen for each in (weights.gate_up[index], weights.down[index]))
         return ops.experts(x, topk_ids, topk_weights, weights, layer.activation, layer.swiglu_limit)
 
 

@@ -88,6 +88,9 @@ class LLM(Generation, Chat, Scoring, Streaming, Processors, Reports, Access):
             "processed_logits", after penalties, processors, temperature and cuts.
         num_threads: threads that compute, at most the processors this process may use; None:
             `torch.get_num_threads()` at each step.
+        offload_weights: weights that memory has no room for are kept in a file and read when they are used, which is
+            slow; None: if they do not fit; True: all of them; False: refuse what does not fit.
+            The file is in LLM_OFFLOAD_FOLDER, by default in the cache folder. `llm.config` says what is where.
         device: "auto", "cpu", or the name of a platform plugin.
         enforce_eager: nothing is compiled, whatever `compilation_config` says.
         compilation_config: which operations run their kernels and which plain PyTorch: a dict such as
@@ -144,6 +147,7 @@ class LLM(Generation, Chat, Scoring, Streaming, Processors, Reports, Access):
         max_logprobs: int = -1,
         logprobs_mode: str = "raw_logprobs",
         num_threads: int | None = None,
+        offload_weights: bool | None = None,
         device: str = "auto",
         compilation_config: object = None,
         logits_processors: object = None,

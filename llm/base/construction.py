@@ -5,13 +5,35 @@ Owns the package's only context variable. A constructor reads it once; nothing r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
 
 from llm.config.compilation import CompilationConfig
 from llm.platforms.interface import Platform
+
+
+class WeightPlace:
+    """Where packed weights are kept: in memory, where they were packed.
+
+    `is_slow`: `fetch` should be called.
+    """
+
+    is_slow: ClassVar[bool] = False
+
+    def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor to compute with, which holds the same values. `name`: the path of its layer."""
+        return tensor
+
+    def fetch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are read next, and other weights of their layer are not."""
+
+
+_IN_MEMORY = WeightPlace()
 
 
 @dataclass(frozen=True)
@@ -19,11 +41,13 @@ class Construction:
     """The settings that constructors read. `platform` None: an operation constructed outside of an LLM.
 
     `may_round`: GEMMs with bfloat16 weights may round their activations to bfloat16 where that is faster.
+    `weights`: where packed weights are kept; `WeightFile` moves those into a file that memory has no room for.
     """
 
     platform: Platform | None = None
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     may_round: bool = False
+    weights: WeightPlace = _IN_MEMORY
 
 
 # The one exception to "no module state": it is set only inside `constructing_for`, and a constructor reads it once.
@@ -32,10 +56,16 @@ _construction: ContextVar[Construction] = ContextVar("llm_construction", default
 
 @contextmanager
 def constructing_for(
-    platform: Platform, compilation: CompilationConfig | None = None, *, may_round: bool = False
+    platform: Platform,
+    compilation: CompilationConfig | None = None,
+    *,
+    may_round: bool = False,
+    weights: WeightPlace | None = None,
 ) -> Iterator[None]:
     """Operations constructed inside this context are bound for `platform`; those outside, to `forward_native`."""
-    token = _construction.set(Construction(platform, compilation or CompilationConfig(), may_round))
+    token = _construction.set(
+        Construction(platform, compilation or CompilationConfig(), may_round, weights or _IN_MEMORY)
+    )
     try:
         yield
     finally:

@@ -49,7 +49,7 @@ def _refused(note: str, **harmless: object) -> dict[str, Argument]:
 _UNSET: tuple[object, ...] = (None, {})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
-    # --- Parameters of our LLM; device, calibration, num_threads and verbose are not vLLM's. -------------------------
+    # --- Parameters of our LLM; device, calibration, num_threads, offload_weights, verbose are not vLLM's. ----------
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
     _honoured(
         "dtype",
@@ -67,7 +67,8 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
     ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
-    _honoured("model_impl", "disable_log_stats", "use_tqdm_on_load", "calibration", "num_threads", "verbose"),
+    _honoured("model_impl", "disable_log_stats", "use_tqdm_on_load", "calibration"),
+    _honoured("num_threads", "offload_weights", "verbose"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
     _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
     _accepted(
@@ -194,14 +195,14 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         *("kv_offloading_size", "kv_offloading_backend", "swap_space"),
     ),
     _refused(
-        "weights stay on one device; use quantization to make them fit, or device='cpu'.",
+        "weights stay on one device; use quantization to make them fit, or device='cpu' with offload_weights.",
         cpu_offload_gb=0,
         cpu_offload_params=(set(), [], None),
         offload_group_size=0,
         offload_params=(set(), [], None),
     ),
     _accepted(
-        "no weights are offloaded, so how makes no difference.",
+        "no weights go from one device to another, so how makes no difference.",
         *("offload_backend", "offload_num_in_group", "offload_prefetch_step"),
     ),
     _refused("the engine does not sleep; call close() and build a new LLM later.", enable_sleep_mode=False),
@@ -335,5 +336,5 @@ DIFFERENT: dict[str, str] = {
     "speculative_config": '"auto" chooses; methods "ngram" and "draft_model"; `llm.config.SpeculativeConfig`',
     "load_format": '"auto", "safetensors" or "dummy"; nothing else is read',
     "compilation_config": "switches operations on and off; no graph is captured",
-    "device, num_threads, calibration, verbose": "not vLLM's; see `LLM`",
+    "device, num_threads, calibration, offload_weights, verbose": "not vLLM's; see `LLM`",
 }

@@ -19,6 +19,7 @@ from llm.config.parts import ConfigForPlugins
 from llm.config.parts import DeviceConfig as DeviceConfig
 from llm.config.parts import LoadConfig as LoadConfig
 from llm.config.parts import ObservabilityConfig as ObservabilityConfig
+from llm.config.parts import OffloadConfig as OffloadConfig
 from llm.config.parts import ParallelConfig as ParallelConfig
 from llm.config.parts import ReasoningConfig as ReasoningConfig
 from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
@@ -75,6 +76,7 @@ class EngineArgs:
     enforce_eager: bool = False
     logprobs_mode: str = "raw_logprobs"
     num_threads: int | None = None
+    offload_weights: bool | None = None
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.loading`
     reasoning_config: object = None  # read by `ReasoningConfig.of`
     speculative_config: object = None  # read by `SpeculativeConfig.of`
@@ -102,6 +104,8 @@ class EngineArgs:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 refuse(name, getattr(self, name), "True or False")
+        if not isinstance(self.offload_weights, bool | None):
+            refuse("offload_weights", self.offload_weights, "True, False, or None: where memory has no room for them")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             refuse("seed", self.seed, "an integer of at least 0, or None")
         if not isinstance(self.hf_overrides, Mapping | None) and not callable(self.hf_overrides):
@@ -218,6 +222,7 @@ class EngineConfig(ConfigForPlugins):
     num_threads: int | None = None
     reasoning_config: ReasoningConfig | None = None
     speculative_config: SpeculativeConfig | None = None
+    offload_config: OffloadConfig = field(default_factory=OffloadConfig)
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
@@ -225,6 +230,8 @@ class EngineConfig(ConfigForPlugins):
         for part in (self.model_config, self.cache_config, self.scheduler_config, self.compilation_config):
             lines += [self._line(item.name, getattr(part, item.name)) for item in fields(part)]
         lines.append(self._line("speculative_config", self.speculative_config or "off"))
+        shown = fields(self.offload_config) if self.offload_config.offload_weights else fields(self.offload_config)[:1]
+        lines += [self._line(item.name, getattr(self.offload_config, item.name)) for item in shown]
         return "\n".join(lines)
 
     def _line(self, name: str, value: object) -> str:

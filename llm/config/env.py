@@ -19,6 +19,7 @@ VARIABLES: dict[str, str] = {
     "LLM_PLATFORM": "the platform to use, whatever is detected: cpu, cuda, rocm, xpu, tpu, or the name of a plugin",
     "LLM_PLUGINS": "plugins that may be loaded, names separated by commas; unset: all that are installed, empty: none",
     "LLM_PLUGIN_ERRORS": "raise (default): a plugin that fails is an error; warn: it is left out, with a warning",
+    "LLM_OFFLOAD_FOLDER": "where weights are kept that memory has no room for (default: ~/.cache/offline-llm/weights)",
     "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
 }
 

@@ -46,6 +46,23 @@ class LoadConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """Where the weights are.
+
+    Attributes:
+        offload_weights: False: in memory; True: in a file what memory has no room for, read when it is used.
+        offload_folder: of that file; "" without one.
+        resident_weight_bytes: most bytes of weights that stay in memory beside the file.
+        planned_weight_bytes: of all weights, as far as the checkpoint tells; 0 for random weights.
+    """
+
+    offload_weights: bool = False
+    offload_folder: str = ""
+    resident_weight_bytes: int = 0
+    planned_weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class StructuredOutputsConfig:
     """JSON is generated without whitespace, so whitespace cannot repeat without end."""
 

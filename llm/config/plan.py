@@ -19,6 +19,8 @@ from llm.config.engine import (
 )
 
 _BYTES_PER_ID = 4
+# Beside offloaded weights: what loading and computing need at once, besides copies of the largest tensor.
+_LEAST_HEADROOM = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,15 @@ def plan_memory(
     reasons["num_blocks"] = f"{block_bytes:,} bytes each" if block_bytes else "no layer keeps a state of each token"
     reasons["num_state_slots"] = f"{bytes_per_request:,} bytes each" if slots else "no layer keeps a recurrent state"
     return MemoryPlan(fitted, num_blocks, slots, num_blocks * block_bytes + slots * bytes_per_request, reasons)
+
+
+def resident_weight_bytes(free: int, kv_cache: int, largest: int) -> int:
+    """Bytes of offloaded weights that may stay in memory.
+
+    Besides the KV cache, room is left for pages of the file, for a step's activations, and for the largest tensor
+    while it is loaded: its float form and what it becomes.
+    """
+    return max(0, free - kv_cache - 2 * largest - max(free // 8, _LEAST_HEADROOM))
 
 
 def _state_slots(bytes_per_request: int, max_num_seqs: int, budget: int, useful: int, for_blocks: int) -> int:

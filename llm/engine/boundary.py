@@ -70,17 +70,21 @@ class Loaded:
         varies: why answers may depend on the batch although the kernels are batch-invariant; None: they do not.
         held: which weights are not held as the checkpoint stores them; "": all are.
         seconds: time per phase, in order.
+        offloaded: where the weights are, if a file has some of them; "": all are in memory.
     """
 
     varies: str | None = None
     held: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    offloaded: str = ""
 
     def applied_to(self, config: EngineConfig) -> EngineConfig:
         """The config, completed with what is known only after the model is built."""
         reasons = dict(config.reasons)
         if self.held:
             reasons["quantization"] = f"{reasons['quantization']}; {self.held}"
+        if self.offloaded:
+            reasons["resident_weight_bytes"] = self.offloaded
         if self.varies is None:
             return replace(config, reasons=reasons)
         reasons["invariant"], speculation = self.varies, config.speculative_config

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +17,20 @@ from llm.base.errors import OutOfMemoryError
 from llm.engine.boundary import RunnerPlan
 from llm.layers.parallel import tensor_parallel
 from llm.loading.loader import load_dummy_weights, load_weights
+from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, rename
 from llm.platforms.interface import Platform
 
 
-def build_model(plan: RunnerPlan, platform: Platform) -> Any:
+def weight_file(plan: RunnerPlan, platform: Platform) -> WeightFile | None:
+    """The file of the weights that memory has no room for; None: all of them stay in memory."""
+    offload = plan.config.offload_config
+    if not offload.offload_weights:
+        return None
+    return WeightFile(Path(offload.offload_folder), offload.resident_weight_bytes, platform.release_memory)
+
+
+def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = None) -> Any:
     """The model with empty weights; raises `ValidationError` for a setting of the user that matched no layer."""
     quant_config = plan.config.quant_config
     if quant_config is not None:
@@ -28,33 +38,42 @@ def build_model(plan: RunnerPlan, platform: Platform) -> Any:
         quant_config.packed_modules_mapping = getattr(plan.model_class, "packed_modules_mapping", {})
         quant_config.apply_mapper(lambda name: rename(name, back))
     may_round = plan.store_as is torch.bfloat16
-    with constructing_for(platform, plan.config.compilation_config, may_round=may_round), _told_of_memory():
+    compilation = plan.config.compilation_config
+    with constructing_for(platform, compilation, may_round=may_round, weights=file), _told_of_memory():
         tp = tensor_parallel(platform, plan.rank, plan.tp_size)
         model = plan.model_class(plan.architecture, plan.build_options(tp))
         if quant_config is not None:
             quant_config.check_used()
             quant_config.prepare_model(model)
+        if file is not None:
+            file.divide(model, plan.config.offload_config.planned_weight_bytes)
         return model
 
 
-def fill_model(plan: RunnerPlan, platform: Platform, model: Any) -> Mapping[str, Target]:
+def fill_model(
+    plan: RunnerPlan, platform: Platform, model: Any, file: WeightFile | None = None
+) -> Mapping[str, Target]:
     """Load the weights or make random ones. Returns the target of each checkpoint tensor, empty for random weights."""
-    if not plan.has_weights:
-        _check_dummy_weights_fit(model, platform.memory_free())
-        with _told_of_memory():
-            load_dummy_weights(model, plan.config.model_config.seed)
-        return {}
     quant_config = plan.config.quant_config
     try:
+        if not plan.has_weights:
+            if file is None:
+                _check_dummy_weights_fit(model, platform.memory_free())
+            with _told_of_memory():
+                load_dummy_weights(model, plan.config.model_config.seed, pack_early=file is not None)
+            return {}
         return load_weights(
             model,
             plan.source.tensors(),
             show_progress=plan.show_progress,
             ignores=(lambda name: False) if quant_config is None else quant_config.ignores,
             store_as=plan.store_as,
+            pack_early=file is not None,
         )
     finally:
         plan.source.close()
+        if file is not None:
+            file.close()
 
 
 @contextmanager

@@ -56,12 +56,14 @@ class ModelInspection:
     Attributes:
         plan: what the model was built from.
         targets: the target of each checkpoint tensor; empty for random weights.
+        offloaded: where the weights are, if a file has some of them; else "".
     """
 
     platform: Platform
     plan: RunnerPlan
     model: Any
     targets: Mapping[str, Target]
+    offloaded: str
     _observer: InputObserver
     _capture: LayerCapture
     _counter: ExpertCounter
@@ -69,7 +71,7 @@ class ModelInspection:
 
     def describe(self) -> Explanation:
         """What computes the model's layers, and why."""
-        return explain_runner(type(self), self.platform, self.model, self.plan.config)
+        return explain_runner(type(self), self.platform, self.model, self.plan.config, self.offloaded)
 
     def layer_reports(self) -> list[LayerReport]:
         """Every layer with a weight, in the model's order."""

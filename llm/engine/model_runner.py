@@ -18,7 +18,7 @@ from llm.config.defaults import library_defaults
 from llm.config.engine import CacheConfig, EngineConfig
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.boundary import Loaded, RunnerPlan
-from llm.engine.build_model import build_model, fill_model
+from llm.engine.build_model import build_model, fill_model, weight_file
 from llm.engine.extensions import held_otherwise, what_varies
 from llm.engine.inspection import ModelInspection
 from llm.engine.kv_cache import allocate_kv_caches, allocate_recurrent_states, group_states
@@ -54,6 +54,8 @@ class ModelRunner(ModelInspection):
         self.states: list[tuple[torch.Tensor, ...]] = []
         # None: no step is replayed.
         self.replay: DecodeReplay | None = None
+        # Where the weights are, if a file has some.
+        self.offloaded = ""
         # None: a batch row samples one token per step.
         self.proposer: Proposer | None = None
 
@@ -73,10 +75,13 @@ class ModelRunner(ModelInspection):
         self.platform.set_device(plan.device_index)
         with times.phase("build model"):
             self.platform.import_kernels()
-            model = build_model(plan, self.platform)
-            loaded = Loaded(what_varies(model) if plan.config.invariant else None, held_otherwise(model), times)
+            file = weight_file(plan, self.platform)
+            model = build_model(plan, self.platform, file)
+            varies, held = what_varies(model) if plan.config.invariant else None, held_otherwise(model)
         with times.phase("load weights"):
-            self.targets = fill_model(plan, self.platform, model)
+            self.targets = fill_model(plan, self.platform, model, file)
+            self.offloaded = "" if file is None else file.where()
+            loaded = Loaded(varies, held, times, self.offloaded)
         with times.phase("allocate KV cache"):
             self.model = self.place_model(model)
             self._allocate(loaded.applied_to(plan.config))
@@ -101,7 +106,8 @@ class ModelRunner(ModelInspection):
             self.backend.upload,
             has_slots=cache.num_state_slots > 0,
         )
-        if config.invariant and self.backend.records:
+        # A recorded step would not fetch the experts that are in a file.
+        if config.invariant and self.backend.records and not config.offload_config.offload_weights:
             self.replay = DecodeReplay(self.model, self.backend, self.batch.max_blocks)
         device, custom = self.platform.device, self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)

@@ -7,13 +7,14 @@ copies it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from llm.base.bar import Bar
 from llm.base.errors import CheckpointError
+from llm.loading.early import EarlyPacking
 from llm.loading.source import Tensors
 from llm.loading.stacked import per_expert
 from llm.loading.weight_map import Target, WeightMap
@@ -33,12 +34,14 @@ def load_weights(
     show_progress: bool,
     ignores: Callable[[str], bool] = lambda name: False,
     store_as: torch.dtype | None = None,
+    pack_early: bool = False,
 ) -> dict[str, Target]:
     """Fill every parameter of `model` from the checkpoint, streamed file by file.
 
     Args:
         ignores: True for the name of a tensor that the model may lack.
         store_as: dtype of matrices that are not quantized; None: as the checkpoint stores them.
+        pack_early: pack each layer when it is loaded, not all at the end.
 
     Returns: checkpoint tensor -> its target.
 
@@ -47,7 +50,8 @@ def load_weights(
     """
     parameters = dict(model.named_parameters())
     weight_map = WeightMap(model)
-    filled = dict.fromkeys(parameters, 0)
+    filled, sizes = dict.fromkeys(parameters, 0), {name: each.numel() for name, each in parameters.items()}
+    early = EarlyPacking(model, {weight_map.target(name).parameter for name in checkpoint.tensors})
     unexpected: list[str] = []
     aliases = _aliases(model, parameters)
     tied: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in aliases.values()}
@@ -66,31 +70,40 @@ def load_weights(
             filled[target.parameter] += _copy(name, parameters[target.parameter], tensor, target.shard_id)
             if target.parameter in tied:
                 tied[target.parameter].insert(0, (name, tensor))
+            if pack_early and filled[target.parameter] == sizes[target.parameter]:
+                early.filled(target.parameter, filled)
         elif target.parameter in aliases:
             tied[aliases[target.parameter]].append((name, tensor))
         elif not weight_map.ignores(name) and not ignores(name):
             unexpected.append(name)
-    _check_complete(parameters, filled, unexpected)
+    _check_complete(parameters, filled, sizes, unexpected)
     for copies in tied.values():
         _check_tied_copies(copies)
-    process_weights(model)
+    process_weights(model, early.packed)
     return targets
 
 
-def load_dummy_weights(model: nn.Module, seed: int) -> None:
+def load_dummy_weights(model: nn.Module, seed: int, *, pack_early: bool = False) -> None:
     """Random weights for benchmarks: normal with deviation 0.02, ones for norms; a function of name and seed.
 
-    For a quantized checkpoint, integers fit 4 bits, scales are positive and offsets 0.
+    For a quantized checkpoint, integers fit 4 bits, scales are positive and offsets 0. `pack_early` as in
+    `load_weights`.
     """
-    for name, parameter in list(model.named_parameters()):
+    parameters = {name: parameter for name, parameter in model.named_parameters() if _is_made(name, parameter)}
+    early, sizes = EarlyPacking(model, parameters), {name: each.numel() for name, each in parameters.items()}
+    for name, parameter in parameters.items():
         leaf = name.rpartition(".")[2]
-        if getattr(parameter, "optional", False) and leaf not in _DUMMY_OPTIONAL:
-            continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         _fill_dummy(parameter, leaf, generator)
-        parameter.elements_loaded = parameter.numel()  # type: ignore[attr-defined]
-    process_weights(model)
+        parameter.elements_loaded = sizes[name]  # type: ignore[attr-defined]
+        if pack_early:
+            early.filled(name, sizes)
+    process_weights(model, early.packed)
+
+
+def _is_made(name: str, parameter: nn.Parameter) -> bool:
+    return not getattr(parameter, "optional", False) or name.rpartition(".")[2] in _DUMMY_OPTIONAL
 
 
 def _fill_dummy(parameter: nn.Parameter, leaf: str, generator: torch.Generator) -> None:
@@ -111,11 +124,11 @@ def _fill_dummy(parameter: nn.Parameter, leaf: str, generator: torch.Generator) 
         parameter.data.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def process_weights(model: nn.Module) -> None:
-    """Call `process_weights_after_loading` of every layer, which packs its weights for the kernel."""
+def process_weights(model: nn.Module, packed: Collection[nn.Module] = ()) -> None:
+    """Call `process_weights_after_loading` of every layer but those `packed`; it packs weights for the kernel."""
     for module in model.modules():
         method: QuantizeMethodBase | None = getattr(module, "quant_method", None)
-        if method is not None:
+        if method is not None and module not in packed:
             method.process_weights_after_loading(module)
 
 
@@ -235,13 +248,15 @@ def _check_tied_copies(copies: list[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def _check_complete(parameters: Mapping[str, nn.Parameter], filled: Mapping[str, int], unexpected: list[str]) -> None:
+def _check_complete(
+    parameters: Mapping[str, nn.Parameter], filled: Mapping[str, int], sizes: Mapping[str, int], unexpected: list[str]
+) -> None:
     """Set `elements_loaded` of every parameter; raise `CheckpointError` unless each was filled exactly once."""
     for name, parameter in parameters.items():
         parameter.elements_loaded = filled[name]  # type: ignore[attr-defined]
     absent = {name for name, count in filled.items() if not count and getattr(parameters[name], "optional", False)}
-    missing = [name for name, count in filled.items() if count < parameters[name].numel() and name not in absent]
-    twice = [name for name, count in filled.items() if count > parameters[name].numel()]
+    missing = [name for name, count in filled.items() if count < sizes[name] and name not in absent]
+    twice = [name for name, count in filled.items() if count > sizes[name]]
     problems = [
         f"{what}: {_listed(names)}"
         for what, names in (

@@ -30,7 +30,7 @@ from llm.quantization.configs.online import OnlineConfig
 from llm.sampling.logits_processors.loading import load_logits_processors
 from llm.sampling_params import SamplingParams
 from llm.startup.draft import read_draft, with_draft
-from llm.startup.plan import choose_dtypes, make_plan, with_reasons
+from llm.startup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons
 from llm.startup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
 
@@ -77,6 +77,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             backend = backend_for(platform)
         with times.phase("plan"):
             plan = make_plan(args, model, platform, compilation, backend, processors)
+            warn_of_offload(args, plan)
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
             draft = read_draft(args, plan)
             if draft is not None:

@@ -6,33 +6,40 @@ is built. `llm.config.plan` owns the arithmetic.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from llm.base.checks import refuse
 from llm.base.errors import OutOfMemoryError, ValidationError
+from llm.config import env
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
     DTYPES,
+    GIB,
     CacheConfig,
     EngineArgs,
     EngineConfig,
     ModelConfig,
+    OffloadConfig,
     ReasoningConfig,
     SpeculativeConfig,
 )
-from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resolve_dtype
+from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resident_weight_bytes, resolve_dtype
 from llm.engine.boundary import RunnerPlan
 from llm.engine.extensions import kv_cache_specs
 from llm.forward import StateSpec
 from llm.kernels.backend import Backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.loader import stored_as
+from llm.loading.weight_file import check_folder, offload_folder
 from llm.platforms import Platform
 from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
@@ -65,7 +72,7 @@ def make_plan(
     kv_dtype, kv_reason = _kv_cache_dtype(args, dtypes)
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
     free = platform.memory_free()
-    memory = _plan_memory(args, model, dtypes, specs, free)
+    memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": kv_reason}
     reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
@@ -84,6 +91,7 @@ def make_plan(
         num_threads,
         ReasoningConfig.of(args.reasoning_config),
         _speculation(args, memory, backend, reasons),
+        offload,
     )
     return RunnerPlan(
         config,
@@ -156,6 +164,17 @@ def _speculation(
     why = "the model has recurrent states" if memory.num_state_slots else "answers depend on the batch"
     reasons["speculative_config"] = f"default; {why}"
     return None
+
+
+def warn_of_offload(args: EngineArgs, plan: RunnerPlan) -> None:
+    """Warn where weights are read from a file and nobody asked for it."""
+    config = plan.config
+    if config.offload_config.offload_weights and args.offload_weights is None:
+        logging.getLogger("llm").warning(
+            "%s: weights are kept in a file in %s and read from it in every step, which is slow; quantization= makes "
+            "them smaller, and offload_weights=False refuses what does not fit.",
+            *(config.reasons["offload_weights"], config.offload_config.offload_folder),
+        )
 
 
 def with_reasons(plan: RunnerPlan, reasons: dict[str, str]) -> RunnerPlan:
@@ -253,15 +272,12 @@ def _rope_note(model: ReadModel, max_model_len: int) -> str:
 
 
 def _plan_memory(
-    args: EngineArgs, model: ReadModel, dtypes: Dtypes, specs: Sequence[StateSpec], free: int
-) -> MemoryPlan:
+    args: EngineArgs, model: ReadModel, dtypes: Dtypes, specs: Sequence[StateSpec], free: int, backend: Backend
+) -> tuple[MemoryPlan, OffloadConfig]:
+    """With all weights in memory if there is room for them and for the KV cache, else with a file of weights."""
     weights = _weight_bytes(model, dtypes)
-    if weights > free:
-        raise OutOfMemoryError(
-            f"the weights take {weights} bytes and {free} are free; free memory, pass quantization= to make them "
-            "smaller while they are read, or choose a smaller model."
-        )
-    return plan_memory(
+    plan = partial(
+        plan_memory,
         bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
         bytes_per_request=sum(spec.bytes_per_request() for spec in specs),
         block_size=args.block_size or DEFAULT_BLOCK_SIZE,
@@ -269,8 +285,49 @@ def _plan_memory(
         max_model_len=args.max_model_len,
         longest=model.architecture.max_position_embeddings,
         requested_bytes=args.kv_cache_memory_bytes,
-        free_bytes=free - weights,
     )
+    if not args.offload_weights:
+        try:
+            if weights > free:
+                raise OutOfMemoryError(_too_large(weights, free, backend))
+            reasons = {"offload_weights": "asked for" if args.offload_weights is False else "they fit into memory"}
+            return _with_reasons(plan(free_bytes=free - weights), reasons), OffloadConfig()
+        except OutOfMemoryError:
+            if args.offload_weights is False or not backend.offloads:
+                raise
+    if not backend.offloads:
+        refuse("offload_weights", True, f"None or False with the operations of {backend.name}: {backend.reason}")
+    # Half of a half: what the KV cache does not take holds weights.
+    return _offloaded(args, model, plan(free_bytes=free // 2), weights, free)
+
+
+def _offloaded(
+    args: EngineArgs, model: ReadModel, memory: MemoryPlan, weights: int, free: int
+) -> tuple[MemoryPlan, OffloadConfig]:
+    """Raises `OutOfMemoryError` where the disk has no room."""
+    tensors = model.source.tensors().tensors.values() if model.has_weights else ()
+    largest = max((info.nbytes for info in tensors), default=0)
+    resident = 0 if args.offload_weights else resident_weight_bytes(free, memory.kv_cache_memory_bytes, largest)
+    folder = offload_folder()
+    check_folder(folder, max(0, weights - resident))
+    needs = f"the weights take {weights / GIB:.2f} GiB, the KV cache {memory.kv_cache_memory_bytes / GIB:.2f}"
+    reasons = {
+        "offload_weights": "asked for" if args.offload_weights else f"{needs}, and {free / GIB:.2f} are free",
+        "offload_folder": "LLM_OFFLOAD_FOLDER" if env.get("LLM_OFFLOAD_FOLDER") else "the cache folder",
+        "resident_weight_bytes": "what the KV cache, a step and the largest tensor leave",
+        "planned_weight_bytes": "by the checkpoint's tensors" if model.has_weights else "random weights",
+    }
+    return _with_reasons(memory, reasons), OffloadConfig(True, str(folder), resident, weights)
+
+
+def _with_reasons(memory: MemoryPlan, reasons: dict[str, str]) -> MemoryPlan:
+    return replace(memory, reasons=memory.reasons | reasons)
+
+
+def _too_large(weights: int, free: int, backend: Backend) -> str:
+    ways = "free memory, pass quantization= to make them smaller while they are read, or choose a smaller model"
+    more = ", or let them be read from a file with offload_weights=None" if backend.offloads else ""
+    return f"the weights take {weights} bytes and {free} are free; {ways}{more}."
 
 
 def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:

@@ -45,6 +45,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         backend, platform = backend_of_construction(), construction().platform
         self._device = torch.device("cpu") if platform is None else platform.device
         self._pack = backend.op("pack")
+        self._keep = construction().weights.keep
         self.linear = backend.op("linear")
         self._embedding = backend.op("embedding")
         self.invariant = backend.computes("linear")
@@ -112,7 +113,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         self._scheme.check(weight)
         weight = weight.to(self._device)
         bits: Weight = self._pack(weight.q, self._scheme.kind)
-        packed = bits.scaled(weight.scale, weight.zero, weight.group_size, weight.minimum)
+        packed = self._kept(layer, bits.scaled(weight.scale, weight.zero, weight.group_size, weight.minimum))
         static = (weight.input_scale or 0.0, weight.input_offset) if self._scheme.static else (0.0, 0)
         layer.packed_weight = replace(
             packed, activations=self._scheme.activations, input_scale=static[0], input_offset=static[1]
@@ -121,3 +122,8 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
             layer.register_buffer(name, tensor, persistent=False)
         if weight.bias is not None:
             layer.bias = nn.Parameter(weight.bias.float(), requires_grad=False)
+
+    def _kept(self, layer: Any, packed: Weight) -> Weight:
+        path: str = getattr(layer, "prefix", "")
+        found = {name: getattr(packed, name) for name in ("data", "scale", "zero", "minimum")}
+        return replace(packed, **{name: self._keep(path, part) for name, part in found.items() if part is not None})

@@ -32,6 +32,7 @@ def parts(config: EngineConfig) -> dict[str, Any]:
     whole = (config.model_config, config.cache_config, config.scheduler_config, config.compilation_config)
     values = {field.name: getattr(part, field.name) for part in whole for field in dataclasses.fields(part)}
     whole_engine = {"device": config.device, "invariant": config.invariant}
+    values["offload_weights"] = config.offload_config.offload_weights
     return values | whole_engine | {"num_threads": config.num_threads, "speculative_config": config.speculative_config}
 
 
