@@ -148,7 +148,7 @@ class WeightFile(WeightPlace):
         self._descriptor, path = tempfile.mkstemp(prefix="weights-", dir=self.folder)
         try:
             os.ftruncate(self._descriptor, size)
-            part = torch.UntypedStorage.from_file(path, False, size)
+            part = torch.from_file(path, shared=False, size=size, dtype=torch.uint8).untyped_storage()
         finally:
             os.unlink(path)
         self._parts[part.data_ptr()] = size

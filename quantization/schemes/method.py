@@ -125,5 +125,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
 
     def _kept(self, layer: Any, packed: Weight) -> Weight:
         path: str = getattr(layer, "prefix", "")
-        found = {name: getattr(packed, name) for name in ("data", "scale", "zero", "minimum")}
-        return replace(packed, **{name: self._keep(path, part) for name, part in found.items() if part is not None})
+        scale, zero, minimum = (
+            None if part is None else self._keep(path, part) for part in (packed.scale, packed.zero, packed.minimum)
+        )
+        return replace(packed, data=self._keep(path, packed.data), scale=scale, zero=zero, minimum=minimum)
