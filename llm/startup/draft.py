@@ -75,6 +75,7 @@ def _draft_args(args: EngineArgs, plan: RunnerPlan) -> EngineArgs:
         seed=config.model_config.seed,
         skip_tokenizer_init=True,
         device=args.device,
+        offload_weights=False,
     )
 
 

@@ -68,10 +68,9 @@ def make_plan(
     tp: TensorParallel = SINGLE,
 ) -> RunnerPlan:
     """The plan of rank `tp`; raises `ValidationError` and `OutOfMemoryError` before any memory is allocated."""
-    dtypes = choose_dtypes(args, model, platform)
+    dtypes, free = choose_dtypes(args, model, platform), platform.memory_free()
     kv_dtype, kv_reason = _kv_cache_dtype(args, dtypes)
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
-    free = platform.memory_free()
     memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": kv_reason}
