@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from llm.api.access import Access
 from llm.api.chat import Chat
 from llm.api.generation import BatchCall, CallOptions, Generation
+from llm.api.iteration import Iteration
 from llm.api.processors import Processors
 from llm.api.reports import Reports
 from llm.api.scoring import Scoring
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 logger = init_logger("llm")
 
 
-class LLM(Generation, Chat, Scoring, Streaming, Processors, Reports, Access):
+class LLM(Generation, Iteration, Chat, Scoring, Streaming, Processors, Reports, Access):
     """A language model in this process.
 
     Args:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from llm.api.checks import check_asks_nothing, check_priority
+from llm.api.flow import Unfinished
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, refuse
@@ -23,6 +24,7 @@ from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run, warn_of_errors
 from llm.engine.preprocess import raise_refused
 from llm.engine.progress import Progress, check_use_tqdm
+from llm.engine.prompts import list_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
@@ -137,7 +139,7 @@ class BatchCall:
 
 
 class GenerationHost(Host, Protocol):
-    _unfinished: BatchCall | None
+    _unfinished: Unfinished | None
 
     def _abort_dropped(self, engine: Engine) -> None: ...
     def _rows(
@@ -155,7 +157,7 @@ class Generation:
     _unfinished: the last call that was interrupted or failed.
     """
 
-    _unfinished: BatchCall | None = None
+    _unfinished: Unfinished | None = None
 
     def generate(
         self: GenerationHost,
@@ -218,7 +220,7 @@ class Generation:
         priority: Sequence[int] | None,
     ) -> list[AnyRow]:
         rows = self._preprocessor.checked_rows(
-            prompts, params, self.get_default_sampling_params, tokenization_kwargs, options.on_too_long
+            list_prompts(prompts), params, self.get_default_sampling_params, tokenization_kwargs, options.on_too_long
         )
         if options.on_error == "raise":
             raise_refused(rows)

@@ -36,7 +36,7 @@ class StreamingHost(Host, Protocol):
 
     def stream_state(self, prompt: object, sampling_params: SamplingParams | None = None) -> Iterator[PromptState]: ...
     def _abort_if_idle(self) -> None: ...
-    def _drop(self, state: PromptState) -> None: ...
+    def _drop(self, *states: PromptState) -> None: ...
 
 
 class Streaming:
@@ -85,11 +85,11 @@ class Streaming:
                 self._drop(state)
 
     # A method whose names are bound here: at interpreter exit this module's own may be gone before the last stream is.
-    def _drop(self: StreamingHost, state: PromptState, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        """End a stream's request. A generator can be collected during any call, so aborting it may have to wait."""
-        if is_exiting() or state.finished:
+    def _drop(self: StreamingHost, *states: PromptState, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """End a stream's requests. A generator can be collected during any call, so aborting them may have to wait."""
+        if is_exiting() or all(state.finished for state in states):
             return
-        self._dropped.append(state)
+        self._dropped.extend(states)
         with InterruptGuard() as guard:
             self._abort_if_idle()
         if guard.requested:

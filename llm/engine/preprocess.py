@@ -68,13 +68,13 @@ class Preprocessor:
         self, prompts: object, params: object, default: Callable[[], SamplingParams], tokenization_kwargs: object = None
     ) -> list[Row]:
         """Validate and tokenize all prompts; raises `ValidationError` that names every bad row."""
-        checked = self.checked_rows(prompts, params, default, tokenization_kwargs)
+        checked = self.checked_rows(list_prompts(prompts), params, default, tokenization_kwargs)
         raise_refused(checked)
         return rows_only(checked)
 
     def checked_rows(
         self,
-        prompts: object,
+        prompts: Sequence[object],
         params: object,
         default: Callable[[], SamplingParams],
         tokenization_kwargs: object = None,
@@ -88,7 +88,7 @@ class Preprocessor:
             place: where the prompts stand, for some of those of a longer call; None: they are a call.
         """
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
-        parsed = [_parsed_or_error(prompt) for prompt in list_prompts(prompts)]
+        parsed = [_parsed_or_error(prompt) for prompt in prompts]
         per_row = _per_row_params(params, len(parsed), default)
         call, first = place or self.new_call()
         maker = RowMaker(self.config, call, on_too_long)

@@ -5,7 +5,8 @@ Owns the forms in which users pass them. Checks that need a model (tokenizer, vo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import NamedTuple
 
@@ -34,6 +35,15 @@ def list_prompts(prompts: object) -> list[object]:
     if isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray):
         return list(prompts)
     refuse("prompts", type(prompts).__name__, "a string, token ids, a dict, or a list of those")
+
+
+def iterate_prompts(prompts: object) -> Iterator[object]:
+    """As `list_prompts`, for any iterable, which is read as it is iterated; of a text file the lines."""
+    if isinstance(prompts, io.TextIOBase):
+        return (line.removesuffix("\n") for line in prompts)
+    if isinstance(prompts, Iterable) and not isinstance(prompts, Sequence | Mapping) and not hasattr(prompts, "tolist"):
+        return iter(prompts)
+    return iter(list_prompts(prompts))
 
 
 def list_conversations(messages: object) -> list[list[JsonObject]]:

@@ -1,0 +1,171 @@
+"""A flow of rows through the engine: read ahead in batches, given out as they end, in constant memory.
+
+Owns which rows are in flight. Between two outputs the flow is suspended: its rows stay queued, and other calls may run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from llm.api.host import Host
+from llm.base.errors import GenerationInterrupted
+from llm.engine.engine import Engine
+from llm.engine.interrupt import InterruptGuard
+from llm.engine.output import PromptState, output_without_run
+from llm.engine.rows import AnyRow, RefusedRow
+from llm.outputs import RequestOutput
+
+# In flight are this many times max_num_seqs, so that rows wait for a place in the batch, not the batch for rows.
+_AHEAD = 2
+# No row is started this many times max_num_seqs after the first unfinished one: so many outputs may wait for it.
+_SPREAD = 16
+
+# An entry of a batch: a row to run, or the output of one that needs no run.
+Entry = AnyRow | RequestOutput
+
+
+class Unfinished(Protocol):
+    """A call that was interrupted or failed."""
+
+    def outputs(self) -> list[RequestOutput]: ...
+
+
+class FlowHost(Host, Protocol):
+    _unfinished: Unfinished | None
+
+    def _drop(self, *states: PromptState) -> None: ...
+
+
+class Flow:
+    """Rows through the engine of an `LLM`; iterate over it once.
+
+    Args:
+        batches: entries in the order of their indices; read without the lock of a call.
+        ordered: give the outputs in the order of the rows, not of their ends.
+        on_step: called after each step, outside the call.
+    """
+
+    def __init__(
+        self,
+        llm: FlowHost,
+        batches: Iterator[list[Entry]],
+        *,
+        ordered: bool = False,
+        on_step: Callable[[Flow], None] | None = None,
+    ) -> None:
+        self._llm = llm
+        self._batches = batches
+        self._on_step = on_step
+        self._ordered = ordered
+        self._size = llm._open_engine().config.scheduler_config.max_num_seqs
+        # Entries are counted as they are read; the dicts are by this number, in the order of admission or of ending.
+        self._count = 0
+        self._pending: deque[tuple[int, Entry]] = deque()  # read and not in the engine
+        self._states: dict[int, PromptState] = {}
+        self._numbers: dict[str, int] = {}  # by request id, of those in `_states`
+        self._ended: list[PromptState] = []
+        self._ready: dict[int, RequestOutput] = {}  # ended and not given out
+        self._next = 0  # given out next, if `ordered`
+        self._error: Exception | None = None
+        self._all_read = False
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """The outputs.
+
+        Raises:
+            GenerationInterrupted: Ctrl-C; with what there is of the rows that were not given out.
+            Exception: of `batches`, once the rows before it have been given out.
+        """
+        llm = self._llm
+        try:
+            while not (self._all_read and not self._pending and not self._states and not self._ready):
+                self._read()
+                with InterruptGuard() as guard, llm._exclusive():
+                    self._advance(llm._begin())
+                if guard.requested:
+                    raise GenerationInterrupted(self.outputs())
+                if self._on_step is not None:
+                    self._on_step(self)
+                yield from self._given_out()
+            llm._open_engine().end_call()
+        except (Exception, KeyboardInterrupt):
+            llm._unfinished = self
+            raise
+        finally:
+            llm._drop(*self._states.values())
+            del self._llm, self._batches, self._on_step  # kept for `outputs`, this must not keep the model alive
+        if self._error is not None:
+            raise self._error
+
+    def in_flight(self) -> list[PromptState]:
+        return list(self._states.values())
+
+    def outputs(self) -> list[RequestOutput]:
+        """What there is of the rows that were read and not given out, in order."""
+        waiting = [
+            entry if isinstance(entry, RequestOutput) else output_without_run(entry) for _, entry in self._pending
+        ]
+        found = [*self._ready.values(), *(state.last_output() for state in self._states.values()), *waiting]
+        return sorted(found, key=lambda output: output.index)
+
+    def _read(self) -> None:
+        """Read batches until enough rows wait. An error of the reader waits until the rows before it are given out."""
+        while not self._all_read and len(self._pending) < self._size:
+            try:
+                for entry in next(self._batches):
+                    self._pending.append((self._count, entry))
+                    self._count += 1
+            except StopIteration:
+                self._all_read = True
+            except KeyboardInterrupt:
+                raise GenerationInterrupted(self.outputs()) from None
+            except Exception as error:
+                self._error, self._all_read = error, True
+
+    def _advance(self, engine: Engine) -> None:
+        self._requeue_dropped()
+        self._admit(engine)
+        if self._states and not self._ready_now():
+            engine.step()
+        for state in self._ended:
+            if not _is_dropped(state):
+                number = self._numbers.pop(state.request_id)
+                del self._states[number]
+                self._ready[number] = state.output()
+        self._ended[:] = [state for state in self._ended if _is_dropped(state)]  # in place: the engine has this list
+
+    def _requeue_dropped(self) -> None:
+        """Rows that were dropped because another call failed start again: their answers depend on nothing else."""
+        for state in reversed([state for state in self._ended if _is_dropped(state)]):
+            number = self._numbers.pop(state.request_id)
+            self._pending.appendleft((number, self._states.pop(number).row))
+            self._ended.remove(state)
+
+    def _admit(self, engine: Engine) -> None:
+        while self._pending and len(self._states) < _AHEAD * self._size:
+            number, entry = self._pending[0]
+            if number >= next(iter(self._states), number) + _SPREAD * self._size:
+                break
+            self._pending.popleft()
+            if isinstance(entry, RequestOutput):
+                self._ready[number] = entry
+            elif isinstance(entry, RefusedRow):
+                self._ready[number] = output_without_run(entry)
+            else:
+                state = self._states[number] = engine.add(entry, ended=self._ended)
+                self._numbers[state.request_id] = number
+
+    def _ready_now(self) -> bool:
+        return self._next in self._ready if self._ordered else bool(self._ready)
+
+    def _given_out(self) -> Iterator[RequestOutput]:
+        while self._ready_now():
+            number = self._next if self._ordered else next(iter(self._ready))
+            self._next = number + 1
+            yield self._ready.pop(number)
+
+
+def _is_dropped(state: PromptState) -> bool:
+    return any(completion.request.finish_reason == "abort" for completion in state.completions)
