@@ -32,12 +32,16 @@ class Mutant:
     old: str = ""
     new: str = ""
 
+    @property
+    def title(self) -> str:
+        return f"{self.file}: {self.name}"
+
     def apply(self, text: str) -> str:
         return text.replace(self.old, self.new)
 
     def problem(self, root: Path) -> str:
         """Why it cannot be planted, "" if it can."""
-        where = f"{self.file}: {self.name}"
+        where = self.title
         path = root / self.file
         if not path.is_file():
             return f"{where}: there is no such file"

@@ -3,6 +3,7 @@
     python tests/mutations/run.py                  # all, some twenty minutes on one core
     python tests/mutations/run.py -k scheduler     # those with this word in their name or file
     python tests/mutations/run.py --jobs 4
+    python tests/mutations/run.py --record killed.txt    # stopped and started again, it goes on where it was
 
 Owns the command and its report; the defects are in the `*.mutants` files beside it, whose form `catalogue.py` states.
 A defect is killed if its tests fail, run out of time or crash. Tests that fail without a defect prove nothing, so each
@@ -29,7 +30,7 @@ from pathlib import Path
 from catalogue import ROOT, Mutant, read_catalogue
 
 TIMEOUT_SECONDS = 300
-KILLED, SURVIVED, NOT_RUN = "killed", "SURVIVED", "NOT RUN"
+KILLED, SURVIVED, NOT_RUN, CLEAN = "killed", "SURVIVED", "NOT RUN", "clean"
 _LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "shared"
 )
@@ -63,6 +64,26 @@ class Tree:
             path.write_text(clean)
         # 1: tests failed; 2: they could not be imported; negative: no answer in time, or a crash.
         return {0: SURVIVED, 1: KILLED, 2: KILLED}.get(status, KILLED if status < 0 else NOT_RUN)
+
+
+class Record:
+    """What runs before this one found, in a file or nowhere: a run of an hour may be stopped.
+
+    A selection that passed without a defect, or a defect that was killed, is not run again. Both go by their names:
+    after a change to the code or to the tests begin a new file.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known = set(path.read_text().splitlines()) if path is not None and path.exists() else set()
+
+    def has(self, verdict: str, name: str) -> bool:
+        return f"{verdict} {name}" in self._known
+
+    def add(self, verdict: str, name: str) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(f"{verdict} {name}\n")
 
 
 def _run_pytest(root: Path, selection: str, log: Path) -> None:
@@ -114,6 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a defect first")
     parser.add_argument("--logs", type=Path, help="a folder for pytest's output")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="verdicts are added; what it says was killed stays")
     options = parser.parse_args(arguments)
     mutants = [mutant for mutant in read_catalogue() if options.k in f"{mutant.name} {mutant.file}"]
     problems = [problem for mutant in mutants if (problem := mutant.problem(ROOT))]
@@ -124,7 +146,8 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         logs = options.logs or Path(folder) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        return _report(mutants, _Bench(Path(folder), logs, options.jobs), not options.no_baseline)
+        bench = _Bench(Path(folder), logs, options.jobs)
+        return _report(mutants, bench, not options.no_baseline, Record(options.record))
 
 
 class _Bench:
@@ -147,29 +170,37 @@ class _Bench:
             return list(pool.map(one, range(count)))
 
 
-def _report(mutants: list[Mutant], bench: _Bench, baseline: bool) -> int:
-    if baseline:
-        selections = sorted({mutant.tests for mutant in mutants})
-
-        def clean(tree: Tree, index: int) -> str:
-            status = tree.test(selections[index], log := bench.logs / f"baseline{index}.log")
-            return "" if status == 0 else f"{selections[index]}: fails without a defect\n{log.read_text()[-2000:]}"
-
-        failing = [problem for problem in bench.map(clean, len(selections)) if problem]
-        if failing:
-            print("\n".join(failing))
-            return 1
+def _report(mutants: list[Mutant], bench: _Bench, baseline: bool, record: Record) -> int:
+    before = [mutant for mutant in mutants if record.has(KILLED, mutant.title)]
+    mutants = [mutant for mutant in mutants if mutant not in before]
+    if baseline and (failing := _failing_selections(mutants, bench, record)):
+        print("\n".join(failing))
+        return 1
 
     def judge(tree: Tree, index: int) -> str:
         mutant, started = mutants[index], time.monotonic()
         verdict = tree.judge(mutant, bench.logs / f"{index}.log")
-        print(f"{verdict:8} {time.monotonic() - started:5.0f}s  {mutant.file}: {mutant.name}", flush=True)
+        print(f"{verdict:8} {time.monotonic() - started:5.0f}s  {mutant.title}", flush=True)
+        record.add(verdict, mutant.title)
         return verdict
 
     counts = Counter(bench.map(judge, len(mutants)))
-    killed = counts[KILLED]
-    print(f"{killed} of {len(mutants)} killed ({killed / len(mutants):.0%}), {counts[SURVIVED]} survived")
-    return 0 if killed == len(mutants) else 1
+    killed, total = counts[KILLED] + len(before), len(mutants) + len(before)
+    print(f"{killed} of {total} killed ({killed / total:.0%}), {counts[SURVIVED]} survived")
+    return 0 if killed == total else 1
+
+
+def _failing_selections(mutants: list[Mutant], bench: _Bench, record: Record) -> list[str]:
+    selections = sorted({mutant.tests for mutant in mutants if not record.has(CLEAN, mutant.tests)})
+
+    def clean(tree: Tree, index: int) -> str:
+        status = tree.test(selections[index], log := bench.logs / f"baseline{index}.log")
+        if status != 0:
+            return f"{selections[index]}: fails without a defect\n{log.read_text()[-2000:]}"
+        record.add(CLEAN, selections[index])
+        return ""
+
+    return [problem for problem in bench.map(clean, len(selections)) if problem]
 
 
 if __name__ == "__main__":
