@@ -1,19 +1,17 @@
-"""Mutated model folders: whatever a stranger wrote, only this project's errors come out, within time and memory.
+"""Damaged models: whatever a stranger wrote, only this project's errors come out, within time and memory.
 
 `python tests/fuzz/folders.py --hours 2` runs new seeds and prints each finding with the seed that repeats it:
 `python tests/fuzz/folders.py --seed 17`. `test_fuzz_folders.py` runs a few seeds in CI.
 
-Each seed changes one JSON file of a small folder (config, quantization, tokenizer, index) or its template, opens the
-folder and asks for one token and one chat. A worker process works through seeds with limits; the parent sees it die,
-hang or raise.
+Each seed changes one file of a small folder (config, quantization, tokenizer, index, template, weights) or a GGUF file,
+as `damage.py` says, opens the model and asks for one token and one chat. A worker process works through seeds with
+limits; the parent sees it die, hang or raise.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import resource
 import shutil
 import subprocess
@@ -24,30 +22,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from damage import INDEX, damaged
+
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS_PER_SEED = 30
-INDEX = "model.safetensors.index.json"
 MEMORY_BYTES = 12 << 30
-ODD: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 10**9, 2**31, 2**63, 10**30, 0.0, -1.5, 1e308, float("inf"), float("nan"),
-    "", "x", "int", "group", "re:(.+)+!$", "re:[", "re:.*", "\udc80", "\x1b[2J", "a" * 5000,
-    [], [None], [[]], ["x"], [0],
-    [-1, 2**40], {}, {"x": 1}, {"": None},
-)  # fmt: skip
-TEMPLATES = (
-    "{{ 10**10**8 }}",
-    "{{ 'a' * 10**10 }}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    "{{ '%09999999999d' % 1 }}",
-    "{{ messages.content.a.b }}",
-    "{% for %}",
-    "{{ raise_exception('no') }}",
-    "{{ 'a'.center(10**10) }}",
-    "{{ 'a'|center(10**10) }}",
-    "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ messages[0].content }}",
+# Schemes and formats of the folders that a stranger may have quantized.
+QUANTIZED = (
+    ("w8a8", "compressed-tensors"),
+    ("w8a8", "modelslim"),
+    ("w4a16", "compressed-tensors"),
+    ("w4a8", "modelslim"),
 )
 
 
@@ -60,18 +46,29 @@ class Finding:
 
 
 def bases(folder: Path) -> list[Path]:
-    """What seeds start from: the embedded model as it is, in both formats of integers, and in two shards."""
+    """What seeds start from: the embedded model as it is, in two shards, in formats of integers, and in GGUF."""
     from llm import LLM
     from llm.api import EMBEDDED_MODEL
 
-    plain = folder / "plain"
+    plain, shards, gguf = folder / "plain", folder / "shards", folder / "model.gguf"
+    quantized = {folder / f"{scheme}-{format}": (scheme, format) for scheme, format in QUANTIZED}
     if not plain.exists():
-        for format in ("compressed-tensors", "modelslim"):
-            with LLM(quantization="w8a8", num_threads=1) as llm:
-                llm.save_quantized(folder / format, format)
-        write_shards(EMBEDDED_MODEL, folder / "shards")
+        for path, (scheme, format) in quantized.items():
+            with LLM(quantization=scheme, num_threads=1) as llm:
+                llm.save_quantized(path, format)
+        write_shards(EMBEDDED_MODEL, shards)
+        write_blocks(EMBEDDED_MODEL, gguf)
         shutil.copytree(EMBEDDED_MODEL, plain)
-    return [plain, folder / "compressed-tensors", folder / "modelslim", folder / "shards"]
+    return [plain, shards, *quantized, gguf]
+
+
+def write_blocks(source: Path, target: Path) -> None:
+    """The model as a GGUF file of several types."""
+    from gguf import GGMLQuantizationType as Type
+    from gguf_files import write_gguf
+
+    kinds = {"q_proj": Type.Q4_0, "o_proj": Type.Q8_0, "down_proj": Type.Q5_1, "up_proj": Type.BF16}
+    write_gguf(source, target, lambda name: kinds.get(name.split(".")[-2], Type.F16), tokenizer=True)
 
 
 def write_shards(source: Path, target: Path) -> None:
@@ -85,53 +82,6 @@ def write_shards(source: Path, target: Path) -> None:
         save_file({name: tensors[name] for name, own in weight_map.items() if own == file}, target / file)
     index = {"metadata": {"total_size": sum(item.nbytes for item in tensors.values())}, "weight_map": weight_map}
     (target / INDEX).write_text(json.dumps(index))
-
-
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) below a JSON value; of long lists and objects only some."""
-    if isinstance(value, dict):
-        keys: list[Any] = list(value)
-    else:
-        keys = list(range(len(value))) if isinstance(value, list) else []
-    for key in keys[:200]:
-        yield value, key
-        yield from places(value[key])
-
-
-def mutated(seed: int, base: Path, folder: Path) -> None:
-    """Write `base` into the new `folder`, with one file changed as `seed` says."""
-    draw = random.Random(seed)
-    folder.mkdir()
-    for file in base.iterdir():
-        if file.suffix in {".json", ".safetensors"}:
-            os.link(file, folder / file.name)
-    names = sorted(file.name for file in folder.glob("*.json"))
-    often = [name for name in names if name == INDEX] * 4
-    name = draw.choice([*names, *often, "config.json", "config.json", "chat_template.jinja"])
-    if name == "chat_template.jinja":
-        (folder / name).write_text(draw.choice(TEMPLATES))
-        return
-    text = (folder / name).read_text()
-    (folder / name).unlink()
-    if draw.random() < 0.05:  # cut or damaged as text
-        cut = draw.randrange(len(text))
-        (folder / name).write_text(draw.choice([text[:cut], text[:cut] + "\x00" + text[cut:], "[" * 10**5]))
-        return
-    value = json.loads(text)
-    for _ in range(draw.choice([1, 1, 1, 2, 4])):
-        container, key = draw.choice(list(places(value)))
-        action = draw.random()
-        if action < 0.15:
-            del container[key]
-        elif action < 0.25 and isinstance(container, dict):
-            container[draw.choice(["x", "quantization_config", "rope_scaling", "text_config", key + "x"])] = (
-                draw.choice(ODD)
-            )
-        else:
-            container[key] = draw.choice(ODD)
-        if not any(True for _ in places(value)):
-            break
-    (folder / name).write_text(json.dumps(value))
 
 
 def open_folder(folder: Path) -> None:
@@ -166,8 +116,9 @@ def work(seeds: list[int], folder: Path, one: Callable[[Path], None] = open_fold
     starts = bases(folder)
     for seed in seeds:
         print("start", seed, flush=True)
-        case = Path(tempfile.mkdtemp(dir=folder)) / "case"
-        mutated(seed, starts[seed % len(starts)], case)
+        base = starts[seed % len(starts)]
+        case = Path(tempfile.mkdtemp(dir=folder)) / f"case{base.suffix}"
+        damaged(seed, base, case)
         try:
             one(case)
             said = "ok"
@@ -234,8 +185,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if args.seed is not None:
             starts = bases(Path(folder))
-            mutated(args.seed, starts[args.seed % len(starts)], Path(folder) / "case")
-            open_folder(Path(folder) / "case")
+            base = starts[args.seed % len(starts)]
+            case = Path(folder) / f"case{base.suffix}"
+            damaged(args.seed, base, case)
+            open_folder(case)
             return 0
         end, seed, found = time.monotonic() + 3600 * args.hours, args.first, 0
         while time.monotonic() < end:
@@ -248,5 +201,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     sys.exit(main())

@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from folders import INDEX, ODD, TEMPLATES, check_message, mutated, places, run, write_shards
+from damage import INDEX, ODD, TEMPLATES, damaged, places
+from folders import check_message, run, write_shards
 
 from llm.api import EMBEDDED_MODEL
 
@@ -22,7 +23,7 @@ def test_the_index_of_shards_is_mutated_too(tmp_path: Path) -> None:
     base, names = tmp_path / "base", []
     write_shards(EMBEDDED_MODEL, base)
     for seed in range(40):
-        mutated(seed, base, tmp_path / str(seed))
+        damaged(seed, base, tmp_path / str(seed))
         if (tmp_path / str(seed) / INDEX).read_bytes() != (base / INDEX).read_bytes():
             names.append(seed)
     assert 4 < len(names) < 36
