@@ -18,8 +18,8 @@ import torch
 from documented_processors import DummyLogitsProcessor
 from embedded import GREEDY, PROMPTS, assert_idle, engine_of, open_llm, run
 from remote_runner import METHODS, RemoteRunner, runner_process
-from test_metamorphic import PREEMPTED, QUANTIZED, SETTINGS, Case, check_orders, made_case
-from tiny_models import SCHEDULED, TINY_MODELS, one_thread
+from test_metamorphic import EVERYWHERE, PREEMPTED, SETTINGS, Case, check_orders, made_case
+from tiny_models import THOROUGH, TINY_MODELS, one_thread
 
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
@@ -37,9 +37,6 @@ from llm.sampling_params import StructuredOutputsParams
 from llm.startup.build import make_runner
 from llm.startup.plan import make_plan
 from llm.startup.source import read_model
-
-# Of the settings of the metamorphic tests, those that every row runs; the first row runs all.
-EVERYWHERE = ("one-batch", "chunks-of-7", "preempted-in-chunks-no-prefix-caching")
 
 
 def only_token_68(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -61,8 +58,9 @@ def behind(pipe: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llm.startup.build.make_runner", lambda platform: RemoteRunner(pipe, platform))
 
 
-# Not the toys: their classes are made while the tests run, and another process cannot import them.
-@pytest.fixture(scope="module", params=[*SCHEDULED, *QUANTIZED])
+# Not the toys: their classes are made while the tests run, and another process cannot import them. That every other row
+# has a plan that crosses is `models/test_models.py`'s.
+@pytest.fixture(scope="module", params=[*THOROUGH, "llama+w8a8", "llama+w4a16"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     with made_case(request.param, tmp_path_factory) as case, one_thread():
         yield case
@@ -73,6 +71,7 @@ def test_the_metamorphic_tests_pass_through_a_pipe(
 ) -> None:
     assert case.alone and case.state_bytes  # in this process
     behind(pipe, monkeypatch)
+    # The first row runs all.
     settings = SETTINGS | PREEMPTED if case.row is TINY_MODELS["llama"] else EVERYWHERE
     for name in settings:
         with case.load(SETTINGS[name]) if name in SETTINGS else case.load_tight(PREEMPTED[name]) as llm:

@@ -1,14 +1,18 @@
 """An answer depends on its request alone: not on the batch, the order, the chunks, the cache or preemption.
 
-Every row in `tiny_models.SCHEDULED` answers the same requests once each by itself and then in every setting of
-`SETTINGS`, twice over in different orders where a second pass hits the prefix cache. `assert_same` is the only
-comparison. The negative controls plant defects of the kinds that batching, caching and paging invite.
+Every row in `tiny_models.SCHEDULED` answers the same requests once each by itself and then in the settings of `cells`,
+twice over in different orders where a second pass hits the prefix cache. `assert_same` is the only comparison. The
+negative controls plant defects of the kinds that batching, caching and paging invite.
+
+Rows of `THOROUGH` are answered in every setting; TEST_ALL_SCHEDULES=1 answers all rows so. Set it when you change the
+scheduler or the batch.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +24,7 @@ import pytest
 import torch
 from embedded import engine_of
 from kernel_sets import has_kernels
-from tiny_models import SCHEDULED, TINY_MODELS, TinyModel, make_prompts, one_thread, tiny_checkpoint
+from tiny_models import SCHEDULED, THOROUGH, TINY_MODELS, TinyModel, make_prompts, one_thread, tiny_checkpoint
 from toy_models import TOYS, toy_model
 
 from llm import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -56,6 +60,21 @@ PREEMPTED: dict[str, Mapping[str, Any]] = {
 }
 SPARE_TOKENS = 8
 SPARE_SLOTS = 4
+# Settings of every row: batches, chunks that cut prompts anywhere, preemption.
+EVERYWHERE = ("one-batch", "chunks-of-7", "preempted-in-chunks-no-prefix-caching")
+CASES = [*SCHEDULED, *QUANTIZED, *(f"toy {name}" for name in TOYS)]
+IN_ALL_SETTINGS = [
+    name
+    for name in CASES
+    if name in {*THOROUGH, *QUANTIZED} or name.startswith("toy ") or os.environ.get("TEST_ALL_SCHEDULES") == "1"
+]
+
+
+def cells(settings: Iterable[str]) -> list[tuple[str, str]]:
+    """(row, setting) of those tests that run."""
+    return [(case, name) for case in CASES for name in settings if case in IN_ALL_SETTINGS or name in EVERYWHERE]
+
+
 # A step computes so little here that these take long: they get half of the requests.
 SLOW = {"chunks-of-1-blocks-of-4", "one-row-blocks-of-4", "preempted-blocks-of-4", "preempted-blocks-of-1"}
 
@@ -135,7 +154,7 @@ def made_case(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     yield Case(row, tiny_checkpoint(name, tmp_path_factory))
 
 
-@pytest.fixture(scope="module", params=[*SCHEDULED, *QUANTIZED, *(f"toy {name}" for name in TOYS)])
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     with made_case(request.param, tmp_path_factory) as case, one_thread():
         yield case
@@ -204,20 +223,21 @@ def _scheduler(llm: LLM) -> Any:
     return engine_of(llm).scheduler
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("case", "name"), cells(SETTINGS), indirect=["case"])
 def test_answers_do_not_depend_on(case: Case, name: str) -> None:
     with case.load(SETTINGS[name]) as llm:
         cached = check_orders(case, llm, name)
         assert (cached > 0) == llm.config.cache_config.enable_prefix_caching
 
 
-@pytest.mark.parametrize("name", PREEMPTED)
+@pytest.mark.parametrize(("case", "name"), cells(PREEMPTED), indirect=["case"])
 def test_answers_do_not_depend_on_being(case: Case, name: str) -> None:
     with case.load_tight(PREEMPTED[name]) as llm:
         check_orders(case, llm, name)
         assert (_scheduler(llm).num_preemptions > 0) == (case.state_bytes[0] > 0)
 
 
+@pytest.mark.parametrize("case", IN_ALL_SETTINGS, indirect=True)
 def test_completions_of_one_prompt(case: Case) -> None:
     """The first seeded completion is what n=1 draws, the others differ; greedy ones are all the greedy answer."""
     prompt, params = case.requests[-1]

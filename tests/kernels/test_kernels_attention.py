@@ -39,7 +39,8 @@ def _one_thread() -> Iterator[None]:
 def shapes(draw: st.DrawFn, **fixed: Any) -> Shape:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     drawn = {
-        "heads": kv_heads * draw(st.sampled_from([1, 2, 7, 60])),
+        # Most queries of one key: with several keys they cost more and are in no other loop.
+        "heads": kv_heads * draw(st.sampled_from([1, 2, 7, 60] if kv_heads == 1 else [1, 2, 7])),
         "kv_heads": kv_heads,
         "head_size": draw(st.sampled_from([8, 10, 32, 64, 72, 80, 128, 256])),
         "block_size": draw(st.sampled_from([1, 3, 16, 32, 48, 64, 80])),

@@ -7,8 +7,9 @@ generated (teacher forcing): where its likeliest token is ours at every position
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,15 @@ def test_alone(case: Case) -> None:
 
 def test_in_a_ragged_batch(case: Case) -> None:
     assert deviation(case.folder, case.generate(case.prompts[::-1])) < TOLERANCE
+
+
+def test_its_plan_is_plain_data(case: Case) -> None:
+    """A runner in another process is sent it."""
+    engine: Any = case.llm._engine
+    plan = engine.runner.plan
+    crossed = pickle.loads(pickle.dumps(plan))
+    assert crossed.source.folder == plan.source.folder
+    assert replace(crossed, source=plan.source) == plan
 
 
 def test_the_row_is_decisive(case: Case) -> None:
