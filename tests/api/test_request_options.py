@@ -75,6 +75,9 @@ def test_a_prompt_that_is_too_long_keeps_what_leaves_room(llm: LLM) -> None:
     prompt = list(range(100, 200))
     with pytest.raises(ValidationError, match="the prompt has 100 tokens"):
         run(llm, prompt, SamplingParams(max_tokens=3))
+    with pytest.raises(ValidationError, match="the prompt has 64 tokens"):
+        run(llm, prompt[:64], SamplingParams(max_tokens=3))
+    assert len(run(llm, prompt[:63], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 1
     for max_tokens, length in ((3, 61), (None, 63), (64, 1)):
         params = SamplingParams(temperature=0, max_tokens=max_tokens, truncate_prompt_tokens=-1, ignore_eos=True)
         output = run(llm, prompt, params)[0]

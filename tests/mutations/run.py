@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -29,7 +30,8 @@ from pathlib import Path
 
 from catalogue import ROOT, Mutant, read_catalogue
 
-TIMEOUT_SECONDS = 300
+# Of one selection of tests: processor time, and by the clock, on a machine that may be busy.
+CPU_SECONDS, WALL_SECONDS = 300, 1800
 KILLED, SURVIVED, NOT_RUN, CLEAN = "killed", "SURVIVED", "NOT RUN", "clean"
 _LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "shared"
@@ -91,6 +93,7 @@ def _run_pytest(root: Path, selection: str, log: Path) -> None:
     status = 3
     try:
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
         os.chdir(root)
         os.environ["PYTHONPATH"] = str(root)
         sys.path[0] = str(root)
@@ -109,7 +112,7 @@ def _run_pytest(root: Path, selection: str, log: Path) -> None:
 
 
 def _wait(child: int) -> int:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    deadline = time.monotonic() + WALL_SECONDS
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
