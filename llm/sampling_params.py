@@ -250,8 +250,9 @@ class SamplingParams:
         check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+        kept = self.truncate_prompt_tokens
+        if kept is not None and not (isinstance(kept, int) and kept == -1):
+            check_integer("truncate_prompt_tokens", kept, 1)
 
     def _validate_penalties(self) -> None:
         check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeGuard
@@ -48,8 +49,10 @@ def check_strings(name: str, values: Iterable[object]) -> None:
 
 
 def is_real(value: object) -> TypeGuard[float]:
-    """True for an int or a float, False for a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """True for a float and an int that fits one, False for a bool."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, float)
 
 
 def plain_number(value: Any) -> Any:
@@ -65,7 +68,11 @@ def as_list(name: str, value: object, right: str) -> list[Any]:
         return []
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         refuse(name, value, right)
-    if isinstance(value, Sized) and len(value) > _LONGEST_LIST:
+    try:  # a tensor of no dimensions has a length and raises when it is asked for it
+        count = len(value) if isinstance(value, Sized) else 0
+    except TypeError:
+        refuse(name, value, right)
+    if count > _LONGEST_LIST:
         refuse(name, value, f"{right} (at most {_LONGEST_LIST})")
     items = [plain_number(item) for item in itertools.islice(value, _LONGEST_LIST + 1)]
     if len(items) > _LONGEST_LIST:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from llm.base.errors import LLMError, ValidationError
 from llm.sampling_params import (
@@ -80,20 +81,25 @@ BAD: dict[str, list[Any]] = {
     "extra_args": [[], "x", 5, [("x", 1)]],
     "presence_penalty": [-2.0001, 2.0001, *NOT_NUMBERS],
     "frequency_penalty": [-2.0001, 2.0001, *NOT_NUMBERS],
-    "repetition_penalty": [0, -1.0, *NOT_NUMBERS],
+    "repetition_penalty": [0, -1.0, 10**400, *NOT_NUMBERS],
     "prompt_logprobs": [-2, 1.0, False, *(value for value in NOT_NUMBERS if value not in (None, True))],
     "logprob_token_ids": [[], [-1], [1.0], "1", 5, {1: 2}, [True], list(range(129))],
     "structured_outputs": [{}, "json", {"regex": "a"}],
-    "logit_bias": [[1], {-1: 1.0}, {"1": 1.0}, {1: "1"}, {1: math.nan}, {1: math.inf}, {True: 1.0}, {1: True}, 5],
+    "logit_bias": [
+        *([1], 5, {-1: 1.0}, {"1": 1.0}, {1: "1"}),
+        *({1: math.nan}, {1: math.inf}, {1: -(10**400)}, {True: 1.0}, {1: True}),
+    ],
     "allowed_token_ids": [[], [-1], [1.0], "1", 5, {1: 2}, [True]],
     "bad_words": ["x", [""], ["x", 5], 5, {"x": 1}, [None]],
     "skip_reading_prefix_cache": [0, 1, "yes"],
     "thinking_token_budget": [-2, 1.5, True, "4"],
     "repetition_detection": [5, {"min_count": 3}],
     "logits_processors": [5, "x", ["x"], [int], [None], {"x": 1}],
-    "truncate_prompt_tokens": [0, -2, 1.0, True, "1"],
+    "truncate_prompt_tokens": [0, -2, 1.0, True, "1", np.ones(2)],
     **{flag: [0, 1, None, "yes"] for flag in FLAGS},
 }
+# Of no dimensions: it has a length that raises, and compares to a tensor.
+BAD = {name: [*values, torch.tensor(1)] for name, values in BAD.items()}
 
 
 def cases(table: dict[str, list[Any]]) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llm.base.errors import UnsupportedModelError
+from llm.base.text import show
 from llm.forward import ForwardBatch
 from llm.layers.activation import GELU, GeluAndMul, GELUTanh, NewGELU, ReLU, ReLUSquaredActivation, SiluAndMul
 from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
@@ -94,5 +95,6 @@ class PlainMLP(nn.Module):
 def _check_activation(name: str, known: Mapping[str, object]) -> None:
     if name not in known:
         raise UnsupportedModelError(
-            f"config.json: hidden_act (or activation_function) {name!r} is not supported; known: {', '.join(known)}."
+            f"config.json: hidden_act (or activation_function) {show(name)} is not supported; known: "
+            f"{', '.join(known)}."
         )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llm.base.errors import UnsupportedModelError
+from llm.base.text import show
 from llm.forward import ForwardBatch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.layers.moe import FusedMoE, GateLinear
@@ -59,7 +60,7 @@ class MoEConfig(PartConfig):
     def __post_init__(self) -> None:
         if self.activation not in _ACTIVATIONS:
             raise UnsupportedModelError(
-                f"config.json: hidden_act {self.activation!r} is not supported for experts; known: "
+                f"config.json: hidden_act {show(self.activation)} is not supported for experts; known: "
                 f"{', '.join(_ACTIVATIONS)}."
             )
         chosen_from = self.num_experts // self.groups * self.topk_group
