@@ -1,6 +1,6 @@
 """The layer of experts: which weights it has, how tokens are given to them, and where results of ranks meet.
 
-Owns `FusedMoE` and its children, the experts. Who goes where is `router.py`'s, the arithmetic `method.py`'s.
+Owns `FusedMoE`. Its children are `expert.py`'s, who goes where is `router.py`'s, the arithmetic `method.py`'s.
 """
 
 from __future__ import annotations
@@ -13,74 +13,24 @@ from torch import nn
 
 from llm.base.checks import refuse
 from llm.base.custom_op import PluggableLayer
-from llm.base.watch import Patchable, Watch
-from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
-from llm.kernels.weight import ExpertWeights, Weight
-from llm.layers.activation import GeluAndMul, SiluAndMul
-from llm.layers.extra.activation import SiluAndMulWithClamp
-from llm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
+from llm.base.watch import Watch
+from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
+from llm.kernels.weight import ExpertWeights
+from llm.layers.moe.expert import ACTIVATIONS, Expert, together, weight_of
 from llm.layers.moe.method import UnquantizedFusedMoEMethod
 from llm.layers.moe.router import Routing, make_router
 from llm.layers.parallel import SINGLE, TensorParallel
-from llm.quantization.base import PackedLinearMethod, QuantizationConfig
+from llm.quantization.base import FusedMoEMethodBase, QuantizationConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# As the operation `experts` names them; "swigluoai" has a limit.
-ACTIVATIONS: dict[str, Callable[[float], nn.Module]] = {
-    "silu": lambda limit: SiluAndMul(),
-    "gelu": lambda limit: GeluAndMul(),
-    "gelu_tanh": lambda limit: GeluAndMul("tanh"),
-    "swigluoai": lambda limit: SiluAndMulWithClamp(limit, alpha=SWIGLUOAI_ALPHA, beta=1.0),
-}
 
 # (hidden states, logits, top_k, renormalize) -> weights float32 [N, K], ids [N, K].
 RoutingFunction = Callable[[torch.Tensor, torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Expert(Patchable):
-    """One expert: down(act(gate(x)) * up(x)), of which a rank has its part of the channels between.
-
-    Names, shards and quantization are those of any linear layer. Called only where the operation `experts` is not.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        act_fn: nn.Module,
-        *,
-        bias: bool,
-        params_dtype: torch.dtype | None,
-        quant_config: QuantizationConfig | None,
-        prefix: str,
-        tp: TensorParallel,
-    ) -> None:
-        super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [intermediate_size, intermediate_size],
-            bias,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.gate_up_proj",
-            tp=tp,
-        )
-        self.down_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias,
-            reduce_results=False,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.down_proj",
-            tp=tp,
-        )
-        self._act_fn = [act_fn]  # no child: the operation `experts` computes it
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self._act_fn[0](self.gate_up_proj(x)))
+# Names of an expert's matrices in vLLM's checkpoints of stacked weights, by those of the linear layers here.
+_STACKED = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
 
 
 @PluggableLayer.register("fused_moe")
@@ -95,7 +45,8 @@ class FusedMoE(PluggableLayer):
         hidden_size, intermediate_size: of the whole model; ranks split the intermediate channels.
         params_dtype: storage type of unquantized weights; None: torch's default.
         reduce_results: give every rank the sum; False: each keeps its term.
-        quant_config: picks the methods of the experts' linear layers.
+        quant_config: may have a method for the whole layer (`quant_kind` "moe"); picks those of the experts' linear
+            layers.
         prefix: dotted path of the layer in the model.
         custom_routing_function: (hidden_states, gating_output, topk, renormalize) -> (weights, ids), in the place of
             `router`, which is then None.
@@ -134,39 +85,92 @@ class FusedMoE(PluggableLayer):
         super().__init__()
         _check(num_experts, top_k, activation, apply_router_weight_on_input)
         self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
-        self.activation, self.swiglu_limit = activation, swiglu_limit
+        self.intermediate_size_per_partition = tp.share("intermediate_size", intermediate_size)
+        self.activation, self.swiglu_limit, self.has_bias = activation, swiglu_limit, has_bias
         self.renormalize, self.reduce_results = routing.get("renormalize", True), reduce_results
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.custom_routing_function = custom_routing_function
         self.prefix, self.tp = prefix, tp
-        self.router = make_router(top_k, **routing) if custom_routing_function is None else None
-        self.quant_method = UnquantizedFusedMoEMethod()
-        act_fn = ACTIVATIONS[activation](swiglu_limit)
-        for index in range(num_experts):
-            expert = Expert(
-                hidden_size,
-                intermediate_size,
-                act_fn,
-                bias=has_bias,
-                params_dtype=params_dtype,
-                quant_config=quant_config,
-                prefix=f"{prefix}.{index}" if prefix else str(index),
-                tp=tp,
-            )
-            self.add_module(str(index), expert)
+        self.router = self._make_router(routing)
+        self.quant_method = self._resolve_method(quant_config)
+        sizes = (num_experts, hidden_size, self.intermediate_size_per_partition)
+        dtype = params_dtype or torch.get_default_dtype()
+        self.quant_method.create_weights(self, *sizes, dtype, weight_loader=self.weight_loader)
+        if not any(True for _ in self.parameters(recurse=False)):
+            self._add_experts(intermediate_size, params_dtype, quant_config)
         # The experts are registered under their numbers.
         self._experts = tuple(module for module in self.children() if isinstance(module, Expert))
+        self.place_experts(None)
         self._is_watched = Watch(module for expert in self._experts for module in expert.modules())
         self._weights: ExpertWeights | None = None
 
+    def _make_router(self, routing: Routing) -> nn.Module | None:
+        return make_router(self.top_k, **routing) if self.custom_routing_function is None else None
+
+    def _resolve_method(self, quant_config: QuantizationConfig | None) -> FusedMoEMethodBase:
+        method = quant_config.get_quant_method(self, self.prefix) if quant_config else None
+        if method is None:
+            return UnquantizedFusedMoEMethod()
+        if not isinstance(method, FusedMoEMethodBase):
+            raise TypeError(f"{self.prefix}: {type(method).__name__} is not a FusedMoEMethodBase")
+        return method
+
+    def _add_experts(
+        self, intermediate_size: int, params_dtype: torch.dtype | None, quant_config: QuantizationConfig | None
+    ) -> None:
+        act_fn = ACTIVATIONS[self.activation](self.swiglu_limit)
+        for index in range(self.num_experts):
+            expert = Expert(
+                self.hidden_size,
+                intermediate_size,
+                act_fn,
+                bias=self.has_bias,
+                params_dtype=params_dtype,
+                quant_config=quant_config,
+                prefix=f"{self.prefix}.{index}" if self.prefix else str(index),
+                tp=self.tp,
+            )
+            self.add_module(str(index), expert)
+
     @property
     def experts(self) -> Sequence[Expert]:
+        """By the ids that the router gives; none where the method has weights of its own."""
         return self._experts
 
+    @property
+    def placed_experts(self) -> Sequence[Expert]:
+        """In the order in which the method computes them; see `place_experts`."""
+        return self._placed
+
+    def place_experts(self, logical_to_physical_map: Sequence[int] | None) -> None:
+        """Put expert i, as the router numbers them, at place `logical_to_physical_map[i]`; None: at place i.
+
+        The hook of an expert balancer, which decides by `llm.expert_load` what lies beside what. Ids, names of weights
+        and `expert_load` stay those of the router, and answers keep their bits. PyTorch translates the ids, so steps
+        are no longer recorded.
+
+        Raises:
+            ValidationError: no permutation of the experts, or they are not children of this layer.
+        """
+        self._map: list[torch.Tensor] = []  # in a list: it is no weight
+        self._placed = self._experts
+        if logical_to_physical_map is None:
+            return
+        places = [int(place) for place in logical_to_physical_map]
+        if sorted(places) != list(range(len(self._experts))):
+            refuse("logical_to_physical_map", places, f"a permutation of 0 to {len(self._experts) - 1}")
+        self._placed = tuple(self._experts[places.index(place)] for place in range(len(places)))
+        self._map = [torch.tensor(places)]
+
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.select(hidden_states, router_logits)
+        return self.combine(hidden_states, *self.select(hidden_states, router_logits))
+
+    def combine(self, hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The sum over the chosen experts: hidden states [N, H], weights float32 and ids int64 [N, K] -> [N, H]."""
         if self.apply_router_weight_on_input:
             hidden_states, weights = hidden_states * weights, torch.ones_like(weights)
+        if self._map:
+            ids = self._map[0].to(ids.device)[ids]
         y = self.quant_method.apply(self, hidden_states, weights, ids)
         return self.tp.all_reduce(y) if self.reduce_results else y
 
@@ -180,37 +184,48 @@ class FusedMoE(PluggableLayer):
         return weights.float(), ids.long()
 
     def expert_weights(self) -> ExpertWeights | None:
-        """The weights of all experts for one call; None: the experts must be called one by one."""
+        """The weights of `placed_experts` for one call; None: the experts must be called one by one."""
         if self._is_watched():
             return None
-        gate_up = tuple(_weight_of(expert.gate_up_proj, True) for expert in self._experts)
-        down = tuple(_weight_of(expert.down_proj, self.tp.rank == 0) for expert in self._experts)
+        gate_up = tuple(weight_of(expert.gate_up_proj, True) for expert in self._placed)
+        down = tuple(weight_of(expert.down_proj, self.tp.rank == 0) for expert in self._placed)
         known = self._weights
         if known is None or known.gate_up != gate_up or known.down != down:
-            known = self._weights = _together(gate_up, down)
+            known = self._weights = together(gate_up, down)
         return known
+
+    def stacked_parameter(self, expert: str, projection: str, last: str) -> tuple[str, str] | None:
+        """The parameter, and the shard of it, that a checkpoint's tensor of one expert fills; None: the expert's own.
+
+        For methods whose `create_weights` registers stacked parameters: "w13_" and "w2_" with the tensor's last name.
+        """
+        if self._experts or projection not in _STACKED or not expert.isdecimal():
+            return None
+        stack, shard = _STACKED[projection]
+        return f"{stack}_{last}", f"{shard}:{expert}"
+
+    def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: str) -> int:
+        """Copy this rank's part of one expert's tensor into a stacked parameter: shard "w1:3" is the gate of expert 3.
+
+        Returns how many elements were filled; raises ValueError if the shapes disagree.
+        """
+        which, _, expert = shard_id.partition(":")
+        if int(expert) >= len(param):
+            raise ValueError(f"is of expert {expert}, the model has {len(param)}")
+        target = param.data[int(expert)]
+        if which != "w2":
+            target = target.chunk(2)[0 if which == "w1" else 1]
+        split = 1 if which == "w2" else 0
+        part = loaded
+        if self.tp.size > 1 and loaded.dim() > split:
+            part = loaded.chunk(self.tp.size, dim=split)[self.tp.rank]
+        if part.shape != target.shape:
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(target.shape)} of it")
+        target.copy_(part)
+        return target.numel()
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}, activation={self.activation!r}"
-
-
-def _weight_of(layer: LinearBase, adds_bias: bool) -> Weight | None:
-    """What the layer multiplies with; None: only its method knows, or somebody patched it."""
-    method, bias = layer.quant_method, layer.bias if adds_bias else None
-    if layer.packed_weight is None or not isinstance(method, PackedLinearMethod):
-        return None
-    if getattr(method.apply, "__func__", None) is not PackedLinearMethod.apply:
-        return None
-    return layer.packed_weight if layer.packed_weight.bias is bias else method.weight_with(layer, bias)
-
-
-def _together(gate_up: Sequence[Weight | None], down: Sequence[Weight | None]) -> ExpertWeights | None:
-    """None where they are not of one kind: patterns may quantize some experts in another way than others."""
-    for weights in (gate_up, down):
-        known = [(weight.kind, weight.activations, weight.group_size) for weight in weights if weight is not None]
-        if len(known) < len(weights) or len(set(known)) > 1:
-            return None
-    return ExpertWeights(tuple(filter(None, gate_up)), tuple(filter(None, down)))
 
 
 def _check(num_experts: int, top_k: int, activation: str, weight_on_input: bool) -> None:

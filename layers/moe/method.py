@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -11,8 +12,21 @@ from llm.base.construction import construction
 from llm.base.custom_op import CustomOp
 from llm.kernels.backend import Operations
 from llm.kernels.reference.experts import over_experts
+from llm.kernels.weight import ExpertWeights
 from llm.layers.kernel_op import KernelOp
 from llm.quantization.base import FusedMoEMethodBase, WeightLoader
+
+
+class ExpertLayer(Protocol):
+    """What methods read of a layer of experts, which is a `FusedMoE`."""
+
+    hidden_size: int
+    activation: str
+    swiglu_limit: float
+
+    @property
+    def placed_experts(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]: ...
+    def expert_weights(self) -> ExpertWeights | None: ...
 
 
 class ExpertsMethod(KernelOp, FusedMoEMethodBase):
@@ -47,11 +61,16 @@ class ExpertsMethod(KernelOp, FusedMoEMethodBase):
         return self(layer, *inputs) if inputs else nn.Module.apply(self, layer)
 
     def compute(
-        self, ops: Operations, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+        self, ops: Operations, layer: ExpertLayer, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        return self.sum_of_experts(ops, layer, x, topk_weights, topk_ids)
+
+    def sum_of_experts(
+        self, ops: Operations, layer: ExpertLayer, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         weights = layer.expert_weights()
         if weights is None:
-            return over_experts(x, topk_ids, topk_weights, layer.experts, layer.hidden_size)
+            return over_experts(x, topk_ids, topk_weights, layer.placed_experts, layer.hidden_size)
         if self._place.is_slow:
             chosen = topk_ids.unique().tolist()
             self._place.fetch(each.data for index in chosen for each in (weights.gate_up[index], weights.down[index]))

@@ -6,7 +6,7 @@ Owns `is_watched`, which looks at every module, and `Watch`, which asks the same
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ class Patchable(nn.Module):
 
     patches: ClassVar[int] = 0
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)  # type: ignore[arg-type]
         if name in _WHERE_HOOKS_ARE:
             Patchable.patches += 1
 

@@ -118,9 +118,7 @@ _POOLING = (
     "PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput ClassificationOutput "
     "ClassificationRequestOutput ScoringOutput ScoringRequestOutput PoolerConfig"
 ).split()
-_EXPERT_LAYERS = (
-    "SharedFusedMoE FusedMoEConfig FusedMoEFactory FusedMoEModularMethod RoutedExperts fused_experts fused_topk"
-).split()
+_EXPERT_LAYERS = ("SharedFusedMoE FusedMoEConfig FusedMoEFactory RoutedExperts fused_experts fused_topk").split()
 _MIXER_LAYERS = (
     "MambaMixer MambaMixer2 ShortConv ChunkGatedDeltaRule MultiHeadLatentAttentionWrapper MLAAttention "
     "SparseAttnIndexer StaticSinkAttention FusedRMSNormGated"

@@ -148,7 +148,9 @@ def _layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
     reports = []
     inside: set[int] = set()
     for name, module in model.named_modules():
-        if isinstance(module, FusedMoE):
+        if isinstance(module, FusedMoE) and not module.experts:
+            reports.append(_layer_report(name, module, weight_dtype))
+        elif isinstance(module, FusedMoE):
             parts = [part for expert in module.experts for part in expert.modules() if hasattr(part, "quant_method")]
             inside.update(map(id, parts))
             reports.append(_together(name, [_layer_report("", part, weight_dtype) for part in parts], parts))

@@ -244,9 +244,8 @@ def _matrix_work(layer: nn.Module) -> Work | None:
 
 def _experts_work(layer: FusedMoE) -> Work:
     """Of the experts that a token chooses; several tokens may share some, so what is read is an upper bound."""
-    parts = list(layer.experts[0].modules())
-    per_row = 2 * sum(sizes[0] * sizes[1] for part in parts if (sizes := matrix_sizes(part)))
-    stored = sum(tensor.nbytes for part in parts for tensor in stored_tensors(part))
+    per_row = 2 * 3 * layer.hidden_size * layer.intermediate_size_per_partition
+    stored = sum(tensor.nbytes for part in layer.modules() for tensor in stored_tensors(part)) // layer.num_experts
 
     def work(args: tuple[object, ...]) -> Phase:
         x = args[1]

@@ -57,7 +57,14 @@ class WeightMap:
                 shard_ids = getattr(self._modules.get(".".join(path)), "shard_ids", ())
                 if index < len(shard_ids):
                     return Target(".".join([*path, *segments[position + 1 :]]), shard_ids[index])
-        return Target(".".join(segments), None)
+        return self._stacked(segments) or Target(".".join(segments), None)
+
+    def _stacked(self, segments: list[str]) -> Target | None:
+        """The target of one expert's tensor in a layer that holds its experts stacked; None: there is no such layer."""
+        owner = ".".join(segments[:-3])
+        find = getattr(self._modules.get(owner), "stacked_parameter", None)
+        found = find(*segments[-3:]) if find and len(segments) > 3 else None
+        return found and Target(f"{owner}.{found[0]}", found[1])
 
     def transposed(self, parameter: str) -> bool:
         """True if the checkpoint stores this weight as [K, N] instead of [N, K]."""

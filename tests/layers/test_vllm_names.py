@@ -44,7 +44,8 @@ VLLM_CLASSES = dict(
         "column_parallel_linear:ColumnParallelLinear row_parallel_linear:RowParallelLinear "
         "vocab_parallel_embedding:VocabParallelEmbedding parallel_lm_head:ParallelLMHead "
         "logits_processor:LogitsProcessor rel_pos_attention:RelPosAttention fused_moe:FusedMoE gate_linear:GateLinear "
-        "unquantized_fused_moe:UnquantizedFusedMoEMethod "
+        "unquantized_fused_moe:UnquantizedFusedMoEMethod modular_fused_moe:FusedMoEModularMethod "
+        "transformers_fused_moe:TransformersMoERunner "
         "multi_head_latent_attention:MultiHeadLatentAttentionWrapper grouped_topk:GroupedTopk"
     ).split()
 )
@@ -61,7 +62,7 @@ def test_every_operation_is_known_by_its_class_in_vllm() -> None:
         assert replacement.op_registry_oot == {in_tree[name].__name__: theirs}
 
 
-@pytest.mark.parametrize("name", ["FusedMoEModularMethod", "YaRNScalingRotaryEmbedding"])
+@pytest.mark.parametrize("name", ["RoutedExperts", "YaRNScalingRotaryEmbedding"])
 def test_a_class_of_vllm_that_is_not_here_cannot_be_replaced(name: str) -> None:
     with pytest.raises(ValidationError, match=f"there is no {name} to replace; ") as error:
         CustomOp.register_oot(name=name)(type("Theirs", (rotary.RotaryEmbedding,), {}))

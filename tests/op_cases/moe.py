@@ -8,7 +8,16 @@ import torch
 from torch import nn
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-from llm.layers.moe import FusedMoE, GateLinear, SparseMixer, TopKRouter, UnquantizedFusedMoEMethod
+from llm.layers.moe import (
+    ExpertsMethod,
+    FusedMoE,
+    FusedMoEModularMethod,
+    GateLinear,
+    SparseMixer,
+    TopKRouter,
+    TransformersFusedMoE,
+    UnquantizedFusedMoEMethod,
+)
 from op_cases.base import Case, Inputs, normal
 from op_cases.linear import linear_reference, rows_of
 
@@ -91,7 +100,7 @@ def mixer_case(jitter: float) -> Case:
     return Case(lambda dtype: SparseMixer(jitter), inputs, reference, 2e-6, torch.float32)
 
 
-def method_case() -> Case:
+def method_case(kind: type[ExpertsMethod]) -> Case:
     """The layer whose experts it computes is an argument, and float32."""
 
     def inputs(rows: int, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -106,12 +115,28 @@ def method_case() -> Case:
     def reference(op: Any, owner: FusedMoE, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return sum_64(owner, x, weights, ids)
 
-    return Case(lambda dtype: UnquantizedFusedMoEMethod(), inputs, reference, 1e-5, torch.float32)
+    return Case(lambda dtype: kind(), inputs, reference, 1e-5, torch.float32)
+
+
+def given_case() -> Case:
+    """Who goes where is given."""
+
+    def inputs(rows: int, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+        ids = torch.rand(rows, E, generator=generator).argsort(dim=-1)[:, :K]
+        weights = normal(rows, K, dtype=torch.float32, generator=generator)
+        return normal(rows, H, dtype=torch.float32, generator=generator), ids, weights
+
+    def reference(op: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return sum_64(op, x, weights, ids)
+
+    return Case(lambda dtype: TransformersFusedMoE(E, K, H, INNER, dtype), inputs, reference, 1e-5, torch.float32)
 
 
 MOE: dict[str, list[Case]] = {
     "fused_moe": [layer_case(), layer_case(has_bias=True, renormalize=False, scoring_func="sigmoid")],
-    "unquantized_fused_moe": [method_case()],
+    "unquantized_fused_moe": [method_case(UnquantizedFusedMoEMethod)],
+    "modular_fused_moe": [method_case(FusedMoEModularMethod)],
+    "transformers_fused_moe": [given_case()],
     "topk_router": [router_case(), router_case(renormalize=False, scoring_func="sigmoid", routed_scaling_factor=2.5)],
     "sparse_mixer": [mixer_case(0.01), mixer_case(0.3)],
     "gate_linear": [

@@ -3,12 +3,21 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.moe import FusedMoE, GateLinear, GroupedTopk, UnquantizedFusedMoEMethod
+from llm.layers.moe import (
+    FusedMoE,
+    FusedMoEModularMethod,
+    FusedMoEPrepareAndFinalize,
+    GateLinear,
+    GroupedTopk,
+    UnquantizedFusedMoEMethod,
+)
 from llm.quantization.base import FusedMoEMethodBase
 
 __all__ = [
     "FusedMoE",
     "FusedMoEMethodBase",
+    "FusedMoEModularMethod",
+    "FusedMoEPrepareAndFinalize",
     "GateLinear",
     "GroupedTopk",
     "UnquantizedFusedMoEMethod",

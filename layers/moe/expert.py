@@ -1,0 +1,88 @@
+"""One expert as a pair of linear layers, and the weights of all experts as one value for one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from llm.base.watch import Patchable
+from llm.kernels.reference.activation import SWIGLUOAI_ALPHA
+from llm.kernels.weight import ExpertWeights, Weight
+from llm.layers.activation import GeluAndMul, SiluAndMul
+from llm.layers.extra.activation import SiluAndMulWithClamp
+from llm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
+from llm.layers.parallel import TensorParallel
+from llm.quantization.base import PackedLinearMethod, QuantizationConfig
+
+# As the operation `experts` names them; "swigluoai" has a limit.
+ACTIVATIONS: dict[str, Callable[[float], nn.Module]] = {
+    "silu": lambda limit: SiluAndMul(),
+    "gelu": lambda limit: GeluAndMul(),
+    "gelu_tanh": lambda limit: GeluAndMul("tanh"),
+    "swigluoai": lambda limit: SiluAndMulWithClamp(limit, alpha=SWIGLUOAI_ALPHA, beta=1.0),
+}
+
+
+class Expert(Patchable):
+    """One expert: down(act(gate(x)) * up(x)), of which a rank has its part of the channels between.
+
+    Names, shards and quantization are those of any linear layer. Called only where the operation `experts` is not.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        act_fn: nn.Module,
+        *,
+        bias: bool,
+        params_dtype: torch.dtype | None,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [intermediate_size, intermediate_size],
+            bias,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
+            tp=tp,
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias,
+            reduce_results=False,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
+            tp=tp,
+        )
+        self._act_fn = [act_fn]  # no child: the operation `experts` computes it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self._act_fn[0](self.gate_up_proj(x)))
+
+
+def weight_of(layer: LinearBase, adds_bias: bool) -> Weight | None:
+    """What the layer multiplies with; None: only its method knows, or somebody patched it."""
+    method, bias = layer.quant_method, layer.bias if adds_bias else None
+    if layer.packed_weight is None or not isinstance(method, PackedLinearMethod):
+        return None
+    if getattr(method.apply, "__func__", None) is not PackedLinearMethod.apply:
+        return None
+    return layer.packed_weight if layer.packed_weight.bias is bias else method.weight_with(layer, bias)
+
+
+def together(gate_up: Sequence[Weight | None], down: Sequence[Weight | None]) -> ExpertWeights | None:
+    """None where they are not of one kind: patterns may quantize some experts in another way than others."""
+    for weights in (gate_up, down):
+        known = [(weight.kind, weight.activations, weight.group_size) for weight in weights if weight is not None]
+        if len(known) < len(weights) or len(set(known)) > 1:
+            return None
+    return ExpertWeights(tuple(filter(None, gate_up)), tuple(filter(None, down)))
