@@ -33,9 +33,9 @@ LENGTHS = (1, 5, 16, 23, 40)
 # For every config that has the key; a nested config gets the same.
 SMALL: Mapping[str, Any] = {
     "vocab_size": 257,
-    "hidden_size": 48,
-    "d_model": 48,
-    "n_embd": 48,
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
     "intermediate_size": 64,
     "ffn_dim": 64,
     "decoder_ffn_dim": 64,
@@ -64,24 +64,48 @@ SMALL: Mapping[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "moe_num_experts": 4,
-    "layer_types": None,
+    "n_group": 1,
+    "topk_group": 1,
 }
-# What some need besides.
+# What some need besides; None leaves a key out.
+_HYBRID = {"num_hidden_layers": 4}
+_LATENT = {"num_key_value_heads": 4}
 MORE: Mapping[str, Mapping[str, Any]] = {
-    name: {"is_decoder": True}
-    for name in (
-        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
-        *(
-            "rembert",
-            "roberta",
-            "roberta-prelayernorm",
-            "roc_bert",
-            "roformer",
-            "xlm-roberta",
-            "xlm-roberta-xl",
-            "xmod",
-        ),
-    )
+    **{
+        name: {"is_decoder": True}
+        for name in (
+            *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "rembert"),
+            *("megatron-bert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta"),
+            *("xlm-roberta-xl", "reformer"),
+        )
+    },
+    **{
+        name: _HYBRID
+        for name in (
+            *("bailing_hybrid", "kimi_linear", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+            *("qwen3_next", "qwen4_exp", "qwen4_exp_text", "lfm3"),
+        )
+    },
+    **{name: _LATENT for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "longcat_flash")},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_bigcode": {"num_key_value_heads": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "helium": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "xmod": {"is_decoder": True, "default_language": "en_XX", "languages": ["en_XX"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+    "zamba": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": None},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -107,13 +131,23 @@ def tiny_config(model_type: str) -> Any:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
-    given = {key: value for key, value in SMALL.items() if hasattr(default, key)} | dict(MORE.get(model_type, {}))
-    nested = {
-        key: {name: value for name, value in SMALL.items() if hasattr(getattr(default, key), name)}
-        for key in getattr(default, "sub_configs", {})
-        if getattr(default, key, None) is not None
-    }
-    return AutoConfig.for_model(model_type, **{**given, **nested, **MORE.get(model_type, {})})
+    more = MORE.get(model_type, {})
+    given = {key: value for key, value in SMALL.items() if _has(default, key)} | dict(more)
+    for key in getattr(default, "sub_configs", {}):
+        part = getattr(default, key, None)
+        if part is not None and key not in more:
+            given[key] = {name: value for name, value in SMALL.items() if _has(part, name)}
+    return AutoConfig.for_model(model_type, **{key: value for key, value in given.items() if value is not None})
+
+
+def _has(config: Any, key: str) -> bool:
+    """False for what follows from other keys, and for what each layer has by itself."""
+    if isinstance(getattr(type(config), key, None), property):
+        return False
+    try:
+        return hasattr(config, key)
+    except Exception:
+        return False
 
 
 def tiny_model(model_type: str, folder: Path) -> Any:

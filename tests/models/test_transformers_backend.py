@@ -20,9 +20,9 @@ from torch import nn
 from llm import LLM
 from llm.base.errors import UnsupportedModelError, ValidationError
 from llm.models.transformers_backend import trace
-from llm.models.transformers_backend.probe import _compare
 from llm.models.transformers_backend.recognise import recognise
 from llm.models.transformers_backend.trace import Misfit, window_of
+from llm.models.transformers_backend.trial import compare as compare_hidden
 
 SIZES = {
     "vocab_size": 257,
@@ -139,10 +139,7 @@ def test_a_native_family_on_transformers_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"model_type": "bloom", "architectures": ["BloomForCausalLM"]},
-            "BloomForCausalLM does not fit the paged KV cache",
-        ),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "attends to tokens in both directions"),
         (
             {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
             "code from a model folder",
@@ -159,11 +156,26 @@ def test_refused_with_the_reason(cwm: tuple[Path, Any], tmp_path: Path, changes:
         load(tmp_path, load_format="dummy")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        # ALiBi, and two layers of which one has recurrent states.
+        ("bloom", {"num_attention_heads": 4, "hidden_size": 32}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    ],
+)
+def test_row_by_row(tmp_path: Path, model_type: str, more: dict[str, Any]) -> None:
+    folder, model = saved(model_type, tmp_path, **more)
+    with load(folder, max_num_batched_tokens=7) as llm:
+        assert compare(llm, model)[0] < 1e-4
+        assert not llm.config.invariant and "row by row" in llm.config.reasons["invariant"]
+
+
 def test_a_model_that_mixes_tokens_is_refused() -> None:
     with pytest.raises(Misfit, match="differ from transformers' own by"):
-        _compare([torch.ones(3, 4)], [torch.ones(3, 4) + 0.01 * torch.eye(3, 4)], "MixingForCausalLM")
+        compare_hidden([torch.ones(3, 4)], [torch.ones(3, 4) + 0.01 * torch.eye(3, 4)], "MixingForCausalLM")
     with pytest.raises(Misfit):
-        _compare([torch.ones(3, 4)], [torch.full((3, 4), math.nan)], "NotANumberForCausalLM")
+        compare_hidden([torch.ones(3, 4)], [torch.full((3, 4), math.nan)], "NotANumberForCausalLM")
 
 
 def causal(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

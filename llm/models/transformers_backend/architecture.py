@@ -15,7 +15,6 @@ from llm.models.config_reader import ConfigReader
 from llm.models.transformers_backend.probe import Layout, probe
 from llm.models.transformers_backend.skeleton import build_skeleton, check_counts, refusing, without_warnings
 from llm.models.transformers_backend.theirs import Theirs
-from llm.models.transformers_backend.trace import Misfit
 
 _MOST = 2**40
 # Where transformers' configs have the longest sequence. Without any the model has no such limit.
@@ -41,11 +40,11 @@ class TransformersArchitecture:
     def layout(self) -> Layout:
         """What was found by trying the model without weights; raises `UnsupportedModelError` where it does not fit."""
         try:
-            return probe(build_skeleton(self.config), self.max_position_embeddings)
-        except Misfit as reason:
+            return probe(lambda: build_skeleton(self.config), self.max_position_embeddings)
+        except UnsupportedModelError as reason:
             raise UnsupportedModelError(
-                f"model_type {show(self.config.model_type)}: transformers' {self.class_name} does not fit the paged KV "
-                f"cache: {clip(str(reason), 400)}."
+                f"model_type {show(self.config.model_type)}: transformers' {self.class_name} does not fit this engine: "
+                f"{clip(str(reason), 600)}."
             ) from reason
 
 
@@ -59,7 +58,7 @@ def known_to_transformers(model_type: str) -> str | None:
 
 def read_architecture(reader: ConfigReader) -> TransformersArchitecture:
     """Raises `UnsupportedModelError` for what transformers cannot build, or may not."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     name = known_to_transformers(reader.family)
     if name is None:
@@ -68,7 +67,8 @@ def read_architecture(reader: ConfigReader) -> TransformersArchitecture:
     check_counts(dict(reader.raw), "config.json")
     raw = {key: value for key, value in reader.decoded.items() if key not in ("model_type", "auto_map")}
     with refusing("transformers cannot read config.json"), without_warnings():
-        config: Theirs = AutoConfig.for_model(reader.family, **raw)
+        # transformers writes Infinity as {"__float__": "Infinity"}.
+        config: Theirs = AutoConfig.for_model(reader.family, **PreTrainedConfig._decode_special_floats(raw))
         text = config.get_text_config(decoder=True)
     lengths = (getattr(text, key, None) for key in _LENGTHS)
     longest = next((value for value in lengths if isinstance(value, int) and value > 0), _WITHOUT_LIMIT)

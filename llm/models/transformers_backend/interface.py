@@ -106,6 +106,15 @@ def paged_attention(
     return calls.attend(query, key, value), None
 
 
+def attention_layers(model: nn.Module, calls: Sequence[AttentionCall]) -> list[Attention]:
+    """The layers of `calls`, whose states are numbered in their order."""
+    found = []
+    for index, call in enumerate(calls):
+        sinks = getattr(model.get_submodule(call.module), call.sinks) if call.sinks else None
+        found.append(call.layer(index, sinks))
+    return found
+
+
 def use_paged_attention(model: nn.Module, layers: Sequence[Attention]) -> PagedCalls:
     """From now on `layers` compute the attention of `model`, a model of transformers."""
     from transformers import AttentionInterface

@@ -8,14 +8,15 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from llm.forward import ForwardBatch, KVCacheSpec
+from llm.forward import ForwardBatch, StateSpec
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.transformers_backend.architecture import TransformersArchitecture, read_architecture
-from llm.models.transformers_backend.interface import use_paged_attention
+from llm.models.transformers_backend.interface import attention_layers, use_paged_attention
 from llm.models.transformers_backend.passes import Passes
 from llm.models.transformers_backend.replace import replace_layers
+from llm.models.transformers_backend.rows import RowCache
 from llm.models.transformers_backend.skeleton import build_skeleton, refusing, without_warnings
 from llm.models.transformers_backend.theirs import Theirs
 from llm.models.transformers_backend.weights import WeightNames
@@ -39,8 +40,8 @@ class TransformersForCausalLM(nn.Module):
     @classmethod
     def kv_cache_specs(
         cls, config: TransformersArchitecture, dtype: torch.dtype, tp: TensorParallel = SINGLE
-    ) -> list[KVCacheSpec]:
-        return [call.spec(dtype) for call in config.layout.calls]
+    ) -> list[StateSpec]:
+        return config.layout.states(dtype)
 
     def __init__(self, config: TransformersArchitecture, options: BuildOptions) -> None:
         super().__init__()
@@ -55,11 +56,13 @@ class TransformersForCausalLM(nn.Module):
             self.add_module(name, child)
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
-        self.attention_layers = nn.ModuleList(
-            call.layer(index, getattr(model.get_submodule(call.module), call.sinks) if call.sinks else None)
-            for index, call in enumerate(layout.calls)
-        )
-        self._calls = use_paged_attention(model, list(self.attention_layers))  # type: ignore[arg-type]
+        self._rows: RowCache | None = None
+        if layout.rows:
+            self._rows = RowCache(layout.rows, model.config, layout.way)
+        else:
+            layers = attention_layers(model, layout.calls)
+            self.attention_layers = nn.ModuleList(layers)
+            self._calls = use_paged_attention(model, layers)
         # Not submodules: their parts are registered above, under the names of the checkpoint.
         self._theirs: tuple[Theirs] = (model,)
         self._passes = Passes(model, base)
@@ -79,6 +82,8 @@ class TransformersForCausalLM(nn.Module):
         return self._theirs[0].get_input_embeddings()(input_ids)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        if self._rows is not None:
+            return self._rows.hidden(self._passes, batch)
         self._calls.start(batch)
         return self._passes.hidden(batch.input_ids, batch.positions, batch.inputs_embeds)
 

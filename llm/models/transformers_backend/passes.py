@@ -7,6 +7,8 @@ it is given.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -24,22 +26,51 @@ class Passes:
         self._forward = base.forward
         self._given: torch.Tensor | None = None
         takes = inspect.signature(type(base).forward).parameters
+        # Mamba's models call it otherwise.
+        self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
         takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in takes.values())
-        self._takes_positions = takes_any or "position_ids" in takes
+        self._names_positions, self._takes_any = "position_ids" in takes, takes_any
         self._more: dict[str, Theirs] = {"use_cache": False} if takes_any or "use_cache" in takes else {}
         base.forward = self._forward_of_base
 
+    @contextmanager
+    def without_positions(self) -> Iterator[None]:
+        """Inside, the model finds the positions itself: from 0, or from the cache."""
+        kept = self._names_positions, self._takes_any
+        self._names_positions = self._takes_any = False
+        try:
+            yield
+        finally:
+            self._names_positions, self._takes_any = kept
+
     def hidden(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, embeds: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        embeds: torch.Tensor | None = None,
+        cache: Theirs = None,
     ) -> torch.Tensor:
-        """ids and positions int64 [N] -> hidden states float32 [N, H]; `embeds` [N, H] in place of the ids."""
+        """ids and positions int64 [N] -> hidden states float32 [N, H].
+
+        Args:
+            embeds: float [N, H], in place of the ids.
+            cache: of transformers, with the tokens before these; None: the pass keeps nothing.
+        """
+        given: dict[str, Theirs]
         given = {"input_ids": input_ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
-        if self._takes_positions:
+        # With a cache, a model that does not name positions takes them from there.
+        if self._names_positions or (cache is None and self._takes_any):
             given["position_ids"] = positions[None]
-        hidden = self._base(**given, **self._more)[0]
+        kept = self._more if cache is None else {"use_cache": True, self._cache_name: cache}
+        hidden = self._base(**given, **kept)[0]
         if not isinstance(hidden, torch.Tensor) or hidden.shape[:2] != (1, len(input_ids)):
             raise UnsupportedModelError("its base model does not return one hidden state for each token")
         return hidden[0]
+
+    def whole(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Both halves."""
+        given = {"position_ids": positions[None]} if self._names_positions else {}
+        self._model(input_ids=input_ids[None], **given, **self._more)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [L, H] -> float32 [L, vocab]: what `model.forward` does after its base model."""

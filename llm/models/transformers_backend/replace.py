@@ -13,7 +13,8 @@ from llm.base.errors import UnsupportedModelError
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
 from llm.models.interface import BuildOptions
-from llm.models.transformers_backend.probe import Layout, replace_module
+from llm.models.transformers_backend.observe import replace_module
+from llm.models.transformers_backend.probe import Layout
 from llm.models.transformers_backend.recognise import is_conv1d
 from llm.models.transformers_backend.skeleton import Skeleton
 from llm.models.transformers_backend.tables import PositionTable

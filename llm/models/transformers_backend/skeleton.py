@@ -49,7 +49,11 @@ def build_skeleton(config: Theirs) -> Skeleton:
     check_counts(config.to_dict(), "config.json")
     with refusing("transformers cannot build the model"), torch.device("meta"), without_warnings():
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
+            config,
+            attn_implementation="eager",
+            experts_implementation="eager",  # the default takes no odd sizes
+            dtype=torch.float32,
+            trust_remote_code=False,
         )
     model.eval().requires_grad_(False)
     _compute_buffers(model)
@@ -70,6 +74,8 @@ def _parts(model: Theirs) -> Skeleton:
 def _called_first(model: Theirs) -> str:
     """The path of the base model. `AutoModelForCausalLM` classes of decoders wrap theirs once more."""
     name = model.base_model_prefix
+    if not hasattr(model, name) and hasattr(model, "model"):
+        name = "model"
     base = getattr(model, name, None)
     if not isinstance(base, nn.Module):
         raise UnsupportedModelError(f"{type(model).__name__} of transformers has no base model {show(name)}.")

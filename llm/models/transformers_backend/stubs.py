@@ -6,7 +6,7 @@ one shared pool, so a skeleton of any size takes little memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -22,21 +22,31 @@ _EMBEDDED = 64
 def stub_weights(model: nn.Module) -> list[str]:
     """Give `model` values; returns the paths of its linear layers."""
     generator = torch.Generator().manual_seed(0)
-    pool = torch.randn(_POOL, generator=generator)
+    pool = 0.1 * torch.randn(_POOL, generator=generator)
     linear, values = [], _Values(pool)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             _stub_embedding(module, values)
-        elif is_linear(module):
+            continue
+        if is_linear(module):
             linear.append(name)
             _patch(module, _linear_stub(module, generator))
         elif any(parameter.numel() > _POOL for parameter in module.parameters(recurse=False)):
             _patch(module, _keeps_shape)
-        else:
-            for key, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.is_meta:
-                    module._parameters[key] = values.of(parameter)
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta and parameter.numel() <= _POOL:
+                module._parameters[key] = values.of(parameter)
     return linear
+
+
+def forget_weights(model: nn.Module, names: Iterable[str]) -> None:
+    """Take the values of these linear layers away: a model that reads a weight without calling the layer fails now.
+
+    Loaded, the weight of a layer that is called is packed for our kernels.
+    """
+    for name in names:
+        module: Theirs = model.get_submodule(name)
+        module.weight = nn.Parameter(torch.empty(module.weight.shape, device="meta"), requires_grad=False)
 
 
 class _Values:
@@ -52,12 +62,12 @@ class _Values:
         """Around 1 for vectors, which are mostly norms', and of the size of a trained weight for the others."""
         if id(parameter) not in self._made:
             count = parameter.numel()
-            self._next = (self._next + 977) % (_POOL - count + 1)
+            self._next = (self._next + 976) % (_POOL - count + 1)
             values = self._pool[self._next : self._next + count].view(parameter.shape)
             if not parameter.is_floating_point():
                 values = torch.zeros(parameter.shape, dtype=parameter.dtype)
             elif parameter.dim() == 1:
-                values = 1 + 0.1 * values
+                values = 1 + values
             made = nn.Parameter(values.to(parameter.dtype), requires_grad=False)
             self._made[id(parameter)] = parameter, made
         return self._made[id(parameter)][1]

@@ -25,6 +25,13 @@ class PositionTable(nn.Module):
         self._length = length
         self._tables: dict[tuple[object, ...], Theirs] = {}
 
+    def __getattr__(self, name: str) -> Theirs:
+        """Attributes of the module that it stands for: other modules of transformers may read them."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("of"), name)
+
     def forward(self, *args: Theirs, **kwargs: Theirs) -> Theirs:
         positions = positions_in(args, kwargs)
         if positions is None:

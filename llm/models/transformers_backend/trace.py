@@ -20,7 +20,9 @@ from llm.models.transformers_backend.interface import AttentionCall, choose_atte
 from llm.models.transformers_backend.theirs import Theirs
 
 # Keyword arguments of an attention call that may have any value: they are read, or mean nothing at inference.
-_KNOWN = frozenset("scaling softcap s_aux dropout is_causal sliding_window position_ids layer_idx use_cache".split())
+_KNOWN = frozenset(
+    "scaling softcap s_aux dropout is_causal sliding_window position_ids layer_idx use_cache logits_to_keep".split()
+)
 _LONGEST = 1 << 20
 
 
