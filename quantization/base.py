@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -156,9 +156,11 @@ class QuantizationConfig(ABC):
 
     Attributes:
         packed_modules_mapping: fused module name -> the checkpoint's names; set from the model class.
+        file_decides: a file of `get_config_filenames` counts for more than config.json's `quantization_config`.
     """
 
     packed_modules_mapping: Mapping[str, list[str]] = {}
+    file_decides: ClassVar[bool] = False
     _to_checkpoint: Callable[[str], str] | None = None
 
     @abstractmethod
@@ -207,11 +209,22 @@ class QuantizationConfig(ABC):
         names = [f"{path}.{part}" if path else part for part in self.packed_modules_mapping.get(last, [last])]
         return names if self._to_checkpoint is None else [self._to_checkpoint(name) for name in names]
 
+    def describe_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Called before the model is built with the shapes of the checkpoint's tensors; not for random weights."""
+
+    def parameter_name(self, name: str) -> str:
+        """The name that the parameter of a checkpoint's tensor has, before the model's own renames."""
+        return name
+
     def prepare_model(self, model: nn.Module) -> None:
         """Called after the model is built and before loading: register parameters that only some checkpoints have."""
 
     def ignores(self, name: str) -> bool:
         """True if a checkpoint may contain the tensor `name` although no layer uses it."""
+        return False
+
+    def ignores_zeros(self, name: str) -> bool:
+        """The same for a tensor whose values are all 0, such as a bias of a layer that has none."""
         return False
 
     def check_used(self) -> None:

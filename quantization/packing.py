@@ -35,13 +35,24 @@ def unpack_from_int32(words: torch.Tensor, bits: int, shape: tuple[int, int], di
         return unpack_from_int32(words.t(), bits, (shape[1], shape[0])).t().contiguous()
     rows, columns = shape
     as_bytes = words.contiguous().view(torch.uint8)
-    if bits == 4:  # the common case, vectorised
-        values = torch.stack((as_bytes & 15, as_bytes >> 4), dim=-1).flatten(1)[:, :columns]
+    if 8 % bits == 0:  # whole values in every byte
+        places = torch.arange(0, 8, bits, dtype=torch.uint8)
+        values = ((as_bytes[:, :, None] >> places) & ((1 << bits) - 1)).flatten(1)[:, :columns]
     else:
         stream = (as_bytes[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)[:, : columns * bits]
         places = torch.arange(bits, dtype=torch.uint8)
         values = (stream.view(rows, columns, bits) << places).sum(dim=2, dtype=torch.uint8)
     return (values.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+
+
+# AWQ's `gemm` layout: the eight columns of a word, from its lowest nibble on.
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    """int32 [R, C / 8] of unsigned nibbles in AWQ's order -> int8 [R, C], each less 8."""
+    values = unpack_from_int32(words, 4, (words.shape[0], words.shape[1] * 8))
+    return values.unflatten(1, (-1, 8))[:, :, list(map(_AWQ_COLUMNS.index, range(8)))].flatten(1)
 
 
 def packed_words(count: int, bits: int) -> int:

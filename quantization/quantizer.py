@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from llm.kernels.reference.linear import pack
+
 # Scales tried for a group, as fractions of the scale that clips nothing. Clipping the largest weights a little costs
 # less than a coarser grid for all others, the more so the larger the group.
 _CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
@@ -46,6 +48,7 @@ class IntegerWeight:
         input_scale, input_offset: of statically quantized activations, x ~ (q - offset) * scale.
         bias: float32 [N] that replaces the layer's bias, if the format stores the bias with the integers.
         minimum: float32 [N, G]; None: none.
+        columns: int32 [K], the input that each column of q is multiplied by; None: each by its own.
     """
 
     q: torch.Tensor
@@ -57,13 +60,19 @@ class IntegerWeight:
     input_offset: int = 0
     bias: torch.Tensor | None = None
     minimum: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> IntegerWeight:
         """Itself where all of it is there, else a copy."""
-        parts = (self.zero, self.bias, self.minimum)
-        zero, bias, minimum = (None if part is None else part.to(device) for part in parts)
+        parts = (self.zero, self.bias, self.minimum, self.columns)
+        zero, bias, minimum, columns = (None if part is None else part.to(device) for part in parts)
         q, scale = self.q.to(device), self.scale.to(device)
-        return replace(self, q=q, scale=scale, zero=zero, bias=bias, minimum=minimum)
+        return replace(self, q=q, scale=scale, zero=zero, bias=bias, minimum=minimum, columns=columns)
+
+    def dequantize(self) -> torch.Tensor:
+        """W in float32."""
+        weight = pack(self.q, "int4" if self.bits <= 4 else "int8")
+        return weight.scaled(self.scale, self.zero, self.group_size, self.minimum, self.columns).dequantize()
 
 
 @dataclass

@@ -22,9 +22,11 @@ _BUILTIN_CONFIGS: dict[str, str] = {
     "compressed-tensors": "llm.quantization.configs.compressed_tensors:CompressedTensorsConfig",
     "ascend": "llm.quantization.configs.modelslim:ModelSlimConfig",
     "gguf": "llm.quantization.configs.gguf:GGUFConfig",
+    "gptq": "llm.quantization.configs.gptq:GPTQConfig",
+    "awq": "llm.quantization.configs.awq:AWQConfig",
 }
 # Other names of the same formats.
-ALIASES = {"modelslim": "ascend"}
+ALIASES = {"modelslim": "ascend", "gptq_marlin": "gptq", "awq_marlin": "awq"}
 # The values of a layer's `quant_kind`.
 KINDS = ("linear", "embedding", "moe", "attention")
 

@@ -37,6 +37,8 @@ def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = 
         back = tuple((ours, theirs) for theirs, ours in getattr(plan.model_class, "renames", ()))
         quant_config.packed_modules_mapping = getattr(plan.model_class, "packed_modules_mapping", {})
         quant_config.apply_mapper(lambda name: rename(name, back))
+        if plan.has_weights:
+            quant_config.describe_tensors({name: info.shape for name, info in plan.source.tensors().tensors.items()})
     may_round = plan.store_as is torch.bfloat16
     compilation = plan.config.compilation_config
     with constructing_for(platform, compilation, may_round=may_round, weights=file), _told_of_memory():
@@ -54,7 +56,6 @@ def fill_model(
     plan: RunnerPlan, platform: Platform, model: Any, file: WeightFile | None = None
 ) -> Mapping[str, Target]:
     """Load the weights or make random ones. Returns the target of each checkpoint tensor, empty for random weights."""
-    quant_config = plan.config.quant_config
     try:
         if not plan.has_weights:
             if file is None:
@@ -66,7 +67,7 @@ def fill_model(
             model,
             plan.source.tensors(),
             show_progress=plan.show_progress,
-            ignores=(lambda name: False) if quant_config is None else quant_config.ignores,
+            quant_config=plan.config.quant_config,
             store_as=plan.store_as,
             pack_early=file is not None,
         )

@@ -18,7 +18,7 @@ from llm.loading.early import EarlyPacking
 from llm.loading.source import Tensors
 from llm.loading.stacked import per_expert
 from llm.loading.weight_map import Target, WeightMap
-from llm.quantization.base import QuantizeMethodBase
+from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 
 _NAMES_SHOWN = 5
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -32,14 +32,14 @@ def load_weights(
     checkpoint: Tensors,
     *,
     show_progress: bool,
-    ignores: Callable[[str], bool] = lambda name: False,
+    quant_config: QuantizationConfig | None = None,
     store_as: torch.dtype | None = None,
     pack_early: bool = False,
 ) -> dict[str, Target]:
     """Fill every parameter of `model` from the checkpoint, streamed file by file.
 
     Args:
-        ignores: True for the name of a tensor that the model may lack.
+        quant_config: knows other names of tensors, and which of them the model may lack.
         store_as: dtype of matrices that are not quantized; None: as the checkpoint stores them.
         pack_early: pack each layer when it is loaded, not all at the end.
 
@@ -49,18 +49,14 @@ def load_weights(
         CheckpointError: names unused tensors, unfilled parameters, or shapes that disagree.
     """
     parameters = dict(model.named_parameters())
-    weight_map = WeightMap(model)
+    weight_map = WeightMap(model, quant_config.parameter_name if quant_config else lambda name: name)
     filled, sizes = dict.fromkeys(parameters, 0), {name: each.numel() for name, each in parameters.items()}
     early = EarlyPacking(model, {weight_map.target(name).parameter for name in checkpoint.tensors})
     unexpected: list[str] = []
     aliases = _aliases(model, parameters)
     tied: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in aliases.values()}
     targets: dict[str, Target] = {}
-    tensors = _with_progress(checkpoint, show_progress)
-    merge = getattr(model, "merge_weights", None)
-    if merge is not None:
-        tensors = merge(tensors, checkpoint.tensors)
-    for name, tensor in _per_expert(tensors, weight_map):
+    for name, tensor in _per_expert(_merged(model, checkpoint, show_progress), weight_map):
         target = weight_map.target(name)
         if target.parameter in parameters:
             tensor = _arranged(name, tensor, parameters[target.parameter], target, weight_map)
@@ -74,13 +70,23 @@ def load_weights(
                 early.filled(target.parameter, filled)
         elif target.parameter in aliases:
             tied[aliases[target.parameter]].append((name, tensor))
-        elif not weight_map.ignores(name) and not ignores(name):
+        elif not weight_map.ignores(name) and not _may_be_unused(name, tensor, quant_config):
             unexpected.append(name)
     _check_complete(parameters, filled, sizes, unexpected)
     for copies in tied.values():
         _check_tied_copies(copies)
     process_weights(model, early.packed)
     return targets
+
+
+def _merged(model: nn.Module, checkpoint: Tensors, show_progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = _with_progress(checkpoint, show_progress)
+    merge = getattr(model, "merge_weights", None)
+    return tensors if merge is None else merge(tensors, checkpoint.tensors)
+
+
+def _may_be_unused(name: str, tensor: torch.Tensor, config: QuantizationConfig | None) -> bool:
+    return config is not None and (config.ignores(name) or (config.ignores_zeros(name) and not tensor.any()))
 
 
 def load_dummy_weights(model: nn.Module, seed: int, *, pack_early: bool = False) -> None:

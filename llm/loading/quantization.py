@@ -104,7 +104,8 @@ def resolve_quantization(
 
 
 def _detect(folder: Path, hf_config: Mapping[str, object], user: str | None) -> _Found | None:
-    """Detect the format: claimed by a plugin, else ModelSlim by its file, else the one that config.json names."""
+    """Detect the format: claimed by a plugin, else ModelSlim by its file, else the one that config.json names, else the
+    one whose own file is there."""
     said, key = _quantization_config(hf_config)
     for name, config_class in plugin_configs().items():
         claimed = config_class.override_quantization_method(said, user)
@@ -113,7 +114,10 @@ def _detect(folder: Path, hf_config: Mapping[str, object], user: str | None) -> 
         for file in _present(folder, config_class.get_config_filenames()):
             return _Found(name, file.name, read_json(file, limit_bytes=_DESCRIPTION_BYTES))
     for name in quantization_methods():
-        for file in _present(folder, get_quantization_config(name).get_config_filenames()):
+        config_class = get_quantization_config(name)
+        if said and not config_class.file_decides:
+            continue
+        for file in _present(folder, config_class.get_config_filenames()):
             return _Found(name, file.name, read_json(file, limit_bytes=_DESCRIPTION_BYTES))
     if not said:
         return None

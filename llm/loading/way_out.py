@@ -11,8 +11,6 @@ from pathlib import Path
 
 # Part of a format's name -> the schemes to quantize the float checkpoint by.
 _SCHEMES = {
-    "awq": ("w4a16",),
-    "gptq": ("w4a16",),
     "bitsandbytes": ("w8a16", "w4a16"),
     "bnb": ("w8a16", "w4a16"),
     "fp8": ("w8a16", "w8a8"),

@@ -23,9 +23,13 @@ class Target(NamedTuple):
 
 
 class WeightMap:
-    """Checkpoint names -> parameters of `model` (see `llm.models.interface.CausalLM` for the data it declares)."""
+    """Checkpoint names -> parameters of `model` (see `llm.models.interface.CausalLM` for the data it declares).
 
-    def __init__(self, model: nn.Module) -> None:
+    `parameter_name` comes before the model's renames.
+    """
+
+    def __init__(self, model: nn.Module, parameter_name: Callable[[str], str] = lambda name: name) -> None:
+        self._parameter_name = parameter_name
         self._renames: tuple[tuple[str, str], ...] = getattr(model, "renames", ())
         self._rename_weight: Callable[[str], str] | None = getattr(model, "rename_weight", None)
         self._ignores_weight: Callable[[str], bool] | None = getattr(model, "ignores_weight", None)
@@ -49,7 +53,7 @@ class WeightMap:
 
     def target(self, name: str) -> Target:
         """The target of one checkpoint tensor. If it names no parameter, the loader reports that."""
-        segments = self._rename(name).split(".")
+        segments = self._rename(self._parameter_name(name)).split(".")
         for position, segment in enumerate(segments):
             if segment in self._fused:
                 fused, index = self._fused[segment]

@@ -26,7 +26,10 @@ from llm.quantize.partial import partial_folder
 
 _SHARD_BYTES = 2 << 30
 # Small files that are not copied; the tokenizer's and generation_config.json are.
-_NOT_COPIED = ("config.json", "*.index.json", "quant_model_description*.json", "results.json")
+_NOT_COPIED = (
+    *("config.json", "*.index.json", "quant_model_description*.json", "results.json"),
+    *("quantize_config.json", "quant_config.json"),
+)
 
 
 @library_defaults()

@@ -59,6 +59,8 @@ class ModelSlimConfig(QuantizationConfig):
         group_size: of W4A8's second-level scales; 0: per channel.
     """
 
+    file_decides = True
+
     def __init__(self, description: Mapping[str, object]) -> None:
         fields = Fields({name: value for name, value in description.items() if "." not in name}, FILE)
         _check_globals(fields)

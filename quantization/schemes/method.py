@@ -15,7 +15,7 @@ from torch import nn
 from llm.base.construction import construction
 from llm.base.errors import CheckpointError
 from llm.kernels.select import backend_of_construction
-from llm.kernels.weight import Weight, dequantize
+from llm.kernels.weight import Weight
 from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.schemes.table import Scheme
@@ -90,7 +90,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
             self._scheme.check(weight)
         except ValueError as error:
             raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
-        return dequantize(weight.q, weight.scale, weight.zero, weight.group_size)
+        return weight.dequantize()
 
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
         return self._embedding(token_ids, layer.packed_weight)
@@ -103,6 +103,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         weight: Weight = layer.packed_weight
         zero = None if weight.zero is None else weight.zero.float()
         found = IntegerWeight(weight.unpack(), weight.scales.float(), weight.group_size, self._scheme.bits, zero=zero)
+        found.columns = weight.columns
         if weight.minimum is not None:
             found.minimum = weight.minimum.float()
         if self._scheme.static:
@@ -113,7 +114,8 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         self._scheme.check(weight)
         weight = weight.to(self._device)
         bits: Weight = self._pack(weight.q, self._scheme.kind)
-        packed = self._kept(layer, bits.scaled(weight.scale, weight.zero, weight.group_size, weight.minimum))
+        scaled = bits.scaled(weight.scale, weight.zero, weight.group_size, weight.minimum, weight.columns)
+        packed = self._kept(layer, scaled)
         static = (weight.input_scale or 0.0, weight.input_offset) if self._scheme.static else (0.0, 0)
         layer.packed_weight = replace(
             packed, activations=self._scheme.activations, input_scale=static[0], input_offset=static[1]

@@ -27,8 +27,8 @@ def refusal(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("awq", "'w4a16'"),
-        ("gptq_marlin", "'w4a16'"),
+        ("hqq", "'w4a16'"),
+        ("auto-round", "'w4a16'"),
         ("bitsandbytes", "'w8a16' or 'w4a16'"),
         ("fp8", "'w8a16' or 'w8a8'"),
         ("mxfp4", "'w4a16'"),

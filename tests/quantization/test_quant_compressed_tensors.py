@@ -315,7 +315,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "endless": ({"ignore": ["re:(.+)+!$"]}, "repeats too much"),
     "no-pattern": ({"ignore": ["re:["]}, "is no regular expression"),
     "long": ({"x" * 10**5: 1}, r"x\.\.\."),
-    "method": ({"quant_method": "gptq"}, "quantized as 'gptq' .*, which is not computed; .* Known: compressed-tensors"),
+    "method": ({"quant_method": "hqq"}, "quantized as 'hqq' .*, which is not computed; .* Known: compressed-tensors"),
     "ignore": ({"ignore": "lm_head"}, "ignore is 'lm_head'"),
 }
 

@@ -1,0 +1,326 @@
+"""GPTQ and AWQ checkpoints, written here by their documented layouts, against float64 and transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from embedded import engine_of, open_llm, run
+from safetensors.torch import load_file, save_file
+from tiny_models import TinyModel, make_prompts, one_thread, reference_logprobs, write_checkpoint
+
+from llm import LLM, SamplingParams
+from llm.base.errors import CheckpointError, LLMError
+from llm.quantization.storage.words import GPTQStorage
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
+ROW = TinyModel("LlamaConfig", {**SIZES, "vocab_size": 256}, lengths=(5, 23))
+GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Parts = dict[str, torch.Tensor]
+Write = Callable[[torch.Tensor, torch.Generator], tuple[Parts, torch.Tensor]]
+
+
+def words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned values [R, C] -> int32: a stream of bits along C, the lowest first, in the plainest way there is."""
+    rows = []
+    for row in values.tolist():
+        stream = sum(value << (bits * index) for index, value in enumerate(row))
+        rows.append([(stream >> (32 * index)) & 0xFFFFFFFF for index in range(len(row) * bits // 32)])
+    return torch.tensor(rows).to(torch.int32)
+
+
+def integers(weight: torch.Tensor, bits: int, size: int, group: torch.Tensor, symmetric: bool) -> tuple[Any, ...]:
+    """(q [K, N], zero [G, N], float16 scale [G, N], float64 W [N, K]) by rounding to nearest; `group` of each input."""
+    count, most = weight.shape[1] // size, (1 << bits) - 1
+    by_group = torch.stack([weight[:, group == index] for index in range(count)])
+    low, high = by_group.amin(-1).clamp(max=0), by_group.amax(-1).clamp(min=0)
+    if symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    scale = ((high - low) / most).half()
+    zero = torch.full_like(low, 1 << (bits - 1)) if symmetric else (-low / scale).round().clamp(0, most)
+    q = ((weight.t() / scale[group]).round() + zero[group]).clamp(0, most).long()
+    return q, zero.long(), scale, ((q - zero.long()[group]).double() * scale.double()[group]).t()
+
+
+def gptq(bits: int = 4, size: int = 32, symmetric: bool = False, v2: bool = False, act_order: bool = False) -> Write:
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Parts, torch.Tensor]:
+        columns = weight.shape[1]
+        group = torch.arange(columns) // (columns if size == -1 else size)
+        if act_order:  # the same for all layers of one width: those of a fused layer have the same inputs
+            group = group[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        q, zero, scale, exact = integers(weight, bits, columns if size == -1 else size, group, symmetric)
+        stored = zero
+        if not v2:
+            assert symmetric or zero.min() > 0, "a zero of 0 has no form in words of v1 zero points"
+            stored = zero - 1
+        return {
+            "qweight": words(q.t(), bits).t().contiguous(),
+            "qzeros": words(stored, bits),
+            "scales": scale,
+            "g_idx": group.int(),
+        }, exact
+
+    return write
+
+
+def awq(size: int = 32) -> Write:
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Parts, torch.Tensor]:
+        group = torch.arange(weight.shape[1]) // size
+        q, zero, scale, exact = integers(weight, 4, size, group, False)
+        order = torch.arange(weight.shape[0]).view(-1, 8)[:, AWQ_ORDER].flatten()
+        return {"qweight": words(q[:, order], 4), "qzeros": words(zero[:, order], 4), "scales": scale}, exact
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("words") / "float"
+    with one_thread():
+        write_checkpoint(ROW, folder)
+    return folder
+
+
+def quantized(
+    source: Path,
+    target: Path,
+    description: dict[str, Any],
+    choose: Callable[[str], Write | None],
+    file: str = "",
+) -> Path:
+    """Write `target`, quantized, and `target`-exact in float32; returns the latter. `choose` gets a layer's name."""
+    tensors, exact = {}, {}
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in load_file(source / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        is_matrix = tensor.dim() == 2 and "embed_tokens" not in name
+        write = choose(layer) if is_matrix else None
+        tensors[name] = exact[name] = tensor
+        if write is not None:
+            del tensors[name]
+            parts, value = write(tensor, generator)
+            tensors |= {f"{layer}.{part}": item for part, item in parts.items()}
+            exact[name] = value.float()
+    config = json.loads((source / "config.json").read_text())
+    other = target.with_name(f"{target.name}-exact")
+    for folder, content in ((target, tensors), (other, exact)):
+        folder.mkdir()
+        save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+        own = config if file or folder is other else {**config, "quantization_config": description}
+        (folder / "config.json").write_text(json.dumps(own))
+    if file:
+        (target / file).write_text(json.dumps(description))
+    return other
+
+
+def held(llm: LLM) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, layer in engine_of(llm).runner.model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and method.scheme:
+            found[name] = method.dequantize_weight(layer)
+    return found
+
+
+def expected(exact: Path, name: str) -> torch.Tensor:
+    tensors = load_file(exact / "model.safetensors")
+    path, _, last = name.rpartition(".")
+    parts = {"qkv_proj": "q_proj k_proj v_proj", "gate_up_proj": "gate_proj up_proj"}.get(last, last).split()
+    return torch.cat([tensors[f"{path}.{part}.weight" if path else f"{part}.weight"] for part in parts])
+
+
+def everything(write: Write) -> Callable[[str], Write | None]:
+    return lambda name: None if name == "lm_head" else write
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[str], Write | None], str]] = {
+    "gptq-4": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, everything(gptq(symmetric=True)), ""),
+    "gptq-2-v2": (
+        {"quant_method": "gptq", "bits": 2, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        everything(gptq(2, v2=True)),
+        "",
+    ),
+    "gptq-3-old-file": ({"bits": 3, "group_size": -1}, everything(gptq(3, -1, symmetric=True)), "quantize_config.json"),
+    "gptq-8-head": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "lm_head": True, "checkpoint_format": "gptq_v2"},
+        lambda name: gptq(8, v2=True),
+        "",
+    ),
+    "gptq-act-order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        everything(gptq(4, 16, v2=True, act_order=True)),
+        "",
+    ),
+    "gptq-dynamic": (
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 32,
+            "checkpoint_format": "gptq_v2",
+            "dynamic": {r"-:.*\.0\.mlp\.down_proj": {}, r"+:.*\.mlp\.": {"bits": 8, "group_size": 16}},
+        },
+        lambda name: None
+        if name in ("lm_head", "model.layers.0.mlp.down_proj")
+        else gptq(8, 16, v2=True)
+        if ".mlp." in name
+        else gptq(v2=True),
+        "",
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
+         "modules_to_not_convert": ["o_proj"]},
+        lambda name: None if name == "lm_head" or "o_proj" in name else awq(),
+        "",
+    ),
+    "awq-old-file": (
+        {"zero_point": True, "q_group_size": 16, "w_bit": 4, "version": "GEMM"},
+        everything(awq(16)),
+        "quant_config.json",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_the_files_and_answers_transformers(case: str, source: Path, tmp_path: Path) -> None:
+    description, choose, file = CASES[case]
+    exact = quantized(source, tmp_path / "model", description, choose, file)
+    prompts = make_prompts(ROW)
+    with open_llm(tmp_path / "model", skip_tokenizer_init=True, kv_cache_dtype="float32") as llm:
+        layers = held(llm)
+        assert len(layers) == 2 * 4 + ("head" in case) - ("dynamic" in case) - 2 * (case == "awq")
+        for name, weight in layers.items():
+            assert torch.equal(weight, expected(exact, name)), name
+        alone = [output for prompt in prompts for output in run(llm, [prompt], GREEDY)]
+        batch = run(llm, prompts, GREEDY)
+    assert [out.outputs[0].logprobs for out in batch] == [out.outputs[0].logprobs for out in alone]
+    assert deviation(exact, alone) < 1e-4
+    assert deviation(source, alone) > 1e-3  # the control: the weights before they were quantized
+
+
+def deviation(folder: Path, outputs: list[Any]) -> float:
+    worst = 0.0
+    for output in outputs:
+        completion = output.outputs[0]
+        lines = reference_logprobs(folder, output.prompt_token_ids, completion.token_ids)
+        for line, ours in zip(lines, completion.logprobs or [], strict=True):
+            worst = max(worst, *(abs(line[index].item() - item.logprob) for index, item in ours.items()))
+    return worst if math.isfinite(worst) else math.inf
+
+
+ACT_ORDER = CASES["gptq-act-order"]
+AWQ = CASES["awq"]
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+def changed(part: str, change: Callable[[torch.Tensor], torch.Tensor], layer: str = LAYER) -> Callable[[Parts], None]:
+    def apply(tensors: Parts) -> None:
+        tensors[f"{layer}.{part}"] = change(tensors[f"{layer}.{part}"]).contiguous()
+
+    return apply
+
+
+def put(value: float, at: int = 3) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[at] = value
+        return tensor
+
+    return change
+
+
+HOSTILE: list[tuple[Any, Callable[[Parts], None], str]] = [
+    (ACT_ORDER, changed("g_idx", put(6)), "g_idx does not put 16 inputs into each of the groups from 0 to 5"),
+    (ACT_ORDER, changed("g_idx", put(-1)), "g_idx does not put 16 inputs"),
+    (ACT_ORDER, changed("g_idx", lambda x: x * 0), "g_idx does not put 16 inputs"),
+    (ACT_ORDER, changed("g_idx", lambda x: x[:-1]), r"g_idx has shape \[95\], the model needs \[96\]"),
+    (ACT_ORDER, changed("g_idx", lambda x: x.float() + 0.5), "g_idx has values that are not whole"),
+    (
+        ACT_ORDER,
+        changed("g_idx", lambda x: x.flip(0), "model.layers.0.self_attn.k_proj"),
+        "qkv_proj: g_idx differs between the shards",
+    ),
+    (ACT_ORDER, changed("scales", put(math.nan)), f"{LAYER}: scales must be finite and not 0"),
+    (ACT_ORDER, changed("scales", put(0.0)), "scales must be finite and not 0"),
+    (ACT_ORDER, changed("scales", lambda x: x[:-1]), r"scales has shape \[5, 64\], the model needs \[6, 64\]"),
+    (ACT_ORDER, changed("qweight", lambda x: x[:-1]), r"qweight has shape \[11, 64\], the model needs \[12, 64\]"),
+    (ACT_ORDER, changed("qzeros", lambda x: x.repeat(1, 2)), r"qzeros has shape \[6, 16\], the model needs \[6, 8\]"),
+    (ACT_ORDER, changed("qweight", lambda x: x.to(torch.int64) << 3), "qweight is stored as int64|beyond the range"),
+    (ACT_ORDER, lambda parts: parts.pop(f"{LAYER}.qzeros"), "parameters that no tensor fills: .*down_proj.qzeros"),
+    (
+        ACT_ORDER,
+        lambda parts: parts.pop("model.layers.0.self_attn.v_proj.qweight"),
+        "Detected some but not all shards of model.layers.0.self_attn.qkv_proj are quantized",
+    ),
+    (ACT_ORDER, lambda parts: parts.update({f"{LAYER}.bias": torch.ones(64)}), "does not have: .*down_proj.bias"),
+    (AWQ, changed("scales", put(math.inf)), "scales must be finite and not 0"),
+    (AWQ, changed("qweight", lambda x: x.t()), r"qweight has shape \[8, 96\], the model needs \[96, 8\]"),
+]
+
+
+def test_files_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> None:
+    for index, (description, choose, _) in enumerate((ACT_ORDER, AWQ)):
+        quantized(source, tmp_path / str(index), description, choose)
+    whole = [load_file(tmp_path / name / "model.safetensors") for name in "01"]
+    for case, change, message in HOSTILE:
+        index = 0 if case is ACT_ORDER else 1
+        tensors = dict(whole[index])
+        change(tensors)
+        save_file(tensors, tmp_path / str(index) / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=message):
+            LLM(tmp_path / str(index), skip_tokenizer_init=True)
+
+
+def test_a_bias_of_zeros_for_a_layer_without_one_is_left_out(source: Path, tmp_path: Path) -> None:
+    quantized(source, tmp_path / "model", *ACT_ORDER[:2])
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors[f"{LAYER}.bias"] = torch.zeros(64)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with open_llm(tmp_path / "model", skip_tokenizer_init=True) as llm:
+        text = " ".join(str(llm.explain()).split())
+    assert "4 bits, groups of 16" in text and "W4A16" in text
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ({"bits": 5}, "gptq: weights of 5 bits are not computed, only of 2, 3, 4, 8"),
+        ({"group_size": 0}, "group_size is 0, must be at least 1, or -1"),
+        ({"group_size": 4096}, r"qkv_proj has 64 columns, and groups are of 4096"),
+        ({"checkpoint_format": "marlin"}, "the checkpoint_format 'marlin' is not read"),
+        ({"pack_dtype": "int64"}, "packed in 'int64'"),
+        ({"rotation": "hadamard"}, "rotation 'hadamard' is not computed"),
+        ({"dynamic": {"(": {}}}, "no regular expression"),
+        ({"dynamic": {"x": 3}}, "is 3, must be an object"),
+        ({"modules_in_block_to_quantize": "all"}, "must be a list of lists"),
+        ({"quant_method": "awq", "w_bit": 3}, "awq: weights of 3 bits"),
+        (
+            {"quant_method": "awq", "version": "gemv"},
+            "the version 'gemv' is not read, only 'gemm'; use the unquantized",
+        ),
+        ({"quant_method": "awq", "zero_point": False}, "without zero points"),
+    ],
+)
+def test_descriptions_that_are_not_computed(description: dict[str, Any], message: str, source: Path) -> None:
+    """Random weights: nothing of the description is hidden by what the checkpoint has."""
+    asked = {"quant_method": "gptq", "bits": 4, "group_size": 32, **description}
+    with pytest.raises(LLMError, match=message):
+        LLM(source, load_format="dummy", skip_tokenizer_init=True, hf_overrides={"quantization_config": asked})
+
+
+def test_zero_points_less_one_borrow_as_gptqmodel_does() -> None:
+    """A zero point of 0 takes its 1 from the next value; of 3 bits other words are subtracted (GPTQModel 2 to 4)."""
+    zero = torch.tensor([[0, 15, 3, 0, 0, 8, 1, 2]])
+    stored = (words(zero, 4).long() - 0x11111111).to(torch.int32)
+    assert torch.equal(GPTQStorage(4, 8, True, False)._zeros(stored, (1, 8)), (zero - 8).to(torch.int8))
+    threes = words(torch.full((1, 64), 4), 3)
+    subtracted = (threes.long() - torch.tensor([0x24924924, 0x92492492, 0x49249249] * 2)).to(torch.int32)
+    assert not torch.equal(subtracted, words(torch.full((1, 64), 3), 3))
+    for form, by_gptqmodel in ((subtracted, True), (words(torch.full((1, 64), 3), 3), False)):
+        assert not GPTQStorage(3, 8, True, by_gptqmodel)._zeros(form, (1, 64)).any()
