@@ -18,8 +18,10 @@ import torch
 from llm.kernels.reference.rounding import fused_multiply_add
 
 FLOAT_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# The kinds with scales, and the type that `Weight.unpack` gives of each. "float8" is e4m3fn without NaN.
+SCALED_KINDS = {"int8": torch.int8, "int4": torch.int8, "float8": torch.float8_e4m3fn}
 # As Kind and Activations (kernels/cpu), in order.
-KINDS = (*FLOAT_KINDS.values(), "int8", "int4")
+KINDS = (*FLOAT_KINDS.values(), *SCALED_KINDS)
 ACTIVATIONS = ("float", "bfloat16", "int8")
 # What codes are counted from, below 0.
 LEAST = {"int8": 128, "int4": 8}
@@ -34,20 +36,20 @@ T = TypeVar("T")
 class Weight:
     """A matrix [n, k], and how a GEMM with it is computed.
 
-    W[i, j] = w[i, j] of a float kind; of integers (w[i, j] - zero[i, g]) * scale[i, g] with g = j // group_size, or
-    table[w[i, j] + 8] in the place of w. With minima it is code[i, j] * scale[i, g] - minimum[i, g], rounded once,
-    where code is w counted from the least value of its kind: w + 8 of int4, w + 128 of int8. With `columns` that is
-    W[i, columns[j]]. Its tensors are those of the layer, so whoever frees or moves a layer's memory frees or moves the
-    weight's.
+    W[i, j] = w[i, j] of a float kind, w[i, j] * scale[i, g] of 8-bit floats with g = j // group_size. Of integers it is
+    (w[i, j] - zero[i, g]) * scale[i, g], or table[w[i, j] + 8] * scale[i, g]. With minima it is code[i, j] *
+    scale[i, g] - minimum[i, g], rounded once, where code is w counted from the least value of its kind: w + 8 of int4,
+    w + 128 of int8. With `columns` that is W[i, columns[j]]. Its tensors are those of the layer, so whoever frees or
+    moves a layer's memory frees or moves the weight's.
 
     Attributes:
         data: the bits of w, in the layout of the backend that packed them.
         kind: what w is, of `KINDS`.
-        scale: float [n, groups] of integers; None: not yet known, and nothing can be computed.
+        scale: float [n, groups] of integers and 8-bit floats; None: not yet known, and nothing can be computed.
         zero: [n, groups], None: 0 everywhere.
         minimum: float [n, groups], in place of zero; None: none.
         group_size: columns that share a scale; 0: all of a row.
-        table: float32 [16], the values that int4 stands for; None: -8 to 7.
+        table: float32 [16], the values that int4 stands for, in the place of -8 to 7; None: those.
         activations: "float": GEMMs read them as they are; "bfloat16": rounded to it, for a bfloat16 weight; "int8":
             quantized, by each row's largest or by `input_scale`.
         input_scale: of static int8 activations, q = round(x / input_scale) + input_offset; 0: each row has its own.
@@ -83,13 +85,13 @@ class Weight:
         if self.is_float:
             _check_float(self)
         else:
-            _check_integers(self)
+            _check_scaled(self)
         if self.bias is not None and self.bias.shape != (self.n,):
             raise ValueError(f"one bias per output is needed, [{self.n}], got {list(self.bias.shape)}")
 
     @property
     def is_float(self) -> bool:
-        return self.kind not in ("int8", "int4")
+        return self.kind not in SCALED_KINDS
 
     @property
     def groups(self) -> int:
@@ -104,7 +106,7 @@ class Weight:
     def memory(self) -> dict[str, torch.Tensor | None]:
         """What it is made of but for the bias, by the names of the buffers that a layer keeps it in."""
         scales = {"weight_scale": self.scale, "weight_zero": self.zero, "weight_minimum": self.minimum}
-        return {"packed_data": self.data, **scales, "weight_columns": self.columns}
+        return {"packed_data": self.data, **scales, "weight_table": self.table, "weight_columns": self.columns}
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         """Rows start to end - 1 of `unpack()`."""
@@ -112,7 +114,7 @@ class Weight:
         return _split_nibbles(part)[:, : self.k] if self.kind == "int4" else part
 
     def unpack(self) -> torch.Tensor:
-        """w [n, k], bit for bit what was packed: int8 for "int8" and "int4", else the floating type."""
+        """w [n, k], bit for bit what was packed: of the type in `SCALED_KINDS`, else the floating type."""
         return self.rows(0, self.n)
 
     def dequantize(self, start: int = 0, end: int | None = None) -> torch.Tensor:
@@ -138,7 +140,7 @@ class Weight:
     def scales(self) -> torch.Tensor:
         """`scale`; ValueError where there is none."""
         if self.scale is None:
-            raise ValueError(f"an {self.kind} weight needs its scales")
+            raise ValueError(f"a weight of {self.kind} needs its scales")
         return self.scale
 
     def scaled(
@@ -214,10 +216,13 @@ def _above_minimum(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tens
 def kind_of(values: torch.Tensor, kind: str | None) -> str:
     """The kind that `values` [N, K] are packed as: of integers `kind` says it; ValueError where they are not of it."""
     if kind is None:
-        kind = FLOAT_KINDS.get(values.dtype)
-    if kind is None or values.dim() != 2 or (kind in ("int8", "int4")) != (values.dtype == torch.int8):
-        wanted = "float32, bfloat16 or float16" if kind is None else "torch.int8" if "int" in kind else kind
+        kind = "float8" if values.dtype == torch.float8_e4m3fn else FLOAT_KINDS.get(values.dtype)
+    fits = kind is not None and SCALED_KINDS.get(kind, values.dtype) == values.dtype
+    if kind is None or not fits or values.dim() != 2 or (kind not in SCALED_KINDS and values.dtype == torch.int8):
+        wanted = "float32, bfloat16 or float16" if kind is None else SCALED_KINDS.get(kind, kind)
         raise ValueError(f"a weight is {wanted} [N, K], got {values.dtype} {list(values.shape)}")
+    if kind == "float8" and ((values.view(torch.uint8) & 0x7F) == 0x7F).any():
+        raise ValueError("the weight has values that are NaN")
     if kind == "int4" and values.numel() and (values.min() < -8 or values.max() > 7):
         raise ValueError(f"int4 values lie in [-8, 7], got [{int(values.min())}, {int(values.max())}]")
     if kind in ("int8", "int4") and values.shape[1] > MAX_INTEGER_K:
@@ -233,26 +238,37 @@ def _check_float(weight: Weight) -> None:
         raise ValueError(f"no product is defined of {weight.activations} activations with a {weight.kind} weight")
 
 
-def _check_integers(weight: Weight) -> None:
+def _check_scaled(weight: Weight) -> None:
     shape = (weight.n, weight.groups)
     for name in ("scale", "zero", "minimum"):
         values = getattr(weight, name)
         if values is not None and values.shape != shape:
             raise ValueError(f"{name} has shape {list(values.shape)}, groups of {weight.group_size} need {list(shape)}")
-    if weight.minimum is not None and (weight.zero is not None or weight.table is not None):
-        raise ValueError("a weight with minima has no zero points and no table")
+    shifted = [name for name in ("zero", "minimum", "table") if getattr(weight, name) is not None]
+    if len(shifted) > 1 or (shifted and weight.kind == "float8"):
+        what = "of 8-bit floats has neither" if weight.kind == "float8" else "has one of"
+        raise ValueError(f"a weight {what} zero points, minima and a table, got {' and '.join(shifted)}")
+    if weight.table is not None:
+        _check_table(weight)
     if weight.columns is not None and not _is_permutation(weight.columns, weight.k):
         raise ValueError(f"columns are the numbers from 0 to {weight.k - 1} in some order")
     if weight.activations == "bfloat16":
-        raise ValueError(f"no product is defined of bfloat16 activations with an {weight.kind} weight")
+        raise ValueError(f"no product is defined of bfloat16 activations with a weight of {weight.kind}")
     if weight.activations == "int8":
         _check_integer_product(weight)
     elif weight.input_scale or weight.input_offset:
         raise ValueError("only int8 activations have a scale and an offset")
 
 
+def _check_table(weight: Weight) -> None:
+    if weight.kind != "int4" or weight.table is None or weight.table.shape != (16,):
+        raise ValueError(f"a table is of 16 values and of an int4 weight, got {weight.kind}")
+
+
 def _check_integer_product(weight: Weight) -> None:
     """Whole sums are scaled: one scale per row of int8, one per group of int4, and nothing is subtracted first."""
+    if weight.kind == "float8":
+        raise ValueError("no product is defined of int8 activations with 8-bit floats")
     if any(part is not None for part in (weight.zero, weight.minimum, weight.table)):
         raise ValueError("a product with int8 activations is of a weight without zero points, minima and table")
     if weight.kind == "int8" and weight.groups > 1:

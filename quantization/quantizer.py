@@ -35,12 +35,13 @@ _DAMPING = 0.01
 
 @dataclass
 class IntegerWeight:
-    """An integer weight: W[n, k] = (q[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
+    """A quantized weight: W[n, k] = (q[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
 
-    With a minimum: code * scale[n, g] - minimum[n, g], where code is q + 128 of 8 bits, q + 8 of fewer.
+    With a minimum: code * scale[n, g] - minimum[n, g], where code is q + 128 of 8 bits, q + 8 of fewer. With a table:
+    table[q[n, k] + 8] * scale[n, g].
 
     Attributes:
-        q: int8 [N, K].
+        q: int8 [N, K]; of 8-bit floats float8_e4m3fn.
         scale: float32 [N, G].
         zero: int8 [N, G]; None: 0 everywhere.
         group_size: K for one scale per row.
@@ -49,6 +50,7 @@ class IntegerWeight:
         bias: float32 [N] that replaces the layer's bias, if the format stores the bias with the integers.
         minimum: float32 [N, G]; None: none.
         columns: int32 [K], the input that each column of q is multiplied by; None: each by its own.
+        table: float32 [16], the values that 4 bits stand for; None: -8 to 7.
     """
 
     q: torch.Tensor
@@ -61,18 +63,19 @@ class IntegerWeight:
     bias: torch.Tensor | None = None
     minimum: torch.Tensor | None = None
     columns: torch.Tensor | None = None
+    table: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> IntegerWeight:
         """Itself where all of it is there, else a copy."""
-        parts = (self.zero, self.bias, self.minimum, self.columns)
-        zero, bias, minimum, columns = (None if part is None else part.to(device) for part in parts)
-        q, scale = self.q.to(device), self.scale.to(device)
-        return replace(self, q=q, scale=scale, zero=zero, bias=bias, minimum=minimum, columns=columns)
+        parts = {name: getattr(self, name) for name in ("zero", "bias", "minimum", "columns", "table")}
+        moved = {name: None if part is None else part.to(device) for name, part in parts.items()}
+        return replace(self, q=self.q.to(device), scale=self.scale.to(device), **moved)
 
     def dequantize(self) -> torch.Tensor:
         """W in float32."""
-        weight = pack(self.q, "int4" if self.bits <= 4 else "int8")
-        return weight.scaled(self.scale, self.zero, self.group_size, self.minimum, self.columns).dequantize()
+        kind = "float8" if self.q.is_floating_point() else "int4" if self.bits <= 4 else "int8"
+        weight = pack(self.q, kind).scaled(self.scale, self.zero, self.group_size, self.minimum, self.columns)
+        return replace(weight, table=self.table).dequantize()
 
 
 @dataclass

@@ -24,6 +24,8 @@ _BUILTIN_CONFIGS: dict[str, str] = {
     "gguf": "llm.quantization.configs.gguf:GGUFConfig",
     "gptq": "llm.quantization.configs.gptq:GPTQConfig",
     "awq": "llm.quantization.configs.awq:AWQConfig",
+    "fp8": "llm.quantization.configs.fp8:Fp8Config",
+    "mxfp4": "llm.quantization.configs.mxfp4:Mxfp4Config",
 }
 # Other names of the same formats.
 ALIASES = {"modelslim": "ascend", "gptq_marlin": "gptq", "awq_marlin": "awq"}

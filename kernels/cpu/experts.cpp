@@ -183,8 +183,8 @@ using namespace llm;
 
 // y [tokens, hidden] = sum over the slots, in order, of factors[token, slot] * down(act(gate_up(x[token]))), each with
 // the weights of the expert ids[token, slot]. Weights [experts]: gate_up [2 inner, hidden], the gates first, and down
-// [hidden, inner]. Returns 0; or, having computed nothing: 1 if an id is not in [0, experts), 2 for integer weights
-// without scales.
+// [hidden, inner]. Returns 0; or, having computed nothing: 1 if an id is not in [0, experts), 2 for weights
+// that lack their scales.
 LLM_EXPORT int64_t llm_experts(const Weight* gate_up, const Weight* down, int64_t experts, const float* x,
                                const int64_t* ids, const float* factors, int64_t tokens, int64_t top_k,
                                int64_t function, float limit, float* y, int64_t threads) {

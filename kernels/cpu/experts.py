@@ -45,7 +45,7 @@ def experts(
         lowest, highest = int(topk_ids.min()), int(topk_ids.max())
         raise IndexError(f"expert ids must be in [0, {len(weights.down)}), got {lowest} to {highest}")
     if result == _NO_SCALES:
-        raise ValueError(f"an {weights.down[0].kind} weight needs its scales")
+        raise ValueError(f"a weight of {weights.down[0].kind} needs its scales")
     if library.recorder is not None:
         library.recorder.kept.append(weights)
     return out

@@ -3,6 +3,7 @@
 // Every output is one chain of FMAs from +0 over k = 0 ... K-1, then the bias. The tile, the number of batch rows and
 // the thread do not enter. A panel is [k][16], of bfloat16 [k / 2][16][2]: a shift and a mask widen an output channel's
 // two values. With AMX (gemm_tiles.h) a bfloat16 weight has another chain, which does not depend on the batch either.
+// Packing is here for 8-bit floats too, in panels [k][16]; gemm_weight_only.cpp computes with them.
 #include "gemm_tiles.h"
 #include "quantize.h"
 #include "vector_math.h"
@@ -213,6 +214,14 @@ void pack_float(Kind kind, const void* src, void* dst, int64_t n, int64_t k, int
         using T = typename decltype(type)::Value;
         pack(static_cast<const T*>(src), static_cast<T*>(dst), n, k, threads);
     });
+}
+
+void pack_float8(const uint8_t* src, uint8_t* dst, int64_t n, int64_t k, int64_t threads) {
+    pack(src, dst, n, k, threads);
+}
+
+void unpack_float8(const Weight& weight, uint8_t* dst, int64_t first, int64_t end, int64_t threads) {
+    unpack(weight, dst, first, end, threads);
 }
 
 void unpack_float(const Weight& weight, void* dst, int64_t first, int64_t end, int64_t threads) {

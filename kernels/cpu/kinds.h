@@ -6,8 +6,8 @@
 
 namespace llm {
 
-// Integer weights are packed: gemm_int8.cpp and gemm_int4.cpp describe how.
-enum class Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 };
+// Integer weights are packed: gemm_int8.cpp and gemm_int4.cpp describe how. FLOAT8 is e4m3fn, and never NaN.
+enum class Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8 };
 LLM_NAMED(Kind)
 
 namespace {
@@ -21,10 +21,16 @@ template <class Call> LLM_INLINE auto with_type(Kind kind, const Call& call) {
     return call(Type<F16>{});
 }
 
-// Of an element of a float `kind`.
+// A weight of it is multiplied by scales: integers and 8-bit floats.
+LLM_INLINE bool has_scales(Kind kind) { return kind == Kind::INT8 || kind == Kind::INT4 || kind == Kind::FLOAT8; }
+
+// Of an element of a kind without scales.
 LLM_INLINE int64_t bytes_of(Kind kind) { return kind == Kind::FLOAT32 ? 4 : 2; }
 
-LLM_INLINE int64_t bits_of(Kind kind) { return kind == Kind::INT8 ? 8 : kind == Kind::INT4 ? 4 : 8 * bytes_of(kind); }
+LLM_INLINE int64_t bits_of(Kind kind) {
+    if (kind == Kind::INT4) return 4;
+    return has_scales(kind) ? 8 : 8 * bytes_of(kind);
+}
 
 }  // namespace
 }  // namespace llm

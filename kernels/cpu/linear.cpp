@@ -6,7 +6,7 @@ namespace llm {
 namespace {
 
 auto product_with(const Weight& weight) {
-    if (weight.kind != Kind::INT8 && weight.kind != Kind::INT4) return linear_float;
+    if (!has_scales(weight.kind)) return linear_float;
     if (weight.activations != Activations::INT8) return linear_weight_only;
     return weight.kind == Kind::INT8 ? linear_int8 : linear_int4;
 }
@@ -21,9 +21,7 @@ int64_t nanoseconds(const Weight& weight, int64_t m) {
 
 }  // namespace
 
-bool lacks_scales(const Weight& weight) {
-    return (weight.kind == Kind::INT8 || weight.kind == Kind::INT4) && !weight.scale;
-}
+bool lacks_scales(const Weight& weight) { return has_scales(weight.kind) && !weight.scale; }
 
 void linear(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
     if (!is_worth_sharing(nanoseconds(weight, m))) threads = 1;
@@ -42,19 +40,18 @@ void linear(const Weight& weight, const float* x, float* y, int64_t m, int64_t t
 
 using namespace llm;
 
-// y [m, n] = x [m, k] W^T + bias. Returns 0; or 1, having computed nothing, for an integer weight without scales.
+// y [m, n] = x [m, k] W^T + bias. Returns 0; or 1, having computed nothing, for a weight that lacks its scales.
 LLM_EXPORT int64_t llm_linear(const Weight* weight, const float* x, float* y, int64_t m, int64_t threads) {
     if (lacks_scales(*weight)) return 1;
     linear(*weight, x, y, m, threads);
     return 0;
 }
 
-// ids [count] -> y [count, k], of a float weight or of integers with scales. Returns 0; or 1, having read nothing, if
+// ids [count] -> y [count, k], of a weight that does not lack its scales. Returns 0; or 1, having read nothing, if
 // an id is not in [0, n).
 LLM_EXPORT int64_t llm_embedding(const Weight* weight, const int64_t* ids, float* y, int64_t count, int64_t threads) {
     if (first_outside(ids, count, weight->n) >= 0) return 1;
-    const bool is_integer = weight->kind == Kind::INT8 || weight->kind == Kind::INT4;
-    const auto gather = is_integer ? gather_integers : gather_float;
+    const auto gather = has_scales(weight->kind) ? gather_scaled : gather_float;
     gather(*weight, ids, y, count, threads);
     return 0;
 }
@@ -65,6 +62,8 @@ LLM_EXPORT void llm_pack(Kind kind, const void* src, void* dst, int32_t* sums, i
     const int8_t* integers = static_cast<const int8_t*>(src);
     if (kind == Kind::INT8) return pack_int8(integers, static_cast<int8_t*>(dst), sums, n, k, threads);
     if (kind == Kind::INT4) return pack_int4(integers, static_cast<uint8_t*>(dst), n, k, threads);
+    if (kind == Kind::FLOAT8)
+        return pack_float8(static_cast<const uint8_t*>(src), static_cast<uint8_t*>(dst), n, k, threads);
     pack_float(kind, src, dst, n, k, threads);
 }
 
@@ -73,6 +72,7 @@ LLM_EXPORT void llm_unpack(const Weight* weight, void* dst, int64_t first, int64
     int8_t* integers = static_cast<int8_t*>(dst);
     if (weight->kind == Kind::INT8) return unpack_int8(*weight, integers, first, end, threads);
     if (weight->kind == Kind::INT4) return unpack_int4(*weight, integers, first, end, threads);
+    if (weight->kind == Kind::FLOAT8) return unpack_float8(*weight, static_cast<uint8_t*>(dst), first, end, threads);
     unpack_float(*weight, dst, first, end, threads);
 }
 

@@ -29,7 +29,7 @@ def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tens
     slots = _LINEAR.pack(weight.address, x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads())
     result = entry(slots)
     if result:
-        raise ValueError(f"an {weight.kind} weight needs its scales")
+        raise ValueError(f"a weight of {weight.kind} needs its scales")
     if library.recorder is not None:
         library.recorder.note(entry, slots, result)
         library.recorder.kept.append(weight)
@@ -39,12 +39,12 @@ def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tens
 def embedding(library: Library, token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
     """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id outside [0, N).
 
-    The weight is float, or of integers with scales whose columns are in order.
+    The weight is float, or has its scales, and its columns are in order.
     """
     if weight.columns is not None:
         raise ValueError("an embedding table has its columns in order")
     if not weight.is_float and weight.scale is None:
-        raise ValueError(f"an {weight.kind} weight needs its scales")
+        raise ValueError(f"a weight of {weight.kind} needs its scales")
     ids = token_ids.to(torch.int64).contiguous()
     out = library.empty(*ids.shape, weight.k)
     address, threads = weight.address, torch.get_num_threads()

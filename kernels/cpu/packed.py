@@ -16,7 +16,7 @@ from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS, WeightStruct
 from llm.kernels.cpu.tensors import KINDS as FLOATS
 from llm.kernels.cpu.tensors import pointer
-from llm.kernels.weight import ACTIVATIONS, KINDS, Weight, kind_of
+from llm.kernels.weight import ACTIVATIONS, KINDS, SCALED_KINDS, Weight, kind_of
 
 LANES = 16
 # Bytes of a huge page: large weights use them where the system allows it, for fewer TLB misses.
@@ -28,6 +28,7 @@ _PANELS = {
     "float16": (torch.float16, 1),
     "int8": (torch.int8, 4),
     "int4": (torch.uint8, 8),
+    "float8": (torch.float8_e4m3fn, 1),
 }
 
 _PACK = KERNELS["llm_pack"]
@@ -59,8 +60,10 @@ class _Description:
         if weight.columns is not None:
             _check_memory("the columns", weight.columns, torch.int32, weight.k)
         struct = self._struct
+        if weight.table is not None:
+            _check_memory("the table", weight.table, torch.float32, 16)
         struct.data, struct.sums, struct.bias = weight.data.data_ptr(), pointer(weight.sums), pointer(weight.bias)
-        struct.columns = pointer(weight.columns)
+        struct.columns, struct.table = pointer(weight.columns), pointer(weight.table)
         struct.kind, struct.activations = KINDS.index(weight.kind), ACTIVATIONS.index(weight.activations)
         struct.n, struct.k, struct.group_size = weight.n, weight.k, weight.group_size
         struct.input_scale, struct.input_offset = weight.input_scale, weight.input_offset
@@ -91,8 +94,6 @@ class PanelWeight(Weight):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.table is not None:
-            raise ValueError("the CPU kernels have no products with a table of values")
         if self.activations == "int8" and self.kind == "int4" and self.groups > 1 and self.group_size % 8:
             raise ValueError(f"groups are of a multiple of 8 columns, got {self.group_size}")
         if self.bias is not None and not _is_plain(self.bias):
@@ -102,7 +103,7 @@ class PanelWeight(Weight):
     @property
     def parts(self) -> list[torch.Tensor]:
         """The tensors that it is made of."""
-        parts = (self.data, self.sums, self.scale, self.zero, self.minimum, self.bias, self.columns)
+        parts = (self.data, self.sums, self.scale, self.zero, self.minimum, self.table, self.bias, self.columns)
         return [part for part in parts if part is not None]
 
     @property
@@ -129,8 +130,7 @@ class PanelWeight(Weight):
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         start, end, _ = slice(start, end).indices(self.n)
-        dtype = torch.int8 if self.kind == "int4" else self.data.dtype
-        out = torch.empty(max(0, end - start), self.k, dtype=dtype)
+        out = torch.empty(max(0, end - start), self.k, dtype=SCALED_KINDS.get(self.kind, self.data.dtype))
         self.library.call(_UNPACK, self.address, out.data_ptr(), start, start + len(out), torch.get_num_threads())
         return out
 
@@ -167,7 +167,7 @@ class WeightArray:
 
 
 def pack(lib: Library, values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> PanelWeight:
-    """float32, bfloat16, float16, or int8 [N, K] with `kind` "int8" or "int4" -> a weight in panels.
+    """float32, bfloat16, float16, float8_e4m3fn, or int8 [N, K] with `kind` "int8" or "int4" -> a weight in panels.
 
     `reuse`: float values may be packed in place, which happens if N is a multiple of 16 (and K even, for bfloat16).
     """
@@ -175,7 +175,7 @@ def pack(lib: Library, values: torch.Tensor, kind: str | None = None, reuse: boo
     n, k = values.shape
     values = values.contiguous()
     dtype, size = _size(kind, n, k)
-    reuse = reuse and values.numel() == size and values.dtype == dtype and kind != "int8"
+    reuse = reuse and values.numel() == size and values.dtype == dtype and kind not in SCALED_KINDS
     data = values.view(-1) if reuse else _allocate(lib, size, dtype)
     sums = torch.empty(_padded(n), dtype=torch.int32) if kind == "int8" else None
     number, threads = KINDS.index(kind), torch.get_num_threads()

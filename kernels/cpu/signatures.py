@@ -92,6 +92,7 @@ const int32_t* sums
 const void* scale
 const void* zero
 const void* minimum
+const float* table
 const float* bias
 const int32_t* columns
 Kind kind

@@ -37,6 +37,7 @@ constexpr int LANES = 16;
 
 struct BF16 { uint16_t bits; };
 struct F16 { uint16_t bits; };
+struct F8 { uint8_t bits; };  // e4m3fn
 
 LLM_INLINE float bits_to_float(uint32_t bits) {
     float value;
@@ -53,6 +54,11 @@ LLM_INLINE float widen(F16 x) {
     if (rest >= 0x0400u) return bits_to_float(sign | ((rest << 13) + 0x38000000u));
     const float denormal = static_cast<float>(rest) * 0x1p-24f;
     return sign ? -denormal : denormal;
+}
+// Of all but NaN: the bits of a float16 whose exponent is counted from 8 more.
+LLM_INLINE float widen(F8 x) {
+    const uint32_t bits = (x.bits & 0x80u) << 8 | (x.bits & 0x7fu) << 7;
+    return widen(F16{static_cast<uint16_t>(bits)}) * 256.0f;
 }
 
 #if LLM_AVX512

@@ -11,10 +11,12 @@ enum class Activations : int64_t { FLOAT, BFLOAT16, INT8 };
 LLM_NAMED(Activations)
 
 // W[i, j] = (w[i, j] - zero[i, g]) * scale[i, g] with g = j / group_size, or w[i, j] of a float kind. With minima
-// W[i, j] = code * scale[i, g] - minimum[i, g], rounded once, where code is w[i, j] + 128 of INT8, + 8 of INT4.
+// W[i, j] = code * scale[i, g] - minimum[i, g], rounded once, where code is w[i, j] + 128 of INT8, + 8 of INT4. With a
+// table, which is of INT4, W[i, j] = table[w[i, j] + 8] * scale[i, g].
 //   data          panels of 16 output channels: kernels/README.md
 //   sums          [n, padded to panels], each output channel's sum over k; INT8 only
 //   scale, zero, minimum   [groups][stride], a group's output channels side by side; one of the last two may be there
+//   table         [16] or null
 //   bias          [n] or null
 //   columns       [k] or null: which input w[i, j] is multiplied by, where that is not input j; a permutation
 //   input_scale   of static int8 activations, with input_offset; 0: each batch row has its own scale
@@ -24,6 +26,7 @@ LLM_NAMED(Activations)
     FIELD(const void*, scale)       \
     FIELD(const void*, zero)        \
     FIELD(const void*, minimum)     \
+    FIELD(const float*, table)      \
     FIELD(const float*, bias)       \
     FIELD(const int32_t*, columns)  \
     FIELD(Kind, kind)               \
@@ -62,11 +65,13 @@ void linear_weight_only(const Weight& weight, const float* x, float* y, int64_t 
 void pack_float(Kind kind, const void* src, void* dst, int64_t n, int64_t k, int64_t threads);
 void pack_int8(const int8_t* src, int8_t* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads);
 void pack_int4(const int8_t* src, uint8_t* dst, int64_t n, int64_t k, int64_t threads);
+void pack_float8(const uint8_t* src, uint8_t* dst, int64_t n, int64_t k, int64_t threads);
 void unpack_float(const Weight& weight, void* dst, int64_t first, int64_t end, int64_t threads);
 void unpack_int8(const Weight& weight, int8_t* dst, int64_t first, int64_t end, int64_t threads);
 void unpack_int4(const Weight& weight, int8_t* dst, int64_t first, int64_t end, int64_t threads);
+void unpack_float8(const Weight& weight, uint8_t* dst, int64_t first, int64_t end, int64_t threads);
 void gather_float(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads);
-void gather_integers(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads);
+void gather_scaled(const Weight& weight, const int64_t* ids, float* y, int64_t count, int64_t threads);
 
 namespace {
 
@@ -99,6 +104,7 @@ struct Groups {
 inline int64_t panel_bytes(Kind kind, int64_t k) {
     if (kind == Kind::INT4) return ceil_div(k, 8) * LANES * 4;
     if (kind == Kind::INT8) return ceil_div(k, 4) * LANES * 4;
+    if (kind == Kind::FLOAT8) return k * LANES;
     return (kind == Kind::BFLOAT16 ? ceil_div(k, 2) * 2 : k) * LANES * bytes_of(kind);
 }
 

@@ -25,7 +25,8 @@ from llm.kernels.weight import Weight, kind_of
 
 
 def pack(values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> Weight:
-    """float32, bfloat16, float16, or int8 [N, K] with `kind` "int8" or "int4" -> a weight with these values.
+    """float32, bfloat16, float16, float8_e4m3fn, or int8 [N, K] with `kind` "int8" or "int4" -> a weight with these
+    values.
 
     `reuse`: the weight may keep the values' memory.
     """
@@ -70,7 +71,8 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 def embedding(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id outside [0, N)."""
     ids = token_ids.flatten()
-    data = F.embedding(ids, weight.data)
+    is_byte = weight.data.dtype.itemsize == 1  # PyTorch looks up no 8-bit floats
+    data = F.embedding(ids, weight.data.view(torch.uint8) if is_byte else weight.data).view(weight.data.dtype)
     if weight.is_float:
         return data.float().view(*token_ids.shape, weight.k)
     parts = (weight.scale, weight.zero, weight.minimum)

@@ -118,8 +118,14 @@ def _fill_dummy(parameter: nn.Parameter, leaf: str, generator: torch.Generator) 
         data = torch.empty(parameter.shape, dtype=parameter.dtype)
         loader: Callable[[nn.Parameter, torch.Tensor, None], int] = getattr(parameter, "weight_loader", copy_whole)
         loader(parameter, data.normal_(0.0, _DUMMY_STD, generator=generator), None)
+    elif parameter.dtype == torch.uint8:
+        # Two codes of 4 bits, and exponents counted from 127.
+        parameter.data.random_(*((118, 122) if "scale" in leaf else (0, 256)), generator=generator)
     elif not parameter.is_floating_point():
         parameter.data.random_(-8, 8, generator=generator)
+    elif parameter.dtype.itemsize == 1:
+        values = torch.empty(parameter.shape).normal_(generator=generator)
+        parameter.data.copy_(values.abs() if "scale" in leaf else values)
     elif parameter.dim() == 1 and leaf == "weight":
         parameter.data.fill_(1.0)
     elif "scale" in leaf:
@@ -164,7 +170,12 @@ def _per_expert(
 
 def stored_as(dtype: torch.dtype, dim: int, asked: torch.dtype | None) -> torch.dtype:
     """The dtype in memory of a tensor that is not quantized: a float matrix takes `asked`."""
-    return asked if asked is not None and dtype.is_floating_point and dim >= 2 else dtype
+    return asked if asked is not None and _is_wide(dtype) and dim >= 2 else dtype
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    """A float of at least 16 bits: 8 bits are codes, which mean something only with their scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -196,7 +207,7 @@ def _arranged(
 
 def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: str | int | None) -> int:
     # Weights keep the stored dtype: a wider tensor (often float32 norms) widens its parameter.
-    if parameter.is_floating_point() and tensor.is_floating_point():
+    if _is_wide(parameter.dtype) and _is_wide(tensor.dtype):
         wider = torch.promote_types(parameter.dtype, tensor.dtype)
         if wider != parameter.dtype:
             parameter.data = parameter.data.to(wider)

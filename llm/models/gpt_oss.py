@@ -45,6 +45,30 @@ def _down(last: str) -> Cut:
     return cut
 
 
+def _packed_gate_and_up(last: str) -> Cut:
+    """As `_gate_and_up`, of one expert's blocks of bytes [2I, groups, bytes], or its scales [2I, groups]."""
+
+    def cut(both: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"gate_proj.{last}", _joined(both[::2])
+        yield f"up_proj.{last}", _joined(both[1::2])
+
+    return cut
+
+
+def _packed_down(last: str) -> Cut:
+    """As `_down`, of blocks of bytes [H, groups, bytes], or scales [H, groups]."""
+
+    def cut(part: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"down_proj.{last}", _joined(part)
+
+    return cut
+
+
+def _joined(blocks: torch.Tensor) -> torch.Tensor:
+    """The blocks of each row side by side."""
+    return blocks.flatten(1) if blocks.dim() > 1 else blocks
+
+
 class GptOssForCausalLM(DecoderForCausalLM):
     renames = (("model.layers.*.mlp.router", "model.layers.*.mlp.gate"),)
     stacked_weights: ClassVar[Mapping[str, Cut]] = {
@@ -52,6 +76,10 @@ class GptOssForCausalLM(DecoderForCausalLM):
         "experts.gate_up_proj_bias": _gate_and_up("bias"),
         "experts.down_proj": _down("weight"),
         "experts.down_proj_bias": _down("bias"),
+        "experts.gate_up_proj_blocks": _packed_gate_and_up("weight_packed"),
+        "experts.gate_up_proj_scales": _packed_gate_and_up("weight_scale"),
+        "experts.down_proj_blocks": _packed_down("weight_packed"),
+        "experts.down_proj_scales": _packed_down("weight_scale"),
     }
 
     @classmethod

@@ -10,91 +10,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
 from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import clip, list_names, show
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.configs.compressed_args import SOURCE, QuantizationArgs, preset
 from llm.quantization.configs.reader import Fields
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
+from llm.quantization.storage.base import WeightStorage
 from llm.quantization.storage.compressed_tensors import CompressedTensorsStorage
+from llm.quantization.storage.floats import Float4Storage, Float8Storage
 from llm.quantization.unquantized import left_alone
 
-_SOURCE = "compressed-tensors"
-_WHERE = f"{_SOURCE}: quantization_config"
+_WHERE = f"{SOURCE}: quantization_config"
 _KEYS = frozenset(
     """quant_method format quantization_status config_groups ignore kv_cache_scheme global_compression_ratio
     transform_config sparsity_config version run_compressed""".split()
 )
 _GROUP_KEYS = frozenset("targets weights input_activations output_activations format".split())
-_FORMATS = ("int-quantized", "pack-quantized", "naive-quantized")
+# How integers are stored, and floats of 8 and of 4 bits.
+_FORMATS = {
+    "int": ("int-quantized", "pack-quantized", "naive-quantized"),
+    "float8": ("float-quantized", "naive-quantized", "mxfp8-quantized"),
+    "float4": ("mxfp4-pack-quantized", "nvfp4-pack-quantized"),
+}
+# Of floats of 4 bits: format -> strategy, group size, and how the scales of groups are stored.
+_FLOAT4 = {
+    "mxfp4-pack-quantized": ("group", 32, torch.uint8),
+    "nvfp4-pack-quantized": ("tensor_group", 16, torch.float8_e4m3fn),
+}
+_STRATEGIES = {
+    "int": ("tensor", "channel", "group"),
+    "float8": ("tensor", "channel", "group", "block"),
+    "float4": ("group", "tensor_group"),
+}
+# What weights are multiplied with stays float32: the scales of float activations are not read.
+_UNREAD_SCALES = ("input_scale", "input_global_scale", "input_zero_point")
 # `quant_kind` -> class names that a target may use for it.
 _CLASS_NAMES = {"linear": ("Linear",), "embedding": ("Embedding", "VocabParallelEmbedding")}
 _LM_HEAD_NAMES = ("Linear", "ParallelLMHead")
-
-
-# Keys of a group's weights and activations. Those that matter only while quantizing are accepted and not read.
-_ARGS_KEYS = frozenset(
-    """num_bits type symmetric group_size strategy block_structure dynamic actorder observer observer_kwargs scale_dtype
-    zp_dtype""".split()
-)
-
-
-@dataclass(frozen=True)
-class QuantizationArgs:
-    """The fields of compressed_tensors.quantization.QuantizationArgs that loading needs; `dynamic` may be "local"."""
-
-    num_bits: int = 8
-    type: str = "int"
-    symmetric: bool = True
-    group_size: int | None = None
-    strategy: str = "tensor"
-    dynamic: bool | str = False
-    actorder: str | None = None
-
-    @classmethod
-    def parse(cls, group: Fields, key: str) -> QuantizationArgs | None:
-        given = group.part(key, _ARGS_KEYS)
-        if given is None:
-            return None
-        size = given.optional_integer("group_size")
-        strategy = clip(
-            given.string("strategy", "tensor" if size is None else "channel" if size == -1 else "group"), 40
-        )
-        if strategy == "group" and (size is None or size < 1):
-            raise CheckpointError(f"{given.where} has strategy 'group' and group_size {size}.")
-        dynamic = given.given.get("dynamic", False)
-        actorder = given.given.get("actorder")
-        return cls(
-            given.integer("num_bits", 8),
-            clip(given.string("type", "int"), 40),
-            given.boolean("symmetric", True),
-            size,
-            strategy,
-            clip(dynamic, 40) if isinstance(dynamic, str) else given.boolean("dynamic", False),
-            # The first releases of compressed-tensors wrote true for "group".
-            "group" if actorder is True else None if actorder is False else given.optional_string("actorder"),
-        )
-
-
-_INT8_TOKEN: dict[str, object] = {"num_bits": 8, "strategy": "token", "dynamic": True}
-_INT8_PRESET: dict[str, object] = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": _INT8_TOKEN}
-
-
-def _preset(name: str) -> dict[str, object]:
-    """An integer preset of compressed_tensors.quantization.quant_scheme; groups of 128, except W8A8."""
-    if name in ("W8A8", "INT8"):
-        return dict(_INT8_PRESET)
-    if name == "UNQUANTIZED":
-        return {}
-    integer = {f"W{bits}A{act}" for bits in range(2, 9) for act in (8, 16)} | {"W4A16_ASYM"}
-    if name not in integer:
-        raise UnsupportedModelError(
-            f"{_SOURCE}: the preset {show(name)} is not computed; computed are {', '.join(sorted(integer))} and INT8."
-        )
-    weights = {"num_bits": int(name[1]), "group_size": 128, "strategy": "group", "symmetric": name != "W4A16_ASYM"}
-    return {"weights": weights, "input_activations": _INT8_TOKEN if name.endswith("A8") else None}
 
 
 @dataclass(frozen=True)
@@ -104,6 +61,8 @@ class Group:
     Attributes:
         scheme: the arithmetic; None: unquantized.
         format: how the tensors are stored.
+        inputs: how activations are quantized; None: not at all.
+        drops_inputs: the file quantizes them to floats, which is not done.
     """
 
     name: str
@@ -112,15 +71,21 @@ class Group:
     format: str
     weights: QuantizationArgs | None
     inputs: QuantizationArgs | None
+    drops_inputs: bool = False
 
     def __str__(self) -> str:
         return f"{self.scheme} of {self.name}"
 
-    def storage(self, columns: int, prefix: str) -> CompressedTensorsStorage:
+    def storage(self, columns: int, prefix: str) -> WeightStorage:
         weights, inputs = self.weights or QuantizationArgs(), self.inputs
-        size = weights.group_size if weights.strategy == "group" else None
+        size = weights.group_size if weights.strategy in ("group", "tensor_group") else None
         if size is not None and columns % size:
-            raise UnsupportedModelError(f"{_SOURCE}: groups of {size} do not divide the {columns} columns of {prefix}.")
+            raise UnsupportedModelError(f"{SOURCE}: groups of {size} do not divide the {columns} columns of {prefix}.")
+        if weights.kind == "float4":
+            return Float4Storage(_FLOAT4[self.format][2])
+        if weights.kind == "float8":
+            blocks = {"tensor": None, "channel": (1, 0), "group": (1, size or 0), "block": weights.block}
+            return Float8Storage(blocks[weights.strategy])
         return CompressedTensorsStorage(
             weights.num_bits,
             packed=self.format == "pack-quantized",
@@ -131,16 +96,25 @@ class Group:
             symmetric_input=inputs is None or inputs.symmetric,
         )
 
+    @property
+    def reason(self) -> str:
+        kind = {"float8": ", float8_e4m3", "float4": ", float4_e2m1"}.get(self.weights.kind if self.weights else "", "")
+        return f"config_groups.{self.name}, {self.format}{kind}"
+
 
 class CompressedTensorsConfig(QuantizationConfig):
-    """Integer weights with float or integer activations. Raises `UnsupportedModelError` for anything else."""
+    """Integer weights with float or integer activations, and float weights with float activations.
+
+    GEMMs with float weights are of the weights alone: activations stay float32 where the file has them quantized to 8
+    or 4 bits, as in vLLM on hardware without such floats. Raises `UnsupportedModelError` for anything else.
+    """
 
     def __init__(self, groups: list[Group], ignore: Sequence[str]) -> None:
         self.groups = groups
         self.ignore = ignore
 
     def get_name(self) -> str:
-        return _SOURCE
+        return SOURCE
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> CompressedTensorsConfig:
@@ -162,13 +136,14 @@ class CompressedTensorsConfig(QuantizationConfig):
         classes = _LM_HEAD_NAMES if untied_head else _CLASS_NAMES[kind]
         group = agreed(prefix, self.checkpoint_names(prefix), lambda name: self._find(name, prefix, classes))
         if group is None or group.scheme is None:
-            return left_alone(kind, _SOURCE, "ignored, or no target of config_groups means it")
+            return left_alone(kind, SOURCE, "ignored, or no target of config_groups means it")
         scheme = get_scheme(group.scheme, kind)
         if scheme is None:
-            raise UnsupportedModelError(
-                f"{_SOURCE}: {prefix} is an embedding in {group.scheme}, which is not computed."
-            )
-        return scheme(group.storage(columns_of(layer), prefix), _SOURCE, f"config_groups.{group.name}, {group.format}")
+            raise UnsupportedModelError(f"{SOURCE}: {prefix} is an embedding in {group.scheme}, which is not computed.")
+        return scheme(group.storage(columns_of(layer), prefix), SOURCE, group.reason)
+
+    def ignores(self, name: str) -> bool:
+        return any(group.drops_inputs for group in self.groups) and name.rpartition(".")[2] in _UNREAD_SCALES
 
     def _find(self, name: str, fused: str, classes: tuple[str, ...]) -> Group | None:
         """The group of one shard: names before classes, as in vLLM's find_matched_target."""
@@ -205,7 +180,7 @@ def _refuse_whole(config: Fields) -> None:
 def _parse_group(groups: Fields, name: str, default_format: str) -> Group:
     raw = groups.given[name]
     if isinstance(raw, list):
-        raw = {"targets": raw, **_preset(name.upper())}
+        raw = {"targets": raw, **preset(name.upper())}
     name = clip(name, 60)
     given = Fields(raw, f"{_WHERE}: config_groups.{name}", _GROUP_KEYS)
     targets = given.names("targets")
@@ -215,24 +190,45 @@ def _parse_group(groups: Fields, name: str, default_format: str) -> Group:
     inputs = QuantizationArgs.parse(given, "input_activations")
     if "output_activations" in given.given:
         _refuse(f"config_groups.{name} quantizes output activations, which is not computed")
+    drops_inputs = inputs is not None and inputs.type == "float"
+    if drops_inputs:
+        inputs = None
     scheme = _scheme(name, weights, inputs)
     stored = given.string("format", "") or default_format
+    if weights is None or scheme is None:
+        return Group(name, targets, None, stored, weights, inputs)
     if stored in ("mixed-precision", "dense"):
-        stored = "int-quantized" if inputs is not None else "pack-quantized"
-    if scheme is not None and stored not in _FORMATS:
-        _refuse(f"config_groups.{name} has format {show(stored)}; read are {', '.join(_FORMATS)}")
-    return Group(name, targets, scheme, stored, weights, inputs)
+        stored = _likely_format(weights, inputs)
+    read = _FORMATS[weights.kind]
+    if stored not in read:
+        _refuse(f"config_groups.{name} has format {show(stored)}; read are {', '.join(read)} of {weights.type} weights")
+    if weights.kind == "float4" and (weights.strategy, weights.group_size) != _FLOAT4[stored][:2]:
+        _refuse(
+            f"config_groups.{name} has {stored} with strategy {weights.strategy!r} in groups of {weights.group_size}"
+        )
+    return Group(name, targets, scheme, stored, weights, inputs, drops_inputs)
+
+
+def _likely_format(weights: QuantizationArgs, inputs: QuantizationArgs | None) -> str:
+    """As compressed_tensors infers it of a group that does not say."""
+    if weights.kind == "int":
+        return "int-quantized" if inputs is not None else "pack-quantized"
+    if weights.kind == "float8":
+        return "float-quantized"
+    return "mxfp4-pack-quantized" if weights.group_size == 32 else "nvfp4-pack-quantized"
 
 
 def _scheme(name: str, weights: QuantizationArgs | None, inputs: QuantizationArgs | None) -> str | None:
-    """The scheme of a group (vLLM's _get_scheme_from_parts, for integers); None: unquantized."""
+    """The scheme of a group (vLLM's _get_scheme_from_parts); None: unquantized."""
     if weights is None:
         return None
     _check_weights(name, weights)
     small = weights.num_bits <= 4
     if inputs is None:
-        return "W4A16" if small else "W8A16"
+        return "W4A16" if small else "W8A16_FP8" if weights.kind == "float8" else "W8A16"
     _check_inputs(name, inputs)
+    if weights.kind != "int":
+        _refuse(f"config_groups.{name} has float weights under {inputs.num_bits}-bit {inputs.type} activations")
     if not weights.symmetric:
         _refuse(f"config_groups.{name} has asymmetric weights under quantized activations, which is not computed")
     if small and inputs.dynamic:
@@ -243,15 +239,18 @@ def _scheme(name: str, weights: QuantizationArgs | None, inputs: QuantizationArg
 
 
 def _check_weights(name: str, weights: QuantizationArgs) -> None:
-    if weights.type != "int" or not 1 <= weights.num_bits <= 8:
+    if weights.kind not in _STRATEGIES or not 1 <= weights.num_bits <= 8:
         _refuse(
-            f"config_groups.{name} has {weights.num_bits}-bit {weights.type} weights; computed are 1 to 8-bit int: use "
-            "the unquantized checkpoint with quantization='w8a8' or 'w4a16'"
+            f"config_groups.{name} has {weights.num_bits}-bit {weights.type} weights; computed are 1 to 8-bit int, "
+            "8-bit and 4-bit float: use the unquantized checkpoint with quantization='w8a8' or 'w4a16'"
         )
-    if weights.strategy not in ("tensor", "channel", "group"):
+    computed = _STRATEGIES[weights.kind]
+    if weights.strategy not in computed:
         _refuse(
-            f"config_groups.{name} has weights of strategy {weights.strategy!r}; computed are tensor, channel, group"
+            f"config_groups.{name} has weights of strategy {weights.strategy!r}; computed are {', '.join(computed)}"
         )
+    if weights.kind != "int" and not weights.symmetric:
+        _refuse(f"config_groups.{name} has float weights with zero points")
     if weights.actorder in ("group", "dynamic"):
         _refuse(
             f"config_groups.{name} has actorder {weights.actorder!r}: its groups are not runs of columns but scattered "
@@ -274,4 +273,4 @@ def _check_inputs(name: str, inputs: QuantizationArgs) -> None:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise UnsupportedModelError(f"{_SOURCE}: {what}.")
+    raise UnsupportedModelError(f"{SOURCE}: {what}.")

@@ -102,7 +102,8 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         """The layer's integers and scales, unpacked exactly from the kernel's layout."""
         weight: Weight = layer.packed_weight
         zero = None if weight.zero is None else weight.zero.float()
-        found = IntegerWeight(weight.unpack(), weight.scales.float(), weight.group_size, self._scheme.bits, zero=zero)
+        bits = self._scheme.bits
+        found = IntegerWeight(weight.unpack(), weight.scales.float(), weight.group_size, bits, zero, table=weight.table)
         found.columns = weight.columns
         if weight.minimum is not None:
             found.minimum = weight.minimum.float()
@@ -115,10 +116,13 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         weight = weight.to(self._device)
         bits: Weight = self._pack(weight.q, self._scheme.kind)
         scaled = bits.scaled(weight.scale, weight.zero, weight.group_size, weight.minimum, weight.columns)
-        packed = self._kept(layer, scaled)
+        scaled = self._kept(layer, replace(scaled, table=weight.table))
         static = (weight.input_scale or 0.0, weight.input_offset) if self._scheme.static else (0.0, 0)
-        layer.packed_weight = replace(
-            packed, activations=self._scheme.activations, input_scale=static[0], input_offset=static[1]
+        layer.packed_weight = packed = replace(
+            scaled,
+            activations=self._scheme.activations,
+            input_scale=static[0],
+            input_offset=static[1],
         )
         for name, tensor in packed.memory().items():
             layer.register_buffer(name, tensor, persistent=False)

@@ -1,7 +1,7 @@
-"""All integer schemes in one table: types of weight and activations, supported layers, and checks.
+"""All schemes with scales in one table: types of weight and activations, supported layers, and checks.
 
 W and A are bits: W8A8 multiplies int8 by int8. The 16 of W8A16 means that activations are not quantized: they are
-float32 on a CPU.
+float32 on a CPU. FP8 says that 8 bits are a float, e4m3.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from llm.quantization.quantizer import IntegerWeight
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer with integer weights computes.
+    """How a layer with quantized weights computes.
 
     Attributes:
         name: as ModelSlim's description files spell it.
-        kind: of the weight, "int8" or "int4" (`llm.kernels.weight.KINDS`).
+        kind: of the weight, "int8", "int4" or "float8" (`llm.kernels.weight.SCALED_KINDS`).
         activations: what the GEMM converts activations to (`llm.kernels.weight.ACTIVATIONS`).
         static: activations have one scale and offset per layer; else one scale per token.
         layers: the kinds of layers it supports.
@@ -80,5 +80,6 @@ SCHEMES = {
         Scheme("W4A8_DYNAMIC", "int4", "int8", (_symmetric,)),
         Scheme("W8A16", "int8", "float", layers=_TABLES),
         Scheme("W4A16", "int4", "float"),
+        Scheme("W8A16_FP8", "float8", "float", layers=_TABLES),
     )
 }

@@ -194,7 +194,7 @@ def test_what_cannot_be_packed_is_refused(lib: library.Library) -> None:
     for x in (torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"float32 \[\.\.\., 4\]"):
             linear.linear(lib, x, packed.pack(lib, torch.zeros(2, 4)))
-    with pytest.raises(ValueError, match="an int8 weight needs its scales"):
+    with pytest.raises(ValueError, match="a weight of int8 needs its scales"):
         linear.linear(lib, torch.zeros(2, 4), packed.pack(lib, torch.zeros(2, 4, dtype=torch.int8), "int8"))
 
 
@@ -511,7 +511,7 @@ def test_rows_of_an_int8_table(lib: library.Library) -> None:
         assert same(linear.embedding(lib, ids, ours), table[ids].float() * scale[ids].float())
     with pytest.raises(IndexError):
         linear.embedding(lib, torch.tensor([53]), ours)
-    with pytest.raises(ValueError, match="an int8 weight needs its scales"):
+    with pytest.raises(ValueError, match="a weight of int8 needs its scales"):
         linear.embedding(lib, ids, packed.pack(lib, table, "int8"))
 
 
@@ -531,6 +531,7 @@ def products(lib: library.Library, n: int, k: int) -> dict[str, Callable[[torch.
         add(str(dtype), packed.pack(lib, torch.randn(n, k).to(dtype)))
     add("bfloat16, rounded", packed.pack(lib, torch.randn(n, k).bfloat16()), activations="bfloat16")
     int8, small = packed.pack(lib, random_int8(n, k), "int8"), packed.pack(lib, int4(n, k), "int4")
+    float8 = packed.pack(lib, torch.randn(n, k).to(torch.float8_e4m3fn))
     per_row = int8.scaled(torch.rand(n, 1))
     add("w8a8_dynamic", per_row, activations="int8")
     add("w8a8_static", per_row, activations="int8", input_scale=0.03, input_offset=3)
@@ -539,6 +540,9 @@ def products(lib: library.Library, n: int, k: int) -> dict[str, Callable[[torch.
         add(f"w4a8 {group}", small.scaled(scale, None, group), activations="int8")
         add(f"w8a16 {group}", int8.scaled(scale, zero, group))
         add(f"w4a16 {group}", small.scaled(scale, zero, group))
+        add(f"float8 {group}", float8.scaled(scale, None, group))
+        for name, table in (("floats", torch.randn(16)), ("wholes", torch.arange(16.0) ** 2 - 100)):
+            add(f"table of {name} {group}", small.scaled(scale, None, group), table=table)
     return found
 
 

@@ -85,6 +85,16 @@ def minima(kind: str) -> Make:
     return make
 
 
+def float8(lib: library.Library, n: int, k: int) -> packed.PanelWeight:
+    weight = packed.pack(lib, torch.randn(n, k).to(torch.float8_e4m3fn))
+    return weight.scaled((torch.rand(n, -(-k // 32)) + 0.1) / k**0.5, group_size=32)
+
+
+def table(lib: library.Library, n: int, k: int) -> packed.PanelWeight:
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]) / 6
+    return dataclasses.replace(integers("int4", "float", 32)(lib, n, k), table=torch.cat((values, -values)))
+
+
 KINDS: dict[str, Make] = {
     "float32": floats(torch.float32),
     "bfloat16": floats(torch.bfloat16),
@@ -99,6 +109,8 @@ KINDS: dict[str, Make] = {
     "w4a16 g=8": integers("int4", "float", 8),
     "w4a16, minima": minima("int4"),
     "w8a16, minima": minima("int8"),
+    "float8": float8,
+    "table": table,
 }
 
 
@@ -324,7 +336,7 @@ def test_what_does_not_fit_is_refused(best: library.Library) -> None:
     bits = packed.pack(best, torch.zeros(16, 16, dtype=torch.int8), "int8")
     down = packed.pack(best, torch.zeros(16, 8, dtype=torch.int8), "int8")
     for side in (bits, bits.scaled(torch.ones(16, 1))):
-        with pytest.raises(ValueError, match="an int8 weight needs its scales"):
+        with pytest.raises(ValueError, match="a weight of int8 needs its scales"):
             experts(best, x, ids, factors, ExpertWeights((side,) * 3, (down,) * 3))
 
 

@@ -51,12 +51,14 @@ def test_it_is_immutable() -> None:
             r"zero has shape \[19, 2\], groups of 8 need \[19, 3\]",
         ),
         ({"bias": torch.ones(K)}, r"\[19\], got \[24\]"),
-        ({"activations": "bfloat16"}, "bfloat16 activations with an int8"),
+        ({"activations": "bfloat16"}, "bfloat16 activations with a weight of int8"),
         ({"input_scale": 0.5}, "only int8 activations"),
         ({"activations": "int8", "scale": SCALE, "group_size": 8}, "one scale per row, got groups of 8"),
         ({"activations": "int8", "scale": PER_ROW, "zero": PER_ROW}, "without zero points"),
         ({"activations": "int8", "scale": PER_ROW, "minimum": PER_ROW}, "without zero points, minima"),
-        ({"scale": PER_ROW, "zero": PER_ROW, "minimum": PER_ROW}, "with minima has no zero points"),
+        ({"scale": PER_ROW, "zero": PER_ROW, "minimum": PER_ROW}, "one of zero points, minima and a table, got zero"),
+        ({"scale": PER_ROW, "table": torch.ones(16)}, "a table is of 16 values and of an int4 weight, got int8"),
+        ({"kind": "int4", "table": torch.ones(15)}, "a table is of 16 values"),
         (
             {"scale": SCALE, "minimum": ZERO[:, :2], "group_size": 8},
             r"minimum has shape \[19, 2\], groups of 8 need \[19, 3\]",
@@ -85,7 +87,6 @@ def test_parts_of_integers_are_refused_with_floats(parts: dict[str, Any]) -> Non
 
 
 def test_a_table_of_values_stands_for_the_integers() -> None:
-    """The definition; no kernel has a table."""
     table = normal(4, 16)
     weight = dataclasses.replace(pack(INTEGERS, "int4").scaled(SCALE, None, 8), table=table)
     values = table[INTEGERS.long() + 8] * SCALE.repeat_interleave(8, dim=1)
@@ -108,8 +109,8 @@ def test_columns_in_another_order_multiply_their_own_inputs() -> None:
 @needs_kernels
 def test_the_kernels_refuse_what_they_have_no_form_for() -> None:
     packed = in_panels().pack(INTEGERS, "int4").scaled(SCALE, None, 8)
-    with pytest.raises(ValueError, match="no products with a table"):
-        dataclasses.replace(packed, table=torch.ones(16))
+    with pytest.raises(ValueError, match=r"the table must be 16 .*float32"):
+        in_panels().linear(X, dataclasses.replace(packed, table=torch.ones(16).double()))
     with pytest.raises(ValueError, match="an embedding table has its columns in order"):
         in_panels().embedding(
             torch.tensor([0]), dataclasses.replace(packed, columns=torch.arange(K, dtype=torch.int32))
@@ -141,6 +142,8 @@ def weights() -> dict[str, Callable[[], PanelWeight]]:
         "int8": lambda: replace(pack(INTEGERS, "int8").scaled(PER_ROW), activations="int8", bias=normal(5, N)),
         "int4": lambda: replace(pack(INTEGERS, "int4").scaled(SCALE, ZERO, 8), bias=normal(5, N)),
         "minima": lambda: pack(INTEGERS, "int4").scaled(SCALE, None, 8, ZERO),
+        "table": lambda: replace(pack(INTEGERS, "int4").scaled(SCALE, None, 8), table=normal(6, 16)),
+        "float8": lambda: pack(normal(0, N, K).to(torch.float8_e4m3fn)).scaled(SCALE, None, 8),
     }
 
 

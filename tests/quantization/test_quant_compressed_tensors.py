@@ -298,14 +298,37 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"surprise": 1}, "keys that are not understood: 'surprise'"),
     "no-groups": ({"config_groups": {}}, "config_groups is {}"),
     "actorder": ({"config_groups": {"g": group({**INT4, "actorder": "group"})}}, "scattered by weight_g_idx"),
-    "fp8": ({"config_groups": {"g": group({**INT8, "type": "float"})}}, "8-bit float weights"),
-    "block": ({"config_groups": {"g": group({**INT8, "strategy": "block"})}}, "strategy 'block'"),
+    "fp6": ({"config_groups": {"g": group({**INT8, "num_bits": 6, "type": "float"})}}, "6-bit float weights"),
+    "fp8-ints": ({"config_groups": {"g": group({**INT8, "type": "float"}, TOKEN)}}, "float weights under 8-bit int"),
+    "fp8-zeros": ({"config_groups": {"g": group({**INT8, "type": "float", "symmetric": False})}}, "with zero points"),
+    "fp8-packed": (
+        {"config_groups": {"g": group({**INT8, "type": "float"})}},
+        "format 'pack-quantized'; read are float",
+    ),
+    "block": (
+        {"config_groups": {"g": group({**INT8, "strategy": "block", "block_structure": "2x2"})}},
+        "strategy 'block'",
+    ),
+    "no-block": (
+        {"config_groups": {"g": group({**INT8, "strategy": "block", "block_structure": [0, 8]})}},
+        "rows and columns of a block",
+    ),
+    "fp4-groups": (
+        {
+            "config_groups": {
+                "g": group(
+                    {**INT4, "type": "float", "group_size": 16, "strategy": "group"}, format="mxfp4-pack-quantized"
+                )
+            }
+        },
+        "strategy 'group' in groups of 16",
+    ),
     "outputs": ({"config_groups": {"g": {**group(INT8), "output_activations": STATIC}}}, "output activations"),
     "int4-inputs": ({"config_groups": {"g": group(INT4, {**TOKEN, "num_bits": 4})}}, "4-bit int activations"),
     "asymmetric": ({"config_groups": {"g": group({**INT8, "symmetric": False}, TOKEN)}}, "asymmetric weights under"),
     "token-zero": ({"config_groups": {"g": group(INT8, {**TOKEN, "symmetric": False})}}, "symmetric=False"),
     "grouped-8": ({"config_groups": {"g": group({**INT4, "num_bits": 8}, TOKEN)}}, "8-bit weights in groups"),
-    "preset": ({"config_groups": {"FP8": ["Linear"]}}, "preset 'FP8' is not computed"),
+    "preset": ({"config_groups": {"MXFP6": ["Linear"]}}, "preset 'MXFP6' is not computed"),
     "format": ({"config_groups": {"g": group(INT8, format="marlin-24")}}, "format 'marlin-24'"),
     "group-size": ({"config_groups": {"g": group({**INT4, "group_size": 48})}}, "groups of 48 do not divide"),
     "misspelt": ({"config_groups": {"g": group({**INT4, "groupsize": 48})}}, "not understood: 'groupsize'"),

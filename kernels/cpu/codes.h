@@ -1,0 +1,182 @@
+// What a weight's codes stand for, as floats in registers: integers of 8 and 4 bits, codes of 4 bits that select one of
+// 16 values, and 8-bit floats. Scales are applied by gemm_weight_only.cpp.
+//
+// A step of a panel is 64 bytes: 4 k of 16 output channels, or 8 k of 4 bits. Panels of integers are those of
+// gemm_int8.cpp and gemm_int4.cpp. Those of 8-bit floats are [k][16].
+#pragma once
+
+#include "weight.h"
+
+namespace llm {
+namespace {
+
+// WHOLES: a table of whole numbers of 8 bits, which AVX2 looks up in bytes.
+enum class Code { INT8, INT4, TABLE, WHOLES, FLOAT8 };
+
+constexpr int64_t STEP_BYTES = LANES * 4;
+constexpr bool is_nibble(Code code) { return code == Code::INT4 || code == Code::TABLE || code == Code::WHOLES; }
+constexpr int step_of(Code code) { return is_nibble(code) ? 8 : 4; }
+// Where value j of a step is within its 32 bits of an output channel. A nibble is stored plus 8; k and k + 4 share a
+// byte.
+constexpr int nibble_bit(int j) { return j < 4 ? 8 * j : 8 * (j - 4) + 4; }
+
+// `Opened<CODE>::value<J>()` is value J of a step, as a float, plus VALUE_BIAS and divided by VALUE_DIVISOR: both are
+// powers of two, so that what undoes them is exact. `Lookup<CODE>` is what all steps of a weight share.
+template <Code CODE> constexpr float VALUE_DIVISOR = 1;
+template <Code CODE> struct Lookup {
+    explicit Lookup(const Weight&) {}
+};
+
+#if !defined(LLM_PLAIN)
+
+// An 8-bit float's bits in a float16: its exponent is counted from 8 less, and subnormal numbers are what they were.
+template <> constexpr float VALUE_DIVISOR<Code::FLOAT8> = 256;
+LLM_INLINE __m256i float16_bits(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+}
+
+#endif
+
+#if LLM_AVX512
+
+template <Code CODE> constexpr int VALUE_BIAS = 0;
+
+template <> struct Lookup<Code::TABLE> {
+    __m512 table;
+    LLM_INLINE explicit Lookup(const Weight& weight) : table(_mm512_loadu_ps(weight.table)) {}
+};
+template <> struct Lookup<Code::INT4> {
+    __m512 table;
+    LLM_INLINE explicit Lookup(const Weight&)
+        : table(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)) {}
+};
+
+template <Code CODE> struct Opened {
+    __m512i raw;
+    const Lookup<CODE>& lookup;
+    LLM_INLINE Opened(const uint8_t* p, const Lookup<CODE>& shared) : raw(_mm512_loadu_si512(p)), lookup(shared) {}
+    template <int J> LLM_INLINE F32 value() const {
+        if constexpr (CODE == Code::INT8)
+            return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(raw, 24 - 8 * J), 24))};
+        // The permutation reads only the lowest four bits of each index.
+        else return {_mm512_permutexvar_ps(_mm512_srli_epi32(raw, nibble_bit(J)), lookup.table)};
+    }
+};
+
+template <> struct Opened<Code::FLOAT8> {
+    const uint8_t* p;
+    LLM_INLINE Opened(const uint8_t* at, const Lookup<Code::FLOAT8>&) : p(at) {}
+    template <int J> LLM_INLINE F32 value() const { return {_mm512_cvtph_ps(float16_bits(p + J * LANES))}; }
+};
+
+#elif LLM_AVX2
+
+template <Code CODE> constexpr int VALUE_BIAS = CODE == Code::INT4 ? 8 : 128;
+template <> constexpr int VALUE_BIAS<Code::TABLE> = 0;
+template <> constexpr int VALUE_BIAS<Code::FLOAT8> = 0;
+
+// Whether a weight's table is of WHOLES.
+inline bool looks_up_bytes(const Weight& weight) {
+    for (int i = 0; i < 16; ++i) {
+        const float value = weight.table[i];
+        if (!(value >= -128 && value <= 127 && value == std::nearbyintf(value))) return false;
+    }
+    return true;
+}
+
+template <> struct Lookup<Code::WHOLES> {
+    __m256i table;  // bytes of value + 128, twice
+    LLM_INLINE explicit Lookup(const Weight& weight) {
+        alignas(16) uint8_t bytes[16];
+        for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int>(weight.table[i]) + 128);
+        table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+    }
+};
+template <> struct Lookup<Code::TABLE> {
+    __m256 low, high;
+    LLM_INLINE explicit Lookup(const Weight& weight)
+        : low(_mm256_loadu_ps(weight.table)), high(_mm256_loadu_ps(weight.table + 8)) {}
+};
+
+template <Code CODE> struct Opened {
+    static constexpr bool NIBBLES = is_nibble(CODE);
+    __m256i lo[NIBBLES ? 2 : 1], hi[NIBBLES ? 2 : 1];  // unsigned bytes: of k ... k + 3, of k + 4 ... k + 7
+    LLM_INLINE Opened(const uint8_t* p, const Lookup<CODE>& lookup) {
+        lo[0] = load_256(p), hi[0] = load_256(p + 32);
+        if constexpr (CODE == Code::INT8) {
+            const __m256i flip = _mm256_set1_epi8(-128);
+            lo[0] = _mm256_xor_si256(lo[0], flip), hi[0] = _mm256_xor_si256(hi[0], flip);
+        } else {
+            const __m256i mask = _mm256_set1_epi8(15);
+            lo[1] = _mm256_and_si256(_mm256_srli_epi32(lo[0], 4), mask),
+            hi[1] = _mm256_and_si256(_mm256_srli_epi32(hi[0], 4), mask);
+            lo[0] = _mm256_and_si256(lo[0], mask), hi[0] = _mm256_and_si256(hi[0], mask);
+        }
+        if constexpr (CODE == Code::WHOLES)
+            for (int i = 0; i < 2; ++i) {
+                lo[i] = _mm256_shuffle_epi8(lookup.table, lo[i]);
+                hi[i] = _mm256_shuffle_epi8(lookup.table, hi[i]);
+            }
+    }
+    template <int J> LLM_INLINE F32 value() const {  // byte J of each 32 bits, alone
+        constexpr int B = J % 4, Z = static_cast<int>(0x80808000u);
+        const __m256i order = _mm256_setr_epi32(Z | B, Z | (4 + B), Z | (8 + B), Z | (12 + B), Z | B, Z | (4 + B),
+                                                Z | (8 + B), Z | (12 + B));
+        return to_float(I32{_mm256_shuffle_epi8(lo[J / 4], order), _mm256_shuffle_epi8(hi[J / 4], order)});
+    }
+};
+
+template <> struct Opened<Code::TABLE> {
+    __m256i lo, hi;
+    const Lookup<Code::TABLE>& lookup;
+    LLM_INLINE Opened(const uint8_t* p, const Lookup<Code::TABLE>& shared)
+        : lo(load_256(p)), hi(load_256(p + 32)), lookup(shared) {}
+    template <int J> LLM_INLINE F32 value() const { return {one<nibble_bit(J)>(lo), one<nibble_bit(J)>(hi)}; }
+    // A permutation reads the lowest three bits of each index. The fourth selects the half of the table.
+    template <int BIT> LLM_INLINE __m256 one(__m256i raw) const {
+        const __m256i index = _mm256_srli_epi32(raw, BIT);
+        const __m256 half = _mm256_castsi256_ps(_mm256_slli_epi32(raw, 28 - BIT));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(lookup.low, index),
+                                _mm256_permutevar8x32_ps(lookup.high, index), half);
+    }
+};
+
+template <> struct Opened<Code::FLOAT8> {
+    const uint8_t* p;
+    LLM_INLINE Opened(const uint8_t* at, const Lookup<Code::FLOAT8>&) : p(at) {}
+    template <int J> LLM_INLINE F32 value() const {
+        const __m256i bits = float16_bits(p + J * LANES);
+        return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
+    }
+};
+
+#else
+
+template <Code CODE> constexpr int VALUE_BIAS = 0;
+
+template <> struct Lookup<Code::TABLE> {
+    const float* table;
+    explicit Lookup(const Weight& weight) : table(weight.table) {}
+};
+
+template <Code CODE> struct Opened {
+    const uint8_t* p;
+    const Lookup<CODE>& lookup;
+    Opened(const uint8_t* at, const Lookup<CODE>& shared) : p(at), lookup(shared) {}
+    template <int J> F32 value() const {
+        return lanes<F32>([&](int c) {
+            if constexpr (CODE == Code::FLOAT8) return widen(F8{p[J * LANES + c]});
+            const uint8_t byte = p[4 * c + J % 4];
+            if constexpr (CODE == Code::INT8) return static_cast<float>(static_cast<int8_t>(byte));
+            const int nibble = J < 4 ? byte & 15 : byte >> 4;
+            if constexpr (CODE == Code::TABLE) return lookup.table[nibble];
+            return static_cast<float>(nibble - 8);
+        });
+    }
+};
+
+#endif
+
+}  // namespace
+}  // namespace llm
