@@ -95,25 +95,31 @@ def _products(backend: Backend, shape: tuple[int, int], rows: int) -> Iterator[t
         weight = make()
         return copies(_bytes_read(weight), make, lambda held, x: linear(x, held))
 
-    def integers(kind: str, activations: str, group: int) -> Product:
+    def scaled(kind: str, activations: str, group: int, table: torch.Tensor | None = None) -> Product:
         values = torch.randint(-8, 8, (n, k), dtype=torch.int8)
+        if kind == "float8":
+            values = torch.randn(n, k).to(torch.float8_e4m3fn)
 
         def make() -> Weight:
             """Each copy has its own scales: they too must come from memory."""
             packed: Weight = pack(values, kind).scaled(torch.rand(n, -(-k // group)), group_size=group)
-            return replace(packed, activations=activations)
+            return replace(packed, activations=activations, table=table)
 
         return ours(make)
 
     for dtype, name in FLOAT_KINDS.items():
         floats = torch.randn(n, k).to(dtype)
         yield name, ours(lambda floats=floats: pack(floats))  # type: ignore[misc]
-    yield "w8a8", integers("int8", "int8", k)
+    yield "w8a8", scaled("int8", "int8", k)
     for group in (k, 128, 32):
-        yield "w4a8" if group == k else f"w4a8 g={group}", integers("int4", "int8", group)
-    yield "w8a16", integers("int8", "float", k)
+        yield "w4a8" if group == k else f"w4a8 g={group}", scaled("int4", "int8", group)
+    yield "w8a16", scaled("int8", "float", k)
     for group in (128, 32):
-        yield f"w4a16 g={group}", integers("int4", "float", group)
+        yield f"w4a16 g={group}", scaled("int4", "float", group)
+    for group in (k, 128):
+        yield "fp8" if group == k else f"fp8 g={group}", scaled("float8", "float", group)
+    yield "fp4 g=32", scaled("int4", "float", 32, torch.arange(16.0))
+    yield "table g=64", scaled("int4", "float", 64, torch.linspace(-1, 1, 16))
     weight = torch.randn(n, k)
     yield "torch float32", copies(weight.nbytes, weight.clone, lambda w, x: F.linear(x, w))
     if rows > _FEW_ROWS:

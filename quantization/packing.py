@@ -60,6 +60,17 @@ def packed_words(count: int, bits: int) -> int:
     return -(-count * bits // 32)
 
 
+def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit floats: codes [N, K], 0 to 15, K even -> uint8 [N, K / 2], the even column's in the low nibble."""
+    codes = codes.to(torch.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_fp4`: uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
 def pack_row_pairs(values: torch.Tensor) -> torch.Tensor:
     """ModelSlim's int4, version 1.0.0: byte [j, k] has row 2j in its low nibble and row 2j + 1 in its high nibble.
 

@@ -23,6 +23,7 @@ _DESCRIPTION_BYTES = 256 << 20
 CONFIG_KEYS = ("quantization_config", "compression_config")
 # Other names of such schemes, for the suggestion in the error for an unknown name.
 _OTHER_NAMES = {"int8": "w8a8", "8bit": "w8a8", "q8_0": "w8a16", "int4": "w4a16", "4bit": "w4a16", "q4_0": "w4a16"}
+_OTHER_NAMES |= {"fp8_per_channel": "fp8", "fp8_per_tensor": "fp8", "fp8_per_block": "fp8", "mxfp8": "fp8"}
 # A key that the first generation of ModelSlim writes into config.json; the description file says the same per tensor.
 _MODELSLIM_NOTE = "quantize"
 
@@ -72,7 +73,9 @@ def resolve_quantization(
     """
     user = ALIASES.get(asked.lower(), asked.lower()) if isinstance(asked, str) else asked
     found = _detect(folder, hf_config, user if isinstance(user, str) else None)
-    on_load = isinstance(user, Mapping) or (isinstance(user, str) and user in RECIPES and user not in plugin_configs())
+    is_found = found is not None and found.name == user  # "fp8" is both a format and a scheme
+    named = isinstance(user, str) and user in RECIPES and user not in plugin_configs()
+    on_load = isinstance(user, Mapping) or (named and not is_found)
     if calibration and not on_load:
         raise ValidationError(
             "calibration applies when weights are quantized on load: pass quantization='w4a16' or another of "
@@ -82,9 +85,9 @@ def resolve_quantization(
         )
     if isinstance(user, QuantizationConfig):
         return Resolved(user, user.get_name(), "asked for")
-    if user is None:
+    if user is None or is_found:
         return _as_found(found, folder, hf_config)
-    if found is not None and (on_load or found.name != user):
+    if found is not None:
         raise ValidationError(
             f"quantization={show(asked)} contradicts the checkpoint: it is quantized as {show(found.name)} "
             f"({found.source}); leave quantization out to use it, or pass the unquantized checkpoint.",
@@ -95,11 +98,9 @@ def resolve_quantization(
         config = OnlineConfig.parse(user, calibration)
         reason = "asked for; weights are quantized while they are read"
         if config.calibration and not config.uses_calibration:
-            reason += "; the calibration texts were not run, as they change nothing at 8 bits"
+            reason += "; the calibration texts were not run, as they change nothing in this scheme"
         return Resolved(config, config.get_name(), reason, True)
     name = _checked_name(asked, user)
-    if found is not None:
-        return _as_found(found, folder, hf_config)
     return _without_description(asked, name, folder, hf_config)
 
 

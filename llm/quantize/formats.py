@@ -17,10 +17,12 @@ from llm.base.errors import LLMError
 from llm.base.types import JsonObject
 from llm.kernels.weight import dequantize
 from llm.loading.weight_map import Target
-from llm.quantization.packing import pack_row_pairs, pack_to_int32
+from llm.quantization.packing import pack_fp4, pack_row_pairs, pack_to_int32
 from llm.quantization.quantizer import IntegerWeight
+from llm.quantization.tables import doubled_fp4
 
 _LM_HEAD = "lm_head"
+_WEIGHT_ONLY = ("W8A16", "W4A16", "W8A16_FP8")
 
 
 @dataclass
@@ -135,7 +137,8 @@ class Writer(Protocol):
 
 
 class CompressedTensorsWriter:
-    """int-quantized for layers with quantized activations, pack-quantized for weight-only layers.
+    """int-quantized for layers with quantized activations; pack-quantized, float-quantized and mxfp4-pack-quantized for
+    weight-only layers.
 
     transformers and vLLM cannot tie quantized modules. So a tied table is written twice, and config.json says that it
     is not tied: as an integer LM head, and as a float32 embedding of the dequantized values (transformers 5 cannot load
@@ -178,7 +181,7 @@ class CompressedTensorsWriter:
         result: dict[str, torch.Tensor] = {}
         if _is_table(layer):
             weight = layer.weight
-            result[f"{layer.name}.weight"] = dequantize(weight.q, weight.scale, weight.zero, weight.group_size)
+            result[f"{layer.name}.weight"] = weight.dequantize()
         for name, group in self._groups(layer):
             stored = _compressed(layer.weight, group)
             result |= {f"{name}.{part}": tensor for part, tensor in {**parts, **stored}.items()}
@@ -188,23 +191,26 @@ class CompressedTensorsWriter:
         """(module name, its group without targets); [] if the layer is written as floats."""
         if layer.weight is None or (_is_table(layer) and not layer.is_tied):
             return []
-        return [(_LM_HEAD if layer.is_tied else layer.name, _group(layer.scheme, layer.weight))]
+        return [(_LM_HEAD if layer.is_tied else layer.name, _group(layer.name, layer.scheme, layer.weight))]
 
 
 def _is_table(layer: StoredLayer) -> bool:
     return layer.kind == "embedding" and layer.name != _LM_HEAD
 
 
-def _group(scheme: str, weight: IntegerWeight) -> JsonObject:
+def _group(name: str, scheme: str, weight: IntegerWeight) -> JsonObject:
     grouped = weight.scale.shape[1] > 1
+    stored, kind = _format(name, weight, scheme in _WEIGHT_ONLY)
     weights: JsonObject = {
         "num_bits": weight.bits,
-        "type": "int",
+        "type": kind,
         "symmetric": weight.zero is None,
         "strategy": "group" if grouped else "channel",
         "group_size": weight.group_size if grouped else None,
         "dynamic": False,
     }
+    if grouped and stored == "float-quantized":  # the last block of a row may be shorter
+        weights |= {"strategy": "block", "group_size": None, "block_structure": [1, weight.group_size]}
     inputs: JsonObject | None = {
         "num_bits": 8,
         "type": "int",
@@ -220,9 +226,8 @@ def _group(scheme: str, weight: IntegerWeight) -> JsonObject:
             "strategy": "tensor",
             "dynamic": False,
         }
-    elif scheme in ("W8A16", "W4A16"):
+    elif scheme in _WEIGHT_ONLY:
         inputs = None
-    stored = "pack-quantized" if inputs is None else "int-quantized"
     return {
         "targets": [],
         "weights": weights,
@@ -232,7 +237,25 @@ def _group(scheme: str, weight: IntegerWeight) -> JsonObject:
     }
 
 
+def _format(name: str, weight: IntegerWeight, weight_only: bool) -> tuple[str, str]:
+    """(format, type of the values); LLMError where no format has the weight's values exactly."""
+    if weight.q.is_floating_point():
+        return "float-quantized", "float"
+    if weight.table is None:
+        return "pack-quantized" if weight_only else "int-quantized", "int"
+    fraction, _ = torch.frexp(weight.scale)
+    if weight.group_size != 32 or not torch.equal(weight.table, doubled_fp4()) or not (fraction == 0.5).all():
+        raise LLMError(
+            f"{name} holds values of a table, which compressed-tensors has a form for if they are 4-bit floats in "
+            "groups of 32 with powers of two as scales."
+        )
+    return "mxfp4-pack-quantized", "float"
+
+
 def _compressed(weight: IntegerWeight, group: JsonObject) -> dict[str, torch.Tensor]:
+    if group["format"] == "mxfp4-pack-quantized":
+        exponents = torch.frexp(2 * weight.scale)[1] + 126  # the scale that is halved for a doubled table
+        return {"weight_packed": pack_fp4(weight.q + 8), "weight_scale": exponents.to(torch.uint8)}
     parts: dict[str, torch.Tensor] = {"weight_scale": weight.scale}
     if group["format"] == "pack-quantized":
         parts["weight_packed"] = pack_to_int32(weight.q, weight.bits)
@@ -283,9 +306,10 @@ class ModelSlimWriter:
     def _common_group_size(self) -> int:
         sizes = set()
         for layer in self._layers:
-            if layer.scheme == "W4A16":
+            if layer.scheme in ("W4A16", "W8A16_FP8"):
                 raise LLMError(
-                    f"{layer.name} is W4A16, for which ModelSlim has no published layout; save as 'compressed-tensors'."
+                    f"{layer.name} is {layer.scheme}, for which ModelSlim has no published layout; save as "
+                    "'compressed-tensors'."
                 )
             if layer.weight is not None and layer.scheme == "W4A8_DYNAMIC":
                 sizes.add(layer.weight.group_size if layer.weight.scale.shape[1] > 1 else 0)

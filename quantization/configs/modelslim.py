@@ -19,6 +19,7 @@ from llm.quantization.configs.reader import Fields
 from llm.quantization.matching import agreed, columns_of
 from llm.quantization.registry import get_scheme, scheme_types
 from llm.quantization.storage.base import WeightStorage
+from llm.quantization.storage.floats import Float4Storage, Float8Storage
 from llm.quantization.storage.modelslim import PerRowInt8, StaticInt8, TwoLevelInt4
 from llm.quantization.unquantized import left_alone, new_parameter
 
@@ -41,8 +42,13 @@ _REFUSED_PARTS = {
     "div.mul_scale": "activations scaled by div.mul_scale (non-fused SmoothQuant)",
     "kv_cache_scale": "a quantized KV cache",
 }
-# Type -> the type with the same arithmetic.
-_SAME = {"W8A8S": "W8A8"}
+# Type -> the type with the same arithmetic. Floats: activations stay float32, as in the configs of other formats.
+_FP8 = "W8A16_FP8"
+_SAME = {
+    "W8A8S": "W8A8",
+    **dict.fromkeys(("WFP8AFP8_DYNAMIC", "W8A8FP8_DYNAMIC", "W8A8_MXFP8"), _FP8),
+    **dict.fromkeys(("W4A8_MXFP", "W4A4_MXFP4", "W4A16_MXFP4"), "W4A16"),
+}
 _REASONS = {
     "W8A8SC": "its weights are compressed for the NPU",
     "W4A16": "no published loader defines its bytes; compressed-tensors' pack-quantized stores the same",
@@ -111,7 +117,10 @@ class ModelSlimConfig(QuantizationConfig):
         path, _, last = name.rpartition(".")
         if path.endswith("norm.module"):
             return True
-        return last in _STATIC_PARTS and self.types.get(f"{path}.weight") == "W8A8_MIX"
+        kind = self.types.get(f"{path}.weight", "")
+        if last == "weight_offset":  # of floats it is 0
+            return _SAME.get(kind) == _FP8
+        return last in _STATIC_PARTS and kind == "W8A8_MIX"
 
     def _type(self, name: str) -> str | None:
         found = self.types.get(f"{name}.weight")
@@ -122,6 +131,11 @@ class ModelSlimConfig(QuantizationConfig):
     def _storage(self, quant_type: str, names: list[str], layer: Any) -> WeightStorage:
         if quant_type in ("W8A8", "W8A8S"):
             return StaticInt8()
+        scheme = _SAME.get(quant_type, "")
+        if scheme == _FP8:
+            return Float8Storage((1, 32 if quant_type == "W8A8_MXFP8" else 0))
+        if scheme == "W4A16":
+            return Float4Storage(torch.uint8, "weight")
         if quant_type != "W4A8_DYNAMIC":
             return PerRowInt8()
         grouped = f"{names[0]}.weight_scale_second" in self.types
@@ -166,10 +180,11 @@ def _check_tensors(types: Mapping[str, str]) -> None:
 
 def _not_computed(quant_type: str, kind: str, prefix: str) -> str:
     why = f" ({_REASONS[quant_type]})" if quant_type in _REASONS else ""
+    known = [scheme for scheme in scheme_types(kind) if scheme not in _REASONS and scheme != _FP8]
+    floats = [name for name, scheme in _SAME.items() if kind == "linear" and scheme != "W8A8"]
     return (
         f"{prefix} is stored as {clip(quant_type, 40)}{why}, which is not computed for {kind} layers; computed are "
-        f"{', '.join(scheme for scheme in scheme_types(kind) if scheme not in _REASONS)}. Use another quantization of "
-        "this model, or its original float weights."
+        f"{', '.join(known + floats)}. Use another quantization of this model, or its original float weights."
     )
 
 

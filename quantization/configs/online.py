@@ -18,18 +18,22 @@ from llm.base.text import show
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
-from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
+from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad, RoundToFloats
 from llm.quantization.unquantized import left_alone
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One name of `quantization=`: the scheme, its bits, the default group size (None: per row) and the LM head's."""
+    """One name of `quantization=`: the scheme, its bits, the default group size (None: per row) and the LM head's.
+
+    `floats`: the bits are of floats, not of integers.
+    """
 
     scheme: str
     bits: int
     group_size: int | None
     lm_head: str
+    floats: bool = False
 
 
 RECIPES: dict[str, Recipe] = {
@@ -38,9 +42,11 @@ RECIPES: dict[str, Recipe] = {
     "w8a16": Recipe("W8A16", 8, None, "w8a16"),
     "w4a8": Recipe("W4A8_DYNAMIC", 4, 128, "w8a8"),
     "w4a16": Recipe("W4A16", 4, 32, "w8a16"),
+    "fp8": Recipe("W8A16_FP8", 8, None, "fp8", floats=True),
+    "mxfp4": Recipe("W4A16", 4, 32, "fp8", floats=True),
 }
 _LM_HEAD = "lm_head"
-_LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16")
+_LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
 # Their kernels scale whole sums: no groups.
 _PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
 _KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration")
@@ -110,9 +116,10 @@ class OnlineConfig(QuantizationConfig):
 
     @property
     def uses_calibration(self) -> bool:
-        """Whether there are texts and a layer that they make a difference to: 4 bits, or static activations."""
+        """Whether there are texts and a layer that they make a difference to: int4, or static activations."""
         recipes = [RECIPES[name] for name in (self.scheme, *(item[1] for item in self.layers))]
-        return bool(self.calibration) and any(recipe.bits == 4 or recipe.scheme == "W8A8" for recipe in recipes)
+        matters = any((recipe.bits == 4 and not recipe.floats) or recipe.scheme == "W8A8" for recipe in recipes)
+        return bool(self.calibration) and matters
 
     def get_name(self) -> str:
         return self.scheme
@@ -184,7 +191,8 @@ class OnlineConfig(QuantizationConfig):
         columns = columns_of(layer)
         size, note = _fitting_group(choice, columns, prefix)
         statistics = self.statistics.get(prefix)
-        storage = QuantizeOnLoad(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")
+        made = RoundToFloats if recipe.floats else QuantizeOnLoad
+        storage = made(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")
         reason = f"quantized on load: {choice.recipe}{note}"
         return get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
 
@@ -220,7 +228,7 @@ def _lm_head(given: Any, asked: Any) -> str | None:
         return None
     name = given.lower() if isinstance(given, str) else ""
     if name not in RECIPES or RECIPES[name].scheme not in _LM_HEAD_SCHEMES:
-        raise _wrong(asked, f"has lm_head={show(given)}; the LM head can be 'w8a8', 'w8a16' or None.")
+        raise _wrong(asked, f"has lm_head={show(given)}; the LM head can be 'w8a8', 'w8a16', 'fp8' or None.")
     return name
 
 
@@ -259,6 +267,8 @@ def _group_size(value: Any, recipe: str, asked: Any) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 2 <= value < 2**31:
         raise _wrong(asked, f"has group_size={show(value)}; it is a whole number of at least 2.")
+    if recipe == "mxfp4" and value != RECIPES[recipe].group_size:
+        raise _wrong(asked, f"has group_size={value} for mxfp4, whose groups are of 32; leave group_size out.")
     if RECIPES[recipe].scheme in _PER_ROW_SCHEMES:
         raise _wrong(asked, f"has group_size={value} for {recipe}, which has one scale per row; leave group_size out.")
     return value

@@ -6,13 +6,12 @@ Scales that are stored as a byte are powers of two (E8M0): 2 ** (byte - 127), an
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import WeightLoader
+from llm.quantization.packing import unpack_fp4
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.base import Ready, WeightStorage, expand_slots
 from llm.quantization.tables import doubled_fp4
@@ -41,7 +40,7 @@ class Float8Storage(WeightStorage):
         self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
     ) -> None:
         self._sizes, self._columns, self._loader = sizes, columns, loader
-        self._shard_ids: tuple[Any, ...] = tuple(getattr(layer, "shard_ids", ()))
+        self._shard_ids: tuple[object, ...] = tuple(getattr(layer, "shard_ids", ()))
         # Of the whole model: blocks are counted from a matrix's first row, whatever rows this rank has.
         self._stored_sizes: list[int] = list(getattr(layer, "output_sizes", sizes))
         self._stored_columns: int = getattr(layer, "input_size", columns)
@@ -54,8 +53,8 @@ class Float8Storage(WeightStorage):
                 self.add(layer, name, torch.empty(len(sizes)), loader, shard_slots=True, optional=optional)
                 continue
             scale = torch.empty(rows, -(-columns // self.group_size))
-            parts: dict[str, Any] = {"any_dtype": True, "output_dim": 0, "input_dim": 1, "optional": optional}
-            self.add(layer, name, scale, self._load_scale, **parts)
+            dims = {"output_dim": 0, "input_dim": 1}
+            self.add(layer, name, scale, self._load_scale, any_dtype=True, optional=optional, **dims)
         self._check_blocks(layer)
 
     @property
@@ -84,7 +83,7 @@ class Float8Storage(WeightStorage):
         if self.block[0] > 1 and getattr(layer, "stored_by_key_head", False):
             raise UnsupportedModelError("scales of blocks do not follow rows that are stored by key head.")
 
-    def _load_scale(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
+    def _load_scale(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
         """Scales of blocks become scales of rows."""
         height = self.block[0] if self.block else 1
         index = None if shard_id is None else self._shard_ids.index(shard_id)
@@ -108,11 +107,12 @@ class Float4Storage(WeightStorage):
 
     Args:
         scale_dtype: torch.uint8 of MXFP4, torch.float8_e4m3fn of NVFP4.
+        weight_name: another name of `weight_packed`.
     """
 
-    def __init__(self, scale_dtype: torch.dtype) -> None:
+    def __init__(self, scale_dtype: torch.dtype, weight_name: str = "weight_packed") -> None:
         super().__init__()
-        self.scale_dtype = scale_dtype
+        self.scale_dtype, self.weight_name = scale_dtype, weight_name
         self.group_size = _FP4_GROUPS[scale_dtype]
 
     def create(
@@ -122,15 +122,14 @@ class Float4Storage(WeightStorage):
             raise UnsupportedModelError(f"groups of {self.group_size} do not divide {columns} columns.")
         self._sizes = sizes
         rows, dims = sum(sizes), {"output_dim": 0, "input_dim": 1}
-        self.add(layer, "weight_packed", torch.empty(rows, columns // 2, dtype=torch.uint8), loader, **dims)
+        self.add(layer, self.weight_name, torch.empty(rows, columns // 2, dtype=torch.uint8), loader, **dims)
         scale = torch.empty(rows, columns // self.group_size, dtype=self.scale_dtype)
         self.add(layer, "weight_scale", scale, loader, **dims)
         if self.scale_dtype != torch.uint8:
             self.add(layer, "weight_global_scale", torch.empty(len(sizes)), loader, shard_slots=True)
 
     def read(self, layer: nn.Module) -> IntegerWeight:
-        packed = self.take(layer, "weight_packed")
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        codes = unpack_fp4(self.take(layer, self.weight_name))
         scale = scale_values(self.take(layer, "weight_scale"))
         check_scales(scale, "weight_scale")
         if self.scale_dtype != torch.uint8:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.quantization.quantizer import IntegerWeight, decibels, quantize_weight, static_activation
+from llm.quantization.float_quantizer import quantize_float8, quantize_mxfp4
+from llm.quantization.quantizer import IntegerWeight, Quantized, decibels, quantize_weight, static_activation
 from llm.quantization.storage.streamed import StreamedStorage
+from llm.quantization.tables import doubled_fp4
 
 
 @dataclass
@@ -71,12 +73,30 @@ class QuantizeOnLoad(StreamedStorage):
         shape = (rows.stop - rows.start, self._columns)
         if loaded.shape != shape:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(shape)}")
-        moments = self.statistics.moments if self.statistics and self.search else None
-        result = quantize_weight(loaded, self.bits, self.group_size, search=self.search, moments=moments)
+        result = self.quantized(loaded)
         weight.q[rows], weight.scale[rows] = result.q, result.scale
         self._signal += result.signal
         self._noise += result.noise
 
+    def quantized(self, loaded: torch.Tensor) -> Quantized:
+        moments = self.statistics.moments if self.statistics and self.search else None
+        return quantize_weight(loaded, self.bits, self.group_size, search=self.search, moments=moments)
+
     def finish(self, weight: IntegerWeight) -> None:
         if self.static_input and self.statistics is not None:
             weight.input_scale, weight.input_offset = static_activation(self.statistics.low, self.statistics.high)
+
+
+class RoundToFloats(QuantizeOnLoad):
+    """A weight that becomes floats of 8 bits (e4m3) or of 4 bits (e2m1, with powers of two as scales)."""
+
+    def quantized(self, loaded: torch.Tensor) -> Quantized:
+        return (quantize_float8 if self.bits == 8 else quantize_mxfp4)(loaded, self.group_size)
+
+    def _allocated(self) -> IntegerWeight:
+        weight = super()._allocated()
+        if self.bits == 8:
+            weight.q = weight.q.view(torch.float8_e4m3fn)
+        else:
+            weight.table = doubled_fp4()
+        return weight

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BASE, TinyModel, one_thread, reference_logprobs, write_checkpoint
 
 from llm import SamplingParams
-from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError
+from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
 
 Tensors = dict[str, torch.Tensor]
 FLOAT8 = torch.float8_e4m3fn
@@ -331,13 +331,22 @@ def exactly(parts: Tensors) -> torch.Tensor:
 def test_compressed_tensors_of_floats(case: str, floats: Callable[[str], Path], tmp_path: Path) -> None:
     inputs = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
     stored, exact = compressed_pair(floats("llama"), tmp_path, case, inputs if case.startswith("nv") else None)
-    assert answers(stored) == answers(exact)
+    expected = answers(exact)
+    assert answers(stored) == expected
     with open_llm(stored, skip_tokenizer_init=True) as llm:
         layer = engine_of(llm).runner.model.model.layers[0].self_attn.o_proj
         assert layer.quant_method.scheme == ("W4A16" if "fp4" in case else "W8A16_FP8")
         value = load_file(exact / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
         assert torch.equal(layer.quant_method.dequantize_weight(layer), value)
         assert case.partition(",")[0] in str(llm.explain())
+        if case.startswith("nv"):
+            with pytest.raises(LLMError, match="holds values of a table, which compressed-tensors has a form for if"):
+                llm.save_quantized(tmp_path / "saved")
+            return
+        llm.save_quantized(tmp_path / "saved")
+        with pytest.raises(LLMError, match="for which ModelSlim has no published layout"):
+            llm.save_quantized(tmp_path / "other", format="modelslim")
+    assert answers(tmp_path / "saved") == expected
 
 
 def test_broken_compressed_floats_are_refused(floats: Callable[[str], Path], tmp_path: Path) -> None:
@@ -355,3 +364,74 @@ def test_broken_compressed_floats_are_refused(floats: Callable[[str], Path], tmp
         with pytest.raises(LLMError, match=message), open_llm(folder, skip_tokenizer_init=True):
             pass
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        ("WFP8AFP8_DYNAMIC", "naive-quantized"),
+        ("W8A8_MXFP8", "mxfp8-quantized"),
+        ("W4A4_MXFP4", "mxfp4-pack-quantized"),
+    ],
+)
+def test_modelslim_types_of_floats(kind: str, case: str, floats: Callable[[str], Path], tmp_path: Path) -> None:
+    compressed, exact = compressed_pair(floats("llama"), tmp_path, case)
+    tensors = {name.replace("_packed", ""): part for name, part in load_file(compressed / "model.safetensors").items()}
+    quantized = {name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")}
+    if kind == "WFP8AFP8_DYNAMIC":
+        tensors |= {f"{name}.weight_offset": torch.zeros(1, 1) for name in quantized}
+    folder = write(floats("llama"), tmp_path / "modelslim", tensors, None)
+    types = {name: kind if name.rpartition(".")[0] in quantized else "FLOAT" for name in tensors}
+    (folder / "quant_model_description.json").write_text(json.dumps({"version": "1.0.0", **types}))
+    assert answers(folder) == answers(exact)
+
+
+# On load
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_floats_on_load_are_saved_as_they_are(name: str, floats: Callable[[str], Path], tmp_path: Path) -> None:
+    source = floats("llama")
+    with open_llm(source, quantization=name, skip_tokenizer_init=True) as llm:
+        layer = engine_of(llm).runner.model.model.layers[1].mlp.down_proj
+        found = layer.quant_method.dequantize_weight(layer)
+        reports = {report.name: report for report in engine_of(llm).runner.layer_reports()}
+        llm.save_quantized(tmp_path / "saved")
+    weight = load_file(source / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(found, nearest(weight, name))
+    report = reports["model.layers.1.mlp.down_proj"]
+    assert report.weight_snr == pytest.approx(snr(weight, found), abs=0.01)
+    assert report.weight_snr > (30 if name == "fp8" else 17)
+    assert report.bytes_after < report.bytes_before * (0.3 if name == "fp8" else 0.16)  # of float32
+    # A table that is the LM head too is saved twice, and in float32 where it is looked up.
+    assert answers(tmp_path / "saved") == answers(source, quantization=name)
+    assert answers(source, quantization=name) != answers(source)
+
+
+def snr(weight: torch.Tensor, found: torch.Tensor) -> float:
+    return float(10 * torch.log10(weight.square().sum() / (weight - found).square().sum()))
+
+
+def nearest(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """By trying every value, and for MXFP4 all powers of two."""
+    if name == "fp8":
+        return in_blocks(weight, 1, weight.shape[1])[2]
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat((values, -values))
+    groups = weight.view(len(weight), -1, 32, 1)
+    tried = []
+    for power in range(-12, 4):
+        choice = (groups - values * 2.0**power).abs().argmin(-1)
+        tried.append(values[choice] * 2.0**power)
+    errors = torch.stack([(groups[..., 0] - value).square().sum(-1) for value in tried])
+    best = errors.argmin(0)[..., None].expand_as(tried[0])
+    return torch.stack(tried).gather(0, best[None])[0].view_as(weight)
+
+
+def test_fp8_by_name_is_what_an_fp8_checkpoint_has(floats: Callable[[str], Path], tmp_path: Path) -> None:
+    stored, exact = fp8_pair(floats("llama"), tmp_path, (16, 24), "weight_scale_inv")
+    assert answers(stored, quantization="fp8") == answers(exact)
+    with pytest.raises(ValidationError, match="quantization='mxfp4' contradicts the checkpoint: it is quantized as"):
+        open_llm(stored, quantization="mxfp4").__enter__()
+    with pytest.raises(ValidationError, match="group_size=16 for mxfp4, whose groups are of 32"):
+        open_llm(floats("llama"), quantization={"scheme": "mxfp4", "group_size": 16}).__enter__()

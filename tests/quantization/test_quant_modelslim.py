@@ -220,7 +220,7 @@ def test_what_is_not_computed_is_refused(case: str, write: Writer) -> None:
     [
         ("W8A8SC", r"W8A8SC \(its weights are compressed for the NPU\)"),
         ("W4A4_FLATQUANT_DYNAMIC", "stored as W4A4_FLATQUANT_DYNAMIC, which is not computed for linear layers"),
-        ("W8A8_MXFP8", "computed are W8A8_DYNAMIC, W8A8_MIX, W8A8, W4A8_DYNAMIC, W8A16"),
+        ("W4A4_MXFP4_FLATQUANT", "computed are W8A8_DYNAMIC, W8A8_MIX, W8A8, W4A8_DYNAMIC, W8A16, WFP8AFP8_DYNAMIC"),
         ("W4A16", r"W4A16 \(no published loader"),
         ("NF4", "stored as NF4"),
     ],
