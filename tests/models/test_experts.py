@@ -1,4 +1,4 @@
-"""Models with experts as a whole: choices are transformers', steps are recorded, NaN ends one row, loads are told."""
+"""Models with experts as a whole: numbers that no model has, recorded steps, a NaN in one row, the load of experts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 import torch
 from embedded import engine_of, open_llm
 from kernel_sets import has_kernels
-from tiny_models import TINY_MODELS, TinyModel, config_of, make_prompts, one_thread, reference_model, tiny_checkpoint
+from tiny_models import TINY_MODELS, TinyModel, config_of, make_prompts, one_thread, tiny_checkpoint
 from tiny_models import write_checkpoint as write
 
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
 from llm.base.errors import CheckpointError, UnsupportedModelError, ValidationError
 from llm.layers.moe import FusedMoE
+from llm.layers.rotary import frequencies
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls
 
@@ -73,27 +74,30 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
-def test_tokens_go_to_the_experts_of_transformers(folder: Path, llm: LLM) -> None:
-    prompt = max(make_prompts(TINY_MODELS["mixtral"]), key=len)
-    ours: list[torch.Tensor] = []
-    hooks = [
-        layer.register_forward_hook(lambda layer, inputs, output: ours.append(layer.select(*inputs)[1]))
-        for layer in layers(llm)
-    ]
-    llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
-    theirs: list[torch.Tensor] = []
-    reference = reference_model(folder)
-    hooks += [
-        layer.mlp.gate.register_forward_hook(lambda module, inputs, output: theirs.append(output[2]))
-        for layer in reference.model.layers
-    ]
-    with torch.no_grad():
-        reference(input_ids=torch.tensor([prompt]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    assert len(ours) == len(theirs) == 2
-    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
-    assert not torch.equal(ours[0], ours[1])
+def test_phimoe_is_read_as_its_authors_wrote_it() -> None:
+    """The architecture with other capitals, the rope in its older form with factors of its own, every bias."""
+    rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope |= {"short_mscale": 1.2, "long_mscale": 1.24, "original_max_position_embeddings": 4096}
+    raw = {
+        **{"model_type": "phimoe", "attention_bias": True, "lm_head_bias": True, "hidden_dropout": 0.0},
+        **{"hidden_act": "silu", "hidden_size": 64, "intermediate_size": 32, "input_jitter_noise": 0.01},
+        **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "num_attention_heads": 4},
+        **{"num_hidden_layers": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 16},
+        **{"output_router_logits": False, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01},
+        **{"rms_norm_eps": 1e-5, "rope_scaling": rope, "rope_theta": 10000.0, "sliding_window": 131072},
+        **{"vocab_size": 32064, "tie_word_embeddings": False},
+    }
+    family = resolve_model_cls(["PhiMoEForCausalLM"], "phimoe")
+    read = family.read_config(ConfigReader(raw))
+    assert read.lm_head_bias and read.max_position_embeddings == 131072 and read.experts == 32
+    attention = read.layers[0].attention
+    assert attention.qkv_bias and attention.out_bias
+    factors = [frequencies(attention.rope, 16, longest) for longest in (4096, 4097)]
+    assert [factor for _, factor in factors] == [1.2, 1.24]
+    assert torch.equal(factors[0][0], 2 * factors[1][0])
+    for changed in ({"num_experts_per_tok": 3}, {"rope_scaling": {**rope, "type": "linear", "factor": 2.0}}):
+        with pytest.raises(UnsupportedModelError, match=r"num_experts_per_tok is 3|rope_type is 'linear'"):
+            family.read_config(ConfigReader(raw | changed))
 
 
 @pytest.mark.skipif(not has_kernels(), reason="PyTorch computes, which is not recorded")

@@ -16,9 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TINY_MODELS, TinyModel, make_prompts, one_thread, reference_logprobs, tiny_checkpoint
+from tiny_models import (
+    TINY_MODELS,
+    TinyModel,
+    make_prompts,
+    one_thread,
+    reference_logprobs,
+    reference_model,
+    tiny_checkpoint,
+)
 
 from llm import LLM, RequestOutput, SamplingParams
+from llm.layers.moe import FusedMoE
 
 TOLERANCE = 1e-4
 TOP = 5
@@ -148,6 +157,43 @@ def prompt_logprobs(case: Case, prompt: list[int]) -> list[float]:
 def _is_of_an_expert(name: str) -> bool:
     """Or of the choice between them."""
     return ".experts." in name or name.endswith("e_score_correction_bias")
+
+
+@pytest.mark.parametrize(
+    "case", [name for name, row in TINY_MODELS.items() if any("experts" in key for key in row.config)], indirect=True
+)
+def test_tokens_go_to_the_experts_of_transformers(case: Case) -> None:
+    """In every layer; transformers gives a token's experts in no order where they lie in groups."""
+    engine: Any = case.llm._engine
+    engine.runner.replay = None
+    prompt = max(case.prompts, key=len)
+    layers = [item for item in engine.runner.model.modules() if isinstance(item, FusedMoE) and item.num_experts > 1]
+    ours: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda layer, inputs, output: ours.append(layer.select(*inputs)[1]))
+        for layer in layers
+    ]
+    case.generate([prompt], SamplingParams(max_tokens=1))
+    theirs: list[torch.Tensor] = []
+    reference = reference_model(case.folder)
+    hooks += [
+        module.register_forward_pre_hook(lambda module, inputs: theirs.append(inputs[1]))
+        for module in reference.modules()
+        if _is_stack(module)
+    ]
+    with torch.no_grad():
+        reference(input_ids=torch.tensor([prompt]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    assert len(ours) == len(theirs) == len(layers) > 0
+    for own, other in zip(ours, theirs, strict=True):
+        assert torch.equal(own.sort(dim=-1).values, other.sort(dim=-1).values)
+        assert len(own.unique()) > own.shape[-1] or own.shape[-1] == layers[0].num_experts, "all go the same way"
+
+
+def _is_stack(module: torch.nn.Module) -> bool:
+    """transformers' module with the weights of all experts of a layer."""
+    return any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
 @pytest.mark.parametrize("case", [name for name, row in TINY_MODELS.items() if row.control], indirect=True)
