@@ -19,6 +19,7 @@ from torch import nn
 
 from llm import LLM
 from llm.base.errors import UnsupportedModelError, ValidationError
+from llm.layers.moe import TransformersFusedMoE
 from llm.models.transformers_backend import trace
 from llm.models.transformers_backend.recognise import recognise
 from llm.models.transformers_backend.trace import Misfit, window_of
@@ -115,6 +116,24 @@ def test_what_our_kernels_do_not_compute_is_said(tmp_path: Path) -> None:
     with load(folder) as llm:
         assert compare(llm, model)[0] < 1e-4
         assert not llm.config.invariant and "PyTorch's" in llm.config.reasons["invariant"]
+
+
+def test_experts_are_ours(tmp_path: Path) -> None:
+    """From a checkpoint with a tensor per expert, which transformers would stack; also quantized on load."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    folder, model = saved("flex_olmo", tmp_path, **sizes, num_experts=4, num_experts_per_tok=2)
+    for quantization in (None, "w8a16"):
+        with load(folder, quantization=quantization) as llm:
+            runner: Any = llm._engine.runner  # type: ignore[union-attr]
+            layers = [layer for layer in runner.model.modules() if isinstance(layer, TransformersFusedMoE)]
+            assert [len(layer.experts) for layer in layers] == [4, 4]
+            schemes = {expert.down_proj.quant_method.scheme for layer in layers for expert in layer.experts}
+            assert schemes == {"W8A16" if quantization else ""}
+            assert 0 < compare(llm, model)[0] < 1e-4 or quantization
+            runner.start_counting_experts()
+            llm.generate(PROMPTS[2:3], GREEDY, use_tqdm=False)
+            counts = runner.stop_counting_experts()
+            assert len(counts) == 2 and all(sum(tokens) >= 2 * len(PROMPTS[2]) for tokens in counts.values())
 
 
 def test_quantized_on_load(cwm: tuple[Path, Any], llm: LLM) -> None:

@@ -13,6 +13,7 @@ from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.transformers_backend.architecture import TransformersArchitecture, read_architecture
+from llm.models.transformers_backend.experts import own_weights
 from llm.models.transformers_backend.interface import attention_layers, use_paged_attention
 from llm.models.transformers_backend.passes import Passes
 from llm.models.transformers_backend.replace import replace_layers
@@ -49,8 +50,9 @@ class TransformersForCausalLM(nn.Module):
         with refusing(f"{config.class_name} cannot be built"), without_warnings(), torch.no_grad():
             skeleton = build_skeleton(config.config)
             self.names = WeightNames(skeleton.model)
-            self.transposed_weights = replace_layers(skeleton, layout, options)
+            self.transposed_weights, self.stacked_weights = replace_layers(skeleton, layout, options)
             model, base = skeleton.model, skeleton.base
+        self.names.own = own_weights(model)
         self.varies = layout.varies
         for name, child in model.named_children():
             self.add_module(name, child)

@@ -6,13 +6,16 @@ float32 memory for everything that stays.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from llm.base.errors import UnsupportedModelError
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
-from llm.models.interface import BuildOptions
+from llm.models.interface import BuildOptions, Cut
+from llm.models.transformers_backend.experts import replace_experts
 from llm.models.transformers_backend.observe import replace_module
 from llm.models.transformers_backend.probe import Layout
 from llm.models.transformers_backend.recognise import is_conv1d
@@ -53,8 +56,13 @@ class LMHead(ParallelLMHead):
         return self.quant_method.apply(self, x, self.bias)
 
 
-def replace_layers(skeleton: Skeleton, layout: Layout, options: BuildOptions) -> tuple[str, ...]:
-    """Exchange the layers of `skeleton`. Returns the parameters that the checkpoint stores transposed."""
+def replace_layers(
+    skeleton: Skeleton, layout: Layout, options: BuildOptions
+) -> tuple[tuple[str, ...], Mapping[str, Cut]]:
+    """Exchange the layers of `skeleton`.
+
+    Returns the parameters that the checkpoint stores transposed, and how stacked weights of experts are cut.
+    """
     model = skeleton.model
     if options.tp.size > 1:
         raise UnsupportedModelError("models that run on transformers' code are not split over several ranks.")
@@ -70,8 +78,9 @@ def replace_layers(skeleton: Skeleton, layout: Layout, options: BuildOptions) ->
         replace_module(model, name, replacement)
     for name in layout.tables:
         model.set_submodule(name, PositionTable(model.get_submodule(name), options.max_model_len))
+    stacked = replace_experts(model, options)
     _allocate(model)
-    return tuple(transposed)
+    return tuple(transposed), stacked
 
 
 def _path(model: nn.Module, wanted: nn.Module) -> str:
@@ -116,7 +125,7 @@ def _allocate(model: nn.Module) -> None:
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in model.modules():
         if hasattr(module, "quant_method"):
-            bias = module.bias
+            bias = getattr(module, "bias", None)
             if isinstance(bias, nn.Parameter) and bias.is_meta:
                 module.bias = _made(bias, made)
             continue

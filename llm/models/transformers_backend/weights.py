@@ -31,11 +31,13 @@ class WeightNames:
         self._names = dict.fromkeys(model.state_dict(), True)
         self._model = model
         self._merged: set[str] = set()
+        # Of our layers of experts: what was merged is cut into them, and has its name already.
+        self.own: frozenset[str] = frozenset()
         self._left_out = [re.compile(pattern) for pattern in _left_out(model)]
 
     def rename(self, name: str) -> str:
         """The name of a tensor after `merge`."""
-        return name if name in self._merged else self.source(name)[0]
+        return name if name in self._merged or name in self.own else self.source(name)[0]
 
     def merge(
         self, tensors: Iterator[tuple[str, torch.Tensor]], names: Iterable[str]
