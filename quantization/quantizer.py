@@ -67,9 +67,10 @@ class IntegerWeight:
 
     def to(self, device: torch.device) -> IntegerWeight:
         """Itself where all of it is there, else a copy."""
-        parts = {name: getattr(self, name) for name in ("zero", "bias", "minimum", "columns", "table")}
-        moved = {name: None if part is None else part.to(device) for name, part in parts.items()}
-        return replace(self, q=self.q.to(device), scale=self.scale.to(device), **moved)
+        parts = (self.zero, self.bias, self.minimum, self.columns, self.table)
+        zero, bias, minimum, columns, table = (None if part is None else part.to(device) for part in parts)
+        q, scale = self.q.to(device), self.scale.to(device)
+        return replace(self, q=q, scale=scale, zero=zero, bias=bias, minimum=minimum, columns=columns, table=table)
 
     def dequantize(self) -> torch.Tensor:
         """W in float32."""

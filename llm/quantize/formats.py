@@ -209,6 +209,8 @@ def _group(name: str, scheme: str, weight: IntegerWeight) -> JsonObject:
         "group_size": weight.group_size if grouped else None,
         "dynamic": False,
     }
+    if weight.columns is not None:
+        weights["actorder"] = "group"
     if grouped and stored == "float-quantized":  # the last block of a row may be shorter
         weights |= {"strategy": "block", "group_size": None, "block_structure": [1, weight.group_size]}
     inputs: JsonObject | None = {
@@ -257,13 +259,17 @@ def _compressed(weight: IntegerWeight, group: JsonObject) -> dict[str, torch.Ten
         exponents = torch.frexp(2 * weight.scale)[1] + 126  # the scale that is halved for a doubled table
         return {"weight_packed": pack_fp4(weight.q + 8), "weight_scale": exponents.to(torch.uint8)}
     parts: dict[str, torch.Tensor] = {"weight_scale": weight.scale}
+    q = weight.q
+    if weight.columns is not None:
+        place = weight.columns.long().argsort()  # of each input among the columns of q
+        q, parts["weight_g_idx"] = q[:, place], (place // weight.group_size).to(torch.int32)
     if group["format"] == "pack-quantized":
-        parts["weight_packed"] = pack_to_int32(weight.q, weight.bits)
+        parts["weight_packed"] = pack_to_int32(q, weight.bits)
         parts["weight_shape"] = torch.tensor(weight.q.shape)
         if weight.zero is not None:
             parts["weight_zero_point"] = pack_to_int32(weight.zero.to(torch.int8), weight.bits, dim=0)
         return parts
-    parts["weight"] = weight.q
+    parts["weight"] = q
     if weight.input_scale is not None:
         parts["input_scale"] = torch.tensor([weight.input_scale])
         if weight.input_offset:
@@ -298,7 +304,8 @@ class ModelSlimWriter:
     def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
         parts = dict(layer.floats)
         if layer.weight is not None:
-            if layer.weight.zero is not None or (layer.scheme != "W4A8_DYNAMIC" and layer.weight.scale.shape[1] > 1):
+            grouped = layer.scheme != "W4A8_DYNAMIC" and layer.weight.scale.shape[1] > 1
+            if layer.weight.zero is not None or layer.weight.columns is not None or grouped:
                 raise LLMError(f"{layer.name}: ModelSlim has no form for {layer.scheme} with groups or zero points.")
             parts |= self._quantized(layer, layer.weight)
         return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}

@@ -94,6 +94,7 @@ class Group:
             symmetric=weights.symmetric,
             static_input=inputs is not None and not inputs.dynamic,
             symmetric_input=inputs is None or inputs.symmetric,
+            scattered=weights.actorder in ("group", "dynamic"),
         )
 
     @property
@@ -251,11 +252,8 @@ def _check_weights(name: str, weights: QuantizationArgs) -> None:
         )
     if weights.kind != "int" and not weights.symmetric:
         _refuse(f"config_groups.{name} has float weights with zero points")
-    if weights.actorder in ("group", "dynamic"):
-        _refuse(
-            f"config_groups.{name} has actorder {weights.actorder!r}: its groups are not runs of columns but scattered "
-            "by weight_g_idx, so no kernel can walk them; quantize again with actorder 'weight' (or none)"
-        )
+    if weights.actorder in ("group", "dynamic") and (weights.strategy != "group" or weights.kind != "int"):
+        _refuse(f"config_groups.{name} has actorder {weights.actorder!r}, which is of integers in groups")
     if weights.dynamic:
         _refuse(f"config_groups.{name} has dynamic weights")
 

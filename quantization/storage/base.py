@@ -87,6 +87,27 @@ def whole_offset(value: float, what: str) -> int:
     return round(value)
 
 
+def order_of_groups(group_of: torch.Tensor, size: int, name: str) -> torch.Tensor | None:
+    """The inputs, group after group, int64 [K]; None where they are in their own order.
+
+    Args:
+        group_of: int32 [S, K], the group of each input for each shard of a fused layer.
+        size: of a group.
+        name: of the tensor, in error messages.
+
+    Raises:
+        CheckpointError: shards differ, or a group has more or fewer inputs.
+    """
+    if not torch.equal(group_of, group_of[:1].expand_as(group_of)):
+        raise CheckpointError(f"{name} differs between the shards of a fused layer.")
+    group = group_of[0].long()
+    runs = torch.arange(len(group)) // size
+    order = group.argsort(stable=True)
+    if not torch.equal(group[order], runs):
+        raise CheckpointError(f"{name} does not put {size} inputs into each of the groups from 0 to {int(runs[-1])}.")
+    return None if torch.equal(group, runs) else order
+
+
 def check_positive_scales(scale: torch.Tensor, what: str) -> None:
     if not (scale.isfinite().all() and (scale > 0).all()):
         raise CheckpointError(f"{what} must be positive and finite.")

@@ -16,6 +16,7 @@ from llm.quantization.storage.base import (
     WeightStorage,
     check_positive_scales,
     expand_slots,
+    order_of_groups,
     whole_offset,
 )
 
@@ -35,6 +36,7 @@ class CompressedTensorsStorage(WeightStorage):
         symmetric: there are no zero points.
         static_input: activations have a fixed scale.
         symmetric_input: the activations' fixed scale has no zero point.
+        scattered: a group is not a run of columns; `weight_g_idx` [K] says the group of each.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class CompressedTensorsStorage(WeightStorage):
         symmetric: bool = True,
         static_input: bool = False,
         symmetric_input: bool = True,
+        scattered: bool = False,
     ) -> None:
         super().__init__()
         self.bits = bits
@@ -56,6 +59,7 @@ class CompressedTensorsStorage(WeightStorage):
         self.symmetric = symmetric
         self.static_input = static_input
         self.symmetric_input = symmetric_input
+        self.scattered = scattered
 
     def create(
         self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
@@ -78,6 +82,9 @@ class CompressedTensorsStorage(WeightStorage):
             is_packed = self.packed and not self.per_tensor
             own = self._load_packed_zeros if is_packed else loader
             self.add(layer, "weight_zero_point", zeros, own, any_dtype=True, is_packed=is_packed, **attributes)
+        if self.scattered:  # of each shard: those of a fused layer must be equal
+            groups_of = torch.empty(slots, columns, dtype=torch.int32)
+            self.add(layer, "weight_g_idx", groups_of, self._load_groups, any_dtype=True)
         if self.static_input:
             self.add(layer, "input_scale", torch.empty(slots), loader, shard_slots=True)
             if not self.symmetric_input:
@@ -96,6 +103,11 @@ class CompressedTensorsStorage(WeightStorage):
         weight = IntegerWeight(q, scale, self.group_size or self._columns, self.bits)
         if not self.symmetric:
             weight.zero = self._per_row(self.take(layer, "weight_zero_point"))
+        if self.scattered:
+            order = order_of_groups(self.take(layer, "weight_g_idx"), weight.group_size, "weight_g_idx")
+            if order is not None:
+                weight.q = q[:, order]
+                weight.columns = order.int()
         if self.static_input:
             self._read_input(layer, weight)
         return weight
@@ -131,6 +143,13 @@ class CompressedTensorsStorage(WeightStorage):
         if loaded.tolist() != [rows, self._columns]:
             raise ValueError(f"says {loaded.tolist()}, the model needs {[rows, self._columns]}")
         return param.numel() if shard_id is None else 1
+
+    def _load_groups(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
+        if list(loaded.shape) != [self._columns]:
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {[self._columns]}")
+        target = param.data if shard_id is None else param.data[self._shard_ids.index(shard_id)]
+        target[:] = loaded
+        return target.numel()
 
     def _load_packed_zeros(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
         index = 0 if shard_id is None else self._shard_ids.index(shard_id)

@@ -12,7 +12,7 @@ from llm.base.errors import CheckpointError
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import packed_words, unpack_awq, unpack_from_int32
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.storage.base import Ready, WeightStorage
+from llm.quantization.storage.base import Ready, WeightStorage, order_of_groups
 
 # What is added to the words of zero points that are stored less 1, by bits: 1 to every value. The borrow of a zero
 # point of 0 was taken from the next value, and so the carry goes there.
@@ -119,17 +119,7 @@ class GPTQStorage(_WordStorage):
         """The inputs, group after group; None where they are in their own order."""
         if not self.was_loaded(layer, "g_idx"):
             return None
-        stored = self.take(layer, "g_idx")
-        if not torch.equal(stored, stored[:1].expand_as(stored)):
-            raise CheckpointError("g_idx differs between the shards of a fused layer.")
-        group = stored[0].long()
-        runs = torch.arange(self._columns) // self._size
-        order = group.argsort(stable=True)
-        if not torch.equal(group[order], runs):
-            raise CheckpointError(
-                f"g_idx does not put {self._size} inputs into each of the groups from 0 to {int(runs[-1])}."
-            )
-        return None if torch.equal(group, runs) else order
+        return order_of_groups(self.take(layer, "g_idx"), self._size, "g_idx")
 
 
 class AWQStorage(_WordStorage):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, one_thread, write_checkpoint
 
-from llm import LLM
+from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, LLMError, ValidationError
 from llm.quantization import packing
 
@@ -297,7 +297,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "status": ({"quantization_status": "frozen"}, "saved before they were compressed"),
     "unknown": ({"surprise": 1}, "keys that are not understood: 'surprise'"),
     "no-groups": ({"config_groups": {}}, "config_groups is {}"),
-    "actorder": ({"config_groups": {"g": group({**INT4, "actorder": "group"})}}, "scattered by weight_g_idx"),
+    "actorder": (
+        {"config_groups": {"g": group({**INT8, "actorder": "group"})}},
+        "actorder 'group', which is of integers",
+    ),
     "fp6": ({"config_groups": {"g": group({**INT8, "num_bits": 6, "type": "float"})}}, "6-bit float weights"),
     "fp8-ints": ({"config_groups": {"g": group({**INT8, "type": "float"}, TOKEN)}}, "float weights under 8-bit int"),
     "fp8-zeros": ({"config_groups": {"g": group({**INT8, "type": "float", "symmetric": False})}}, "with zero points"),
@@ -434,3 +437,62 @@ def test_row_pairs_and_deq_scales_come_back(seed: int, pairs: int, columns: int)
     assert stored.dtype == torch.int64 and (stored >= 0).all()
     assert torch.equal(packing.unpack_deq_scale(stored), scale)
     assert torch.equal(packing.unpack_deq_scale(scale), scale)
+
+
+def act_ordered(made: Any, case: str, target: Path) -> Path:
+    """A checkpoint whose groups are not runs, as earlier releases of the package wrote them: inputs take turns."""
+    folder = copy_folder(made(case)[0], target)
+    config = json.loads((folder / "config.json").read_text())
+    (args,) = (group["weights"] for group in config["quantization_config"]["config_groups"].values())
+    args["actorder"] = "group"
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        shape = torch.Size(tensors[name.replace("_packed", "_shape")].tolist())
+        order = turns(shape[1])
+        q = unpack_from_int32(tensors[name], args["num_bits"], shape)[:, order]
+        tensors[name] = pack_to_int32(q.contiguous(), args["num_bits"])
+        tensors[name.replace("_packed", "_g_idx")] = (order // 32).to(torch.int32)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def turns(columns: int) -> torch.Tensor:
+    return torch.arange(columns).view(-1, 32).t().flatten()
+
+
+@pytest.mark.parametrize("case", ["w4a16-asym", "w3a16", "w4a8-packed"])
+def test_act_order_and_saving_it(case: str, made: Any, tmp_path: Path) -> None:
+    folder, theirs = act_ordered(made, case, tmp_path), made(case)[1]
+    prompt, told = [{"prompt_token_ids": [5, 9, 200, 31, 7]}], []
+    for model in (folder, tmp_path / "saved"):
+        with open_llm(model, skip_tokenizer_init=True) as llm:
+            told.append(llm.generate(prompt, SamplingParams(max_tokens=3, temperature=0, logprobs=3), use_tqdm=False))
+            if model == folder:
+                layer = engine_of(llm).runner.model.model.layers[1].mlp.down_proj
+                weight = theirs.model.layers[1].mlp.down_proj.weight[:, turns(layer.input_size)]
+                torch.testing.assert_close(layer.quant_method.dequantize_weight(layer), weight, rtol=1e-6, atol=0)
+                x = torch.randn(5, layer.input_size, generator=torch.Generator().manual_seed(0))
+                expected = fake_quantized_input(x, TOKEN if "a8" in case else None) @ weight.double().t()
+                assert (layer(x) - expected).abs().max() < 1e-5 * expected.abs().max()
+                llm.save_quantized(tmp_path / "saved")
+                with pytest.raises(LLMError, match="ModelSlim has no "):
+                    llm.save_quantized(tmp_path / "other", format="modelslim")
+    assert told[0][0].outputs[0].logprobs == told[1][0].outputs[0].logprobs
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(64, dtype=torch.int32), "weight_g_idx does not put 32 inputs into each of the groups from 0 to 1"),
+        (torch.full((64,), -1, dtype=torch.int32), "does not put 32 inputs"),
+        (torch.zeros(32, dtype=torch.int32), r"has shape \[32\], the model needs \[64\]"),
+        (torch.ones(64) / 2, "values that are not whole"),
+    ],
+)
+def test_groups_that_make_no_sense(value: torch.Tensor, message: str, made: Any, tmp_path: Path) -> None:
+    copy = act_ordered(made, "w4a16-asym", tmp_path)
+    tensors = load_file(copy / "model.safetensors")
+    save_file({**tensors, "model.layers.0.self_attn.o_proj.weight_g_idx": value}, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        LLM(copy, skip_tokenizer_init=True)
