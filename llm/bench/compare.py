@@ -43,7 +43,7 @@ class Transformers:
 
         with _quiet():
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
+                folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
             )
         return cls(model)
 
@@ -66,7 +66,7 @@ class Transformers:
         weights = "the same weights, computing in float32 as we do"
         if quantization is not None:
             weights = f"the checkpoint's weights, computing in float32 (ours are quantized: {quantization})"
-        how = "one static batch padded on the left, scaled-dot-product attention, greedy"
+        how = "one static batch padded on the left, scaled-dot-product attention if it has that, greedy"
         return f"transformers.generate in this process, on {weights}: {how}"
 
     def generate(self, prompts: Tokens, max_tokens: int) -> Tokens:
@@ -127,7 +127,7 @@ def _random_model(folder: Path) -> PreTrainedModel:
     config.initializer_range = _WEIGHT_STD
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):

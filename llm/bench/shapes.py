@@ -62,7 +62,26 @@ def _qwen3(*sizes: int) -> JsonObject:
 
 _UNTIED: JsonObject = {"tie_word_embeddings": False}
 
-# model-b is not a published model: it is small, for w4, s1 and s32, which measure the engine's overhead.
+
+def _qwen3_moe(experts: int, per_token: int, intermediate: int, *sizes: int) -> JsonObject:
+    """`intermediate`: of an expert."""
+    mixture = {
+        **{"num_experts": experts, "num_experts_per_tok": per_token, "moe_intermediate_size": intermediate},
+        **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    }
+    heads = {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128, "attention_bias": False}
+    return _decoder("qwen3_moe", sizes, 40960, 1e6, 1e-6, **heads, **mixture, **_UNTIED)
+
+
+def _gpt_oss(experts: int, per_token: int, *sizes: int) -> JsonObject:
+    mixture = {"num_local_experts": experts, "num_experts_per_tok": per_token, "swiglu_limit": 7.0}
+    windows = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (sizes[1] // 2)}
+    heads = {"architectures": ["GptOssForCausalLM"], "head_dim": 64, "attention_bias": True}
+    return _decoder("gpt_oss", sizes, 4096, 1.5e5, 1e-5, **heads, **windows, **mixture, **_UNTIED)
+
+
+# model-b is not a published model: it is small, for w4, s1 and s32, which measure the engine's overhead. A name with
+# "-6gb" is a published one with fewer layers and a smaller vocabulary, so that its bfloat16 weights take 6 GiB.
 # Sizes: hidden, layers, query heads, key and value heads, intermediate, vocabulary.
 SHAPES: dict[str, JsonObject] = {
     "model-b": _llama(512, 8, 8, 4, 1536, 8192, positions=4096, theta=1e4, **_UNTIED),
@@ -79,6 +98,8 @@ SHAPES: dict[str, JsonObject] = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, 151936),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, 151936),
     "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, 151936),
+    "qwen3-30b-a3b-6gb": _qwen3_moe(128, 8, 768, 2048, 5, 32, 4, 6144, 32768),
+    "gpt-oss-20b-6gb": _gpt_oss(32, 4, 2880, 4, 64, 8, 2880, 32768),
 }
 
 

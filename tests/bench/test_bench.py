@@ -119,6 +119,9 @@ def test_a_small_vocabulary_gets_ids_it_has() -> None:
         ("qwen3-0.6b", 596.0),
         ("qwen3-1.7b", 1720.6),
         ("qwen3-4b", 4022.5),
+        # Of the published ones, 48 and 24 layers with 151,936 and 201,088 words.
+        ("qwen3-30b-a3b-6gb", (30532.1 - 2 * 2048 * 0.151936) * 5 / 48 + 2 * 2048 * 0.032768),
+        ("gpt-oss-20b-6gb", (20914.8 - 2 * 2880 * 0.201088) * 4 / 24 + 2 * 2880 * 0.032768),
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(name: str, parameters: float) -> None:
