@@ -61,7 +61,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_kernels(commands)
     _add_quantization(commands)
+    _add_jobs(commands)
     return parser
+
+
+def _add_jobs(commands: Commands) -> None:
+    from llm.jobs.command import add_commands
+
+    add_commands(commands)
 
 
 def _add_quantization(commands: Commands) -> None:

@@ -18,6 +18,7 @@ from llm.api.access import Access
 from llm.api.chat import Chat
 from llm.api.generation import BatchCall, CallOptions, Generation
 from llm.api.iteration import Iteration
+from llm.api.jobs import Jobs
 from llm.api.processors import Processors
 from llm.api.reports import Reports
 from llm.api.scoring import Scoring
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 logger = init_logger("llm")
 
 
-class LLM(Generation, Iteration, Chat, Scoring, Streaming, Processors, Reports, Access):
+class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Reports, Access):
     """A language model in this process.
 
     Args:
@@ -186,6 +187,7 @@ class LLM(Generation, Iteration, Chat, Scoring, Streaming, Processors, Reports, 
         built.engine.keeps_times = not self._args.disable_log_stats
         self._default_params = built.default_params
         self._is_quantized = built.plan.is_quantized
+        self._source = built.plan.source if built.plan.has_weights else None
         self.config: EngineConfig = built.engine.config
         self.startup: Mapping[str, float] = built.startup
         self._preprocessor = Preprocessor(self.config.model_config, built.engine.tokenizer, built.engine.eos_token_ids)

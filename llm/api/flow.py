@@ -45,6 +45,7 @@ class Flow:
         batches: entries in the order of their indices; read without the lock of a call.
         ordered: give the outputs in the order of the rows, not of their ends.
         on_step: called after each step, outside the call.
+        guard: of a job, which sees Ctrl-C between the steps too.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Flow:
         *,
         ordered: bool = False,
         on_step: Callable[[Flow], None] | None = None,
+        guard: InterruptGuard | None = None,
     ) -> None:
         self._llm = llm
         self._batches = batches
         self._on_step = on_step
+        self._guard = guard
         self._ordered = ordered
         self._size = llm._open_engine().config.scheduler_config.max_num_seqs
         # Entries are counted as they are read; the dicts are by this number, in the order of admission or of ending.
@@ -84,7 +87,7 @@ class Flow:
                 self._read()
                 with InterruptGuard() as guard, llm._exclusive():
                     self._advance(llm._begin())
-                if guard.requested:
+                if guard.requested or (self._guard is not None and self._guard.requested):
                     raise GenerationInterrupted(self.outputs())
                 if self._on_step is not None:
                     self._on_step(self)

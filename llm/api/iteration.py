@@ -79,7 +79,7 @@ class Iteration:
         on_error: str,
         on_too_long: str,
     ) -> Iterator[list[Entry]]:
-        call, first = self._preprocessor.new_call()
+        call, first, _ = self._preprocessor.new_call()
         error: Exception | None = None
         while error is None:
             batch, error = _read(prompts)

@@ -7,7 +7,7 @@ Messages never contain prompt text.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -87,6 +87,10 @@ class EngineBusyError(LLMError, RuntimeError):
     """A call was made from inside another call of the same engine."""
 
 
+class JobError(LLMError):
+    """A job cannot go on, or its files do not fit together; what it has finished is in its journal."""
+
+
 class SamplingError(LLMError):
     """No token can be drawn for a request: every logit is -inf, or one is NaN. Ends the request, not the call."""
 
@@ -111,6 +115,23 @@ class GenerationInterrupted(KeyboardInterrupt):
     def _render_traceback_(self) -> list[str]:
         """IPython's hook: in a notebook the traceback is this line."""
         return [f"{type(self).__name__}: {self} (in a notebook also `llm.last_outputs`)"]
+
+
+class JobInterrupted(GenerationInterrupted):
+    """Ctrl-C or SIGTERM during a job, whose journal has all that was computed.
+
+    Attributes:
+        outputs: of the rows in flight, with their text so far.
+        signal: the signal's number.
+    """
+
+    def __init__(self, outputs: Sequence[object], done: int = 0, count: int = 0, signal: int = 0):
+        super().__init__(list(outputs))
+        self.args = (f"interrupted with {done} of {count} rows finished; run the job again with resume to go on",)
+        self.signal = signal
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -178,6 +178,9 @@ class Engine:
         if self.keeps_times:
             request.metrics = RequestStateStats(arrival_time=time(), queued_ts=monotonic())
         completion = Completion(request, self.tokenizer, streaming, row.score_from)
+        for token in row.known_outputs[index] if row.known_outputs else ():
+            request.token_ids.append(token)  # as after a preemption, its keys and values are computed again
+            completion.push(token)
         self._completions[request.request_id] = completion
         self.scheduler.add(request)
         return completion

@@ -9,18 +9,30 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+
+_Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class InterruptGuard:
-    """Context manager; `requested` becomes True when the user presses Ctrl-C inside it."""
+    """Context manager; `requested` becomes True when the user presses Ctrl-C inside it.
 
-    def __init__(self) -> None:
+    Args:
+        terminable: SIGTERM counts as Ctrl-C.
+
+    Attributes:
+        signal: the number of the signal that came first; 0: none.
+    """
+
+    def __init__(self, terminable: bool = False) -> None:
         self.requested = False
+        self.signal = 0
         self._ending = False
-        self._previous: Any = None
-        self._installed = False
+        self._defaults: dict[int, _Handler] = {signal.SIGINT: signal.default_int_handler}
+        if terminable:
+            self._defaults[signal.SIGTERM] = signal.SIG_DFL
+        self._previous: dict[int, _Handler] = {}
 
     def end(self) -> None:
         """Called when the call is ending, because of `requested` or an error: from now on Ctrl-C is ignored."""
@@ -29,22 +41,21 @@ class InterruptGuard:
     def __enter__(self) -> InterruptGuard:
         # Python delivers signals to the main thread only, and installing a handler elsewhere is an error.
         if threading.current_thread() is threading.main_thread():
-            previous = signal.getsignal(signal.SIGINT)
-            # A program that ignores SIGINT or has its own handler (None: not from Python) keeps it.
-            if previous is signal.default_int_handler:
-                self._previous = signal.signal(signal.SIGINT, self._handle)
-                self._installed = True
+            for number, default in self._defaults.items():
+                # A program that ignores the signal or has its own handler (None: not from Python) keeps it.
+                if signal.getsignal(number) == default:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, self._previous)
-            self._installed = False
+        while self._previous:
+            signal.signal(*self._previous.popitem())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and not self._ending:
             self._ending = True
             raise KeyboardInterrupt
         self.requested = True
+        self.signal = self.signal or number

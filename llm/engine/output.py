@@ -51,6 +51,10 @@ class Completion:
         """True if `push` must be called for every token."""
         return self._stream is not None
 
+    @property
+    def keeps_logprobs(self) -> bool:
+        return self._wants_logprobs() or self.request.params.prompt_logprobs is not None
+
     def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         self._logprobs.extend(logprobs)
 
@@ -198,6 +202,20 @@ class PromptState:
             index=self.row.index,
             num_dropped_tokens=self.row.num_dropped_tokens,
         )
+
+    def known_outputs(self) -> list[list[int]]:
+        """The tokens of each completion for `Row.known_outputs`; empty with logprobs, which are not kept.
+
+        Of a completion that has ended, the last token is left out: drawn again, it ends it again.
+        """
+        if any(completion.keeps_logprobs for completion in self.completions):
+            return []
+        requests = [completion.request for completion in self.completions]
+        has_ended = [item.finish_reason not in (None, "abort") for item in requests]
+        return [
+            item.output_token_ids[:-1] if ended else item.output_token_ids
+            for item, ended in zip(requests, has_ended, strict=True)
+        ]
 
     def last_output(self) -> RequestOutput:
         """As `output`, of a call that ends early: completions that have not ended by themselves are "interrupted"."""

@@ -38,10 +38,11 @@ _RESERVED_FOR_RENDERING = frozenset(
 
 
 class Place(NamedTuple):
-    """Where prompts stand: in which call, and at which index the first of them."""
+    """Where prompts stand: in which call, at which index the first, and how far apart."""
 
     call: int
     first: int
+    stride: int = 1
 
 
 class Preprocessor:
@@ -90,22 +91,22 @@ class Preprocessor:
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
         parsed = [_parsed_or_error(prompt) for prompt in prompts]
         per_row = _per_row_params(params, len(parsed), default)
-        call, first = place or self.new_call()
+        call, first, stride = place or self.new_call()
         maker = RowMaker(self.config, call, on_too_long)
         checked: dict[int, SamplingParams | ValidationError] = {}  # by identity: many rows usually share one object
         rows: list[AnyRow] = []
         whole = [ParsedPrompt(None, []) if isinstance(item, ValidationError) else item for item in parsed]
-        for index, (text, token_ids) in enumerate(self._tokenize(whole, tokenization)):
-            given, found = per_row[index], parsed[index]
+        for offset, (text, token_ids) in enumerate(self._tokenize(whole, tokenization)):
+            given, found, index = per_row[offset], parsed[offset], first + offset * stride
             try:
                 if isinstance(found, ValidationError):
                     raise found
-                row = maker.make(text, token_ids, self._own_params(given, checked), first + index)
+                row = maker.make(text, token_ids, self._own_params(given, checked), index)
                 row.cache_salt = found.cache_salt
                 rows.append(row)
             except ValidationError as error:
                 skipped = on_too_long == "skip" and isinstance(error, PromptTooLongError)
-                rows.append(RefusedRow(first + index, error, text, "skipped" if skipped else "error"))
+                rows.append(RefusedRow(index, error, text, "skipped" if skipped else "error"))
         if params is not None and any(map(_is_open, per_row, rows)):
             _note_open_ends()
         return rows
@@ -280,6 +281,9 @@ def _is_open(given: SamplingParams, row: AnyRow) -> bool:
 
 
 def _parsed_or_error(prompt: object) -> ParsedPrompt | ValidationError:
+    """A prompt in whose place its error stands already keeps that."""
+    if isinstance(prompt, ValidationError):
+        return prompt
     try:
         return parse_prompt(prompt)
     except ValidationError as error:

@@ -1,0 +1,1 @@
+"""Long jobs: from file to file, resumable after whatever ended them, split into shards and merged."""

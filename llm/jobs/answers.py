@@ -1,0 +1,83 @@
+"""What a journal says of each row: its answer, or the tokens that it has so far.
+
+Owns reading the records in the order of the rows, although they were written in the order of ending. As a job never
+runs far ahead of its first unfinished row, few records wait for their turn: memory does not grow with the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llm.base.types import JsonObject
+
+
+@dataclass
+class Answer:
+    """What is known of a row.
+
+    Attributes:
+        key: of the row; see `llm.jobs.identity.row_key`.
+        output: as `llm.outputs_json` writes it; None: the row has not ended.
+        tokens: of each completion, so far.
+    """
+
+    key: str
+    output: JsonObject | None = None
+    tokens: list[list[int]] = field(default_factory=list)
+
+    def extend(self, parts: list[tuple[int, list[int]]]) -> None:
+        """Add the tokens of a record. A part that starts after what is known follows a damaged line: it is left out."""
+        if not self.tokens:
+            self.tokens = [[] for _ in parts]
+        for known, (start, tokens) in zip(self.tokens, parts, strict=True):
+            if start <= len(known):
+                known[start:] = tokens
+
+
+class Answers:
+    """The answers of a journal's records, taken by index in increasing order."""
+
+    def __init__(self, records: Iterator[JsonObject]) -> None:
+        self._records = records
+        self._found: dict[int, Answer] = {}
+
+    def take(self, index: int) -> Answer | None:
+        """What is known of a row; None: nothing. Everything before it is forgotten."""
+        while not self._has_ended(index):
+            record = next(self._records, None)
+            if record is None:
+                break
+            if record["i"] >= index:
+                self._add(record)
+        return self._found.pop(index, None)
+
+    def _has_ended(self, index: int) -> bool:
+        return index in self._found and self._found[index].output is not None
+
+    def _add(self, record: JsonObject) -> None:
+        answer = self._found.setdefault(record["i"], Answer(record["k"]))
+        if "o" in record:
+            answer.key, answer.output, answer.tokens = record["k"], record["o"], []
+        elif answer.output is None:
+            answer.extend(record["p"])
+
+
+class Partials:
+    """Writes the further tokens of rows in flight, each token once.
+
+    Attributes:
+        written: by index, the number of tokens of each completion that the journal has.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[int, list[int]] = {}
+
+    def record(self, index: int, key: str, tokens: list[list[int]]) -> JsonObject | None:
+        """The record of what is new in a row's tokens, None if nothing is."""
+        starts = self.written.get(index, [0] * len(tokens))
+        if not tokens or [len(own) for own in tokens] == starts:
+            return None
+        self.written[index] = [len(own) for own in tokens]
+        parts = [[start, own[start:]] for start, own in zip(starts, tokens, strict=True)]
+        return {"i": index, "k": key, "p": parts}

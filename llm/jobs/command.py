@@ -1,0 +1,118 @@
+"""`python -m llm run IN OUT` and `python -m llm merge OUT`.
+
+Owns their arguments and what they print: the output's path goes to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+from pathlib import Path
+
+from llm.base.errors import JobInterrupted, ValidationError
+from llm.base.types import Commands, JsonObject
+from llm.sampling_params import SamplingParams
+
+_INTERRUPTED = 128  # plus the signal's number: the exit status by the shells' convention
+
+
+def add_commands(commands: Commands) -> None:
+    command = commands.add_parser(
+        "run",
+        help="answer the rows of a file into another; can be interrupted and resumed",
+        description="Answer the rows of a file into another: OpenAI's batch format, or JSONL, CSV or Parquet with a "
+        "prompt per row. Ctrl-C, SIGTERM, a crash or a full disk loses nothing that was finished: --resume goes on.",
+        epilog="Exit status: 0: complete; 1: an error; 130 or 143: Ctrl-C or SIGTERM, go on with --resume.",
+    )
+    command.set_defaults(run=_run)
+    command.add_argument("input", metavar="IN", help="a .jsonl, .csv or .parquet file")
+    command.add_argument("output", metavar="OUT", help="a .jsonl, .csv or .parquet file, which appears when complete")
+    command.add_argument("--model", metavar="NAME", help="model folder or hub name (default: the embedded model)")
+    command.add_argument("--resume", action="store_true", help="go on where a run was interrupted, if one was")
+    command.add_argument("--shard", metavar="I/N", help="answer every N-th row from the I-th on (from 0); see merge")
+    command.add_argument("--column", metavar="NAME", help="the column of the prompts (default: prompt, or messages)")
+    command.add_argument("--template", metavar="TEXT", help='makes prompts from columns: "Translate: {text}"')
+    command.add_argument("--params", metavar="JSON", help='sampling params: {"temperature": 0, "max_tokens": 64}')
+    command.add_argument("--on-error", choices=("return", "raise"), default="return", help="raise: refuse bad rows")
+    command.add_argument(
+        "--on-too-long", choices=("error", "truncate_left", "truncate_middle", "skip"), default="error"
+    )
+    command.add_argument("--quantization", metavar="NAME", help="w8a8, w8a16, w4a8, w4a16: quantize while loading")
+    command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and output together")
+    command.add_argument("--max-num-seqs", metavar="N", type=int, help="most rows computed in one step")
+    merge = commands.add_parser(
+        "merge",
+        help="put the parts of a sharded run into one file",
+        description="Put OUT.shard-0-of-N ... beside OUT into OUT: the file that one process would have written.",
+    )
+    merge.set_defaults(run=_merge)
+    merge.add_argument("output", metavar="OUT", help="the output that the shards were given")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from llm.api import EMBEDDED_MODEL, LLM
+    from llm.jobs.run import JobFiles, RunOptions
+
+    given = _params(args.params)
+    options = RunOptions(
+        SamplingParams(**given),
+        args.column,
+        args.template,
+        args.resume,
+        args.shard,
+        args.on_error,
+        args.on_too_long,
+        True,
+    )
+    JobFiles.of(args.input, args.output, options)  # wrong paths are told before the model is loaded
+    with LLM(
+        EMBEDDED_MODEL if args.model is None else args.model,
+        quantization=args.quantization,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+    ) as llm:
+        try:
+            summary = llm.run(
+                args.input,
+                args.output,
+                dataclasses.replace(llm.get_default_sampling_params(), **given),
+                column=args.column,
+                template=args.template,
+                resume=args.resume,
+                shard=args.shard,
+                on_error=args.on_error,
+                on_too_long=args.on_too_long,
+            )
+        except JobInterrupted as interrupted:
+            print(f"{interrupted}: --resume", file=sys.stderr)
+            return _INTERRUPTED + (interrupted.signal or signal.SIGINT)
+    print(summary.output)
+    print(
+        f"[{summary.num_rows} rows, {summary.num_resumed} of them from an earlier run, {summary.num_errors} with an "
+        f"error; {summary.num_generated_tokens} tokens, {summary.seconds:.1f} s]",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _params(text: str | None) -> JsonObject:
+    try:
+        given = json.loads(text or "{}")
+    except ValueError as error:
+        message = f'--params must be JSON such as {{"max_tokens": 64}}, got {text!r} ({error}).'
+        raise ValidationError(message, parameter="params", value=text) from error
+    if not isinstance(given, dict):
+        raise ValidationError(f"--params must be a JSON object, got {text!r}.", parameter="params", value=text)
+    return given
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from llm.jobs.shard import merge
+
+    count = merge(Path(args.output))
+    print(args.output)
+    print(f"[{count} rows]", file=sys.stderr)
+    return 0

@@ -1,0 +1,99 @@
+"""What an answer depends on: the model and its settings for a whole job, tokens and parameters for a row.
+
+Owns both as plain data. Two processes in which they are equal give the same answers, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from llm.base.errors import ValidationError
+from llm.base.text import show
+from llm.base.types import JsonObject
+from llm.config.engine import EngineArgs, EngineConfig
+from llm.engine.rows import AnyRow, RefusedRow
+from llm.loading.source import ModelSource
+from llm.outputs_json import params_as_json, plain
+from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.sampling.logits_processors.loading import qualified_name
+
+# Raise it when a change of this package changes answers.
+NUMERICS_VERSION = 1
+
+
+def fingerprint(source: ModelSource) -> str:
+    """SHA-256 over the names, types, shapes and bytes of all weights, and the configuration."""
+    digest = hashlib.sha256(_json(source.config()))
+    try:
+        for name, tensor in source.tensors().stream():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    finally:
+        source.close()
+    return digest.hexdigest()
+
+
+def identity(
+    args: EngineArgs,
+    config: EngineConfig,
+    weights: str,
+    processors: Sequence[type[LogitsProcessor]],
+) -> JsonObject:
+    """What all answers of an `LLM` depend on.
+
+    Raises:
+        ValidationError: the LLM has no seed, so its answers cannot be repeated.
+    """
+    if args.seed is None:
+        raise ValidationError(
+            "a job that can be resumed needs LLM(seed=...): without it every process draws its own.", parameter="seed"
+        )
+    calibration = hashlib.sha256(_json(list(args.calibration))).hexdigest() if args.calibration else None
+    return {
+        "weights": weights,
+        "numerics": NUMERICS_VERSION,
+        "kernels": config.reasons.get("invariant"),
+        "torch": torch.__version__,
+        "dtype": str(config.model_config.weight_dtype),
+        "kv_cache_dtype": str(config.cache_config.kv_cache_dtype),
+        "quantization": plain(args.quantization),
+        "calibration": calibration,
+        "hf_overrides": show(args.hf_overrides) if callable(args.hf_overrides) else plain(args.hf_overrides),
+        "compilation_config": plain(config.compilation_config),
+        "logits_processors": [qualified_name(kind) for kind in processors],
+        "logprobs_mode": args.logprobs_mode,
+        "seed": config.model_config.seed,
+    }
+
+
+def row_key(row: AnyRow, model: Mapping[str, object]) -> str:
+    """SHA-256 over the tokens of a row, its parameters and the model's identity.
+
+    Raises:
+        ValidationError: a parameter is an object that cannot be written down.
+    """
+    if isinstance(row, RefusedRow):
+        return hashlib.sha256(_json(["refused", str(row.error), model])).hexdigest()
+    params = params_as_json(row.params)
+    if row.params.logits_processors:
+        raise ValidationError(
+            "SamplingParams(logits_processors=...) cannot be recorded in a journal; load a class with "
+            "LLM(logits_processors=...) and pass its arguments in extra_args.",
+            parameter="logits_processors",
+        )
+    try:
+        json.dumps(row.params.extra_args)
+    except TypeError as error:
+        raise ValidationError(
+            f"extra_args cannot be recorded in a journal ({error}); use numbers, texts, lists and dicts.",
+            parameter="extra_args",
+        ) from error
+    return hashlib.sha256(_json([row.token_ids, row.seed, params, model])).hexdigest()
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(plain(value), sort_keys=True, separators=(",", ":")).encode()

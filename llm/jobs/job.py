@@ -1,0 +1,222 @@
+"""A job: every row of a file to a row of another, through a journal.
+
+Owns the order of things: check the whole input, run what the journal does not have, write the output at once. The
+output appears when it is complete; until then all answers are in `OUTPUT.journal` beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from time import monotonic
+
+from llm.api.flow import Entry, Flow, FlowHost
+from llm.base.bar import Bar, UseTqdm
+from llm.base.errors import GenerationInterrupted, JobError, JobInterrupted, ValidationError
+from llm.base.types import JsonObject
+from llm.engine.interrupt import InterruptGuard
+from llm.engine.preprocess import Place
+from llm.engine.rows import AnyRow, Row
+from llm.jobs.answers import Answer, Answers, Partials
+from llm.jobs.identity import row_key
+from llm.jobs.journal import Journal
+from llm.jobs.requests import Rows
+from llm.jobs.shard import Shard
+from llm.jobs.tables import read_rows, write_rows
+from llm.outputs import RequestOutput
+from llm.outputs_json import output_as_json, output_from_json
+
+_BATCH = 256
+_PARTIALS_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """What a job did.
+
+    Attributes:
+        output: the file that was written.
+        num_rows: rows of the output.
+        num_resumed: of these, answered before this run.
+        num_errors: rows answered with an error.
+        num_generated_tokens: of all rows.
+        seconds: of this run.
+    """
+
+    output: Path
+    num_rows: int
+    num_resumed: int
+    num_errors: int
+    num_generated_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What a job is, checked.
+
+    Attributes:
+        count: rows of this shard.
+        on_too_long: as for `LLM.generate`.
+        identity: of the model; see `llm.jobs.identity`.
+        model: its name in the output.
+    """
+
+    source: Path
+    target: Path
+    rows: Rows
+    shard: Shard
+    count: int
+    on_too_long: str
+    identity: Mapping[str, object]
+    model: str
+
+    def numbered(self) -> Iterator[tuple[int, JsonObject]]:
+        """This shard's rows with their indices in the whole input."""
+        shard = self.shard
+        return islice(enumerate(read_rows(self.source)), shard.index, None, shard.count)
+
+
+@dataclass
+class _Count:
+    resumed: int = 0
+    done: int = 0
+    errors: int = 0
+    tokens: int = 0
+
+
+class Job:
+    """One run of a job."""
+
+    def __init__(self, llm: FlowHost, plan: JobPlan, journal: Journal) -> None:
+        self._llm = llm
+        self._plan = plan
+        self._journal = journal
+        self._keys: dict[int, str] = {}  # of the rows in flight
+        self._partials = Partials()
+        self._partials_at = monotonic() + _PARTIALS_SECONDS
+        self._count = _Count()
+
+    def run(self, use_tqdm: UseTqdm) -> JobSummary:
+        """Raises `JobInterrupted` at Ctrl-C and SIGTERM, once the journal has everything."""
+        started = monotonic()
+        make = Bar if use_tqdm is True else use_tqdm or _NoBar
+        with InterruptGuard(terminable=True) as guard, closing(make(total=self._plan.count, unit=" rows")) as bar:
+            flow = Flow(self._llm, self._batches(), on_step=self._after_step, guard=guard)
+            try:
+                for output in flow:
+                    self._keep(output)
+                    bar.update(self._count.done + self._count.resumed - bar.n)
+            except GenerationInterrupted as interrupted:
+                done = self._count.done + self._count.resumed
+                raise JobInterrupted(interrupted.outputs, done, self._plan.count, guard.signal) from None
+            finally:
+                guard.end()
+                self._write_partials(flow)
+                self._journal.flush(sync=True)
+        count = self._count
+        write_rows(self._plan.target, self._answered())
+        seconds = monotonic() - started
+        return JobSummary(
+            self._plan.target, count.done + count.resumed, count.resumed, count.errors, count.tokens, seconds
+        )
+
+    def _batches(self) -> Iterator[list[Entry]]:
+        answers = Answers(self._journal.records(self._journal.end))
+        numbered = self._plan.numbered()
+        while batch := list(islice(numbered, _BATCH)):
+            with self._llm._exclusive():
+                self._llm._open_engine()
+                rows = self._rows(batch)
+            yield [row for row in rows if not self._is_answered(row, answers.take(row.index))]
+
+    def _rows(self, batch: list[tuple[int, JsonObject]]) -> list[AnyRow]:
+        preprocessor, plan = self._llm._preprocessor, self._plan
+        prompts: list[object] = []
+        params = []
+        for _, row in batch:
+            try:
+                asked = plan.rows.asked(row)
+                prompt = asked.prompt
+                if asked.messages is not None:
+                    options = {name: value for name, value in asked.chat.items() if name != "chat_template_kwargs"}
+                    arguments = asked.chat.get("chat_template_kwargs") or {}
+                    (prompt,) = preprocessor.render_chat(asked.messages, options, arguments)
+                prompts.append(prompt)
+                params.append(asked.params)
+            except ValidationError as error:
+                prompts.append(error)
+                params.append(plan.rows.params)
+        place = Place(0, batch[0][0], plan.shard.count)
+        default = self._llm.get_default_sampling_params
+        return preprocessor.checked_rows(prompts, params, default, None, plan.on_too_long, place)
+
+    def _is_answered(self, row: AnyRow, known: Answer | None) -> bool:
+        """True if the journal has the row's answer; else the row continues from what the journal has of it."""
+        key = row_key(row, self._plan.identity)
+        if known is not None and known.key != key:
+            raise JobError(
+                f"row {row.index} of {self._plan.source} is not the one that the journal {self._journal.path} has: the "
+                "input or the parameters have changed; use the old ones, or delete the journal to start again."
+            )
+        if known is not None and known.output is not None:
+            self._count.resumed += 1
+            return True
+        self._keys[row.index] = key
+        if known is not None and isinstance(row, Row):
+            row.known_outputs = known.tokens
+            self._partials.written[row.index] = [len(tokens) for tokens in known.tokens]
+        return False
+
+    def _keep(self, output: RequestOutput) -> None:
+        key = self._keys.pop(output.index)
+        self._partials.written.pop(output.index, None)
+        self._journal.add({"i": output.index, "k": key, "o": output_as_json(output)})
+        self._journal.flush()
+        self._count.done += 1
+
+    def _after_step(self, flow: Flow) -> None:
+        if monotonic() > self._partials_at:
+            self._write_partials(flow)
+            self._journal.flush()
+            self._partials_at = monotonic() + _PARTIALS_SECONDS
+
+    def _write_partials(self, flow: Flow) -> None:
+        for state in flow.in_flight():
+            index = state.row.index
+            if index not in self._keys:
+                continue
+            record = self._partials.record(index, self._keys[index], state.known_outputs())
+            if record is not None:
+                self._journal.add(record)
+
+    def _answered(self) -> Iterator[JsonObject]:
+        """The rows of the output."""
+        plan, answers = self._plan, Answers(self._journal.records(self._journal.end))
+        for index, row in plan.numbered():
+            known = answers.take(index)
+            if known is None or known.output is None:
+                raise JobError(
+                    f"the journal {self._journal.path} lost row {index}; run the job again with resume=True."
+                )
+            output = output_from_json(known.output, None)
+            self._count.errors += output.error is not None
+            self._count.tokens += sum(len(own.token_ids) for own in output.outputs)
+            yield plan.rows.answer(row, output, known.key, plan.model)
+
+
+@dataclass
+class _NoBar:
+    """Counts, and shows nothing."""
+
+    total: int = 0
+    unit: str = ""
+    n: int = field(default=0, init=False)
+
+    def update(self, count: int) -> None:
+        self.n += count
+
+    def close(self) -> None: ...

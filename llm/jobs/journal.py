@@ -1,0 +1,173 @@
+"""The journal of a job: an append-only file from which an interrupted job goes on.
+
+Owns the file. A line is the CRC-32 of a JSON object and the object:
+
+    {"journal": 1, "identity": {...}}                      the first line: what answers depend on besides their row
+    {"i": index, "k": key, "o": output}                    a row has ended
+    {"i": index, "k": key, "p": [[start, tokens], ...]}    further tokens of each completion of a row that has not
+
+Records are written after every step of the engine, so that a killed process loses the step it was in. They are
+synchronised with the disk once per second, so that a power failure loses a second more. What a crash tore is found by
+its checksum: the end of the file is cut off when it is opened again, a damaged line elsewhere is passed over, and the
+rows in question are computed again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from io import BufferedReader
+from pathlib import Path
+from time import monotonic
+from typing import BinaryIO
+
+from llm.base.errors import JobError
+from llm.base.text import show
+from llm.base.types import JsonObject
+
+VERSION = 1
+_SYNC_SECONDS = 1.0
+_HEAD = 9  # the checksum and a space
+
+
+def encode(record: Mapping[str, object]) -> bytes:
+    body = json.dumps(record, ensure_ascii=True, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def decode(line: bytes) -> JsonObject | None:
+    """The record of a line; None if it is damaged."""
+    body = line[_HEAD:-1]
+    if not line.endswith(b"\n") or line[:_HEAD] != b"%08x " % zlib.crc32(body):
+        return None
+    record = json.loads(body)
+    return record if isinstance(record, dict) else None
+
+
+class Journal:
+    """An open journal, locked against other processes.
+
+    Args:
+        identity: what the job's answers depend on besides their rows.
+
+    Raises:
+        JobError: the file is no journal, of another model or setting, in use, or cannot be written.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, object]) -> None:
+        self.path = path
+        self.num_rows = 0  # ended ones, in this process
+        self._synced = monotonic()
+        self._buffer: list[bytes] = []
+        try:
+            if not path.exists():
+                _create(path, encode({"journal": VERSION, "identity": identity}))
+            self._file: BinaryIO = path.open("r+b", buffering=0)
+        except OSError as error:
+            raise JobError(f"the journal {path} cannot be written: {error.strerror}; choose another place.") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise JobError(f"the journal {path} is in use by another process; wait until it has ended.") from None
+        try:
+            self._check_header(identity)
+            self.end = self._cut_torn_end()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def records(self, end: int | None = None) -> Iterator[JsonObject]:
+        """The records up to byte `end`, None: all that were there when the journal was opened or last flushed."""
+        end = self.end if end is None else end
+        with self.path.open("rb") as file:
+            file.readline()
+            while file.tell() < end:
+                record = decode(file.readline())
+                if record is not None:
+                    yield record
+
+    def add(self, record: Mapping[str, object]) -> None:
+        self._buffer.append(encode(record))
+
+    def flush(self, sync: bool = False) -> None:
+        """Write what was added; with `sync`, or once per second, wait until the disk has it."""
+        data = b"".join(self._buffer)
+        if not data and not sync:
+            return
+        try:
+            while data:
+                data = data[self._file.write(data) or 0 :]
+            if sync or monotonic() > self._synced + _SYNC_SECONDS:
+                os.fsync(self._file.fileno())
+                self._synced = monotonic()
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), self.end)  # half a line would damage the next one too
+            self._file.seek(self.end)
+            raise JobError(
+                f"the journal {self.path} cannot be written: {error.strerror}; what it has is kept, so run the job "
+                "again with resume=True when that is repaired."
+            ) from error
+        self._buffer.clear()
+        self.end = self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _check_header(self, identity: Mapping[str, object]) -> None:
+        with self.path.open("rb") as file:
+            header = decode(file.readline())
+        if header is None or "journal" not in header:
+            raise JobError(f"{self.path} is not a journal; choose another path, or delete the file.")
+        if header["journal"] != VERSION:
+            raise JobError(f"the journal {self.path} has version {show(header['journal'])}, and {VERSION} is read.")
+        before = header.get("identity")
+        before = before if isinstance(before, dict) else {}
+        now = json.loads(json.dumps(identity))
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
+                raise JobError(
+                    f"the journal {self.path} is of another job: its {name} is {show(before.get(name))}, and now it is "
+                    f"{show(now.get(name))}; run that job, or delete the journal to start again."
+                )
+
+    def _cut_torn_end(self) -> int:
+        """Cut off what follows the last whole line; returns the file's size."""
+        end = 0
+        with self.path.open("rb") as file:
+            for start, line in _lines(file):
+                if decode(line) is not None:
+                    end = start + len(line)
+        os.ftruncate(self._file.fileno(), end)
+        self._file.seek(end)
+        return end
+
+
+def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes]]:
+    start = 0
+    for line in file:
+        yield start, line
+        start += len(line)
+
+
+def _create(path: Path, header: bytes) -> None:
+    """Make the file with its first line, whole or not at all."""
+    fresh = path.with_name(f".{path.name}.new")
+    with fresh.open("wb") as file:
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names of a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,175 @@
+"""`LLM.run`: from the arguments of a user to a checked plan of a job, and its run.
+
+Owns every check that is made before the first row is computed: the files, each row's form, ids that occur twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llm.api.flow import FlowHost
+from llm.base.bar import UseTqdm
+from llm.base.checks import check_choice, check_flag, refuse
+from llm.base.errors import JobError, ValidationError
+from llm.base.text import quote
+from llm.base.types import JsonObject
+from llm.engine.progress import check_use_tqdm
+from llm.engine.rows import ON_TOO_LONG
+from llm.jobs.job import Job, JobPlan, JobSummary
+from llm.jobs.journal import Journal
+from llm.jobs.requests import BatchRows, PlainRows, Rows, is_batch, template_columns
+from llm.jobs.shard import Shard
+from llm.jobs.tables import read_rows, suffix_of
+from llm.sampling_params import SamplingParams
+
+_MAX_LISTED = 10
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The arguments of `LLM.run` but its files, checked."""
+
+    params: SamplingParams
+    column: str | None
+    template: str | None
+    resume: bool
+    shard: str | None
+    on_error: str
+    on_too_long: str
+    use_tqdm: UseTqdm
+
+    def __post_init__(self) -> None:
+        check_flag("resume", self.resume)
+        check_choice("on_error", self.on_error, ("raise", "return"))
+        check_choice("on_too_long", self.on_too_long, ON_TOO_LONG)
+        check_use_tqdm(self.use_tqdm)
+        if self.template is not None:
+            template_columns(self.template)
+        if self.column is not None and self.template is not None:
+            refuse("template", self.template, "None where column is given")
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """Input and output, checked; `target` is this shard's part of the output."""
+
+    source: Path
+    target: Path
+    shard: Shard
+
+    @classmethod
+    def of(cls, source: str | Path, output: str | Path, options: RunOptions) -> JobFiles:
+        source, whole, shard = Path(source), Path(output), Shard.of(options.shard)
+        suffix_of(source)
+        suffix_of(whole)
+        if not source.is_file():
+            raise JobError(f"{source} is no file; pass the path of the input.")
+        if whole.resolve() == source.resolve() or (whole.exists() and whole.samefile(source)):
+            raise JobError(f"{whole} is the input; the output must be another file.")
+        if not whole.parent.is_dir():
+            raise JobError(f"{whole.parent} is no folder; make it, or choose another place for the output.")
+        files = cls(source, shard.path(whole), shard)
+        if not options.resume and files.target.exists():
+            raise JobError(f"{files.target} exists and is complete; delete it to answer the rows again.")
+        if not options.resume and files.journal.exists():
+            raise JobError(
+                f"{files.journal} is of a run that has not ended; pass resume=True (--resume) to go on, or delete it "
+                "to start again."
+            )
+        return files
+
+    @property
+    def journal(self) -> Path:
+        return self.target.with_name(f"{self.target.name}.journal")
+
+
+def run_job(llm: FlowHost, files: JobFiles, options: RunOptions, identity: JsonObject, model: str) -> JobSummary:
+    """Check the whole input, then run what is left to do.
+
+    Raises:
+        JobError, ValidationError: a file, a row's form or an argument is wrong.
+        JobInterrupted: Ctrl-C or SIGTERM.
+    """
+    rows = _rows_of(files.source, options)
+    count = _check_input(files, rows, options.on_error == "raise")
+    plan = JobPlan(files.source, files.target, rows, files.shard, count, options.on_too_long, identity, model)
+    if files.target.exists():  # and resume=True
+        return JobSummary(files.target, count, count, 0, 0, 0.0)
+    with closing(Journal(files.journal, {**identity, "input": files.source.suffix, "shard": options.shard})) as journal:
+        summary = Job(llm, plan, journal).run(options.use_tqdm)
+        files.journal.unlink()
+    return summary
+
+
+def _rows_of(source: Path, options: RunOptions) -> Rows:
+    first = next(read_rows(source), None)
+    if first is None:
+        raise JobError(f"{source} has no rows.")
+    if not is_batch(first):
+        return PlainRows(options.params, options.column, options.template)
+    for name in ("column", "template"):
+        if getattr(options, name) is not None:
+            raise ValidationError(
+                f"{name} must be None for OpenAI's batch format, whose bodies have the prompts.", parameter=name
+            )
+    return BatchRows(options.params)
+
+
+def _check_input(files: JobFiles, rows: Rows, strict: bool) -> int:
+    """Check the form of every row of the whole input; returns how many rows the shard has.
+
+    With `strict`, rows that could not be answered are refused too. Memory: 8 bytes per row, for their ids.
+    """
+    bad: list[str] = []
+    hashes, count = array("Q"), 0
+    for index, row in enumerate(read_rows(files.source)):
+        try:
+            rows.check(row)
+        except JobError as error:
+            raise JobError(f"{files.source}, row {index}: {error}") from None
+        name = rows.identifier(row)
+        if name is not None:
+            hashes.append(_hash(name))
+        if strict and len(bad) < _MAX_LISTED:
+            bad += _problem(rows, index, row)
+        count += index % files.shard.count == files.shard.index
+    if bad:
+        raise ValidationError(f"{files.source}: {'; '.join(bad)}.", parameter="input")
+    _check_distinct(files.source, rows, hashes)
+    return count
+
+
+def _problem(rows: Rows, index: int, row: JsonObject) -> list[str]:
+    try:
+        rows.asked(row)
+    except ValidationError as error:
+        return [f"row {index}: {str(error).rstrip('.')}"]
+    return []
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _check_distinct(source: Path, rows: Rows, hashes: array[int]) -> None:
+    """Raise `JobError` if two rows have one id. Equal hashes are only a suspicion: those rows are read again."""
+    values = np.sort(np.frombuffer(hashes, dtype=np.uint64)) if hashes else np.zeros(0, dtype=np.uint64)
+    suspects = set(values[1:][values[1:] == values[:-1]].tolist())
+    seen: dict[str, int] = {}
+    for index, name in enumerate(_identifiers(source, rows) if suspects else ()):
+        if name is None or _hash(name) not in suspects:
+            continue
+        if name in seen:
+            raise JobError(f"{source}: rows {seen[name]} and {index} have the same custom_id, {quote(name)}.")
+        seen[name] = index
+
+
+def _identifiers(source: Path, rows: Rows) -> Iterator[str | None]:
+    return (rows.identifier(row) for row in read_rows(source))

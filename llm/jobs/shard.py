@@ -1,0 +1,90 @@
+"""Shards: the parts of a job that run in several processes, and putting their outputs together.
+
+Owns which rows are whose: row i of n shards' input is of shard i % n, so that a merge needs no index.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm.base.errors import JobError, ValidationError
+from llm.base.types import JsonObject
+from llm.jobs.tables import read_rows, write_rows
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` shards; `index` counts from 0."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def of(cls, text: object) -> Shard:
+        """From "3/16", the fourth of sixteen; None: the whole job."""
+        if text is None:
+            return cls()
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text) if isinstance(text, str) else None
+        if found is None or not int(found[1]) < int(found[2]):
+            raise ValidationError(
+                f"shard must be 'i/n' with i from 0 to n-1, got {text!r}.", parameter="shard", value=text
+            )
+        return cls(int(found[1]), int(found[2]))
+
+    def path(self, output: Path) -> Path:
+        """Where this shard's part of `output` goes."""
+        if self.count == 1:
+            return output
+        return output.with_name(f"{output.stem}.shard-{self.index}-of-{self.count}{output.suffix}")
+
+
+def merge(output: Path) -> int:
+    """Put the parts of `output`, which lie beside it, into one file; returns the number of rows.
+
+    The result is the file that one process would have written. The parts stay.
+
+    Raises:
+        JobError: there are none, one is missing or not of the same job, or `output` exists.
+    """
+    if output.exists():
+        raise JobError(f"{output} exists; delete it, or merge into another place.")
+    count = _count_parts(output)
+    paths = [Shard(index, count).path(output) for index in range(count)]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise JobError(f"{len(missing)} of {count} parts of {output} are missing, first {missing[0]}; run that shard.")
+    rows = _Interleaved(paths)
+    write_rows(output, rows)
+    return rows.count
+
+
+def _count_parts(output: Path) -> int:
+    pattern = re.compile(re.escape(output.stem) + r"\.shard-\d+-of-(\d+)" + re.escape(output.suffix))
+    counts = {int(found[1]) for path in output.parent.iterdir() if (found := pattern.fullmatch(path.name))}
+    if len(counts) != 1:
+        what = "there are none" if not counts else f"there are parts of {' and of '.join(map(str, sorted(counts)))}"
+        raise JobError(f"the parts of {output} are beside it, as {Shard(0, 2).path(output).name}, and {what}.")
+    return counts.pop()
+
+
+class _Interleaved:
+    """The rows of all parts, one of each in turn."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self.count = 0
+
+    def __iter__(self) -> Iterator[JsonObject]:
+        readers = [read_rows(path) for path in self._paths]
+        while True:
+            row = next(readers[self.count % len(readers)], None)
+            if row is None:
+                break
+            self.count += 1
+            yield row
+        longer = [path.name for path, reader in zip(self._paths, readers, strict=True) if next(reader, None)]
+        if longer:
+            raise JobError(f"{longer[0]} has more rows than the parts of its job can have; they are of several jobs.")

@@ -1,0 +1,164 @@
+"""The files of a job, row by row: JSONL, CSV and Parquet.
+
+Owns reading and writing them in constant memory, and the order of the output's columns. pyarrow is imported for
+Parquet alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+from llm.base.errors import JobError
+from llm.base.text import show
+from llm.base.types import JsonObject
+from llm.jobs.journal import sync_folder
+
+SUFFIXES = (".jsonl", ".csv", ".parquet")
+_PARQUET_ROWS = 1024
+# The most characters of a CSV field: Python's own limit is 128 KiB.
+csv.field_size_limit(1 << 28)
+
+
+def suffix_of(path: Path) -> str:
+    suffix = ".jsonl" if path.suffix == ".ndjson" else path.suffix
+    if suffix not in SUFFIXES:
+        raise JobError(f"{path} must end in {', '.join(SUFFIXES)}; that says what is in it.")
+    return suffix
+
+
+def read_rows(path: Path) -> Iterator[JsonObject]:
+    """The rows of a file, as dicts.
+
+    Raises:
+        JobError: it is missing, or a row is damaged; the message has its line.
+    """
+    suffix = suffix_of(path)
+    try:
+        if suffix == ".parquet":
+            yield from _read_parquet(path)
+        else:
+            yield from _read_jsonl(path) if suffix == ".jsonl" else _read_csv(path)
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path} is not UTF-8: {error.reason}.") from error
+
+
+def _read_jsonl(path: Path) -> Iterator[JsonObject]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise JobError(f"{path}, line {number}: this is not JSON ({error}).") from error
+            if not isinstance(row, dict):
+                raise JobError(f"{path}, line {number}: a row must be an object, got {show(row)}.")
+            yield row
+
+
+def _read_csv(path: Path) -> Iterator[JsonObject]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise JobError(f"{path}, line {reader.line_num}: a row must have a value for each of the columns.")
+                yield dict(row)
+        except csv.Error as error:
+            raise JobError(f"{path}, line {reader.line_num}: this is not CSV ({error}).") from error
+
+
+def _read_parquet(path: Path) -> Iterator[JsonObject]:
+    parquet = pyarrow("parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                yield from batch.to_pylist()
+    except ValueError as error:  # pyarrow's own errors are ValueErrors
+        raise JobError(f"{path} is not Parquet ({error}).") from error
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write a whole file under another name, wait for the disk, and give it its name."""
+    fresh = path.with_name(f".{path.name}.new")
+    write = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}[suffix_of(path)]
+    try:
+        write(fresh, rows)
+        handle = os.open(fresh, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        fresh.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise JobError(
+            f"{path} cannot be written: {error.strerror or error}; the answers are in the journal, so run the job "
+            "again with resume=True when that is repaired."
+        ) from error
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def _write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def _write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """What is neither text nor a number is written as JSON."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = None
+        for row in rows:
+            if writer is None:
+                writer = csv.DictWriter(file, list(row))
+                writer.writeheader()
+            writer.writerow({name: _cell(value) for name, value in row.items()})
+
+
+def _cell(value: object) -> object:
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict | bool) else value
+
+
+def _write_parquet(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """The first row group decides the columns' types; a column without a value in it is text."""
+    arrow, parquet = pyarrow(), pyarrow("parquet")
+    left, writer = iter(rows), None
+    while batch := list(islice(left, _PARQUET_ROWS)):
+        schema = None if writer is None else writer.schema
+        table = arrow.Table.from_pylist(batch, schema=schema or _text_for_null(arrow, batch))
+        if writer is None:
+            writer = parquet.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+    with closing(writer or parquet.ParquetWriter(path, arrow.schema([]))):
+        pass
+
+
+def _text_for_null(arrow: ModuleType, batch: list[Mapping[str, object]]) -> object:
+    found = arrow.Table.from_pylist(batch).schema
+    return arrow.schema([field.with_type(arrow.string()) if field.type == arrow.null() else field for field in found])
+
+
+def pyarrow(module: str = "") -> ModuleType:
+    """pyarrow, or a module of it.
+
+    Raises:
+        JobError: it is not installed.
+    """
+    try:
+        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
+    except ImportError as error:
+        raise JobError("this needs pyarrow: pip install 'offline-llm[arrow]'.") from error

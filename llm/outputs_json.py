@@ -1,0 +1,157 @@
+"""Outputs as plain data for JSON, and back.
+
+Owns the form. `json.dumps` takes it as it is; floats come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llm.base import errors
+from llm.base.errors import LLMError
+from llm.base.text import show
+from llm.base.types import JsonObject
+from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, StructuredOutcome
+from llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Positions = Sequence[dict[int, Logprob] | None]
+
+
+def output_as_json(output: RequestOutput) -> JsonObject:
+    """Everything about one prompt; logprobs are a list of tokens per position."""
+    return {
+        "request_id": output.request_id,
+        "index": output.index,
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [_completion(own) for own in output.outputs],
+        "finished": output.finished,
+        "num_cached_tokens": output.num_cached_tokens,
+        "num_dropped_tokens": output.num_dropped_tokens,
+        "seed": output.seed,
+        "prompt_logprobs": _positions(output.prompt_logprobs),
+        "params": None if output.params is None else params_as_json(output.params),
+        "metrics": None if output.metrics is None else dataclasses.asdict(output.metrics),
+    }
+
+
+def output_from_json(data: JsonObject, params: SamplingParams | None) -> RequestOutput:
+    """The output that `output_as_json` wrote, without its metrics; `params` are the prompt's."""
+    flat = params is not None and params.flat_logprobs
+    return RequestOutput(
+        data["request_id"],
+        data["prompt"],
+        data["prompt_token_ids"],
+        [_completion_from(own, flat) for own in data["outputs"]],
+        data["finished"],
+        data["num_cached_tokens"],
+        data["seed"],
+        _positions_from(data["prompt_logprobs"], flat),
+        params,
+        index=data["index"],
+        num_dropped_tokens=data["num_dropped_tokens"],
+    )
+
+
+def params_as_json(params: SamplingParams) -> JsonObject:
+    """The fields that differ from their defaults."""
+    fields = ((item.name, getattr(params, item.name), item.default) for item in dataclasses.fields(params))
+    return {name: plain(value) for name, value, default in fields if value != default and value != []}
+
+
+def plain(value: object) -> object:
+    """Data for JSON; what is none by its `repr`, shortened."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain_fields(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if hasattr(value, "model_json_schema"):  # pydantic
+        return plain(value.model_json_schema())
+    return value if value is None or isinstance(value, str | int | float | bool) else show(value)
+
+
+def error_as_json(error: Exception | None) -> JsonObject | None:
+    if error is None:
+        return None
+    kept = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
+    return {"type": type(error).__name__, "message": str(error), **kept}
+
+
+def error_from_json(data: JsonObject | None) -> Exception | None:
+    """An exception of this package's type of that name, else an `LLMError`."""
+    if data is None:
+        return None
+    kind = getattr(errors, data["type"], LLMError)
+    is_known = isinstance(kind, type) and issubclass(kind, LLMError)
+    error: Exception = kind(data["message"]) if is_known else LLMError(data["message"])
+    vars(error).update({name: value for name, value in data.items() if name not in ("type", "message")})
+    return error
+
+
+def _plain_fields(value: DataclassInstance) -> JsonObject:
+    return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+
+
+def _completion(own: CompletionOutput) -> JsonObject:
+    return {
+        "index": own.index,
+        "text": own.text,
+        "token_ids": own.token_ids,
+        "cumulative_logprob": own.cumulative_logprob,
+        "logprobs": _positions(own.logprobs),
+        "finish_reason": own.finish_reason,
+        "stop_reason": own.stop_reason,
+        "error": error_as_json(own.error),
+        "structured": None if own.structured is None else dataclasses.asdict(own.structured),
+    }
+
+
+def _completion_from(data: JsonObject, flat: bool) -> CompletionOutput:
+    structured = data["structured"]
+    return CompletionOutput(
+        data["index"],
+        data["text"],
+        data["token_ids"],
+        data["cumulative_logprob"],
+        _positions_from(data["logprobs"], flat),
+        data["finish_reason"],
+        data["stop_reason"],
+        error_from_json(data["error"]),
+        None if structured is None else StructuredOutcome(**structured),
+    )
+
+
+def _positions(positions: Positions | None) -> list[list[JsonObject] | None] | None:
+    if positions is None:
+        return None
+    return [None if position is None else [_token(*item) for item in position.items()] for position in positions]
+
+
+def _token(token_id: int, item: Logprob) -> JsonObject:
+    return {"token_id": token_id, "logprob": item.logprob, "rank": item.rank, "decoded_token": item.decoded_token}
+
+
+def _positions_from(data: list[list[JsonObject] | None] | None, flat: bool) -> Any:
+    if data is None:
+        return None
+    positions = [None if position is None else dict(map(_token_from, position)) for position in data]
+    if not flat:
+        return positions
+    found = FlatLogprobs()
+    for position in positions:
+        found.append(position)
+    return found
+
+
+def _token_from(data: JsonObject) -> tuple[int, Logprob]:
+    return data["token_id"], Logprob(data["logprob"], data["rank"], data["decoded_token"])

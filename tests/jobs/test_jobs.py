@@ -1,0 +1,380 @@
+"""`LLM.run`: an interrupted and resumed job is the job that nothing interrupted, and its files are checked first."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kills
+import pytest
+from embedded import assert_idle, engine_of, open_llm
+
+from llm import LLM, SamplingParams, ValidationError
+from llm.base.errors import JobError, JobInterrupted
+from llm.cli import main
+from llm.jobs.identity import fingerprint
+from llm.jobs.journal import Journal, decode, encode
+
+PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(max_model_len=96, max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def idle_afterwards(llm: LLM) -> Iterator[None]:
+    yield
+    assert_idle(llm)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"In the year {index}", "row": index} for index in range(COUNT)]
+    return write(tmp_path / "in.jsonl", rows)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(llm: LLM, source: Path, name: str = "out.jsonl", params: Any = PARAMS, **options: Any) -> Path:
+    return llm.run(source, source.parent / name, params, use_tqdm=False, **options).output
+
+
+@contextmanager
+def at_step(llm: LLM, step: int, action: Callable[[], Any]) -> Iterator[None]:
+    """Do something in the middle of a step, counted from 1."""
+    runner = engine_of(llm).runner
+    execute, steps = runner.execute, []
+
+    def hooked(plan: Any) -> Any:
+        steps.append(plan)
+        if len(steps) == step:
+            action()
+        return execute(plan)
+
+    runner.execute = hooked
+    try:
+        yield
+    finally:
+        del runner.execute
+
+
+# The answers
+
+
+def test_the_rows_of_a_file_are_answered_in_their_order(llm: LLM, source: Path) -> None:
+    summary = llm.run(source, source.with_name("out.jsonl"), PARAMS, use_tqdm=False)
+    assert (summary.num_rows, summary.num_resumed, summary.num_errors) == (COUNT, 0, 0)
+    assert summary.num_generated_tokens == 9 * COUNT
+    rows = read(summary.output)
+    assert [row["row"] for row in rows] == list(range(COUNT))
+    llm._preprocessor._calls = 0  # the seeds of a job do not depend on the calls before it
+    outputs = llm.generate([row["prompt"] for row in rows], PARAMS, use_tqdm=False)
+    assert [row["generated_text"] for row in rows] == [output.outputs[0].text for output in outputs]
+    assert rows[0].keys() == {
+        *("prompt", "row", "generated_text", "finish_reason"),
+        *("num_prompt_tokens", "num_generated_tokens", "error"),
+    }
+    assert sorted(path.name for path in source.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_the_shards_of_a_job_are_the_job(llm: LLM, source: Path) -> None:
+    whole = run(llm, source).read_bytes()
+    for index in range(3):
+        run(llm, source, "parts.jsonl", shard=f"{index}/3")
+        if index < 2:
+            with pytest.raises(JobError, match=r"parts of .* are missing, first parts.shard-"):
+                merge(source)
+    assert merge(source).read_bytes() == whole
+    with pytest.raises(JobError, match=r"parts\.jsonl exists"):
+        merge(source)
+    for wrong in ("3/3", "1", "-1/3"):
+        with pytest.raises(ValidationError, match="shard must be 'i/n'"):
+            run(llm, source, "wrong.jsonl", shard=wrong)
+
+
+def merge(source: Path) -> Path:
+    from llm.jobs.shard import merge
+
+    merge(source.with_name("parts.jsonl"))
+    return source.with_name("parts.jsonl")
+
+
+def test_csv_templates_and_columns(llm: LLM, tmp_path: Path) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text('name,verb\nMoses,went\n"the\nking",came\n')
+    run(llm, table, "out.csv", template="And {name} {verb}")
+    run(llm, table, "column.jsonl", column="name")
+    lines = (tmp_path / "out.csv").read_text().splitlines()
+    assert lines[0] == "name,verb,generated_text,finish_reason,num_prompt_tokens,num_generated_tokens,error"
+    rows = read(tmp_path / "column.jsonl")
+    assert [row["name"] for row in rows] == ["Moses", "the\nking"]
+    for options, said in (
+        ({"column": "nome"}, "has no column 'nome'"),
+        ({"template": "{nome}"}, "has no column 'nome'"),
+        ({"template": "{name.x}"}, "template must name columns"),
+        ({"template": "{name"}, "template cannot be read"),
+        ({"template": "{name}", "column": "name"}, "template must be None"),
+    ):
+        with pytest.raises((JobError, ValidationError), match=said):
+            run(llm, table, "wrong.jsonl", **options)
+
+
+def test_parquet(llm: LLM, source: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = source.with_name("in.parquet")
+    parquet.write_table(arrow.Table.from_pylist(read(source)), table)
+    found = parquet.read_table(run(llm, table, "out.parquet")).to_pylist()
+    assert found == read(run(llm, source))
+
+
+def batch_row(name: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "And", **body}}
+
+
+def test_openai_batches(llm: LLM, tmp_path: Path) -> None:
+    rows = [
+        batch_row("plain", max_tokens=3, temperature=0, model="m"),
+        batch_row("several", max_tokens=2, n=2, logprobs=1, seed=5),
+        batch_row("unknown", max_tokns=3),
+        batch_row("stream", stream=True),
+        batch_row("long", prompt="the king " * 100),
+        batch_row("list", prompt=["a", "b"]),
+        {**batch_row("url"), "url": "/v1/images"},
+        {**batch_row("extra"), "priority": 1},
+        batch_row("ids", prompt=[1, 5, 6], max_tokens=1),
+    ]
+    source = write(tmp_path / "in.jsonl", rows)
+    answers = {row["custom_id"]: row for row in read(run(llm, source, params=None))}
+    assert list(answers) == [row["custom_id"] for row in rows]
+    bad = {name: row["error"] for name, row in answers.items() if row["error"] is not None}
+    assert list(bad) == ["unknown", "stream", "long", "list", "url", "extra"]
+    assert all(answers[name]["response"] is None and error["code"] for name, error in bad.items())
+    assert bad["long"]["code"] == "prompt_too_long"
+    assert bad["unknown"]["message"] == "body has no field 'max_tokns' here. Did you mean 'max_tokens'?"
+    body = answers["plain"]["response"]["body"]
+    [choice] = body["choices"]
+    [output] = llm.generate("And", SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
+    assert (choice["text"], choice["finish_reason"]) == (output.outputs[0].text, "length")
+    assert body["model"] == "m" and body["object"] == "text_completion"
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    several = answers["several"]["response"]["body"]["choices"]
+    assert [choice["index"] for choice in several] == [0, 1]
+    assert len(several[0]["logprobs"]["token_logprobs"]) == 2
+    with pytest.raises(
+        ValidationError, match=r"row 2: body has no field 'max_tokns' here.* row 3: stream must be False"
+    ):
+        run(llm, source, "strict.jsonl", params=None, on_error="raise")
+
+
+def test_files_are_checked_before_a_row_is_run(llm: LLM, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_of(llm), "add", lambda *_, **__: pytest.fail("a row was run"))
+    folder = source.parent
+
+    def refused(said: str, path: Path, name: str = "out.jsonl") -> None:
+        with pytest.raises(JobError, match=said):
+            run(llm, path, name)
+
+    refused("is the input", source, "in.jsonl")
+    refused("is no folder", source, "no/out.jsonl")
+    refused("must end in .jsonl, .csv, .parquet", source, "out.txt")
+    refused("is no file", folder / "none.jsonl")
+    link = folder / "link.jsonl"
+    link.symlink_to(source)
+    refused("is the input", source, "link.jsonl")
+    (folder / "empty.jsonl").touch()
+    refused("has no rows", folder / "empty.jsonl")
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    refused("line 2: this is not JSON", folder / "bad.jsonl")
+    (folder / "list.jsonl").write_text('{"prompt": "a"}\n[1]\n')
+    refused("line 2: a row must be an object", folder / "list.jsonl")
+    (folder / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
+    refused("is not UTF-8", folder / "latin.jsonl")
+    refused("row 1: the input has no column 'prompt'", write(folder / "mixed.jsonl", [{"prompt": "a"}, {"text": "a"}]))
+    refused("would replace", write(folder / "clash.jsonl", [{"prompt": "a", "error": 1}]))
+    same = [batch_row("a"), batch_row("b"), batch_row("a")]
+    refused("rows 0 and 2 have the same custom_id, 'a'", write(folder / "same.jsonl", same))
+    refused("row 1: .* needs a custom_id", write(folder / "noid.jsonl", [batch_row("a"), {"body": {}}]))
+    (folder / "short.csv").write_text("prompt,b\nx\n")
+    refused("a value for each", folder / "short.csv")
+
+
+# Interrupted and resumed
+
+
+def test_interrupted_rows_go_on_from_their_tokens(llm: LLM, source: Path, ctrl_c: None) -> None:
+    whole = run(llm, source, "whole.jsonl").read_bytes()
+    stats = engine_of(llm).stats
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before, handler = stats.generated_tokens, signal.getsignal(signal.SIGTERM)
+        for step in (14, 3):
+            with (
+                at_step(llm, step, lambda number=number: signal.raise_signal(number)),
+                pytest.raises(
+                    JobInterrupted, match=r"interrupted with \d+ of 12 rows finished; run .* again"
+                ) as caught,
+            ):
+                run(llm, source, resume=step == 3)
+            assert caught.value.signal == number
+        assert signal.getsignal(signal.SIGTERM) == handler
+        with pytest.raises(JobError, match="is of a run that has not ended; pass resume=True"):
+            run(llm, source)
+        summary = llm.run(source, source.with_name("out.jsonl"), PARAMS, use_tqdm=False, resume=True)
+        assert summary.num_resumed == 4 and summary.output.read_bytes() == whole
+        assert stats.generated_tokens - before == 9 * COUNT  # no token was drawn twice
+        assert run(llm, source, resume=True) == summary.output  # complete: nothing to do
+        with pytest.raises(JobError, match="exists and is complete"):
+            run(llm, source)
+        summary.output.unlink()
+
+
+def interrupted(llm: LLM, source: Path, step: int = 14) -> Path:
+    """The journal of an interrupted run."""
+    with at_step(llm, step, lambda: signal.raise_signal(signal.SIGINT)), pytest.raises(JobInterrupted):
+        run(llm, source)
+    return source.with_name("out.jsonl.journal")
+
+
+def test_a_journal_of_another_job_is_refused(llm: LLM, source: Path, ctrl_c: None) -> None:
+    journal = interrupted(llm, source)
+    with open_llm(max_model_len=96, seed=3) as other, pytest.raises(JobError, match="is of another job: its seed is 0"):
+        run(other, source, resume=True)
+    with pytest.raises(JobError, match=r"row 0 of .* is not the one that the journal"):
+        run(llm, source, params=SamplingParams(max_tokens=8, ignore_eos=True), resume=True)
+    rows = read(source)
+    write(source, [{**rows[0], "prompt": "changed"}, *rows[1:]])
+    with pytest.raises(JobError, match=r"row 0 of .* is not the one that the journal"):
+        run(llm, source, resume=True)
+    write(source, rows)
+    # A planted wrong key.
+    lines = journal.read_bytes().splitlines(keepends=True)
+    record = decode(lines[1])
+    assert record is not None
+    journal.write_bytes(lines[0] + encode({**record, "k": "0" * 64}) + b"".join(lines[2:]))
+    with pytest.raises(JobError, match=f"row {record['i']} of .* is not the one"):
+        run(llm, source, resume=True)
+    journal.write_text("something else\n")
+    with pytest.raises(JobError, match="is not a journal"):
+        run(llm, source, resume=True)
+    with open_llm(seed=None) as unseeded, pytest.raises(ValidationError, match=r"needs LLM\(seed="):
+        run(unseeded, source, "new.jsonl")
+
+
+def test_weights_have_a_fingerprint(llm: LLM) -> None:
+    class Changed:
+        def __init__(self, source: Any) -> None:
+            self.config, self.close = source.config, source.close
+            self.tensors = lambda: self
+            self.source = source
+
+        def stream(self) -> Iterator[tuple[str, Any]]:
+            for place, (name, tensor) in enumerate(self.source.tensors().stream()):
+                yield name, tensor + (place == 3)
+
+    source: Any = llm._source
+    assert fingerprint(source) == fingerprint(source) != fingerprint(Changed(source))  # type: ignore[arg-type]
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing(llm: LLM, source: Path) -> None:
+    whole = run(llm, source, "whole.jsonl").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    try:
+        with pytest.raises(JobError, match=r"journal .* cannot be written: File too large; what it has is kept"):
+            run(llm, source)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert kills.finished(source.with_name("out.jsonl.journal"))
+    summary = llm.run(source, source.with_name("out.jsonl"), PARAMS, use_tqdm=False, resume=True)
+    assert summary.num_resumed > 0 and summary.output.read_bytes() == whole
+
+
+def test_an_output_that_cannot_be_written_leaves_the_journal(
+    llm: LLM, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda handle: None)
+        patch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+        with pytest.raises(JobError, match="cannot be written: Read-only file system"):
+            run(llm, source)
+    run(llm, source, "whole.jsonl")
+
+
+def test_a_failing_step_loses_nothing(llm: LLM, source: Path) -> None:
+    whole = run(llm, source, "whole.jsonl").read_bytes()
+    with at_step(llm, 13, lambda: (_ for _ in ()).throw(RuntimeError("planted"))), pytest.raises(RuntimeError):
+        run(llm, source)
+    before = engine_of(llm).stats.generated_tokens
+    assert run(llm, source, resume=True).read_bytes() == whole
+    assert engine_of(llm).stats.generated_tokens - before == 9 * COUNT - 4 * 12
+
+
+def test_a_killed_job_is_the_whole_job(tmp_path: Path, ctrl_c: None) -> None:
+    with kills.open_llm() as llm:
+        kills.write_input(tmp_path / "in.jsonl", rows=6)
+        run(llm, tmp_path / "in.jsonl", "whole.jsonl", params=None)
+        expected = (tmp_path / "whole.jsonl").read_bytes()
+        count, problems = kills.one_job(llm, tmp_path, expected, 0.8, random.Random(5))
+    assert (problems, count > 0) == ([], True)
+
+
+# The journal
+
+
+def test_a_torn_end_is_cut_off_wherever_it_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "run.journal"
+    journal = Journal(path, {"a": 1})
+    records = [{"i": index, "k": "x", "o": {"text": "é" * index}} for index in range(4)]
+    for record in records:
+        journal.add(record)
+    journal.flush()
+    with pytest.raises(JobError, match="is in use by another process"):
+        Journal(path, {"a": 1})
+    journal.close()
+    whole = path.read_bytes()
+    last = len(encode(records[-1]))
+    for torn in [*(whole[:-cut] for cut in range(1, last + 1)), whole[:-2] + b"?\n", whole + b"\0" * 9]:
+        path.write_bytes(torn)
+        journal = Journal(path, {"a": 1})
+        expected = records if torn.startswith(whole) else records[:-1]
+        assert list(journal.records()) == expected
+        journal.add({"i": 9, "k": "y", "o": None})
+        journal.flush()
+        assert list(journal.records())[len(expected) :] == [{"i": 9, "k": "y", "o": None}]
+        journal.close()
+    lines = whole.splitlines(keepends=True)
+    lines[2] = lines[2].replace(b"x", b"z")
+    path.write_bytes(b"".join(lines))
+    journal = Journal(path, {"a": 1})
+    assert list(journal.records()) == [records[0], *records[2:]]
+    journal.close()
+
+
+def test_the_command(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = source.with_name("out.jsonl")
+    options = ["--params", '{"max_tokens": 2}', "--max-model-len", "64"]
+    assert main(["run", str(source), str(output), *options]) == 0
+    said = capsys.readouterr()
+    assert (
+        said.out == f"{output}\n" and "[12 rows, 0 of them from an earlier run, 0 with an error; 24 tokens" in said.err
+    )
+    assert main(["run", str(source), str(output), *options]) == 1
+    assert "exists and is complete" in capsys.readouterr().err
+    assert main(["run", str(source), str(output), "--params", "[]"]) == 1
+    assert main(["merge", str(output)]) == 1
