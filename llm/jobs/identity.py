@@ -31,7 +31,7 @@ def fingerprint(source: ModelSource) -> str:
     try:
         for name, tensor in source.tensors().stream():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     finally:
         source.close()
     return digest.hexdigest()
