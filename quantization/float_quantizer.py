@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from llm.quantization.quantizer import Quantized
-from llm.quantization.tables import doubled_fp4
+from llm.quantization.tables import doubled_fp4, nf4
 
 _LARGEST_FLOAT8 = 448.0
 # Of e2m1, by code. Halfway values round to the even code.
@@ -63,6 +63,24 @@ def quantize_mxfp4(weight: torch.Tensor, group_size: int) -> Quantized:
         )
         q[part], result.scale[part] = (codes - 8).view(-1, columns), half[..., 0]
         _note_error(result, groups, value)
+    return result
+
+
+def quantize_nf4(weight: torch.Tensor, group_size: int) -> Quantized:
+    """Codes of NormalFloat4 less 8, the nearest in value; the scale is a group's largest magnitude.
+
+    Raises ValueError: a weight is not finite.
+    """
+    rows, columns = weight.shape
+    result = Quantized(torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, columns // group_size), 0.0, 0.0)
+    table = nf4()
+    borders = (table[1:] + table[:-1]) / 2
+    for part, groups in _parts(weight, group_size):
+        largest = _largest(groups)
+        scale = torch.where(largest == 0, torch.ones_like(largest), largest)
+        codes = torch.bucketize(groups / scale, borders)
+        result.q[part], result.scale[part] = (codes - 8).to(torch.int8).view(-1, columns), scale[..., 0]
+        _note_error(result, groups, table[codes] * scale)
     return result
 
 

@@ -26,6 +26,7 @@ _BUILTIN_CONFIGS: dict[str, str] = {
     "awq": "llm.quantization.configs.awq:AWQConfig",
     "fp8": "llm.quantization.configs.fp8:Fp8Config",
     "mxfp4": "llm.quantization.configs.mxfp4:Mxfp4Config",
+    "bitsandbytes": "llm.quantization.configs.bitsandbytes:BitsAndBytesConfig",
 }
 # Other names of the same formats.
 ALIASES = {"modelslim": "ascend", "gptq_marlin": "gptq", "awq_marlin": "awq"}

@@ -66,6 +66,8 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Rep
             checkpoint may be named: "compressed-tensors", "ascend" (ModelSlim).
         calibration: texts that are first run through the unquantized model to collect statistics of each layer's
             inputs. They improve 4-bit weights, and "w8a8_static" needs them.
+        requantize: as `quantization`, for a checkpoint that is quantized already (GGUF, GPTQ, AWQ and others): "w4a8"
+            multiplies int8 activations, which is faster. `quantization_report` says how far the weights move.
         max_model_len: most tokens of prompt and output together; None: as many as model and memory allow.
         max_num_seqs: most requests computed in one step.
         max_num_batched_tokens: most tokens computed in one step.
@@ -128,6 +130,7 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Rep
         dtype: str | torch.dtype = "auto",
         quantization: str | Mapping[str, object] | None = None,
         calibration: Sequence[str] | None = None,
+        requantize: str | Mapping[str, object] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,

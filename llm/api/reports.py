@@ -76,16 +76,17 @@ class Reports:
         Args:
             texts: for perplexity, agreement, and the noise of each layer's outputs.
             prompts: for greedy agreement over 64 tokens; None: 64 pieces of the texts.
-            against: folder of the unquantized model; needed if the checkpoint is quantized.
+            against: folder of the unquantized model; needed if the checkpoint is quantized. With `requantize` the model
+                is compared with the checkpoint as it is.
             speed: measure tokens per second of both models.
         """
         from llm.quantize.report import make_report
 
         engine = self._open_engine()
-        plain = replace(self._args, quantization=None, calibration=None)
+        plain = replace(self._args, quantization=None, calibration=None, requantize=None)
         if against is not None:
             plain = replace(plain, model=against)
-        has_plain = against is not None or not self._is_quantized
+        has_plain = against is not None or not self._is_quantized or self._args.requantize is not None
         open_plain = (lambda: self._open_another(plain)) if has_plain else None
         return make_report(cast("LLM", self), engine, open_plain, texts, prompts, speed)
 

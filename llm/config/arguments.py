@@ -49,7 +49,7 @@ def _refused(note: str, **harmless: object) -> dict[str, Argument]:
 _UNSET: tuple[object, ...] = (None, {})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
-    # --- Parameters of our LLM; device, calibration, num_threads, offload_weights, verbose are not vLLM's. ----------
+    # --- Parameters of our LLM; device, calibration, requantize, num_threads, offload_weights, verbose are not vLLM's.
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
     _honoured(
         "dtype",
@@ -67,7 +67,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
     ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
-    _honoured("model_impl", "disable_log_stats", "use_tqdm_on_load", "calibration"),
+    _honoured("model_impl", "disable_log_stats", "use_tqdm_on_load", "calibration", "requantize"),
     _honoured("num_threads", "offload_weights", "verbose"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
     _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
@@ -336,5 +336,5 @@ DIFFERENT: dict[str, str] = {
     "speculative_config": '"auto" chooses; methods "ngram" and "draft_model"; `llm.config.SpeculativeConfig`',
     "load_format": '"auto", "safetensors" or "dummy"; nothing else is read',
     "compilation_config": "switches operations on and off; no graph is captured",
-    "device, num_threads, calibration, offload_weights, verbose": "not vLLM's; see `LLM`",
+    "device, num_threads, calibration, requantize, offload_weights, verbose": "not vLLM's; see `LLM`",
 }

@@ -51,6 +51,7 @@ class EngineArgs:
     dtype: str | torch.dtype = "auto"
     quantization: str | Mapping[str, object] | None = None
     calibration: Sequence[str] | None = None
+    requantize: str | Mapping[str, object] | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

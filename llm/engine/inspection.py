@@ -27,6 +27,7 @@ from llm.loading.weight_map import Target
 from llm.platforms.interface import Platform
 from llm.quantization.quantizer import decibels
 from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
+from llm.quantization.storage.requantized import Requantized
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _together(name: str, reports: list[LayerReport], parts: list[nn.Module]) -> 
     schemes = dict.fromkeys(report.scheme or "-" for report in reports)
     before, after = sum(item.bytes_before for item in reports), sum(item.bytes_after for item in reports)
     storages = [getattr(part.quant_method, "storage", None) for part in parts]
-    energies = [item.energies for item in storages if isinstance(item, QuantizeOnLoad)]
+    energies = [item.energies for item in storages if isinstance(item, QuantizeOnLoad | Requantized)]
     snr = decibels(*map(sum, zip(*energies, strict=True))) if energies else None
     scheme = "" if list(schemes) == ["-"] else ", ".join(schemes)
     return LayerReport(name, scheme, before, after, snr, kind="moe")

@@ -6,7 +6,7 @@ Owns detection, precedence, and the errors when the two contradict each other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llm.base.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
@@ -16,6 +16,7 @@ from llm.loading.model_files import read_json
 from llm.loading.way_out import schemes_instead
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.configs.online import RECIPES, OnlineConfig
+from llm.quantization.configs.requantize import RequantizeConfig
 from llm.quantization.registry import ALIASES, get_quantization_config, plugin_configs, quantization_methods
 
 _DESCRIPTION_BYTES = 256 << 20
@@ -102,6 +103,20 @@ def resolve_quantization(
         return Resolved(config, config.get_name(), reason, True)
     name = _checked_name(asked, user)
     return _without_description(asked, name, folder, hf_config)
+
+
+def requantized(found: Resolved, asked: str | Mapping[str, object]) -> Resolved:
+    """The checkpoint's layers in the schemes of `LLM(requantize=...)`; raises `ValidationError` where it has none."""
+    if found.config is None or not found.found:
+        raise ValidationError(
+            f"requantize={show(asked)} is for a quantized checkpoint, and this one is not; pass "
+            f"quantization={show(asked)}.",
+            parameter="requantize",
+            value=asked,
+        )
+    online = OnlineConfig.parse(asked)
+    reason = f"{found.reason}; asked for requantize={show(asked)}: the error is in quantization_report"
+    return replace(found, config=RequantizeConfig(found.config, online), reason=reason)
 
 
 def _detect(folder: Path, hf_config: Mapping[str, object], user: str | None) -> _Found | None:

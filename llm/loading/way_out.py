@@ -11,8 +11,7 @@ from pathlib import Path
 
 # Part of a format's name -> the schemes to quantize the float checkpoint by.
 _SCHEMES = {
-    "bitsandbytes": ("w8a16", "w4a16"),
-    "bnb": ("w8a16", "w4a16"),
+    "bnb": ("w8a16", "nf4"),
     "fp8": ("w8a16", "w8a8"),
     "int8": ("w8a16", "w8a8"),
     "mxfp8": ("w8a16",),

@@ -97,6 +97,8 @@ def _stored_layer(name: str, module: nn.Module, shard_id: str | int | None, has_
     if not hasattr(method, "integers"):
         raise LLMError(f"{name} computes as {method.scheme}, which cannot be saved.")
     whole = method.integers(module)
+    if whole.minimum is not None:
+        raise LLMError(f"{name} has minima, which no format that is written has a form for.")
     weight = replace(whole, q=rows_of(module, whole.q, shard_id), scale=rows_of(module, whole.scale, shard_id))
     if whole.zero is not None:
         weight.zero = rows_of(module, whole.zero, shard_id)

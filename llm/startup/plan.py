@@ -43,6 +43,7 @@ from llm.loading.weight_file import check_folder, offload_folder
 from llm.platforms import Platform
 from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
+from llm.quantization.configs.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.startup.source import ReadModel
 
@@ -334,6 +335,8 @@ def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:
     if not model.has_weights:
         return 0
     config = model.quantization.config
+    if isinstance(config, RequantizeConfig):
+        config = config.stored
     tensors = model.source.tensors().tensors.values()
     if isinstance(config, GGUFConfig):
         return config.expected_bytes(

@@ -23,7 +23,7 @@ from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.resolve import resolve_gguf
 from llm.loading.gguf.source import GgufSource
 from llm.loading.overrides import resolve_overrides
-from llm.loading.quantization import Resolved, resolve_quantization, without_quantization_keys
+from llm.loading.quantization import Resolved, requantized, resolve_quantization, without_quantization_keys
 from llm.loading.resolve import resolve_folder
 from llm.loading.source import FolderSource, ModelSource
 from llm.models.config_reader import ConfigReader
@@ -69,6 +69,8 @@ def read_model(args: EngineArgs) -> ReadModel:
     source = source.with_overrides(resolve_overrides(args.hf_overrides, source.config()))
     raw = source.config()
     quantization = resolve_quantization(args.quantization, args.calibration, source.folder, raw)
+    if args.requantize is not None:
+        quantization = requantized(quantization, args.requantize)
     reader = ConfigReader(without_quantization_keys(raw, quantization))
     chosen = choose_implementation(reader, args.model_impl, is_gguf=isinstance(source, GgufSource))
     architecture = chosen.model_class.read_config(reader)

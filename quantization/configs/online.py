@@ -18,7 +18,7 @@ from llm.base.text import show
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
-from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad, RoundToFloats
+from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad, RoundToFloats, RoundToNormal
 from llm.quantization.unquantized import left_alone
 
 
@@ -26,14 +26,14 @@ from llm.quantization.unquantized import left_alone
 class Recipe:
     """One name of `quantization=`: the scheme, its bits, the default group size (None: per row) and the LM head's.
 
-    `floats`: the bits are of floats, not of integers.
+    `storage` rounds; but for integers calibration makes no difference.
     """
 
     scheme: str
     bits: int
     group_size: int | None
     lm_head: str
-    floats: bool = False
+    storage: type[QuantizeOnLoad] = QuantizeOnLoad
 
 
 RECIPES: dict[str, Recipe] = {
@@ -42,8 +42,9 @@ RECIPES: dict[str, Recipe] = {
     "w8a16": Recipe("W8A16", 8, None, "w8a16"),
     "w4a8": Recipe("W4A8_DYNAMIC", 4, 128, "w8a8"),
     "w4a16": Recipe("W4A16", 4, 32, "w8a16"),
-    "fp8": Recipe("W8A16_FP8", 8, None, "fp8", floats=True),
-    "mxfp4": Recipe("W4A16", 4, 32, "fp8", floats=True),
+    "fp8": Recipe("W8A16_FP8", 8, None, "fp8", RoundToFloats),
+    "mxfp4": Recipe("W4A16", 4, 32, "fp8", RoundToFloats),
+    "nf4": Recipe("W4A16", 4, 64, "w8a16", RoundToNormal),
 }
 _LM_HEAD = "lm_head"
 _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
@@ -118,7 +119,9 @@ class OnlineConfig(QuantizationConfig):
     def uses_calibration(self) -> bool:
         """Whether there are texts and a layer that they make a difference to: int4, or static activations."""
         recipes = [RECIPES[name] for name in (self.scheme, *(item[1] for item in self.layers))]
-        matters = any((recipe.bits == 4 and not recipe.floats) or recipe.scheme == "W8A8" for recipe in recipes)
+        matters = any(
+            (recipe.bits == 4 and recipe.storage is QuantizeOnLoad) or recipe.scheme == "W8A8" for recipe in recipes
+        )
         return bool(self.calibration) and matters
 
     def get_name(self) -> str:
@@ -191,8 +194,7 @@ class OnlineConfig(QuantizationConfig):
         columns = columns_of(layer)
         size, note = _fitting_group(choice, columns, prefix)
         statistics = self.statistics.get(prefix)
-        made = RoundToFloats if recipe.floats else QuantizeOnLoad
-        storage = made(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")
+        storage = recipe.storage(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")
         reason = f"quantized on load: {choice.recipe}{note}"
         return get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
 

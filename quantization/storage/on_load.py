@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.quantization.float_quantizer import quantize_float8, quantize_mxfp4
+from llm.quantization.float_quantizer import quantize_float8, quantize_mxfp4, quantize_nf4
 from llm.quantization.quantizer import IntegerWeight, Quantized, decibels, quantize_weight, static_activation
 from llm.quantization.storage.streamed import StreamedStorage
-from llm.quantization.tables import doubled_fp4
+from llm.quantization.tables import doubled_fp4, nf4
 
 
 @dataclass
@@ -82,6 +82,15 @@ class QuantizeOnLoad(StreamedStorage):
         moments = self.statistics.moments if self.statistics and self.search else None
         return quantize_weight(loaded, self.bits, self.group_size, search=self.search, moments=moments)
 
+    def again(self, weight: IntegerWeight) -> IntegerWeight:
+        """The values of a quantized weight, quantized as a checkpoint's are."""
+        values = weight.dequantize()
+        self._sizes, self._columns = [len(values)], values.shape[1]
+        found = self._allocated()
+        self.fill(found, slice(0, len(values)), values, 0)
+        found.bias = weight.bias
+        return found
+
     def finish(self, weight: IntegerWeight) -> None:
         if self.static_input and self.statistics is not None:
             weight.input_scale, weight.input_offset = static_activation(self.statistics.low, self.statistics.high)
@@ -99,4 +108,16 @@ class RoundToFloats(QuantizeOnLoad):
             weight.q = weight.q.view(torch.float8_e4m3fn)
         else:
             weight.table = doubled_fp4()
+        return weight
+
+
+class RoundToNormal(QuantizeOnLoad):
+    """A weight that becomes 4 bits of NF4."""
+
+    def quantized(self, loaded: torch.Tensor) -> Quantized:
+        return quantize_nf4(loaded, self.group_size)
+
+    def _allocated(self) -> IntegerWeight:
+        weight = super()._allocated()
+        weight.table = nf4()
         return weight

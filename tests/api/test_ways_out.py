@@ -29,7 +29,6 @@ def refusal(call: Callable[[], Any]) -> str:
     [
         ("hqq", "'w4a16'"),
         ("auto-round", "'w4a16'"),
-        ("bitsandbytes", "'w8a16' or 'w4a16'"),
         ("fbgemm_fp8", "'w8a16' or 'w8a8'"),
         ("modelopt_fp4", "'w4a16'"),
         ("torchao", "'w8a16' or 'w4a16'"),

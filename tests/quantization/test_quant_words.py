@@ -324,3 +324,34 @@ def test_zero_points_less_one_borrow_as_gptqmodel_does() -> None:
     assert not torch.equal(subtracted, words(torch.full((1, 64), 3), 3))
     for form, by_gptqmodel in ((subtracted, True), (words(torch.full((1, 64), 3), 3), False)):
         assert not GPTQStorage(3, 8, True, by_gptqmodel)._zeros(form, (1, 64)).any()
+
+
+def test_requantize_is_quantizing_what_the_file_stands_for(source: Path, tmp_path: Path) -> None:
+    exact = quantized(source, tmp_path / "model", *ACT_ORDER[:2])
+    asked = {"scheme": "w4a8", "layers": {"*.0.self_attn.o_proj": "w8a8"}, "ignore": ["*.1.mlp.down_proj"]}
+    prompts = make_prompts(ROW)
+    arguments = {"skip_tokenizer_init": True, "kv_cache_dtype": "float32"}
+    with open_llm(tmp_path / "model", requantize=asked, **arguments) as llm:
+        layers, answers = held(llm), run(llm, prompts, GREEDY)
+        text, reason = " ".join(str(llm.explain()).split()), llm.config.reasons["quantization"]
+        reports = engine_of(llm).runner.layer_reports()
+        llm.save_quantized(tmp_path / "saved")
+    with open_llm(tmp_path / "saved", **arguments) as llm:
+        assert run(llm, prompts, GREEDY)[1].outputs[0].logprobs == answers[1].outputs[0].logprobs
+    with open_llm(exact, quantization={**asked, "lm_head": None}, **arguments) as llm:
+        expected_layers = held(llm)
+        noises = {report.name: report.weight_snr for report in engine_of(llm).runner.layer_reports()}
+    kept = expected_layers.pop(LAYER, None)
+    assert kept is None and torch.equal(layers.pop(LAYER), expected(exact, LAYER))
+    assert layers.keys() == expected_layers.keys() and len(layers) == 7
+    for name, weight in layers.items():
+        assert torch.equal(weight, expected_layers[name]), name
+    for report in reports:
+        if report.name in layers:
+            assert report.weight_snr == pytest.approx(noises[report.name], abs=1e-5)
+    assert all(12 < noises[name] < 60 for name in layers)
+    assert "W4A8_DYNAMIC" in text and "from 4 bits, groups of 16" in text and "W4A16" in text
+    assert "asked for requantize={" in reason and "'scheme': 'w4a8'" in reason
+    assert deviation(exact, answers) > 1e-3  # the control: the weights did move
+    with pytest.raises(LLMError, match="is for a quantized checkpoint, and this one is not; pass quantization='w4a8'"):
+        LLM(source, requantize="w4a8", skip_tokenizer_init=True)

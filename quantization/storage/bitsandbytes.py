@@ -1,0 +1,165 @@
+"""The tensors of bitsandbytes checkpoints.
+
+4 bits: two values in a byte, the first in the high nibble, over the rows as one run; blocks of it share the largest
+magnitude, `absmax`. Where a block ends within a row, groups are the longest runs of columns that never cross its end.
+With double quantization each `absmax` is itself a byte: map[byte] * nested_absmax[block] + offset.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.quantization.base import WeightLoader
+from llm.quantization.configs.reader import Fields
+from llm.quantization.quantizer import IntegerWeight
+from llm.quantization.storage.base import Ready, WeightStorage
+
+_PARTS = ("weight", "weight_absmax", "weight_quant_map", "weight_quant_state")
+_NESTED = ("weight_nested_absmax", "weight_nested_quant_map")
+_STATE_BYTES = 1 << 16
+_LARGEST_BLOCK = 1 << 20
+# Smaller groups would take more memory for scales than for weights.
+_SMALLEST_GROUP = 8
+Tensors = Mapping[str, torch.Tensor]
+
+
+class FourBitStorage(WeightStorage):
+    """NF4 or FP4: the 16 values are in the checkpoint. Its tensors are kept as they are until all of them are there.
+
+    Args:
+        nested: double quantization.
+    """
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self._parts = _PARTS + (_NESTED if nested else ())
+
+    def create(
+        self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
+    ) -> None:
+        self._sizes, self._columns = sizes, columns
+        self._shard_ids: tuple[str | int, ...] = tuple(getattr(layer, "shard_ids", ()))
+        if getattr(layer, "stored_by_key_head", False) or getattr(layer, "tp_size", 1) > 1:
+            raise UnsupportedModelError(
+                f"{getattr(layer, 'prefix', 'a layer')}: blocks of bitsandbytes cannot be divided by heads or ranks."
+            )
+        self._loaded: list[dict[str, torch.Tensor]] = [{} for _ in sizes]
+        for name in self._parts:
+            # One number for each shard, to count by.
+            count = torch.empty(len(sizes))
+            self.add(layer, name, count, partial(self._load, name), any_dtype=True, is_packed=True)
+
+    def _load(self, name: str, param: nn.Parameter, loaded: torch.Tensor, shard_id: str | int | None = None) -> int:
+        if shard_id is None and len(self._sizes) > 1:
+            raise ValueError("joins the shards of a fused layer, whose blocks are not told apart")
+        self._loaded[0 if shard_id is None else self._shard_ids.index(shard_id)][name] = loaded
+        return 1
+
+    def read(self, layer: nn.Module) -> IntegerWeight:
+        states = [_State(parts, (rows, self._columns)) for parts, rows in zip(self._loaded, self._sizes, strict=True)]
+        tables = [parts["weight_quant_map"] for parts in self._loaded]
+        if any(not torch.equal(table, tables[0]) for table in tables):
+            raise CheckpointError("quant_map differs between the shards of a fused layer.")
+        group = math.gcd(self._columns, *(state.block for state in states))
+        if group < _SMALLEST_GROUP:
+            raise UnsupportedModelError(
+                f"blocks of {states[0].block} cross rows of {self._columns} columns, which leaves groups of {group}; "
+                "use the unquantized checkpoint with quantization='nf4'."
+            )
+        q = torch.cat([state.values(parts["weight"]) for state, parts in zip(states, self._loaded, strict=True)])
+        scale = torch.cat([state.scales(parts, group) for state, parts in zip(states, self._loaded, strict=True)])
+        self._loaded.clear()
+        return IntegerWeight(q, scale, group, 4, table=tables[0].float())
+
+
+class _State:
+    """The JSON text that describes one 4-bit weight, checked against its tensors before any memory is taken.
+
+    Attributes:
+        block: values that share an `absmax`.
+    """
+
+    def __init__(self, parts: Tensors, shape: tuple[int, int]) -> None:
+        stored = parts["weight_quant_state"]
+        if stored.dtype != torch.uint8 or stored.numel() > _STATE_BYTES:
+            raise CheckpointError(f"quant_state is {stored.dtype} {list(stored.shape)}, must be a short text in bytes.")
+        try:
+            given = json.loads(bytes(stored.flatten().tolist()))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError("quant_state is no JSON text.") from error
+        fields = Fields(given, "quant_state")
+        self._shape = shape
+        self.block = _block(fields, "blocksize")
+        self._nested = "weight_nested_absmax" in parts
+        self._nested_block = _block(fields, "nested_blocksize") if self._nested else 0
+        offset = fields.given.get("nested_offset", 0.0)
+        if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) < math.inf:
+            raise fields.error("nested_offset", "a number")
+        self._offset = float(offset)
+        if fields.given.get("shape") != list(shape):
+            raise fields.error("shape", f"{list(shape)}, as the model has it")
+        self._check_sizes(parts)
+
+    def _check_sizes(self, parts: Tensors) -> None:
+        count = math.prod(self._shape)
+        blocks = -(-count // self.block)
+        sizes = {"weight": (-(-count // 2), torch.uint8), "weight_quant_map": (16, torch.float32)}
+        sizes["weight_absmax"] = (blocks, torch.uint8 if self._nested else torch.float32)
+        if self._nested:
+            sizes["weight_nested_absmax"] = (-(-blocks // self._nested_block), torch.float32)
+            sizes["weight_nested_quant_map"] = (256, torch.float32)
+        for name, (size, dtype) in sizes.items():
+            tensor = parts[name]
+            if tensor.numel() != size or tensor.dtype != dtype:
+                raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, must be {size} of {dtype}.")
+            if dtype.is_floating_point and not tensor.isfinite().all():
+                raise CheckpointError(f"{name} has values that are not finite.")
+
+    def values(self, packed: torch.Tensor) -> torch.Tensor:
+        """int8 [N, K]: codes less 8."""
+        packed = packed.flatten()
+        codes = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[: math.prod(self._shape)]
+        return (codes.to(torch.int8) - 8).view(self._shape)
+
+    def scales(self, parts: Tensors, group: int) -> torch.Tensor:
+        """float32 [N, K / group]: the `absmax` of the block that each group is in."""
+        absmax = parts["weight_absmax"].flatten()
+        if self._nested:
+            outer = parts["weight_nested_absmax"].flatten().repeat_interleave(self._nested_block)[: len(absmax)]
+            absmax = parts["weight_nested_quant_map"].flatten()[absmax.long()] * outer + self._offset
+        if not absmax.isfinite().all():
+            raise CheckpointError("absmax must be finite.")
+        starts = torch.arange(0, math.prod(self._shape), group)
+        return absmax[starts // self.block].view(self._shape[0], -1)
+
+
+def _block(fields: Fields, key: str) -> int:
+    size = fields.integer(key, 0)
+    if not 0 < size <= _LARGEST_BLOCK:
+        raise fields.error(key, f"from 1 to {_LARGEST_BLOCK}")
+    return size
+
+
+class Int8Storage(WeightStorage):
+    """LLM.int8(): `weight` int8 [N, K], and `SCB` float32 [N], the largest magnitude of each row: w = q * SCB / 127."""
+
+    def create(
+        self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
+    ) -> None:
+        self._columns = columns
+        data = torch.empty(sum(sizes), columns, dtype=torch.int8)
+        self.add(layer, "weight", data, loader, output_dim=0, input_dim=1)
+        self.add(layer, "SCB", torch.empty(sum(sizes)), loader, output_dim=0)
+
+    def read(self, layer: nn.Module) -> IntegerWeight:
+        scale = self.take(layer, "SCB").float() / 127
+        if not scale.isfinite().all() or (scale < 0).any():
+            raise CheckpointError("SCB must be finite and not negative.")
+        return IntegerWeight(self.take(layer, "weight"), scale[:, None], self._columns, 8)
