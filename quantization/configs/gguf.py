@@ -100,7 +100,7 @@ class GGUFConfig(QuantizationConfig):
 
 def _bits_in_memory(storage: GgufStorage, exact_scales: bool = True) -> float:
     """Of a value, with its share of scales and minima: those of the K types are products, which take float32."""
-    is_short = all(BLOCKS[name].values == 32 and name != "MXFP4" for name in storage.types)
+    is_short = all(BLOCKS[name].values == 32 for name in storage.types)
     of_scale = 16 if is_short and (len(set(storage.types)) == 1 or not exact_scales) else 32
     bits = 4 if storage.kind == "int4" else 8
     return bits + of_scale * (2 if storage.has_minimum else 1) / storage.group_size
@@ -110,6 +110,7 @@ def _reason(storage: GgufStorage, columns: int) -> str:
     """E.g. "Q4_K, held in 6 bits a value (4.5 in the file)"."""
     names = " and ".join(dict.fromkeys(storage.types))
     in_file = sum(BLOCKS[name].bytes * 8 / BLOCKS[name].values for name in storage.types) / len(storage.types)
-    held = f"int{4 if storage.kind == 'int4' else 8} in groups of {storage.group_size}"
+    kind = "a table of 16" if storage.table else storage.kind
+    held = f"{kind} in groups of {storage.group_size}"
     minima = " with minima" if storage.has_minimum else ""
     return f"{names}: {held}{minima}, about {_bits_in_memory(storage):.3g} bits a value ({in_file:.3g} in the file)"

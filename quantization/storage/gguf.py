@@ -30,12 +30,16 @@ class GgufStorage(StreamedStorage):
         kind: of the weight that holds all types exactly, "int8" or "int4".
         group_size: columns that share a scale in it.
         has_minimum: a minimum is subtracted.
+        table: the whole numbers that codes of 4 bits stand for; (): themselves, less 8.
     """
 
     def __init__(self, types: Sequence[str]) -> None:
         blocks = [BLOCKS[name] for name in types]
         self.types = tuple(types)
-        self.kind = "int4" if all(block.kind == "int4" for block in blocks) else "int8"
+        # Shards with different tables, or without one beside one, are held as the numbers that their codes stand for.
+        one_table = len({block.table for block in blocks}) == 1
+        self.kind = "int4" if one_table and all(block.kind == "int4" for block in blocks) else "int8"
+        self.table = blocks[0].table if self.kind == "int4" else ()
         has_minimum = any(block.has_minimum for block in blocks)
         super().__init__(
             4 if self.kind == "int4" else 8, min(block.group for block in blocks), has_minimum, torch.uint8
@@ -53,12 +57,18 @@ class GgufStorage(StreamedStorage):
             start = rows.start + first
             self._place(weight, slice(start, start + len(part)), decode(part, block), block)
 
+    def finish(self, weight: IntegerWeight) -> None:
+        if self.table:
+            weight.table = torch.tensor(self.table, dtype=torch.float32)
+
     def _place(self, weight: IntegerWeight, rows: slice, decoded: Decoded, block: Block) -> None:
         """Into the layer's form, which changes no value: see `Weight` for codes and minima."""
         scale, minimum, q = decoded.scale, decoded.minimum, decoded.q
         for values in (scale, minimum):
             if values is not None and not values.isfinite().all():
                 raise CheckpointError("a GGUF tensor has a scale that is not finite.")
+        if block.table and not self.table:
+            q = torch.tensor(block.table, dtype=torch.int8)[q.long() + 8]
         least = LEAST[self.kind]
         if minimum is not None:
             q = (q.to(torch.int16) - least).to(torch.int8)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from llm.quantization.tables import doubled_fp4
+
 _TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -21,7 +23,7 @@ _TYPE_NAMES = {
 }  # fmt: skip
 # The values that the 16 codes of IQ4_NL and IQ4_XS stand for, and twice those of MXFP4.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_FP4 = tuple(doubled_fp4().int().tolist())
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Decoded:
     """The values of some blocks.
 
     Attributes:
-        q: int8 [B, values]; with a minimum, codes from 0 on.
+        q: int8 [B, values]; with a minimum, codes from 0 on; with a table, codes less 8.
         scale, minimum: float32 [B, groups]; W = q * scale - minimum. None: no minimum.
     """
 
@@ -49,6 +51,7 @@ class Block:
         group: columns that share a scale.
         has_minimum: codes are unsigned, and a minimum is subtracted.
         decode: uint8 [B, bytes] -> the block's values.
+        table: the 16 whole numbers that codes stand for; (): they are numbers themselves.
     """
 
     values: int
@@ -58,6 +61,7 @@ class Block:
     group: int = 0
     has_minimum: bool = False
     decode: Callable[[torch.Tensor], Decoded] | None = None
+    table: tuple[int, ...] = ()
 
 
 def type_name(number: int) -> str:
@@ -88,10 +92,6 @@ def _fifth_bits(raw: torch.Tensor) -> torch.Tensor:
 
 def _signed(codes: torch.Tensor, zero: int) -> torch.Tensor:
     return (codes.to(torch.int16) - zero).to(torch.int8)
-
-
-def _looked_up(codes: torch.Tensor, table: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(table, dtype=torch.int8)[codes.long()]
 
 
 def _q8_0(raw: torch.Tensor) -> Decoded:
@@ -157,20 +157,20 @@ def _q6_k(raw: torch.Tensor) -> Decoded:
 
 
 def _iq4_nl(raw: torch.Tensor) -> Decoded:
-    return Decoded(_looked_up(_nibbles(raw[:, 2:]), _NONLINEAR), _half(raw, 0))
+    return Decoded(_signed(_nibbles(raw[:, 2:]), 8), _half(raw, 0))
 
 
 def _iq4_xs(raw: torch.Tensor) -> Decoded:
     low = torch.stack((raw[:, 4:8] & 15, raw[:, 4:8] >> 4), dim=2).flatten(1)
     high = _bits(raw[:, 2:4, None], 2, 4).flatten(1)
-    q = _looked_up(_nibbles(raw[:, 8:].reshape(-1, 8, 16)).flatten(1), _NONLINEAR)
-    return Decoded(q, _half(raw, 0) * ((low | high << 4).float() - 32))
+    q = _nibbles(raw[:, 8:].reshape(-1, 8, 16)).flatten(1)
+    return Decoded(_signed(q, 8), _half(raw, 0) * ((low | high << 4).float() - 32))
 
 
 def _mxfp4(raw: torch.Tensor) -> Decoded:
     """Scales are powers of two, 2 ** (byte - 127); half of it, as the table holds twice the values."""
     exponent = raw[:, :1].float() - 128
-    return Decoded(_looked_up(_nibbles(raw[:, 1:]), _FP4), torch.ldexp(torch.ones(1), exponent))
+    return Decoded(_signed(_nibbles(raw[:, 1:]), 8), torch.ldexp(torch.ones(exponent.shape), exponent))
 
 
 BLOCKS: dict[str, Block] = {
@@ -187,7 +187,7 @@ BLOCKS: dict[str, Block] = {
     "Q4_K": Block(256, 144, None, "int4", 32, True, _q4_k),
     "Q5_K": Block(256, 176, None, "int8", 32, True, _q5_k),
     "Q6_K": Block(256, 210, None, "int8", 16, False, _q6_k),
-    "IQ4_NL": Block(32, 18, None, "int8", 32, False, _iq4_nl),
-    "IQ4_XS": Block(256, 136, None, "int8", 32, False, _iq4_xs),
-    "MXFP4": Block(32, 17, None, "int8", 32, False, _mxfp4),
+    "IQ4_NL": Block(32, 18, None, "int4", 32, False, _iq4_nl, _NONLINEAR),
+    "IQ4_XS": Block(256, 136, None, "int4", 32, False, _iq4_xs, _NONLINEAR),
+    "MXFP4": Block(32, 17, None, "int4", 32, False, _mxfp4, _FP4),
 }

@@ -22,7 +22,7 @@ from llm.loading.quantization import resolve_quantization, without_quantization_
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls
 from llm.quantization.storage.gguf import decode
-from llm.quantization.storage.gguf_blocks import BLOCKS, Decoded, type_name
+from llm.quantization.storage.gguf_blocks import BLOCKS, Block, Decoded, type_name
 
 MUTATIONS = 400
 
@@ -68,17 +68,18 @@ def test_blocks_are_those_of_the_package_bit_for_bit(name: str) -> None:
     found = decode(torch.from_numpy(raw), block)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.dequantize(raw, kind))
-    assert same(value_of(found, block.group), expected)
+    assert same(value_of(found, block), expected)
     assert (found.minimum is not None) == block.has_minimum
     low, high = (0, 15) if block.has_minimum else (-8, 7)
     assert block.kind == "int8" or (found.q.min() >= low and found.q.max() <= high)
     # The control: another order of the values is another weight.
-    assert not same(value_of(Decoded(found.q.flip(1), found.scale, found.minimum), block.group), expected)
+    assert not same(value_of(Decoded(found.q.flip(1), found.scale, found.minimum), block), expected)
 
 
-def value_of(decoded: Decoded, group: int) -> torch.Tensor:
-    value = decoded.q.float() * decoded.scale.repeat_interleave(group, dim=1)
-    return value if decoded.minimum is None else value - decoded.minimum.repeat_interleave(group, dim=1)
+def value_of(decoded: Decoded, block: Block) -> torch.Tensor:
+    q = torch.tensor(block.table)[decoded.q.long() + 8] if block.table else decoded.q
+    value = q.float() * decoded.scale.repeat_interleave(block.group, dim=1)
+    return value if decoded.minimum is None else value - decoded.minimum.repeat_interleave(block.group, dim=1)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
