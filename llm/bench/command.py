@@ -47,6 +47,9 @@ def add_command(commands: Commands) -> None:
     command.add_argument("--against", metavar="ENGINE", help="transformers: alternate with transformers.generate")
     command.add_argument("--profile", action="store_true", help="one more run of each workload: time per operation")
     command.add_argument("--sampler", action="store_true", help="measure the sampler alone, on random logits")
+    command.add_argument(
+        "--speculation", action="store_true", help="measure one stream with and without drafted tokens"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     command.add_argument("--dtype", metavar="TYPE", help="as in LLM(dtype=...)")
     command.add_argument("--quantization", metavar="NAME", help="as in LLM(quantization=...)")
@@ -114,10 +117,31 @@ def _bench_sampler(args: argparse.Namespace, options: BenchOptions) -> int:
     return 0
 
 
+def _bench_speculation(args: argparse.Namespace, options: BenchOptions) -> int:
+    """Benchmark speculative decoding; options that choose workloads or a rival are refused."""
+    for name in ("against", "profile", "workloads"):
+        if getattr(options, name) != getattr(BenchOptions, name):
+            raise invalid("speculation", True, f"without {name}: it has workloads of its own")
+    import torch
+
+    from llm.bench.session import Progress
+    from llm.bench.speculation import as_line, as_object, run_speculation_bench
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if args.json:
+        print(json.dumps(as_object(run_speculation_bench(options, Progress())), indent=2))
+    else:
+        run_speculation_bench(options, Progress(), report=lambda figure: print(as_line(figure), flush=True))
+    return 0
+
+
 def _bench(args: argparse.Namespace) -> int:
     options = read_options(args)
     if args.sampler:
         return _bench_sampler(args, options)
+    if args.speculation:
+        return _bench_speculation(args, options)
     imports = time_imports()
     from llm.bench.report import as_object
     from llm.bench.session import Progress, run_session

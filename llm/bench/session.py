@@ -142,16 +142,22 @@ def _open(options: BenchOptions, say: Say) -> tuple[LLM, Transformers | None]:
 
 def _open_shape(options: BenchOptions, arguments: JsonObject, say: Say) -> tuple[LLM, Transformers | None]:
     """Random weights: made in place or, with a rival, written to a temporary folder that both load."""
-    weight_dtype = options.weight_dtype or WEIGHT_DTYPES[0]
-    say(f"building {options.shape} with random {weight_dtype} weights")
-    with tempfile.TemporaryDirectory(prefix="llm-bench-") as name:
-        folder = Path(name)
-        write_config(str(options.shape), weight_dtype, folder)
+    with building_shape(options, say) as (folder, weight_dtype):
         arguments = {"model": folder, "skip_tokenizer_init": True, **arguments}
         if options.against is None:
             return LLM(**{"load_format": "dummy", **arguments}), None
         rival = Transformers.from_config(folder, DTYPES[weight_dtype])
         return LLM(**arguments), rival
+
+
+@contextmanager
+def building_shape(options: BenchOptions, say: Say) -> Iterator[tuple[Path, str]]:
+    """(temporary folder with the shape's config.json, type of its weights)."""
+    weight_dtype = options.weight_dtype or WEIGHT_DTYPES[0]
+    say(f"building {options.shape} with random {weight_dtype} weights")
+    with tempfile.TemporaryDirectory(prefix="llm-bench-") as name:
+        write_config(str(options.shape), weight_dtype, Path(name))
+        yield Path(name), weight_dtype
 
 
 def _first_tokens(ours: Ours, rival: Transformers | None) -> float:

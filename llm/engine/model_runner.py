@@ -58,6 +58,7 @@ class ModelRunner(ModelInspection):
         self.offloaded = ""
         # None: a batch row samples one token per step.
         self.proposer: Proposer | None = None
+        self._unused_proposer: Proposer | None = None  # while drafting is off
 
     def load(self, plan: RunnerPlan) -> Loaded:
         """Build the model, load its weights and allocate its caches; called once, before anything else.
@@ -140,6 +141,11 @@ class ModelRunner(ModelInspection):
             result.model_seconds = perf_counter() - started
             return result
 
+    def set_drafting(self, is_on: bool) -> None:
+        """Draft tokens or not, between calls; a model without a proposer never does."""
+        if is_on != (self.proposer is not None):
+            self.proposer, self._unused_proposer = self._unused_proposer, self.proposer
+
     @library_defaults()
     def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
         """Replace the custom processors, between steps; the new ones get the batch's rows as added."""
@@ -169,6 +175,7 @@ class ModelRunner(ModelInspection):
     @library_defaults()
     def close(self) -> None:
         """Free weights and caches even while they are referenced, as by the traceback of the last error."""
+        self.set_drafting(True)
         if self.proposer is not None:
             self.proposer.close()
         states = [tensor for state in self.states for tensor in state]

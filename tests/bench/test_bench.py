@@ -503,3 +503,15 @@ def test_help_imports_no_pytorch_and_names_everything() -> None:
     text = " ".join(result.stdout.split())
     assert all(f"{name} = {recipe.about}" in text for name, recipe in RECIPES.items())
     assert "llama-3.2-1b" in text
+
+
+def test_speculation_is_measured_with_and_without_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing about speed: how long a run takes depends on the machine."""
+    assert main(["bench", "--speculation", "--reps", "1", "--json"]) == 0
+    figures = {figure["workload"]: figure for figure in json.loads(capsys.readouterr().out)["speculation"]}
+    assert list(figures) == ["w5", "w6", "free"]
+    assert figures["w5"]["tokens"] == 192
+    assert figures["free"]["tokens"] == 128
+    assert all(figure["accepted"] <= figure["drafted"] for figure in figures.values())
+    assert main(["bench", "--speculation", "--workload", "w1"]) == 1
+    assert "--speculation must be without workloads" in capsys.readouterr().err

@@ -179,7 +179,7 @@ class TestPace:
     def times(per_step: float, per_line: float) -> StepTimes:
         times = StepTimes()
         for lines in range(1, 65):
-            for _ in range(4):
+            for _ in range(5):
                 times.add(lines, lines, per_step + per_line * lines)
         return times
 
@@ -234,11 +234,13 @@ class TestPace:
     def test_measured_times_replace_the_expected_ones(self) -> None:
         times = StepTimes()
         times.add(64, 1, 0.64)  # a prompt: 10 ms a token
-        for _ in range(3):
+        for _ in range(5):
             times.add(1, 1, 0.020)
         assert times.seconds(4) == pytest.approx(0.050)
-        for _ in range(3):
-            times.add(8, 8, 0.027)
+        for _ in range(4):
+            times.add(8, 8, 0.1)
+        assert times.seconds(4) == pytest.approx(0.050)
+        times.add(8, 8, 0.027)
         assert times.seconds(8) == 0.027
         assert times.seconds(4) == pytest.approx(0.020 + 3 / 7 * 0.007)
 

@@ -32,6 +32,7 @@ from catalogue import ROOT, Mutant, read_catalogue
 
 # Of one selection of tests: processor time, and by the clock, on a machine that may be busy.
 CPU_SECONDS, WALL_SECONDS = 300, 1800
+DATA_BYTES = 6 << 30  # a defect may allocate without end
 KILLED, SURVIVED, NOT_RUN, CLEAN = "killed", "SURVIVED", "NOT RUN", "clean"
 _LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "shared"
@@ -94,6 +95,7 @@ def _run_pytest(root: Path, selection: str, log: Path) -> None:
     try:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+        resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
         os.chdir(root)
         os.environ["PYTHONPATH"] = str(root)
         sys.path[0] = str(root)

@@ -10,9 +10,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 _SAMPLES = 9
+_ENOUGH = 3  # of one size, to go by
 _WARM_UP = 2  # a step is recorded when its like has come before; both are slower than those that follow
 _STALE = 1000  # steps after which a time may be of another load, and is measured anew
 _LARGE_STEP = 32  # tokens of a step that show what a line costs where arithmetic binds
@@ -23,7 +23,7 @@ _LEAST_CHANCE = 0.1  # of a row that has not shown its own
 
 @dataclass
 class _Times:
-    """The times of steps of one size: the last ones after the warm-up, and their median."""
+    """The times of steps of one size: the last ones after the warm-up."""
 
     last_step: int
     warm_up: int = _WARM_UP
@@ -31,20 +31,23 @@ class _Times:
 
 
 class StepTimes:
-    """The time of a step by its number of lines, one for each token."""
+    """The time of a step by its number of lines, one for each token.
+
+    The least of the last ones counts: in the others another program may have taken the cores.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, _Times] = {}
-        self._medians: dict[int, float] = {}
-        self._measured: list[int] = []  # the keys of `_medians`, sorted
+        self._least: dict[int, float] = {}
+        self._measured: list[int] = []  # the keys of `_least`, sorted
         self._steps = 0
-        self._per_line = 0.0
+        self._per_line: deque[float] = deque(maxlen=_SAMPLES)
 
     def add(self, tokens: int, lines: int, seconds: float) -> None:
         """A step has been measured; with more `tokens` than `lines` it computed prompts too."""
         self._steps += 1
         if tokens >= _LARGE_STEP:
-            self._per_line = seconds / tokens
+            self._per_line.append(seconds / tokens)
         if tokens != lines:
             return
         times = self._of.get(lines)
@@ -55,9 +58,11 @@ class StepTimes:
             times.warm_up -= 1
             return
         times.last.append(seconds)
-        if lines not in self._medians:
+        if len(times.last) < _ENOUGH:
+            return
+        if lines not in self._least:
             insort(self._measured, lines)
-        self._medians[lines] = median(times.last)
+        self._least[lines] = min(times.last)
 
     def seconds(self, lines: int) -> float | None:
         """Measured, or from the nearest numbers of lines that were; None: no smaller step was measured.
@@ -65,7 +70,7 @@ class StepTimes:
         Beyond the largest one measured, a line costs what a token of a prompt does: where reading the weights binds,
         it costs less, and the first such steps will show it.
         """
-        known = self._medians
+        known = self._least
         if lines in known:
             return known[lines]
         place = bisect_left(self._measured, lines)
@@ -73,7 +78,8 @@ class StepTimes:
             return None
         below = self._measured[place - 1]
         if place == len(self._measured):
-            return known[below] + (lines - below) * (self._per_line or known[below] / max(below, _LARGE_STEP))
+            per_line = min(self._per_line, default=known[below] / max(below, _LARGE_STEP))
+            return known[below] + (lines - below) * per_line
         above = self._measured[place]
         return known[below] + (lines - below) / (above - below) * (known[above] - known[below])
 
