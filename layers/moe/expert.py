@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -69,14 +70,21 @@ class Expert(Patchable):
         return self.down_proj(self._act_fn[0](self.gate_up_proj(x)))
 
 
-def weight_of(layer: LinearBase, adds_bias: bool) -> Weight | None:
-    """What the layer multiplies with; None: only its method knows, or somebody patched it."""
-    method, bias = layer.quant_method, layer.bias if adds_bias else None
-    if layer.packed_weight is None or not isinstance(method, PackedLinearMethod):
+def weights_of(experts: Sequence[Expert], name: str, adds_bias: bool) -> tuple[Weight | None, ...]:
+    """What the experts' layers of this name multiply with.
+
+    Asked of thousands of layers in a step: `_modules` is read where `getattr` takes four times as long.
+    """
+    return tuple([_weight_of(cast(LinearBase, expert._modules[name]), adds_bias) for expert in experts])
+
+
+def _weight_of(layer: LinearBase, adds_bias: bool) -> Weight | None:
+    """None: only the layer's method knows, or somebody patched it. `isinstance` would ask an ABC, which is slow."""
+    weight, method = layer.packed_weight, layer.quant_method
+    if weight is None or type(method).apply is not PackedLinearMethod.apply or "apply" in method.__dict__:
         return None
-    if getattr(method.apply, "__func__", None) is not PackedLinearMethod.apply:
-        return None
-    return layer.packed_weight if layer.packed_weight.bias is bias else method.weight_with(layer, bias)
+    bias = layer.bias if adds_bias else None
+    return weight if weight.bias is bias else cast(PackedLinearMethod, method).weight_with(layer, bias)
 
 
 def together(gate_up: Sequence[Weight | None], down: Sequence[Weight | None]) -> ExpertWeights | None:

@@ -16,7 +16,7 @@ from llm.base.custom_op import PluggableLayer
 from llm.base.watch import Watch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.kernels.weight import ExpertWeights
-from llm.layers.moe.expert import ACTIVATIONS, Expert, together, weight_of
+from llm.layers.moe.expert import ACTIVATIONS, Expert, together, weights_of
 from llm.layers.moe.method import UnquantizedFusedMoEMethod
 from llm.layers.moe.router import Routing, make_router
 from llm.layers.parallel import SINGLE, TensorParallel
@@ -187,8 +187,8 @@ class FusedMoE(PluggableLayer):
         """The weights of `placed_experts` for one call; None: the experts must be called one by one."""
         if self._is_watched():
             return None
-        gate_up = tuple(weight_of(expert.gate_up_proj, True) for expert in self._placed)
-        down = tuple(weight_of(expert.down_proj, self.tp.rank == 0) for expert in self._placed)
+        gate_up = weights_of(self._placed, "gate_up_proj", True)
+        down = weights_of(self._placed, "down_proj", self.tp.rank == 0)
         known = self._weights
         if known is None or known.gate_up != gate_up or known.down != down:
             known = self._weights = together(gate_up, down)

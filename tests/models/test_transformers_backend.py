@@ -118,17 +118,24 @@ def test_what_our_kernels_do_not_compute_is_said(tmp_path: Path) -> None:
         assert not llm.config.invariant and "PyTorch's" in llm.config.reasons["invariant"]
 
 
-def test_experts_are_ours(tmp_path: Path) -> None:
-    """From a checkpoint with a tensor per expert, which transformers would stack; also quantized on load."""
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "schemes"), [("flex_olmo", (None, "w8a16")), ("granitemoeshared", (None,))], ids=str
+)
+def test_experts_are_ours(model_type: str, schemes: tuple[str | None, ...], tmp_path: Path) -> None:
+    """From a checkpoint with a tensor per expert, which transformers would stack, and from one where they are stacked
+    under a name of their own; also quantized on load."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
-    folder, model = saved("flex_olmo", tmp_path, **sizes, num_experts=4, num_experts_per_tok=2)
-    for quantization in (None, "w8a16"):
+    folder, model = saved(model_type, tmp_path, **sizes, **EXPERTS)
+    for quantization in schemes:
         with load(folder, quantization=quantization) as llm:
             runner: Any = llm._engine.runner  # type: ignore[union-attr]
             layers = [layer for layer in runner.model.modules() if isinstance(layer, TransformersFusedMoE)]
             assert [len(layer.experts) for layer in layers] == [4, 4]
-            schemes = {expert.down_proj.quant_method.scheme for layer in layers for expert in layer.experts}
-            assert schemes == {"W8A16" if quantization else ""}
+            found = {expert.down_proj.quant_method.scheme for layer in layers for expert in layer.experts}
+            assert found == {"W8A16" if quantization else ""}
             assert 0 < compare(llm, model)[0] < 1e-4 or quantization
             runner.start_counting_experts()
             llm.generate(PROMPTS[2:3], GREEDY, use_tqdm=False)

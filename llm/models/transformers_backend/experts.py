@@ -43,10 +43,11 @@ def replace_experts(model: nn.Module, options: BuildOptions) -> dict[str, Cut]:
     return cuts
 
 
-def own_weights(model: nn.Module) -> frozenset[str]:
-    """The parameters of the layers that were exchanged."""
+def own_weights(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """The paths of the layers that were exchanged, and their parameters."""
     layers = {path: module for path, module in model.named_modules() if isinstance(module, TransformersFusedMoE)}
-    return frozenset(f"{path}.{name}" for path, layer in layers.items() for name, _ in layer.named_parameters())
+    names = (f"{path}.{name}" for path, layer in layers.items() for name, _ in layer.named_parameters())
+    return frozenset(layers), frozenset(names)
 
 
 def _is_stack(module: Theirs) -> bool:

@@ -52,7 +52,7 @@ class TransformersForCausalLM(nn.Module):
             self.names = WeightNames(skeleton.model)
             self.transposed_weights, self.stacked_weights = replace_layers(skeleton, layout, options)
             model, base = skeleton.model, skeleton.base
-        self.names.own = own_weights(model)
+        self.names.layers_of_experts, self.names.own = own_weights(model)
         self.varies = layout.varies
         for name, child in model.named_children():
             self.add_module(name, child)

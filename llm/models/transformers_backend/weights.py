@@ -31,8 +31,10 @@ class WeightNames:
         self._names = dict.fromkeys(model.state_dict(), True)
         self._model = model
         self._merged: set[str] = set()
-        # Of our layers of experts: what was merged is cut into them, and has its name already.
+        # Of our layers of experts: the parameters, which have their names already, and the paths of the layers, whose
+        # stacked tensors of transformers are cut into these.
         self.own: frozenset[str] = frozenset()
+        self.layers_of_experts: frozenset[str] = frozenset()
         self._left_out = [re.compile(pattern) for pattern in _left_out(model)]
 
     def rename(self, name: str) -> str:
@@ -50,15 +52,18 @@ class WeightNames:
         from transformers.core_model_loading import dot_natural_key
 
         needed: dict[str, dict[str, str]] = {}
+        stacked: dict[str, str] = {}
         for name in sorted(names, key=dot_natural_key):
             target, pattern = self.source(name)
             if pattern is not None and target in self._names:
                 needed.setdefault(target, {})[name] = pattern
+            elif target.rpartition(".")[0] in self.layers_of_experts:
+                stacked[name] = target
         targets = {name: target for target, sources in needed.items() for name in sources}
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors:
             if name not in targets:
-                yield name, tensor
+                yield stacked.get(name, name), tensor
                 continue
             target = targets[name]
             found = waiting.setdefault(target, {})
