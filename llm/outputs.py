@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, overload
 
 from llm.base.missing import missing_names
+from llm.base.types import JsonObject
+from llm.outputs_json import output_as_json
+from llm.outputs_table import Exports
 from llm.sampling_params import SamplingParams
 
 
@@ -200,8 +203,8 @@ _OF_COMPLETIONS = frozenset(item.name for item in fields(CompletionOutput)) - {"
 
 
 @dataclass
-class RequestOutput:
-    """Everything about one prompt.
+class RequestOutput(Exports):
+    """Everything about one prompt. `to_dict()` is plain data; `to_pandas()` and the others make tables.
 
     Attributes:
         request_id: unique within the engine.
@@ -233,6 +236,13 @@ class RequestOutput:
     index: int = 0
     num_dropped_tokens: int = 0
 
+    def to_dict(self) -> JsonObject:
+        """Plain data that `json.dumps` takes, logprobs included."""
+        return output_as_json(self)
+
+    def _listed(self) -> Sequence[RequestOutput]:
+        return [self]
+
     @property
     def error(self) -> Exception | None:
         """The error of its prompt, or the first of a completion; None if there is none."""
@@ -243,6 +253,16 @@ class RequestOutput:
         def __getattr__(self, name: str) -> object:
             where = f"; its completions have: outputs[0].{name}" if name in _OF_COMPLETIONS else ""
             raise AttributeError(f"RequestOutput has no {name!r}{where}.")
+
+
+class RequestOutputs(list[RequestOutput], Exports):
+    """The outputs of a call: a list, with `to_pandas()` and the other ways out."""
+
+    def to_dict(self) -> list[JsonObject]:
+        return [output.to_dict() for output in self]
+
+    def _listed(self) -> Sequence[RequestOutput]:
+        return self
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Outputs as plain data for JSON, and back.
+"""Outputs as plain data for JSON.
 
-Owns the form. `json.dumps` takes it as it is; floats come back bit for bit.
+Owns the form, which `llm.outputs_read` reads. `json.dumps` takes it as it is; floats come back bit for bit.
 """
 
 from __future__ import annotations
@@ -8,19 +8,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llm.base import errors
-from llm.base.errors import LLMError
 from llm.base.text import show
 from llm.base.types import JsonObject
-from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, StructuredOutcome
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Positions = Sequence[dict[int, Logprob] | None]
+    from llm.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 def output_as_json(output: RequestOutput) -> JsonObject:
@@ -39,24 +36,6 @@ def output_as_json(output: RequestOutput) -> JsonObject:
         "params": None if output.params is None else params_as_json(output.params),
         "metrics": None if output.metrics is None else dataclasses.asdict(output.metrics),
     }
-
-
-def output_from_json(data: JsonObject, params: SamplingParams | None) -> RequestOutput:
-    """The output that `output_as_json` wrote, without its metrics; `params` are the prompt's."""
-    flat = params is not None and params.flat_logprobs
-    return RequestOutput(
-        data["request_id"],
-        data["prompt"],
-        data["prompt_token_ids"],
-        [_completion_from(own, flat) for own in data["outputs"]],
-        data["finished"],
-        data["num_cached_tokens"],
-        data["seed"],
-        _positions_from(data["prompt_logprobs"], flat),
-        params,
-        index=data["index"],
-        num_dropped_tokens=data["num_dropped_tokens"],
-    )
 
 
 def params_as_json(params: SamplingParams) -> JsonObject:
@@ -87,17 +66,6 @@ def error_as_json(error: Exception | None) -> JsonObject | None:
     return {"type": type(error).__name__, "message": str(error), **kept}
 
 
-def error_from_json(data: JsonObject | None) -> Exception | None:
-    """An exception of this package's type of that name, else an `LLMError`."""
-    if data is None:
-        return None
-    kind = getattr(errors, data["type"], LLMError)
-    is_known = isinstance(kind, type) and issubclass(kind, LLMError)
-    error: Exception = kind(data["message"]) if is_known else LLMError(data["message"])
-    vars(error).update({name: value for name, value in data.items() if name not in ("type", "message")})
-    return error
-
-
 def _plain_fields(value: DataclassInstance) -> JsonObject:
     return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
 
@@ -116,22 +84,7 @@ def _completion(own: CompletionOutput) -> JsonObject:
     }
 
 
-def _completion_from(data: JsonObject, flat: bool) -> CompletionOutput:
-    structured = data["structured"]
-    return CompletionOutput(
-        data["index"],
-        data["text"],
-        data["token_ids"],
-        data["cumulative_logprob"],
-        _positions_from(data["logprobs"], flat),
-        data["finish_reason"],
-        data["stop_reason"],
-        error_from_json(data["error"]),
-        None if structured is None else StructuredOutcome(**structured),
-    )
-
-
-def _positions(positions: Positions | None) -> list[list[JsonObject] | None] | None:
+def _positions(positions: Sequence[dict[int, Logprob] | None] | None) -> list[list[JsonObject] | None] | None:
     if positions is None:
         return None
     return [None if position is None else [_token(*item) for item in position.items()] for position in positions]
@@ -139,19 +92,3 @@ def _positions(positions: Positions | None) -> list[list[JsonObject] | None] | N
 
 def _token(token_id: int, item: Logprob) -> JsonObject:
     return {"token_id": token_id, "logprob": item.logprob, "rank": item.rank, "decoded_token": item.decoded_token}
-
-
-def _positions_from(data: list[list[JsonObject] | None] | None, flat: bool) -> Any:
-    if data is None:
-        return None
-    positions = [None if position is None else dict(map(_token_from, position)) for position in data]
-    if not flat:
-        return positions
-    found = FlatLogprobs()
-    for position in positions:
-        found.append(position)
-    return found
-
-
-def _token_from(data: JsonObject) -> tuple[int, Logprob]:
-    return data["token_id"], Logprob(data["logprob"], data["rank"], data["decoded_token"])

@@ -37,6 +37,8 @@ FLOORS = {
     "llm.stand_ins": 1,
     "llm.outputs": 1,
     "llm.outputs_json": 1,
+    "llm.outputs_read": 1,
+    "llm.outputs_table": 1,
     "llm.plugins": 1,
     "llm.sampling_params": 1,
     "llm.structured_params": 1,

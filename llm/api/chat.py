@@ -16,7 +16,7 @@ from llm.base.names import known_names
 from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
 from llm.inputs import TokensPrompt
-from llm.outputs import RequestOutput
+from llm.outputs import RequestOutputs
 from llm.sampling_params import SamplingParams
 
 
@@ -32,7 +32,7 @@ class ChatHost(Host, Protocol):
         on_too_long: str = "error",
         on_interrupt: str = "raise",
         on_output: OnOutput | None = None,
-    ) -> list[RequestOutput]: ...
+    ) -> RequestOutputs: ...
     def render_chat(
         self,
         messages: Sequence[object],
@@ -68,7 +68,7 @@ class Chat:
         on_too_long: str = "error",
         on_interrupt: str = "raise",
         on_output: OnOutput | None = None,
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Answer one conversation (a list of `{"role", "content"}`) or many (a list of such lists).
 
         The model's chat template renders each, with `chat_template_kwargs`, to a prompt for `generate`, which has the

@@ -26,7 +26,7 @@ from llm.engine.preprocess import raise_refused
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.prompts import list_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow
-from llm.outputs import RequestOutput
+from llm.outputs import RequestOutput, RequestOutputs
 from llm.sampling_params import SamplingParams
 
 OnOutput = Callable[[RequestOutput], object]
@@ -50,7 +50,7 @@ class CallOptions:
         if self.on_output is not None and not callable(self.on_output):
             refuse("on_output", self.on_output, "a callable that takes an output, or None")
 
-    def raise_interrupt(self, guard: InterruptGuard, outputs: list[RequestOutput]) -> None:
+    def raise_interrupt(self, guard: InterruptGuard, outputs: RequestOutputs) -> None:
         """Raise `GenerationInterrupted` if there was a Ctrl-C and the call does not return its outputs instead."""
         if guard.requested and self.on_interrupt == "raise":
             raise GenerationInterrupted(outputs)
@@ -70,7 +70,7 @@ class BatchCall:
         self._ended: list[PromptState] = []
         self._told: dict[str, RequestOutput] = {}  # by request id; what `on_output` was given
 
-    def run(self, engine: Engine) -> list[RequestOutput]:
+    def run(self, engine: Engine) -> RequestOutputs:
         """The outputs, in the order of the rows.
 
         Raises:
@@ -94,7 +94,7 @@ class BatchCall:
             engine.abort(list(self._states.values()))
             if self._options.on_interrupt == "raise":
                 raise
-            return interrupted.outputs
+            return RequestOutputs(interrupted.outputs)
         except BaseException:  # from a callback, the user's signal handler or a second Ctrl-C: at any point
             self._guard.end()
             self._remember()
@@ -104,9 +104,9 @@ class BatchCall:
             self._abort_dropped(engine)
             self._llm = None  # kept for `outputs`, this must not keep the model alive
 
-    def outputs(self) -> list[RequestOutput]:
+    def outputs(self) -> RequestOutputs:
         """What there is of each row; with finish_reason "interrupted" where it has not ended."""
-        return [self._output(place, row) for place, row in enumerate(self._rows)]
+        return RequestOutputs(self._output(place, row) for place, row in enumerate(self._rows))
 
     def _output(self, place: int, row: AnyRow) -> RequestOutput:
         state = self._states.get(place)
@@ -174,7 +174,7 @@ class Generation:
         on_interrupt: str = "raise",
         on_output: OnOutput | None = None,
         **unknown: NoReturn,
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Complete one prompt or many; there is an output for each, in the order of the prompts.
 
         Args:
@@ -207,9 +207,9 @@ class Generation:
         return outputs
 
     @property
-    def last_outputs(self: GenerationHost) -> list[RequestOutput] | None:
+    def last_outputs(self: GenerationHost) -> RequestOutputs | None:
         """What there was of each output when a call last was interrupted or failed; None: that has not happened."""
-        return None if self._unfinished is None else self._unfinished.outputs()
+        return None if self._unfinished is None else RequestOutputs(self._unfinished.outputs())
 
     def _rows(
         self: GenerationHost,

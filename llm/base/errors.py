@@ -91,6 +91,10 @@ class JobError(LLMError):
     """A job cannot go on, or its files do not fit together; what it has finished is in its journal."""
 
 
+class MissingPackageError(LLMError, ImportError):
+    """A feature needs a package that is not installed; the message says how to install it."""
+
+
 class SamplingError(LLMError):
     """No token can be drawn for a request: every logit is -inf, or one is NaN. Ends the request, not the call."""
 

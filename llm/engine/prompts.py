@@ -29,7 +29,7 @@ class ParsedPrompt(NamedTuple):
 
 def list_prompts(prompts: object) -> list[object]:
     """One prompt or many, as a list. A string, dict or list of integers is one prompt; a table's column is a list."""
-    prompts = _plain(prompts)
+    prompts = _plain(_column(prompts))
     if isinstance(prompts, str | Mapping) or _is_token_list(prompts):
         return [prompts]
     if isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray):
@@ -39,6 +39,7 @@ def list_prompts(prompts: object) -> list[object]:
 
 def iterate_prompts(prompts: object) -> Iterator[object]:
     """As `list_prompts`, for any iterable, which is read as it is iterated; of a text file the lines."""
+    prompts = _column(prompts)
     if isinstance(prompts, io.TextIOBase):
         return (line.removesuffix("\n") for line in prompts)
     if isinstance(prompts, Iterable) and not isinstance(prompts, Sequence | Mapping) and not hasattr(prompts, "tolist"):
@@ -63,8 +64,25 @@ def _is_conversation(item: object) -> bool:
     )
 
 
+def _column(value: object) -> object:
+    """The column "prompt" of a table of pandas, polars, pyarrow or datasets, or its only one. Else the value."""
+    names = getattr(value, "column_names", None) or getattr(value, "columns", None)
+    if names is None or isinstance(value, Mapping) or not hasattr(value, "__getitem__"):
+        return value
+    names = [str(name) for name in names]
+    if "prompt" in names or len(names) == 1:
+        return value["prompt" if "prompt" in names else names[0]]
+    refuse(
+        "prompts", f"a table with the columns {', '.join(names[:8])}", 'a table with a column "prompt", or one column'
+    )
+
+
 def _plain(value: object) -> object:
-    """One-dimensional arrays, series and tensors as lists; anything else (such as padded 2-D token ids) unchanged."""
+    """One-dimensional arrays, series, columns and tensors as lists; anything else (such as 2-D token ids) unchanged."""
+    if hasattr(value, "to_pylist"):  # pyarrow
+        return value.to_pylist()
+    if hasattr(value, "to_list") and not hasattr(value, "tolist"):  # polars
+        return value.to_list()
     return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", None) == 1 else value
 
 

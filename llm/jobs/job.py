@@ -27,7 +27,8 @@ from llm.jobs.requests import Rows
 from llm.jobs.shard import Shard
 from llm.jobs.tables import read_rows, write_rows
 from llm.outputs import RequestOutput
-from llm.outputs_json import output_as_json, output_from_json
+from llm.outputs_json import output_as_json
+from llm.outputs_read import output_from_json
 
 _BATCH = 256
 _PARTIALS_SECONDS = 10.0

@@ -7,7 +7,6 @@ Parquet alone.
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from llm.base.errors import JobError
+from llm.base.optional import optional_package
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.jobs.journal import sync_folder
@@ -79,7 +79,7 @@ def _read_csv(path: Path) -> Iterator[JsonObject]:
 
 
 def _read_parquet(path: Path) -> Iterator[JsonObject]:
-    parquet = pyarrow("parquet")
+    parquet = optional_package("pyarrow.parquet", "arrow")
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
@@ -135,7 +135,7 @@ def _cell(value: object) -> object:
 
 def _write_parquet(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """The first row group decides the columns' types; a column without a value in it is text."""
-    arrow, parquet = pyarrow(), pyarrow("parquet")
+    arrow, parquet = optional_package("pyarrow", "arrow"), optional_package("pyarrow.parquet", "arrow")
     left, writer = iter(rows), None
     while batch := list(islice(left, _PARQUET_ROWS)):
         schema = None if writer is None else writer.schema
@@ -150,15 +150,3 @@ def _write_parquet(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 def _text_for_null(arrow: ModuleType, batch: list[Mapping[str, object]]) -> object:
     found = arrow.Table.from_pylist(batch).schema
     return arrow.schema([field.with_type(arrow.string()) if field.type == arrow.null() else field for field in found])
-
-
-def pyarrow(module: str = "") -> ModuleType:
-    """pyarrow, or a module of it.
-
-    Raises:
-        JobError: it is not installed.
-    """
-    try:
-        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
-    except ImportError as error:
-        raise JobError("this needs pyarrow: pip install 'offline-llm[arrow]'.") from error
