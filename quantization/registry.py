@@ -62,6 +62,11 @@ def quantization_methods() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*_plugin_configs, *_BUILTIN_CONFIGS]))
 
 
+def builtin_methods() -> tuple[str, ...]:
+    """The same without plugins."""
+    return tuple(_BUILTIN_CONFIGS)
+
+
 def plugin_configs() -> dict[str, type[QuantizationConfig]]:
     """The plugins' configs, in order of registration."""
     return dict(_plugin_configs)

@@ -59,6 +59,7 @@ FLOORS = {
     "llm.jobs": 8,
     "llm.quantize": 8,
     "llm.quantize.formats": 6,
+    "llm.quantize.gptq": 6,
     "llm.quantize.partial": 6,
     "llm.quantize.save": 6,
     "llm.cli": 8,

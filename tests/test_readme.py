@@ -12,6 +12,8 @@ from embedded import python
 from llm.config.arguments import ARGUMENTS, DIFFERENT
 from llm.config.differences import differences
 from llm.models.registry import _FAMILIES
+from llm.quantization import registry
+from llm.quantize.overview import overview
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -85,6 +87,18 @@ def differences_of(readme: str) -> str:
 def test_the_differences_from_vllm_are_those_of_the_tables() -> None:
     """`python -m llm.config.differences` prints what belongs between the two comments."""
     assert differences_of(README) == differences()
+
+
+def test_the_formats_are_those_that_are_registered() -> None:
+    """`python -m llm.quantize.overview` prints what belongs between the two comments."""
+    section = README.split("<!-- formats -->\n", 1)[1].split("\n<!-- end of formats -->", 1)[0]
+    assert section == overview() and "| gptq | 2, 3, 4, 8 bits" in section
+
+
+def test_a_format_without_a_row_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._BUILTIN_CONFIGS, "novel", "novel:Config")
+    with pytest.raises(LookupError, match=r"the registered formats differ: \['novel'\]"):
+        overview()
 
 
 def test_every_argument_of_the_table_is_told_once_or_honoured() -> None:

@@ -111,7 +111,7 @@ class Reports:
 
         Args:
             path: of the folder, which must not exist; it appears only when it is complete.
-            format: "compressed-tensors" or "modelslim".
+            format: "compressed-tensors", "modelslim", or "gptq" (w4a16 and w8a16).
 
         Raises:
             ValidationError: the model is not quantized, `path` exists, or the format is unknown.

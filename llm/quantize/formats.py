@@ -369,6 +369,3 @@ def _two_levels(name: str, weight: IntegerWeight) -> dict[str, torch.Tensor]:
         "weight_scale_second": weight.scale / first,
         "weight_offset_second": torch.zeros_like(weight.scale),
     }
-
-
-FORMATS: dict[str, type[Writer]] = {"compressed-tensors": CompressedTensorsWriter, "modelslim": ModelSlimWriter}

@@ -21,9 +21,15 @@ from llm.base.errors import LLMError, ValidationError
 from llm.config.defaults import library_defaults
 from llm.loading.model_files import SMALL_FILES, check_model_file
 from llm.loading.weight_map import Target
-from llm.quantize.formats import FORMATS, StoredLayer, Writer, stored_layers
+from llm.quantize.formats import CompressedTensorsWriter, ModelSlimWriter, StoredLayer, Writer, stored_layers
+from llm.quantize.gptq import GPTQWriter
 from llm.quantize.partial import partial_folder
 
+FORMATS: dict[str, type[Writer]] = {
+    "compressed-tensors": CompressedTensorsWriter,
+    "modelslim": ModelSlimWriter,
+    "gptq": GPTQWriter,
+}
 _SHARD_BYTES = 2 << 30
 # Small files that are not copied; the tokenizer's and generation_config.json are.
 _NOT_COPIED = (

@@ -16,7 +16,7 @@ from llm.quantization.matching import matches
 from llm.quantization.storage.words import GPTQStorage
 
 _WHERE = "gptq: quantization_config"
-_BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 
 
@@ -106,8 +106,8 @@ class GPTQConfig(WordsConfig):
 
 def _bits(given: Fields, default: int) -> int:
     bits = given.integer("bits", default)
-    if bits not in _BITS:
-        _refuse(f"weights of {bits} bits are not computed, only of {', '.join(map(str, _BITS))}")
+    if bits not in BITS:
+        _refuse(f"weights of {bits} bits are not computed, only of {', '.join(map(str, BITS))}")
     return bits
 
 

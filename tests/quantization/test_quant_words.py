@@ -355,3 +355,33 @@ def test_requantize_is_quantizing_what_the_file_stands_for(source: Path, tmp_pat
     assert deviation(exact, answers) > 1e-3  # the control: the weights did move
     with pytest.raises(LLMError, match="is for a quantized checkpoint, and this one is not; pass quantization='w4a8'"):
         LLM(source, requantize="w4a8", skip_tokenizer_init=True)
+
+
+def test_saved_as_gptq_it_answers_the_same(source: Path, tmp_path: Path) -> None:
+    """Quantized on load in groups and per row, and act-order with zero points; the words are read by other code."""
+    quantized(source, tmp_path / "model", *ACT_ORDER[:2])
+    asked = {"scheme": "w4a16", "layers": {"*.mlp.down_proj": "w8a16"}, "ignore": ["*.0.self_attn.o_proj"]}
+    prompts, arguments = make_prompts(ROW), {"skip_tokenizer_init": True}
+    for index, (folder, quantization) in enumerate(((source, asked), (tmp_path / "model", None))):
+        saved = tmp_path / f"saved-{index}"
+        with open_llm(folder, quantization=quantization, **arguments) as llm:
+            answers, weights = run(llm, prompts, GREEDY), held(llm)
+            llm.save_quantized(saved, "gptq")
+        with open_llm(saved, **arguments) as llm:
+            assert llm.config.model_config.quantization == "gptq"
+            again = run(llm, prompts, GREEDY)
+            assert {name: torch.equal(weights[name], weight) for name, weight in held(llm).items()} == dict.fromkeys(
+                [name for name in weights if name != "lm_head"], True
+            )
+        assert [out.outputs[0].logprobs for out in again] == [out.outputs[0].logprobs for out in answers]
+        section = json.loads((saved / "config.json").read_text())["quantization_config"]
+        assert (section["desc_act"], section["sym"]) == ((False, True), (True, False))[index]
+    tensors, down = load_file(tmp_path / "saved-0" / "model.safetensors"), weights[LAYER].shape
+    stored = tensors[f"{LAYER}.qweight"].t().contiguous().view(torch.uint8).double() - 128
+    zero = tensors[f"{LAYER}.qzeros"].view(torch.uint8).double() + 1 - 128
+    assert stored.shape == down and not zero.any() and tensors[f"{LAYER}.scales"].shape == (1, 64)
+    with (
+        open_llm(source, quantization="w8a8", **arguments) as llm,
+        pytest.raises(LLMError, match="for W4A16 and W8A16 "),
+    ):
+        llm.save_quantized(tmp_path / "no", "gptq")
