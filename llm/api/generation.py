@@ -6,26 +6,28 @@ was computed is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 from llm.api.checks import check_asks_nothing, check_priority
-from llm.api.flow import Unfinished
+from llm.api.flow import Entry, Unfinished
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, refuse
 from llm.base.errors import GenerationInterrupted
 from llm.base.names import MISSING, wrong_names
+from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run, warn_of_errors
-from llm.engine.preprocess import raise_refused
+from llm.engine.preprocess import Place, raise_refused
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.prompts import list_prompts
-from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow
+from llm.engine.rows import ON_TOO_LONG, AnyRow, Row
 from llm.outputs import RequestOutput, RequestOutputs
 from llm.sampling_params import SamplingParams
 
@@ -41,6 +43,7 @@ class CallOptions:
     on_too_long: str = "error"
     on_interrupt: str = "raise"
     on_output: OnOutput | None = None
+    checkpoint: object = None
 
     def __post_init__(self) -> None:
         check_use_tqdm(self.use_tqdm)
@@ -56,16 +59,34 @@ class CallOptions:
             raise GenerationInterrupted(outputs)
 
 
+class Keeper(Protocol):
+    """What keeps the outputs of a call on disk; `llm.jobs.checkpoint.Checkpoint`."""
+
+    def keep(self, output: RequestOutput) -> None: ...
+    def after_step(self, states: Collection[PromptState]) -> None: ...
+    def end(self, states: Collection[PromptState]) -> None: ...
+
+
 class BatchCall:
-    """The rows of one call, refused ones included."""
+    """The rows of one call, refused ones and those whose output is known included.
+
+    Args:
+        keeper: is told of each output as it ends.
+    """
 
     def __init__(
-        self, llm: GenerationHost, rows: Sequence[AnyRow], guard: InterruptGuard, options: CallOptions
+        self,
+        llm: GenerationHost,
+        rows: Sequence[Entry],
+        guard: InterruptGuard,
+        options: CallOptions,
+        keeper: Keeper | None = None,
     ) -> None:
         self._llm: GenerationHost | None = llm
         self._rows = rows
         self._guard = guard
         self._options = options
+        self._keeper = keeper
         self._states: dict[int, PromptState] = {}  # by place among the rows
         self._ended: list[PromptState] = []
         self._told: dict[str, RequestOutput] = {}  # by request id; what `on_output` was given
@@ -76,16 +97,17 @@ class BatchCall:
         Raises:
             GenerationInterrupted: Ctrl-C; with the outputs so far.
         """
-        ended = None if self._options.on_output is None else self._ended
+        ended = None if self._options.on_output is None and self._keeper is None else self._ended
         try:
             for place, row in enumerate(self._rows):
-                if isinstance(row, RefusedRow):
-                    self._tell(output_without_run(row))
+                if not isinstance(row, Row):
+                    self._tell(self._output(place, row))
                 else:
                     self._states[place] = engine.add(row, ended=ended)
             states = list(self._states.values())
             with closing(Progress(states, self._options.use_tqdm)) as progress:
                 engine.run(states, lambda: self._between_steps(engine, progress))
+            self._take_ended()
             outputs = self.outputs()
             warn_of_errors(outputs)
             return outputs
@@ -101,6 +123,8 @@ class BatchCall:
             engine.reset()
             raise
         finally:
+            if self._keeper is not None:
+                self._keeper.end(self._states.values())
             self._abort_dropped(engine)
             self._llm = None  # kept for `outputs`, this must not keep the model alive
 
@@ -108,7 +132,9 @@ class BatchCall:
         """What there is of each row; with finish_reason "interrupted" where it has not ended."""
         return RequestOutputs(self._output(place, row) for place, row in enumerate(self._rows))
 
-    def _output(self, place: int, row: AnyRow) -> RequestOutput:
+    def _output(self, place: int, row: Entry) -> RequestOutput:
+        if isinstance(row, RequestOutput):
+            return row
         state = self._states.get(place)
         if state is None:
             return output_without_run(row)
@@ -117,13 +143,20 @@ class BatchCall:
     def _between_steps(self, engine: Engine, progress: Progress) -> None:
         self._abort_dropped(engine)
         progress.update()
-        while self._ended:
-            state = self._ended.pop(0)
-            self._told[state.request_id] = state.output()
-            self._tell(self._told[state.request_id])
+        self._take_ended()
+        if self._keeper is not None:
+            self._keeper.after_step(self._states.values())
         if self._guard.requested:
             self._guard.end()
             raise GenerationInterrupted(self.outputs())
+
+    def _take_ended(self) -> None:
+        while self._ended:
+            state = self._ended.pop(0)
+            output = self._told[state.request_id] = state.output()
+            if self._keeper is not None:
+                self._keeper.keep(output)
+            self._tell(output)
 
     def _tell(self, output: RequestOutput) -> None:
         if self._options.on_output is not None:
@@ -140,6 +173,9 @@ class BatchCall:
 
 class GenerationHost(Host, Protocol):
     _unfinished: Unfinished | None
+
+    def _identity(self) -> JsonObject: ...
+    def _call(self, rows: Sequence[AnyRow], guard: InterruptGuard, options: CallOptions) -> BatchCall: ...
 
     def _abort_dropped(self, engine: Engine) -> None: ...
     def _rows(
@@ -173,6 +209,7 @@ class Generation:
         on_too_long: str = "error",
         on_interrupt: str = "raise",
         on_output: OnOutput | None = None,
+        checkpoint: str | Path | None = None,
         **unknown: NoReturn,
     ) -> RequestOutputs:
         """Complete one prompt or many; there is an output for each, in the order of the prompts.
@@ -190,6 +227,7 @@ class Generation:
                 cut it until max_tokens fit, or a quarter of the context where it is None (`num_dropped_tokens`).
             on_interrupt: Ctrl-C raises `GenerationInterrupted` with what there is of each output; "return" returns it.
             on_output: called with each output as it ends.
+            checkpoint: a file that keeps each output: the same call in a new process goes on where this one was ended.
 
         Raises:
             ValidationError, GenerationInterrupted: see `on_error` and `on_interrupt`.
@@ -197,12 +235,12 @@ class Generation:
         if unknown or prompts is MISSING:
             raise wrong_names("LLM.generate", Generation.generate, unknown, CALLS)
         check_asks_nothing(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        options = CallOptions(use_tqdm, on_error, on_too_long, on_interrupt, on_output)
+        options = CallOptions(use_tqdm, on_error, on_too_long, on_interrupt, on_output, checkpoint)
         # The guard comes first: Ctrl-C must not leave a lock held or some of the rows queued.
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
             rows = self._rows(prompts, sampling_params, tokenization_kwargs, options, priority)
-            outputs = BatchCall(self, rows, guard, options).run(engine)
+            outputs = self._call(rows, guard, options).run(engine)
         options.raise_interrupt(guard, outputs)
         return outputs
 
@@ -219,10 +257,21 @@ class Generation:
         options: CallOptions,
         priority: Sequence[int] | None,
     ) -> list[AnyRow]:
+        # The seeds of a call that another process may go on with depend on nothing but the row.
+        place = None if options.checkpoint is None else Place(0, 0)
+        default = self.get_default_sampling_params
         rows = self._preprocessor.checked_rows(
-            list_prompts(prompts), params, self.get_default_sampling_params, tokenization_kwargs, options.on_too_long
+            list_prompts(prompts), params, default, tokenization_kwargs, options.on_too_long, place
         )
         if options.on_error == "raise":
             raise_refused(rows)
         check_priority(priority, len(rows))
         return rows
+
+    def _call(self: GenerationHost, rows: Sequence[AnyRow], guard: InterruptGuard, options: CallOptions) -> BatchCall:
+        if options.checkpoint is None:
+            return BatchCall(self, rows, guard, options)
+        from llm.jobs.checkpoint import Checkpoint
+
+        keeper = Checkpoint(options.checkpoint, self._identity())
+        return BatchCall(self, keeper.entries(rows), guard, options, keeper)
