@@ -49,7 +49,7 @@ class FusedMoE(PluggableLayer):
             layers.
         prefix: dotted path of the layer in the model.
         custom_routing_function: (hidden_states, gating_output, topk, renormalize) -> (weights, ids), in the place of
-            `router`, which is then None.
+            `router`, which is then None. A `CustomOp` keeps the batch invariant; of other functions nothing is known.
         apply_router_weight_on_input: multiply an expert's input by its weight in place of its output; top_k is 1.
         activation: a key of `ACTIVATIONS`.
         has_bias: whether the experts have biases.
