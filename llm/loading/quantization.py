@@ -114,7 +114,11 @@ def requantized(found: Resolved, asked: str | Mapping[str, object]) -> Resolved:
             parameter="requantize",
             value=asked,
         )
-    online = OnlineConfig.parse(asked)
+    try:
+        online = OnlineConfig.parse(asked)
+    except ValidationError as error:
+        message = str(error).replace("quantization=", "requantize=", 1)
+        raise ValidationError(message, parameter="requantize", value=asked) from error
     reason = f"{found.reason}; asked for requantize={show(asked)}: the error is in quantization_report"
     return replace(found, config=RequantizeConfig(found.config, online), reason=reason)
 
@@ -214,8 +218,10 @@ def _without_description(asked: object, user: str, folder: Path, hf_config: Mapp
         config.maybe_update_config(str(folder), hf_config)
         return Resolved(config, user, "asked for")
     files = ", ".join(sorted(file.name for file in folder.glob("*.json"))) or "none"
-    wanted = get_quantization_config(user).get_config_filenames()
-    missing = f"no {wanted[0]} (JSON files there: {files})" if wanted else "no quantization_config in config.json"
+    config_class = get_quantization_config(user)
+    missing = "no quantization_config in config.json"
+    if config_class.file_decides:
+        missing = f"no {config_class.get_config_filenames()[0]} (JSON files there: {files})"
     raise ValidationError(
         f"quantization={show(asked)} needs a checkpoint in that format, and {folder} has {missing}; pass the quantized "
         f"checkpoint, or quantize this one on load with {', '.join(map(repr, RECIPES))}.",

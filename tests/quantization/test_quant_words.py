@@ -355,6 +355,12 @@ def test_requantize_is_quantizing_what_the_file_stands_for(source: Path, tmp_pat
     assert deviation(exact, answers) > 1e-3  # the control: the weights did move
     with pytest.raises(LLMError, match="is for a quantized checkpoint, and this one is not; pass quantization='w4a8'"):
         LLM(source, requantize="w4a8", skip_tokenizer_init=True)
+    with pytest.raises(LLMError, match=r"requantize='w9' names the scheme 'w9'; known: w8a8, "):
+        LLM(tmp_path / "model", requantize="w9", skip_tokenizer_init=True)
+    with pytest.raises(
+        LLMError, match=r"quantization='gptq' needs a checkpoint .* has no quantization_config in config"
+    ):
+        LLM(source, quantization="gptq", skip_tokenizer_init=True)
 
 
 def test_saved_as_gptq_it_answers_the_same(source: Path, tmp_path: Path) -> None:
@@ -385,3 +391,35 @@ def test_saved_as_gptq_it_answers_the_same(source: Path, tmp_path: Path) -> None
         pytest.raises(LLMError, match="for W4A16 and W8A16 "),
     ):
         llm.save_quantized(tmp_path / "no", "gptq")
+
+
+def test_experts_keep_their_own_order(tmp_path: Path) -> None:
+    """Act-order in a mixture: the operation `experts` gives the bits of the experts' layers one by one."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    row = TinyModel("MixtralConfig", {**sizes, "num_local_experts": 4, "num_experts_per_tok": 2}, lengths=(9, 5))
+    with one_thread():
+        write_checkpoint(row, tmp_path / "float")
+    description = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 16,
+        "desc_act": True,
+        "checkpoint_format": "gptq_v2",
+    }
+    write = gptq(4, 16, v2=True, act_order=True)
+    exact = quantized(
+        tmp_path / "float", tmp_path / "model", description, lambda name: write if "experts." in name else None
+    )
+    prompts = make_prompts(row)
+    with open_llm(tmp_path / "model", skip_tokenizer_init=True, kv_cache_dtype="float32") as llm:
+        layers, together = held(llm), run(llm, prompts, GREEDY)
+        alone = [output for prompt in prompts for output in run(llm, [prompt], GREEDY)]
+    assert len(layers) == 8 and all("experts" in name for name in layers)
+    assert [out.outputs[0].logprobs for out in together] == [out.outputs[0].logprobs for out in alone]
+    assert deviation(exact, together) < 1e-4 < 1e-3 < deviation(tmp_path / "float", together)
