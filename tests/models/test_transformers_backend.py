@@ -21,6 +21,7 @@ from llm import LLM
 from llm.base.errors import UnsupportedModelError, ValidationError
 from llm.layers.moe import TransformersFusedMoE
 from llm.models.transformers_backend import trace
+from llm.models.transformers_backend.experts import computes_as_ours
 from llm.models.transformers_backend.recognise import recognise
 from llm.models.transformers_backend.trace import Misfit, window_of
 from llm.models.transformers_backend.trial import compare as compare_hidden
@@ -236,6 +237,21 @@ def test_modules_are_recognised_by_their_values() -> None:
     assert found[2] is None and scaled is None
     kinds = [item and (item.kind, item.eps) for item in plain]
     assert kinds == [("SiLU", 0.0), ("GELU", 0.0), ("GELUTanh", 0.0), ("LayerNorm", 1e-3)]
+
+
+def test_experts_of_another_kind_stay() -> None:
+    """Of Qwen 3's class, with an activation that its config does not name."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=8, num_experts=4)
+    config._experts_implementation = "eager"
+    with torch.no_grad():
+        experts = Qwen3MoeExperts(config)
+        assert computes_as_ours(experts)
+        experts.act_fn = nn.GELU()
+        assert not computes_as_ours(experts)
+    assert experts.gate_up_proj.shape == (4, 16, 16)
 
 
 def test_nothing_stays_registered_with_transformers() -> None:

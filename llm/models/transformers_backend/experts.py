@@ -19,6 +19,8 @@ from llm.models.transformers_backend.theirs import Theirs
 
 # Whatever a module is called in, its path ends with it: checkpoints of one tensor per expert have it before the number.
 _NAME = "experts"
+# Sizes of the weights that modules are tried with.
+_COUNT, _HIDDEN, _INNER, _TOKENS, _TOP_K = 4, 16, 8, 6, 2
 _FLAGS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 
 
@@ -26,7 +28,7 @@ def replace_experts(model: nn.Module, options: BuildOptions) -> dict[str, Cut]:
     """Exchange modules of experts; returns the `stacked_weights` of the model (`llm.models.interface.CausalLM`)."""
     cuts: dict[str, Cut] = {}
     for path, module in list(model.named_modules()):
-        if path.rpartition(".")[2] != _NAME or not _is_stack(module):
+        if path.rpartition(".")[2] != _NAME or not _is_stack(module) or not computes_as_ours(module):
             continue
         try:
             ours = TransformersFusedMoE.of(
@@ -41,6 +43,32 @@ def replace_experts(model: nn.Module, options: BuildOptions) -> dict[str, Cut]:
         model.set_submodule(path, ours)
         cuts |= _cuts(module)
     return cuts
+
+
+def computes_as_ours(experts: Theirs) -> bool:
+    """True if our layer has the values of `experts`, tried with small weights in the places of its own."""
+    names = [name for name, _ in experts.named_parameters(recurse=False)]
+    kept, count = {name: experts.get_parameter(name) for name in names}, getattr(experts, "num_experts", None)
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"gate_up_proj": (2 * _INNER, _HIDDEN), "down_proj": (_HIDDEN, _INNER)}
+    for name in names:
+        rows, columns = shapes[name.removesuffix("_bias")]
+        shape = (rows,) if name.endswith("_bias") else (columns, rows) if experts.is_transposed else (rows, columns)
+        setattr(experts, name, nn.Parameter(torch.randn(_COUNT, *shape, generator=generator), requires_grad=False))
+    experts.num_experts = _COUNT
+    x, weights = (torch.randn(_TOKENS, size, generator=generator) for size in (_HIDDEN, _TOP_K))
+    ids = torch.stack([torch.randperm(_COUNT, generator=generator)[:_TOP_K] for _ in range(_TOKENS)])
+    try:
+        expected = experts(x, ids, weights)
+        ours = TransformersFusedMoE.of(experts, _TOP_K, params_dtype=torch.float32)
+        ours.load_experts(experts)
+        return torch.allclose(ours(x, ids, weights), expected, rtol=1e-4, atol=1e-3)
+    except (AttributeError, RuntimeError, TypeError, ValueError, UnsupportedModelError):
+        return False
+    finally:
+        experts.num_experts = count
+        for name, parameter in kept.items():
+            setattr(experts, name, parameter)
 
 
 def own_weights(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:

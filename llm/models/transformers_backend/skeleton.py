@@ -103,20 +103,38 @@ def _compute_buffers(model: Theirs) -> None:
     total = sum(buffer.nbytes for buffer in model.buffers())
     if total > _MOST_BUFFER_BYTES:
         raise UnsupportedModelError(f"{type(model).__name__}'s tables would take {total} bytes.")
-    for module in model.modules():
+    made: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is None:
                 continue
-            real = torch.zeros(buffer.shape, dtype=buffer.dtype)
             if name in module._non_persistent_buffers_set:
-                module._buffers[name] = real
+                module._buffers[name] = made[f"{path}.{name}"] = _unset(buffer)
             else:
                 del module._buffers[name]
-                module.register_parameter(name, nn.Parameter(real.to("meta"), requires_grad=False))
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
     with refusing("transformers cannot compute the model's tables"), torch.no_grad(), without_warnings():
         for module in model.modules():
-            if module._buffers:
-                model._init_weights(module)
+            model._init_weights(module)
+    for name in made:
+        path, _, last = name.rpartition(".")
+        if _is_unset(model.get_submodule(path)._buffers[last]):
+            raise UnsupportedModelError(f"transformers computes {name} of {type(model).__name__} in no way known here.")
+
+
+def _unset(buffer: torch.Tensor) -> torch.Tensor:
+    """Memory for a table, with values that show whether anything was written."""
+    value = torch.nan if buffer.is_floating_point() or buffer.is_complex() else buffer.dtype is torch.bool or -1
+    return torch.full(buffer.shape, value, dtype=buffer.dtype)
+
+
+def _is_unset(buffer: torch.Tensor) -> bool:
+    unset = _unset(buffer)
+    return (
+        bool(buffer.numel())
+        and buffer.dtype is not torch.bool
+        and torch.equal(buffer.nan_to_num(7.5), unset.nan_to_num(7.5))
+    )
 
 
 @contextmanager
