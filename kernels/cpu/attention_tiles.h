@@ -71,6 +71,8 @@ constexpr int vectors_for(int rows) {
     return rows > 0 ? 4 : 0;
 #elif LLM_PLAIN
     return rows > 0 ? 1 : 0;
+#elif LLM_NEON
+    return rows <= 2 ? 2 : 1;
 #else
     return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 #endif

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import warnings
@@ -19,7 +18,8 @@ from llm.platforms.interface import Platform
 
 # Operation -> the module here that has its function, where that is not named as in `OPERATIONS`.
 _MODULES = {"pack": "packed"}
-_NEXT_BEST = {"amx": "avx512", "avx2_vnni": "avx2"}
+# What a compiler knows that does not know a target.
+_NEXT_BEST = {"amx": "avx512_bf16", "avx512_bf16": "avx512_vnni", "avx2_vnni": "avx2"}
 
 
 class CpuBackend(Backend):
@@ -37,8 +37,8 @@ class CpuBackend(Backend):
         super().__init__({name: functools.partial(kernel(name), library) for name in OPERATIONS}, reason)
         self.library = library
         self.variant = library.target
-        # AMX tiles multiply bfloat16: a rounded activation is one bfloat16, an exact one is the sum of three.
-        self.rounds_bf16_inputs = library.has_tiles
+        # With AMX a rounded activation is one bfloat16, an exact one is the sum of three.
+        self.rounds_bf16_inputs = library.multiplies_bf16
 
     @classmethod
     def of(cls, platform: Platform) -> Backend:
@@ -67,17 +67,19 @@ def kernel(name: str) -> Operation:
 
 @functools.cache
 def _cpu_backend(isa: str | None) -> Backend:
-    target, reason = choose_target(isa)
-    try:
-        return CpuBackend(load_library(target), reason)
-    except build.BuildError as error:
-        if target in _NEXT_BEST and isa is None:  # gcc before 11 has neither, some systems deny AMX
-            next_best, _ = choose_target(_NEXT_BEST[target])
-            with contextlib.suppress(build.BuildError):  # the warning below gives the reason
-                return CpuBackend(load_library(next_best), f"{target} is not available: {str(error).splitlines()[0]}")
-        warnings.warn(
-            f"the CPU kernels are not available: {error}. PyTorch's operations compute instead: slower, and answers "
-            "depend on what else is in the batch.",
-            stacklevel=2,
-        )
-        return pytorch(str(error).splitlines()[0])
+    best, reason = choose_target(isa)
+    target: str | None = best
+    failure = ""
+    while target is not None:
+        try:
+            return CpuBackend(load_library(target), reason)
+        except build.BuildError as error:
+            failure = failure or str(error)
+        reason = f"{best} is not available: {failure.splitlines()[0]}"
+        target = _NEXT_BEST.get(target) if isa is None else None  # gcc before 11 knows no AMX, some systems deny it
+    warnings.warn(
+        f"the CPU kernels are not available: {failure}. PyTorch's operations compute instead: slower, and answers "
+        "depend on what else is in the batch.",
+        stacklevel=2,
+    )
+    return pytorch(failure.splitlines()[0])

@@ -39,6 +39,7 @@ FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI = (*_AVX512, "-mavx512vnni")
+_BF16 = (*_VNNI, "-mavx512bf16")
 # Target -> flags, slowest first.
 TARGETS: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -46,7 +47,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "avx2_vnni": (*_AVX2, "-mavxvnni"),
     "avx512": _AVX512,
     "avx512_vnni": _VNNI,
-    "amx": (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "avx512_bf16": _BF16,
+    "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    # gcc moves loads ahead of the products of the step before, and spills the sums; on x86-64 it does not try.
+    "neon": ("-march=armv8.2-a+dotprod", "-fno-schedule-insns"),
 }
 _CPU_FLAGS = {
     "plain": "",
@@ -54,8 +58,11 @@ _CPU_FLAGS = {
     "avx2_vnni": "avx2 fma f16c avx_vnni",
     "avx512": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq",
     "avx512_vnni": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni",
+    "avx512_bf16": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16",
     "amx": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8",
+    "neon": "asimd asimddp",
 }
+_X86, _ARM = {"x86_64", "amd64"}, {"aarch64", "arm64"}
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS_ALLOWED = 600
@@ -77,11 +84,14 @@ def supported_targets(cpu_flags: set[str] | None = None) -> list[str]:
 
 def machine_targets() -> list[str]:
     """The targets of this machine's architecture, whether or not its processor supports them."""
-    return list(TARGETS) if platform.machine().lower() in {"x86_64", "amd64"} else ["plain"]
+    machine = platform.machine().lower()
+    if machine in _ARM:
+        return ["plain", "neon"]
+    return [target for target in TARGETS if target != "neon"] if machine in _X86 else ["plain"]
 
 
 def wheel_targets(wanted: str) -> list[str]:
-    """The targets of a wheel: a comma-separated list, "all", or "" for AVX2 and the best of this processor.
+    """The targets of a wheel: a comma-separated list, "all", or "" for AVX2 (on x86-64) and the best of this processor.
 
     A wheel is often built on one machine and used on another; targets it lacks there are compiled at first use.
     """
@@ -93,15 +103,20 @@ def wheel_targets(wanted: str) -> list[str]:
 
 
 def read_cpu_flags() -> set[str]:
-    """The processor features this process can use, by Linux's names; empty on architectures other than x86-64."""
+    """The processor features this process can use, by Linux's names; empty if it is neither x86-64 nor aarch64."""
     path = Path("/proc/cpuinfo")
-    if platform.machine().lower() not in {"x86_64", "amd64"} or not path.exists():
+    if platform.machine().lower() not in _X86 | _ARM or not path.exists():
         return set()
-    lines = (line.split(":", 1) for line in path.read_text().splitlines() if line.startswith("flags"))
-    flags = set(next(lines, ["", ""])[1].split())
+    flags = flags_in(path.read_text())
     if "amx_tile" in flags and not request_tiles():
         flags = {flag for flag in flags if not flag.startswith("amx")}
     return flags
+
+
+def flags_in(cpuinfo: str) -> set[str]:
+    """The first processor's features; the line is called "flags" on x86-64 and "Features" on aarch64."""
+    lines = (line.split(":", 1) for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
+    return set(next(lines, ["", ""])[1].split())
 
 
 def request_tiles() -> bool:

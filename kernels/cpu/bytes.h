@@ -6,6 +6,10 @@
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define LLM_VNNI 1
 #endif
+// An instruction adds the products of four bytes and four bytes to an int32. That of NEON takes both as signed.
+#if LLM_VNNI || LLM_NEON
+#define LLM_DOTS 1
+#endif
 
 #if !defined(LLM_PLAIN)
 
@@ -14,10 +18,26 @@ namespace {
 
 #if LLM_AVX512
 using Bytes = __m512i;
+#elif LLM_NEON
+using Bytes = int8x16_t;
 #else
 using Bytes = __m256i;
 #endif
 constexpr int PANEL_VECTORS = 64 / sizeof(Bytes);  // vectors of one step of a panel
+
+#if LLM_NEON
+
+LLM_INLINE Bytes broadcast_bytes(const void* four) {
+    return vreinterpretq_s8_s32(vld1q_dup_s32(static_cast<const int32_t*>(four)));
+}
+LLM_INLINE Bytes load_bytes(const void* p) { return vld1q_s8(static_cast<const int8_t*>(p)); }
+// sum += signed bytes * signed bytes, four products to an int32. Assembly: gcc 12 copies each sum before its product.
+LLM_INLINE void dot(Bytes& sum, Bytes a, Bytes b) {
+    asm volatile("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(a), "w"(b));
+}
+constexpr int panels_for(int rows) { return rows <= 2 ? 2 : 1; }
+
+#else
 
 // Broadcasts four bytes. Assembly, and volatile to stay in order: gcc 12 hoists all broadcasts and spills the sums.
 LLM_INLINE Bytes broadcast_bytes(const void* four) {
@@ -52,6 +72,7 @@ constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
 
+#endif
 #endif
 
 }  // namespace

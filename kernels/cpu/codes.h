@@ -31,10 +31,12 @@ template <Code CODE> struct Lookup {
 
 // An 8-bit float's bits in a float16: its exponent is counted from 8 less, and subnormal numbers are what they were.
 template <> constexpr float VALUE_DIVISOR<Code::FLOAT8> = 256;
+#if !LLM_NEON
 LLM_INLINE __m256i float16_bits(const uint8_t* p) {
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
 }
+#endif
 
 #endif
 
@@ -148,6 +150,50 @@ template <> struct Opened<Code::FLOAT8> {
     template <int J> LLM_INLINE F32 value() const {
         const __m256i bits = float16_bits(p + J * LANES);
         return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
+    }
+};
+
+#elif LLM_NEON
+
+template <Code CODE> constexpr int VALUE_BIAS = CODE == Code::INT4 ? 8 : 0;
+
+template <> struct Lookup<Code::TABLE> {
+    uint8x16x4_t table;
+    LLM_INLINE explicit Lookup(const Weight& weight)
+        : table(vld1q_u8_x4(reinterpret_cast<const uint8_t*>(weight.table))) {}
+};
+
+template <Code CODE> struct Opened {
+    I32 raw;
+    const Lookup<CODE>& lookup;
+    LLM_INLINE Opened(const uint8_t* p, const Lookup<CODE>& shared)
+        : raw(load_i(reinterpret_cast<const int32_t*>(p))), lookup(shared) {}
+    template <int J> LLM_INLINE F32 value() const {
+        return quarters<F32>([&](int i) {
+            if constexpr (CODE == Code::INT8) {
+                return vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(raw.v[i], 24 - 8 * J), 24));
+            } else {
+                const int32x4_t top = vshlq_n_s32(raw.v[i], 28 - nibble_bit(J));
+                const uint32x4_t nibble = vshrq_n_u32(vreinterpretq_u32_s32(top), 28);
+                if constexpr (CODE == Code::INT4) return vcvtq_f32_u32(nibble);
+                // The four bytes of an entry of the table.
+                const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100), nibble, 0x04040404);
+                if constexpr (CODE == Code::TABLE)
+                    return vreinterpretq_f32_u8(vqtbl4q_u8(lookup.table, vreinterpretq_u8_u32(bytes)));
+            }
+        });
+    }
+};
+
+template <> struct Opened<Code::FLOAT8> {
+    const uint8_t* p;
+    LLM_INLINE Opened(const uint8_t* at, const Lookup<Code::FLOAT8>&) : p(at) {}
+    template <int J> LLM_INLINE F32 value() const {
+        return quarters<F32>([&](int i) {
+            const int16x8_t wide = vmovl_s8(vld1_s8(reinterpret_cast<const int8_t*>(p + J * LANES + i / 2 * 8)));
+            const int16x8_t bits = vandq_s16(vshlq_n_s16(wide, 7), vdupq_n_s16(static_cast<int16_t>(0xbf80)));
+            return vcvt_f32_f16(vreinterpret_f16_s16(i % 2 ? vget_high_s16(bits) : vget_low_s16(bits)));
+        });
     }
 };
 

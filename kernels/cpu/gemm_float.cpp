@@ -4,6 +4,7 @@
 // the thread do not enter. A panel is [k][16], of bfloat16 [k / 2][16][2]: a shift and a mask widen an output channel's
 // two values. With AMX (gemm_tiles.h) a bfloat16 weight has another chain, which does not depend on the batch either.
 // Packing is here for 8-bit floats too, in panels [k][16]; gemm_weight_only.cpp computes with them.
+// AVX-512 BF16 multiplies activations that are rounded to bfloat16 in the same chain (gemm_bf16.cpp).
 #include "gemm_tiles.h"
 #include "quantize.h"
 #include "vector_math.h"
@@ -68,6 +69,8 @@ template <class T, int ROWS, int PANELS> void tile(const Product& p, int64_t row
 constexpr int panels_for(int rows) {
 #if LLM_AVX512
     return rows <= 3 ? 4 : 2;
+#elif LLM_NEON
+    return rows <= 2 ? 2 : 1;
 #else
     return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 #endif
@@ -204,6 +207,8 @@ void linear_float(const Weight& weight, const float* x, float* y, int64_t m, int
 #if LLM_TILES
     if (weight.kind == Kind::BFLOAT16)
         return rounds ? multiply_by_tiles<BF16_ROUNDED>(p, threads) : multiply_by_tiles<BF16_PARTS>(p, threads);
+#elif LLM_BF16
+    if (rounds) return linear_bf16(weight, x, y, m, threads);
 #endif
     if (rounds) return multiply_rounded(p, threads);
     with_type(weight.kind, [&](auto type) { multiply<typename decltype(type)::Value>(p, threads); });

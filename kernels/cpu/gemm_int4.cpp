@@ -24,6 +24,11 @@ LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
     const Bytes both = load_bytes(p);
     return _mm512_and_si512(high ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
 }
+#elif LLM_NEON
+LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
+    const uint8x16_t both = vld1q_u8(p);
+    return vreinterpretq_s8_u8(high ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15)));
+}
 #elif LLM_AVX2
 alignas(32) constexpr uint8_t LOW_NIBBLES[32] = {15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15,
                                                  15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15};
@@ -36,7 +41,7 @@ LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
 }
 #endif
 
-#if LLM_VNNI
+#if LLM_DOTS
 
 // `opened`: the unpacked panel, with OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>

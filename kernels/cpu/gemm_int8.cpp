@@ -2,8 +2,8 @@
 // channel.
 //
 // A panel is [k / 4][16][4]: four k of an output channel side by side, as VNNI instructions read them. k is padded to a
-// multiple of 4 with zeros. Without VNNI both operands are widened to int16 and multiplied in pairs. Sums stay below
-// 2^31 for k up to 2^17: the caller checks.
+// multiple of 4 with zeros. Without VNNI or NEON both operands are widened to int16 and multiplied in pairs. Sums stay
+// below 2^31 for k up to 2^17: the caller checks.
 #include "bytes.h"
 #include "gemm_tiles.h"
 #include "quantize.h"
@@ -18,8 +18,13 @@ constexpr int64_t PANEL_STEP = LANES * STEP;  // elements of a panel per step
 constexpr int64_t prefetch_bytes(int panels) { return panels > 1 ? 2048 : 4096; }
 constexpr int64_t BLOCK_BYTES = 512 << 10;
 
-#if LLM_VNNI
+#if LLM_DOTS
 
+#if LLM_NEON
+using Operand = int8_t;
+constexpr int32_t OPERAND_SHIFT = 0;
+LLM_INLINE void store_operand(Operand* p, I32 x) { store_int8(p, x); }
+#else
 // VNNI multiplies unsigned by signed bytes. Activations are stored plus 128; at the end 128 times the output channel's
 // sum is subtracted, modulo 2^32 and therefore exactly.
 using Operand = uint8_t;
@@ -27,6 +32,7 @@ constexpr int32_t OPERAND_SHIFT = 128;
 LLM_INLINE void store_operand(Operand* p, I32 x) {
     store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(OPERAND_SHIFT));
 }
+#endif
 
 // Sums [ROWS][PANELS][16]. Not inlined: what the caller keeps in registers would make it spill.
 template <int ROWS, int PANELS>

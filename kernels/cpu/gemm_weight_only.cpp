@@ -64,6 +64,8 @@ template <class Call, int... J> LLM_INLINE void for_each(const Call& call, std::
 constexpr int FEW_ROWS = 6;
 #if LLM_AVX512
 constexpr int panels_for(int rows) { return rows <= 3 ? 4 : 2; }
+#elif LLM_NEON
+constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
 #else
 constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif

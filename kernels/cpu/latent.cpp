@@ -46,6 +46,8 @@ template <class T> struct Heads {
     template <int ROWS> void row_tile(int64_t head, int64_t token) const {
 #if LLM_AVX512
         constexpr int wide = 4;
+#elif LLM_NEON
+        constexpr int wide = ROWS == 1 ? 2 : 1;
 #else
         constexpr int wide = ROWS == 1 ? 4 : 1;
 #endif

@@ -21,7 +21,7 @@ from llm.kernels.cpu import build
 from llm.kernels.cpu.memory import Pool, eighths
 from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
 
-ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "amx", "none")
+ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "amx", "neon", "none")
 
 # Results of at least _POOLED elements use pooled memory; the pool keeps at most _MOST_FREE free bytes.
 _POOLED = 1 << 18
@@ -101,6 +101,11 @@ class Library:
         """True if GEMMs use AMX tiles (gemm_tiles.h)."""
         return self.target == "amx"
 
+    @property
+    def multiplies_bf16(self) -> bool:
+        """True if an instruction multiplies bfloat16: GEMMs are faster on activations rounded to it."""
+        return self.target in {"avx512_bf16", "amx"}
+
     def ask_large_pages(self, address: int, nbytes: int, written: bool = False) -> None:
         """Ask for huge pages for memory read from end to end; `written`: it holds data already (memory.cpp)."""
         self.function("llm_large_pages")(address, nbytes, written)
@@ -113,12 +118,12 @@ class Library:
 def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[str, str]:
     """(target, reason) for `isa`, one of `ISA_CHOICES` except "none"; None: the fastest.
 
-    "avx512" includes VNNI if the processor has it. Raises `ValidationError` for instructions it does not have.
+    "avx512" includes VNNI and BF16 if the processor has them. Raises `ValidationError` for instructions that it lacks.
     """
     supported = build.supported_targets(cpu_flags)
     if isa is None:
         return supported[-1], "the best this processor runs"
-    fitting = [target for target in supported if isa in (target, target.replace("avx512_vnni", "avx512"))]
+    fitting = [target for target in supported if target == isa or (target.startswith(f"{isa}_") and isa == "avx512")]
     if not fitting:
         raise ValidationError(
             f"LLM_CPU_ISA={isa!r} needs instructions that this processor does not have; it runs "
@@ -145,7 +150,7 @@ def load_library(target: str) -> Library:
 
 
 def requested_isa() -> str | None:
-    """LLM_CPU_ISA: "plain", "avx2", "avx512", "amx", "none" (PyTorch's operations), or None when it is not set."""
+    """LLM_CPU_ISA: one of `ISA_CHOICES` ("none": PyTorch's operations), or None when it is not set."""
     if env.get("LLM_CPU_ISA") is None:
         return None
     choices = tuple(choice.upper() for choice in ISA_CHOICES)

@@ -33,6 +33,16 @@ class FloatControl {
   public:
     FloatControl() { _mm_setcsr(0x1f80); }
     ~FloatControl() { _mm_setcsr(saved_); }
+#elif defined(__aarch64__)
+    uint64_t saved_;
+    static void set(uint64_t mode) { asm volatile("msr fpcr, %0" ::"r"(mode)); }
+
+  public:
+    FloatControl() {
+        asm volatile("mrs %0, fpcr" : "=r"(saved_));
+        set(0);
+    }
+    ~FloatControl() { set(saved_); }
 #else
   public:
     FloatControl() {}

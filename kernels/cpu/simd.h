@@ -1,6 +1,7 @@
-// Sixteen float lanes on every instruction set: one AVX-512 register, two AVX2 registers, or an array.
+// Sixteen float lanes on every instruction set: one AVX-512 register, two AVX2 registers, four NEON registers, or an
+// array.
 //
-// Kernels are written once, on F32, I32 and the element type. Every operation rounds the same way on all three, and a
+// Kernels are written once, on F32, I32 and the element type. Every operation rounds the same way on all four, and a
 // sum over lanes has one fixed tree, so a kernel gives the same bits on every instruction set. Comparisons follow x86:
 // max(a, b) is b if either is NaN.
 #pragma once
@@ -11,16 +12,22 @@
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define LLM_TILES 1
+#elif defined(__AVX512BF16__)
+#define LLM_BF16 1
 #endif
 #if defined(__AVX512F__)
 #define LLM_AVX512 1
 #elif defined(__AVX2__)
 #define LLM_AVX2 1
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define LLM_NEON 1
 #else
 #define LLM_PLAIN 1
 #endif
-#if !defined(LLM_PLAIN)
+#if LLM_AVX512 || LLM_AVX2
 #include <immintrin.h>
+#elif LLM_NEON
+#include <arm_neon.h>
 #endif
 
 #define LLM_INLINE inline __attribute__((always_inline))
@@ -192,6 +199,10 @@ LLM_INLINE I32 load_int8(const int8_t* p) {
     return {_mm256_cvtepi8_epi32(raw), _mm256_cvtepi8_epi32(_mm_srli_si128(raw, 8))};
 }
 
+#elif LLM_NEON
+
+#include "simd_neon.h"
+
 #else
 
 // clang-format off
@@ -317,6 +328,13 @@ template <class Op> LLM_INLINE float reduce(F32 x, const Op& op) {
         for (int i = 0; i < width; ++i) x.v[i] = op(x.v[i], x.v[i + width]);
     return x.v[0];
 }
+#elif LLM_NEON
+LLM_INLINE float larger(float a, float b) { return a > b ? a : b; }
+template <class Op> LLM_INLINE float reduce(F32 x, const Op& op) {
+    const float32x4_t four = op(op(x.v[0], x.v[2]), op(x.v[1], x.v[3]));
+    const float32x4_t two = op(four, vextq_f32(four, four, 2));
+    return op(vgetq_lane_f32(two, 0), vgetq_lane_f32(two, 1));
+}
 #else
 LLM_INLINE __m256 larger(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
 LLM_INLINE __m128 larger(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
@@ -339,6 +357,8 @@ LLM_INLINE int32_t sum(I32 x) {
     int32_t total = 0;
     for (int i = 0; i < LANES; ++i) total = wrap_add(total, x.v[i]);
     return total;
+#elif LLM_NEON
+    return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3])));
 #else
 #if LLM_AVX512
     const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti32x8_epi32(x.v, 1));

@@ -54,8 +54,11 @@ LLM_NAMED(const Weight*)
 bool lacks_scales(const Weight& weight);
 void linear(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
 
-// Its GEMMs: gemm_float.cpp, gemm_int8.cpp, gemm_int4.cpp and gemm_weight_only.cpp.
+// Its GEMMs: gemm_float.cpp, gemm_bf16.cpp, gemm_int8.cpp, gemm_int4.cpp and gemm_weight_only.cpp.
 void linear_float(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
+#if LLM_BF16
+void linear_bf16(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
+#endif
 void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
 void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);
 void linear_weight_only(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads);

@@ -218,7 +218,7 @@ def _reasons(
 ) -> dict[str, str]:
     """Field name -> why it has its value, for the fields that need no arithmetic."""
     return {
-        "dtype": _dtype_reason(args, dtypes, backend),
+        "dtype": _dtype_reason(args, model, dtypes, backend),
         "weight_dtype": _weight_dtype_reason(args, model, dtypes),
         "invariant": backend.invariant[1],
         "model_type": "config.json",
@@ -241,10 +241,13 @@ def _architecture_reason(model: ReadModel) -> str:
     return f"{reason}; prompts are text, weights of {', '.join(left_out)} are left out" if left_out else reason
 
 
-def _dtype_reason(args: EngineArgs, dtypes: Dtypes, backend: Backend) -> str:
+def _dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes, backend: Backend) -> str:
     if dtypes.store_as is torch.bfloat16 and backend.rounds_bf16_inputs:
         return f"{args.dtype}; matrix products read activations rounded to bfloat16, everything else is float32"
-    return f"{args.dtype}; activations and accumulation are float32 on a CPU"
+    exact = f"{args.dtype}; activations and accumulation are float32 on a CPU"
+    if backend.rounds_bf16_inputs and dtypes.store_as is None and not model.quantization.found:
+        return f"{exact}; dtype='bfloat16' rounds what matrix products read: prompts and batches 1.5 to 2 times as fast"
+    return exact
 
 
 def _mode_reason(args: EngineArgs, compilation: CompilationConfig) -> str:

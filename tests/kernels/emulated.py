@@ -1,11 +1,13 @@
-"""The kernel tests on instruction sets that this processor lacks: AVX-512, VNNI, AVX-VNNI and AMX, emulated.
+"""The kernel tests on instruction sets that this processor lacks: AVX-512, VNNI, BF16, AVX-VNNI, AMX and NEON.
 
-    python tests/kernels/emulated.py                          # every target, the tests of the kernels
+    python tests/kernels/emulated.py                          # every target that is not the processor's own
     python tests/kernels/emulated.py --targets amx tests/kernels/test_kernels_cpu.py -k float
 
 The kernels' own sources are compiled with emulated.h in front, which replaces each intrinsic by the operation that
 Intel's manual gives for it; the statements in assembly are replaced by the same operations. So these are the kernels
 that users run, without the registers and the speed: layout, loops, edges, and every bit of the results.
+
+"neon" is the library for aarch64: compiled for it, and run in another process under qemu-user (remote.py).
 
 Owns the emulated libraries, kept in a folder of the user's cache, and the pytest plugin that puts them in the place of
 the compiled ones. AVX2 and FMA are the processor's own. Too slow for CI: some minutes for each target.
@@ -22,9 +24,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from llm.kernels.cpu import build
+import remote
+
+from llm.kernels.cpu import build, library
 
 if TYPE_CHECKING:
     import pytest
@@ -37,8 +41,11 @@ EMULATED: dict[str, tuple[str, ...]] = {
     "avx2_vnni": ("AVX_VNNI",),
     "avx512": ("AVX512",),
     "avx512_vnni": ("AVX512", "VNNI"),
+    "avx512_bf16": ("AVX512", "VNNI", "BF16"),
     "amx": ("AVX512", "VNNI", "BF16", "AMX"),
+    "neon": (),
 }
+REMOTE = "neon"
 TESTS = tuple(f"tests/kernels/test_kernels_{name}.py" for name in ("cpu", "attention", "experts", "fused", "latent"))
 compile_natively = build.compile_library
 CHOSEN = "EMULATED_TARGETS"  # the environment variable that tells the plugin
@@ -128,47 +135,57 @@ def compile_emulated(output: Path, target: str, compiler: str, extra_flags: tupl
 
 def emulated_library(target: str) -> Path:
     """The emulated library of `target`, compiled if the sources changed. Not in the folder of the compiled ones."""
-    digest = hashlib.sha256(HEADER.read_bytes() + Path(__file__).read_bytes() + build.source_key().encode())
+    parts = [path.read_bytes() for path in (HEADER, Path(__file__), remote.DRIVER, Path(remote.__file__))]
+    digest = hashlib.sha256(b"".join([*parts, build.source_key().encode()]))
     path = build.cache_folder().parent / "emulated" / f"{target}-{digest.hexdigest()[:16]}.so"
     if not build.is_usable(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         print(f"Compiling the emulated kernels ({target}) ...", file=sys.stderr, flush=True)
-        compile_emulated(path, target, build.find_compiler())
+        if target == REMOTE:
+            remote.compile_remote(path, target)
+        else:
+            compile_emulated(path, target, build.find_compiler())
     return path
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """As a plugin: the processor has the chosen targets, and their libraries are the emulated ones."""
-    chosen = os.environ[CHOSEN].split(",")
-    ensure, targets_of = build.ensure_library, build.supported_targets
-    native = {"plain", "avx2"}
+    chosen = set(os.environ[CHOSEN].split(","))
+    ensure, targets_of, load = build.ensure_library, build.supported_targets, library.Library
 
     def supported(cpu_flags: set[str] | None = None) -> list[str]:
-        return (
-            [name for name in build.TARGETS if name in native.union(chosen)]
-            if cpu_flags is None
-            else (targets_of(cpu_flags))
-        )
+        if cpu_flags is not None:
+            return targets_of(cpu_flags)
+        return [target for target in build.TARGETS if target in {"plain", "avx2", *chosen}]
+
+    def compile_one(output: Path, target: str, *rest: Any) -> None:
+        (compile_emulated if target in chosen else compile_natively)(output, target, *rest)
+
+    def opened(target: str, path: Path) -> library.Library:
+        return remote.RemoteLibrary(target, path) if target == REMOTE else load(target, path)
 
     build.supported_targets = supported
-    build.compile_library = lambda output, target, *rest: (compile_emulated if target in chosen else compile_natively)(
-        output, target, *rest
-    )
+    build.compile_library = compile_one
     build.ensure_library = lambda target, **options: (
         emulated_library(target) if target in chosen else ensure(target, **options)
     )
     build.request_tiles = lambda: True
+    library.Library = opened  # type: ignore[misc, assignment]
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lacking = [target for target in EMULATED if target not in build.supported_targets()]
+    if remote.missing():
+        lacking.remove(REMOTE)
     parser.add_argument("--targets", default=",".join(lacking), help="with commas between; by default: %(default)s")
     options, rest = parser.parse_known_args(arguments)
     targets = [target for target in options.targets.split(",") if target]
     unknown = [target for target in targets if target not in EMULATED]
     if unknown or not targets:
         parser.error(f"{', '.join(unknown) or 'no target'}: not one of {', '.join(EMULATED)}")
+    if REMOTE in targets and remote.missing():
+        parser.error(f"{REMOTE} needs {remote.missing()}: apt-get install g++-aarch64-linux-gnu qemu-user-static")
     for target in targets:
         emulated_library(target)
     tests = rest if any(Path(argument.split("::")[0]).exists() for argument in rest) else [*TESTS, *rest]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import stat
 import subprocess
 import sys
@@ -49,7 +50,11 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
         (AVX2 | {"avx_vnni"}, "avx2_vnni"),
         (AVX512 | {"avx_vnni"}, "avx512"),
         (AVX512 | {"avx512_vnni"}, "avx512_vnni"),
+        (AVX512 | {"avx512_vnni", "avx512_bf16"}, "avx512_bf16"),
         (AVX512 | {"avx512_vnni"} | AMX, "amx"),
+        (build.flags_in("processor\t: 0\nFeatures\t: fp asimd crc32 asimdhp asimddp\nprocessor\t: 1\n"), "neon"),
+        (build.flags_in("processor\t: 0\nFeatures\t: fp asimd crc32\n"), "plain"),
+        (build.flags_in("vmx flags : x\nflags\t\t: fpu avx2 fma f16c\n"), "avx2"),
     ],
 )
 def test_the_best_instruction_set_is_chosen(flags: set[str], target: str) -> None:
@@ -66,6 +71,14 @@ def test_what_a_wheel_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.wheel_targets("") == ["avx2"]
 
 
+@pytest.mark.parametrize(("machine", "targets"), [("aarch64", {"plain", "neon"}), ("riscv64", {"plain"})])
+def test_targets_belong_to_an_architecture(machine: str, targets: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    others = set(build.TARGETS) - {"neon"}
+    assert {*build.machine_targets()} == (others if platform.machine() == "x86_64" else {"plain", "neon"})
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert {*build.machine_targets()} == targets
+
+
 def test_an_instruction_set_can_be_forced() -> None:
     flags = AVX512 | {"avx512_vnni"}
     assert library.choose_target("plain", flags)[0] == "plain"
@@ -73,7 +86,7 @@ def test_an_instruction_set_can_be_forced() -> None:
     assert library.choose_target("avx2_vnni", flags | {"avx_vnni"})[0] == "avx2_vnni"
     assert library.choose_target("avx512", flags)[0] == "avx512_vnni"
     assert library.choose_target("avx512", AVX512)[0] == "avx512"
-    assert library.choose_target("avx512", flags | AMX)[0] == "avx512_vnni"
+    assert library.choose_target("avx512", flags | AMX)[0] == "avx512_bf16"
     assert library.choose_target("amx", flags | AMX)[0] == "amx"
     with pytest.raises(ValidationError, match=r"LLM_CPU_ISA='avx512' needs .* runs plain, avx2\."):
         library.choose_target("avx512", AVX2)
@@ -88,22 +101,26 @@ def test_without_the_registers_of_amx_the_next_best_is_chosen(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("best", "flags", "next_best"),
-    [("amx", AVX512 | {"avx512_vnni"} | AMX, "avx512_vnni"), ("avx2_vnni", AVX2 | {"avx_vnni"}, "avx2")],
+    ("unknown", "flags", "next_best"),
+    [
+        (("amx",), AVX512 | {"avx512_vnni"} | AMX, "avx512_bf16"),
+        (("amx", "avx512_bf16"), AVX512 | {"avx512_vnni"} | AMX, "avx512_vnni"),
+        (("avx2_vnni",), AVX2 | {"avx_vnni"}, "avx2"),
+    ],
 )
 def test_a_compiler_that_does_not_know_the_best_gives_the_next_best(
-    monkeypatch: pytest.MonkeyPatch, best: str, flags: set[str], next_best: str
+    monkeypatch: pytest.MonkeyPatch, unknown: tuple[str, ...], flags: set[str], next_best: str
 ) -> None:
     def load(target: str) -> SimpleNamespace:
-        if target == best:
-            raise build.BuildError("unrecognized option '-mnew'")
-        return SimpleNamespace(target=target, has_tiles=False)
+        if target in unknown:
+            raise build.BuildError(f"unrecognized option '-m{target}'")
+        return SimpleNamespace(target=target, multiplies_bf16=False)
 
     monkeypatch.setattr(build, "read_cpu_flags", lambda: flags)
     monkeypatch.setattr(backend, "load_library", load)
     kernels = backend._cpu_backend.__wrapped__(None)
     assert kernels.variant == next_best
-    assert "-mnew" in kernels.reason
+    assert kernels.reason == f"{unknown[0]} is not available: unrecognized option '-m{unknown[0]}'"
 
 
 def test_a_wrong_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
