@@ -40,6 +40,8 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI = (*_AVX512, "-mavx512vnni")
 _BF16 = (*_VNNI, "-mavx512bf16")
+# On aarch64 gcc moves loads ahead of the products before them, and spills the sums; on x86-64 it does not by itself.
+_UNSCHEDULED = ("-fno-schedule-insns",)
 # Target -> flags, slowest first.
 TARGETS: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -49,8 +51,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "avx512_vnni": _VNNI,
     "avx512_bf16": _BF16,
     "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-    # gcc moves loads ahead of the products of the step before, and spills the sums; on x86-64 it does not try.
-    "neon": ("-march=armv8.2-a+dotprod", "-fno-schedule-insns"),
+    "neon": ("-march=armv8.2-a+dotprod", *_UNSCHEDULED),
+    "neon_i8mm": ("-march=armv8.2-a+dotprod+i8mm", *_UNSCHEDULED),
 }
 _CPU_FLAGS = {
     "plain": "",
@@ -61,6 +63,7 @@ _CPU_FLAGS = {
     "avx512_bf16": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16",
     "amx": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8",
     "neon": "asimd asimddp",
+    "neon_i8mm": "asimd asimddp i8mm",
 }
 _X86, _ARM = {"x86_64", "amd64"}, {"aarch64", "arm64"}
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
@@ -86,8 +89,8 @@ def machine_targets() -> list[str]:
     """The targets of this machine's architecture, whether or not its processor supports them."""
     machine = platform.machine().lower()
     if machine in _ARM:
-        return ["plain", "neon"]
-    return [target for target in TARGETS if target != "neon"] if machine in _X86 else ["plain"]
+        return ["plain", *(target for target in TARGETS if target.startswith("neon"))]
+    return [target for target in TARGETS if not target.startswith("neon")] if machine in _X86 else ["plain"]
 
 
 def wheel_targets(wanted: str) -> list[str]:

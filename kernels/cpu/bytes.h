@@ -10,6 +10,10 @@
 #if LLM_VNNI || LLM_NEON
 #define LLM_DOTS 1
 #endif
+// An instruction multiplies 2 rows of 8 bytes by 2 channels of 8 bytes.
+#if LLM_NEON && defined(__ARM_FEATURE_MATMUL_INT8)
+#define LLM_MMLA 1
+#endif
 
 #if !defined(LLM_PLAIN)
 
@@ -31,9 +35,12 @@ LLM_INLINE Bytes broadcast_bytes(const void* four) {
     return vreinterpretq_s8_s32(vld1q_dup_s32(static_cast<const int32_t*>(four)));
 }
 LLM_INLINE Bytes load_bytes(const void* p) { return vld1q_s8(static_cast<const int8_t*>(p)); }
-// sum += signed bytes * signed bytes, four products to an int32. Assembly: gcc 12 copies each sum before its product.
+// sum += signed bytes * signed bytes, four products to an int32. Assembly: gcc 12 copies each sum before its product. A
+// variable of its own: gcc leaves sums that assembly writes to in memory.
 LLM_INLINE void dot(Bytes& sum, Bytes a, Bytes b) {
-    asm volatile("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(a), "w"(b));
+    Bytes out = sum;
+    asm volatile("sdot %0.4s, %1.16b, %2.16b" : "+w"(out) : "w"(a), "w"(b));
+    sum = out;
 }
 constexpr int panels_for(int rows) { return rows <= 2 ? 2 : 1; }
 

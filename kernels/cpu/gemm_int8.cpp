@@ -34,6 +34,10 @@ LLM_INLINE void store_operand(Operand* p, I32 x) {
 }
 #endif
 
+#if LLM_MMLA
+#include "gemm_int8_pairs.h"
+#endif
+
 // Sums [ROWS][PANELS][16]. Not inlined: what the caller keeps in registers would make it spill.
 template <int ROWS, int PANELS>
 __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
@@ -209,7 +213,12 @@ LLM_INLINE void scale_sums(const Int8Product& p, int64_t row, int64_t rows, int6
 
 template <int ROWS, int PANELS> void tile(const Int8Product& p, int64_t row, int64_t panel) {
     alignas(64) int32_t sums[ROWS * PANELS * LANES];
-    dots<ROWS, PANELS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), sums);
+#if LLM_MMLA
+    if constexpr (ROWS % 2 == 0 && PANELS == 1)
+        paired_dots<ROWS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), sums);
+    else
+#endif
+        dots<ROWS, PANELS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), sums);
     scale_sums(p, row, ROWS, panel, PANELS, PANELS, sums);
 }
 

@@ -118,12 +118,13 @@ class Library:
 def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[str, str]:
     """(target, reason) for `isa`, one of `ISA_CHOICES` except "none"; None: the fastest.
 
-    "avx512" includes VNNI and BF16 if the processor has them. Raises `ValidationError` for instructions that it lacks.
+    "avx512" includes VNNI and BF16 if the processor has them, "neon" I8MM. Raises `ValidationError` for what it lacks.
     """
     supported = build.supported_targets(cpu_flags)
     if isa is None:
         return supported[-1], "the best this processor runs"
-    fitting = [target for target in supported if target == isa or (target.startswith(f"{isa}_") and isa == "avx512")]
+    with_more = tuple(f"{isa}_" for family in ("avx512", "neon") if family == isa)
+    fitting = [target for target in supported if target == isa or target.startswith(with_more)]
     if not fitting:
         raise ValidationError(
             f"LLM_CPU_ISA={isa!r} needs instructions that this processor does not have; it runs "

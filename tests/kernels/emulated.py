@@ -7,7 +7,7 @@ The kernels' own sources are compiled with emulated.h in front, which replaces e
 Intel's manual gives for it; the statements in assembly are replaced by the same operations. So these are the kernels
 that users run, without the registers and the speed: layout, loops, edges, and every bit of the results.
 
-"neon" is the library for aarch64: compiled for it, and run in another process under qemu-user (remote.py).
+The libraries for aarch64 are compiled for it and run in another process under qemu-user (remote.py).
 
 Owns the emulated libraries, kept in a folder of the user's cache, and the pytest plugin that puts them in the place of
 the compiled ones. AVX2 and FMA are the processor's own. Too slow for CI: some minutes for each target.
@@ -44,9 +44,11 @@ EMULATED: dict[str, tuple[str, ...]] = {
     "avx512_bf16": ("AVX512", "VNNI", "BF16"),
     "amx": ("AVX512", "VNNI", "BF16", "AMX"),
     "neon": (),
+    "neon_i8mm": (),
 }
-REMOTE = "neon"
-TESTS = tuple(f"tests/kernels/test_kernels_{name}.py" for name in ("cpu", "attention", "experts", "fused", "latent"))
+REMOTE = ("neon", "neon_i8mm")
+PARTS = "cpu attention experts fused latent routing vocabulary".split()
+TESTS = tuple(f"tests/kernels/test_kernels_{name}.py" for name in PARTS)
 compile_natively = build.compile_library
 CHOSEN = "EMULATED_TARGETS"  # the environment variable that tells the plugin
 
@@ -141,7 +143,7 @@ def emulated_library(target: str) -> Path:
     if not build.is_usable(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         print(f"Compiling the emulated kernels ({target}) ...", file=sys.stderr, flush=True)
-        if target == REMOTE:
+        if target in REMOTE:
             remote.compile_remote(path, target)
         else:
             compile_emulated(path, target, build.find_compiler())
@@ -162,7 +164,7 @@ def pytest_configure(config: pytest.Config) -> None:
         (compile_emulated if target in chosen else compile_natively)(output, target, *rest)
 
     def opened(target: str, path: Path) -> library.Library:
-        return remote.RemoteLibrary(target, path) if target == REMOTE else load(target, path)
+        return remote.RemoteLibrary(target, path) if target in REMOTE else load(target, path)
 
     build.supported_targets = supported
     build.compile_library = compile_one
@@ -177,15 +179,17 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lacking = [target for target in EMULATED if target not in build.supported_targets()]
     if remote.missing():
-        lacking.remove(REMOTE)
+        lacking = [target for target in lacking if target not in REMOTE]
     parser.add_argument("--targets", default=",".join(lacking), help="with commas between; by default: %(default)s")
     options, rest = parser.parse_known_args(arguments)
     targets = [target for target in options.targets.split(",") if target]
     unknown = [target for target in targets if target not in EMULATED]
     if unknown or not targets:
         parser.error(f"{', '.join(unknown) or 'no target'}: not one of {', '.join(EMULATED)}")
-    if REMOTE in targets and remote.missing():
-        parser.error(f"{REMOTE} needs {remote.missing()}: apt-get install g++-aarch64-linux-gnu qemu-user-static")
+    if remote.missing() and not set(REMOTE).isdisjoint(targets):
+        parser.error(
+            f"{' and '.join(REMOTE)} need {remote.missing()}: apt-get install g++-aarch64-linux-gnu qemu-user-static"
+        )
     for target in targets:
         emulated_library(target)
     tests = rest if any(Path(argument.split("::")[0]).exists() for argument in rest) else [*TESTS, *rest]

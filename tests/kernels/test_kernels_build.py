@@ -53,6 +53,7 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
         (AVX512 | {"avx512_vnni", "avx512_bf16"}, "avx512_bf16"),
         (AVX512 | {"avx512_vnni"} | AMX, "amx"),
         (build.flags_in("processor\t: 0\nFeatures\t: fp asimd crc32 asimdhp asimddp\nprocessor\t: 1\n"), "neon"),
+        ({"asimd", "asimddp", "i8mm"}, "neon_i8mm"),
         (build.flags_in("processor\t: 0\nFeatures\t: fp asimd crc32\n"), "plain"),
         (build.flags_in("vmx flags : x\nflags\t\t: fpu avx2 fma f16c\n"), "avx2"),
     ],
@@ -71,10 +72,15 @@ def test_what_a_wheel_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.wheel_targets("") == ["avx2"]
 
 
-@pytest.mark.parametrize(("machine", "targets"), [("aarch64", {"plain", "neon"}), ("riscv64", {"plain"})])
+@pytest.mark.parametrize(
+    ("machine", "targets"),
+    [
+        ("x86_64", {"plain", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"}),
+        ("aarch64", {"plain", "neon", "neon_i8mm"}),
+        ("riscv64", {"plain"}),
+    ],
+)
 def test_targets_belong_to_an_architecture(machine: str, targets: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    others = set(build.TARGETS) - {"neon"}
-    assert {*build.machine_targets()} == (others if platform.machine() == "x86_64" else {"plain", "neon"})
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert {*build.machine_targets()} == targets
 
@@ -88,6 +94,8 @@ def test_an_instruction_set_can_be_forced() -> None:
     assert library.choose_target("avx512", AVX512)[0] == "avx512"
     assert library.choose_target("avx512", flags | AMX)[0] == "avx512_bf16"
     assert library.choose_target("amx", flags | AMX)[0] == "amx"
+    assert library.choose_target("neon", {"asimd", "asimddp"})[0] == "neon"
+    assert library.choose_target("neon", {"asimd", "asimddp", "i8mm"})[0] == "neon_i8mm"
     with pytest.raises(ValidationError, match=r"LLM_CPU_ISA='avx512' needs .* runs plain, avx2\."):
         library.choose_target("avx512", AVX2)
 
@@ -106,6 +114,7 @@ def test_without_the_registers_of_amx_the_next_best_is_chosen(monkeypatch: pytes
         (("amx",), AVX512 | {"avx512_vnni"} | AMX, "avx512_bf16"),
         (("amx", "avx512_bf16"), AVX512 | {"avx512_vnni"} | AMX, "avx512_vnni"),
         (("avx2_vnni",), AVX2 | {"avx_vnni"}, "avx2"),
+        (("neon_i8mm",), {"asimd", "asimddp", "i8mm"}, "neon"),
     ],
 )
 def test_a_compiler_that_does_not_know_the_best_gives_the_next_best(
