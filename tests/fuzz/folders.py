@@ -34,6 +34,8 @@ QUANTIZED = (
     ("w8a8", "modelslim"),
     ("w4a16", "compressed-tensors"),
     ("w4a8", "modelslim"),
+    ("fp8", "compressed-tensors"),
+    ("mxfp4", "compressed-tensors"),
 )
 
 
@@ -46,7 +48,7 @@ class Finding:
 
 
 def bases(folder: Path) -> list[Path]:
-    """What seeds start from: the embedded model as it is, in two shards, in formats of integers, and in GGUF."""
+    """What seeds start from: the embedded model as it is, in two shards, quantized, and in GGUF."""
     from llm import LLM
     from llm.api import EMBEDDED_MODEL
 

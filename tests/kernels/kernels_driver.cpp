@@ -65,10 +65,15 @@ template <class T> void floats(Kind kind, int64_t m, int64_t n, int64_t k) {
     calls += 4;
 }
 
+int64_t panel_elements(Kind kind, int64_t n, int64_t k) {
+    if (kind == Kind::FLOAT8) return up(n, 16) * k;
+    return kind == Kind::INT8 ? up(n, 16) * up(k, 4) : up(n, 16) * up(k, 8) / 2;
+}
+
 // The weight as its bits, and the same with scales of each kind; `zeros` for products with float activations.
 template <class T> void integers(Kind kind, int64_t m, int64_t n, int64_t k) {
     Exactly<int8_t> values(n * k), back(n * k);
-    Exactly<T> panels(kind == Kind::INT8 ? up(n, 16) * up(k, 4) : up(n, 16) * up(k, 8) / 2);
+    Exactly<T> panels(panel_elements(kind, n, k));
     Exactly<int32_t> sums(up(n, 16));
     llm_pack(kind, values.data, panels.data, kind == Kind::INT8 ? sums.data : nullptr, n, k, 1);
     Exactly<float> x(m * k), bias(n), y(m * n), rows(2 * k);
@@ -93,12 +98,23 @@ template <class T> void integers(Kind kind, int64_t m, int64_t n, int64_t k) {
             multiply(weight, x, y, m);
         };
         weight.activations = Activations::FLOAT;
+        const int64_t ids[2] = {0, n - 1};
+        Exactly<float> table(16);
+        for (const float step : {1.0f, 0.3f}) {  // whole numbers, which AVX2 looks up in bytes, and others
+            if (kind == Kind::INT8) break;
+            for (int64_t j = 0; j < 16; ++j) table.data[j] = step * static_cast<float>(j);
+            weight.table = kind == Kind::INT4 ? table.data : nullptr;
+            with_scales(Kind::FLOAT32, false, true);
+            with_scales(Kind::BFLOAT16, false, false);
+            if (llm_embedding(&weight, ids, rows.data, 2, 1)) std::exit(1);
+        }
+        weight.table = nullptr;
+        if (kind == Kind::FLOAT8) continue;
         with_scales(Kind::FLOAT32, true, true);
         with_scales(Kind::BFLOAT16, true, false);
         with_scales(Kind::FLOAT16, false, false);
         weight.minimum = zeros.data, weight.minimum_kind = Kind::FLOAT32;
         with_scales(Kind::FLOAT32, false, true);
-        const int64_t ids[2] = {0, n - 1};
         if (llm_embedding(&weight, ids, rows.data, 2, 1)) std::exit(1);
         weight.minimum = nullptr;
         weight.columns = order.data;
@@ -111,7 +127,7 @@ template <class T> void integers(Kind kind, int64_t m, int64_t n, int64_t k) {
         with_scales(Kind::FLOAT16, false, false);
     }
     calls += 3;
-    if (kind == Kind::INT4) return;
+    if (kind != Kind::INT8) return;
     Exactly<float> per_row(n);
     weight.scale = per_row.data, weight.scale_kind = Kind::FLOAT32, weight.bias = bias.data;
     weight.input_scale = 0.5f, weight.input_offset = -128;
@@ -131,6 +147,7 @@ void all_kinds(int64_t m, int64_t n, int64_t k) {
     floats<uint16_t>(Kind::FLOAT16, m, n, k);
     integers<int8_t>(Kind::INT8, m, n, k);
     integers<uint8_t>(Kind::INT4, m, n, k);
+    integers<uint8_t>(Kind::FLOAT8, m, n, k);
 }
 
 }  // namespace

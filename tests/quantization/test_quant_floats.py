@@ -20,6 +20,11 @@ from tiny_models import BASE, TinyModel, one_thread, reference_logprobs, write_c
 
 from llm import SamplingParams
 from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
+from llm.layers.linear import QKVParallelLinear, RowParallelLinear
+from llm.layers.parallel import TensorParallel
+from llm.quantization.configs.fp8 import Fp8Config
+from llm.quantization.float_quantizer import quantize_mxfp4
+from llm.quantization.tables import doubled_fp4
 
 Tensors = dict[str, torch.Tensor]
 FLOAT8 = torch.float8_e4m3fn
@@ -408,6 +413,15 @@ def test_floats_on_load_are_saved_as_they_are(name: str, floats: Callable[[str],
     assert answers(source, quantization=name) != answers(source)
 
 
+def test_floats_on_load_round_ties_to_the_even_code() -> None:
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    found = quantize_mxfp4(torch.cat((ties, -ties)).repeat(2)[None], 32)
+    even = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0])
+    assert torch.equal(doubled_fp4()[found.q.long() + 8] * found.scale, torch.cat((even, -even)).repeat(2)[None])
+    with pytest.raises(ValueError, match="NaN or infinite values"):
+        quantize_mxfp4(torch.full((1, 32), float("nan")), 32)
+
+
 def snr(weight: torch.Tensor, found: torch.Tensor) -> float:
     return float(10 * torch.log10(weight.square().sum() / (weight - found).square().sum()))
 
@@ -435,3 +449,33 @@ def test_fp8_by_name_is_what_an_fp8_checkpoint_has(floats: Callable[[str], Path]
         open_llm(stored, quantization="mxfp4").__enter__()
     with pytest.raises(ValidationError, match="group_size=16 for mxfp4, whose groups are of 32"):
         open_llm(floats("llama"), quantization={"scheme": "mxfp4", "group_size": 16}).__enter__()
+
+
+# Ranks
+
+
+def filled(layer: Any, tensors: Mapping[Any, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """What the layer's weight stands for, once it is loaded from (8-bit floats, scales) of each shard."""
+    for shard, values in tensors.items():
+        for parameter, value in zip((layer.weight, layer.weight_scale_inv), values, strict=True):
+            parameter.weight_loader(parameter, value, shard)
+    layer.weight_scale_inv.elements_loaded = layer.weight_scale_inv.numel()
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer.quant_method.dequantize_weight(layer)
+
+
+def test_each_rank_takes_the_scales_of_its_blocks() -> None:
+    """Blocks of 24 rows cross the border between two ranks."""
+    config = Fp8Config((24, 24), ())
+    sizes = {"q": 64, "k": 32, "v": 32}
+    made = {name: in_blocks(torch.randn(rows, 96), 24, 24) for name, rows in sizes.items()}
+    down = in_blocks(torch.randn(40, 96), 24, 24)
+    for rank in range(2):
+        tp = TensorParallel(rank, 2)
+        fused = QKVParallelLinear(96, 16, 4, 2, bias=False, quant_config=config, prefix="qkv_proj", tp=tp)
+        parts = [made[name][2][rank * rows // 2 : (rank + 1) * rows // 2] for name, rows in sizes.items()]
+        assert torch.equal(filled(fused, {name: made[name][:2] for name in sizes}), torch.cat(parts))
+        row = RowParallelLinear(96, 40, bias=False, quant_config=config, prefix="down_proj", tp=tp)
+        assert torch.equal(filled(row, {None: down[:2]}), down[2][:, rank * 48 : (rank + 1) * 48])
+    with pytest.raises(UnsupportedModelError, match="48 columns, which end within a block of 32; use fewer ranks"):
+        RowParallelLinear(96, 40, bias=False, quant_config=Fp8Config((24, 32), ()), prefix="down_proj", tp=tp)
