@@ -16,9 +16,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from llm.api import LLM as LLM
     from llm.api.llm_engine import LLMEngine as LLMEngine
+    from llm.base.errors import EmptyPromptError as EmptyPromptError
     from llm.base.errors import EngineClosedError as EngineClosedError
     from llm.base.errors import GenerationInterrupted as GenerationInterrupted
+    from llm.base.errors import JobError as JobError
+    from llm.base.errors import JobInterrupted as JobInterrupted
     from llm.base.errors import LLMError as LLMError
+    from llm.base.errors import PromptTooLongError as PromptTooLongError
+    from llm.base.errors import TokenOutOfRangeError as TokenOutOfRangeError
     from llm.base.errors import ValidationError as ValidationError
     from llm.beam_params import BeamSearchParams as BeamSearchParams
     from llm.config.command_line import EngineArgs as EngineArgs
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from llm.outputs import Logprob as Logprob
     from llm.outputs import PerplexityOutput as PerplexityOutput
     from llm.outputs import RequestOutput as RequestOutput
+    from llm.outputs import RequestOutputs as RequestOutputs
     from llm.outputs import StructuredOutcome as StructuredOutcome
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
@@ -51,6 +57,7 @@ _PUBLIC = {
     "RequestOutputKind": "llm.sampling_params",
     "StructuredOutputsParams": "llm.sampling_params",
     "RequestOutput": "llm.outputs",
+    "RequestOutputs": "llm.outputs",
     "CompletionOutput": "llm.outputs",
     "Logprob": "llm.outputs",
     "LoglikelihoodOutput": "llm.outputs",
@@ -67,8 +74,13 @@ _PUBLIC = {
     "PoolingParams": "llm.stand_ins",
     "LLMError": "llm.base.errors",
     "ValidationError": "llm.base.errors",
+    "PromptTooLongError": "llm.base.errors",
+    "EmptyPromptError": "llm.base.errors",
+    "TokenOutOfRangeError": "llm.base.errors",
+    "JobError": "llm.base.errors",
     "EngineClosedError": "llm.base.errors",
     "GenerationInterrupted": "llm.base.errors",
+    "JobInterrupted": "llm.base.errors",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

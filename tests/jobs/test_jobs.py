@@ -353,6 +353,7 @@ def test_a_torn_end_is_cut_off_wherever_it_is_torn(tmp_path: Path) -> None:
         path.write_bytes(torn)
         journal = Journal(path, {"a": 1})
         expected = records if torn.startswith(whole) else records[:-1]
+        assert path.stat().st_size == sum(map(len, map(encode, expected))) + len(whole.splitlines(keepends=True)[0])
         assert list(journal.records()) == expected
         journal.add({"i": 9, "k": "y", "o": None})
         journal.flush()
