@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -609,16 +610,58 @@ def test_numbers_of_unknown_length_are_valid_and_not_guaranteed(llm: LLM, schema
     assert not outcome.complete or is_valid(output.outputs[0].text, {"json": schema})
 
 
-def test_numbers_of_properties_that_bind_are_kept_without_a_guarantee_or_refused(llm: LLM) -> None:
-    optional = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
-    for keyword in ("minProperties", "maxProperties"):
-        schema = {**optional, "additionalProperties": False, keyword: 1}
-        for output in run(llm, ["And he said"] * 4, [structured(40, json=schema)] * 4):
+COUNTS = [
+    {"minProperties": least, "maxProperties": most, "required": required}
+    for required in ([], ["b"])
+    for least in (0, 1, 2, 3)
+    for most in (1, 2, 3)
+    if least <= most
+]
+
+
+def counted(counts: dict[str, Any]) -> dict[str, Any]:
+    properties = {name: {"type": "null"} for name in "abc"}
+    return {"type": "object", "properties": properties, "additionalProperties": False, **counts}
+
+
+def test_a_number_of_properties_is_rewritten_to_what_admits_the_same_objects() -> None:
+    objects = [dict.fromkeys(names) for size in range(5) for names in itertools.combinations("abcx", size)]
+    for counts in COUNTS:
+        schema = {"type": "array", "items": counted(counts)}
+        rewritten = read_schema(schema, closed=False)
+        assert "minProperties" not in str(rewritten) and "maxProperties" not in str(rewritten)
+        before, after = jsonschema.Draft202012Validator(schema), jsonschema.Draft202012Validator(rewritten)
+        for item in objects:
+            assert after.is_valid([item]) == before.is_valid([item]), (counts, item)
+
+
+def test_a_number_of_properties_is_kept_and_guaranteed(llm: LLM) -> None:
+    """Or refused where further properties may follow, which no grammar can count."""
+    schemas = [counted(counts) for counts in COUNTS]
+    for budget in (28, 40):
+        outputs = run(llm, ["And he said"] * len(schemas), [structured(budget, json=schema) for schema in schemas])
+        for schema, output in zip(schemas, outputs, strict=True):
             outcome, text = output.outputs[0].structured, output.outputs[0].text
-            assert outcome is not None and not outcome.guaranteed and repr(keyword) in outcome.reason
-            assert outcome.complete and is_valid(text, {"json": schema})
-    with pytest.raises(ValidationError, match="min/maxProperties only supported when all keys"):
-        run(llm, "x", structured(json={**optional, "minProperties": 2}))
+            assert outcome is not None and outcome.guaranteed and outcome.complete, (schema, outcome)
+            assert is_valid(text, {"json": schema})
+    for schema, said in (
+        ({**counted({"minProperties": 2}), "additionalProperties": True}, "where additionalProperties is false"),
+        (counted({"minProperties": 4}), "not usable"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            run(llm, "x", structured(json=schema))
+
+
+def test_many_properties_of_a_number_are_left_as_they_are() -> None:
+    properties = {f"p{index}": {"type": "null"} for index in range(40)}
+    schema = {**counted({"minProperties": 20}), "properties": properties}
+    assert read_schema(schema, closed=False) == schema
+    inner = counted({"minProperties": 2})
+    for _ in range(5):
+        inner = {**counted({"minProperties": 2}), "properties": dict.fromkeys("abcd", inner)}
+    assert read_schema(inner, closed=False) == inner  # alternatives inside of alternatives: 24 to the power of 5
+    refers = {**counted({"minProperties": 2}), "required": ["a"], "items": {"$ref": "#/properties/a"}}
+    assert read_schema(refers, closed=False) == refers
 
 
 def test_data_in_a_schema_is_not_taken_for_a_schema() -> None:
