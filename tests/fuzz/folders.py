@@ -14,6 +14,7 @@ import argparse
 import json
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,8 @@ from pathlib import Path
 from damage import INDEX, damaged
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS_PER_SEED = 30
+# Of one seed: processor time, and by the clock, on a machine that may be busy; and for the folders that seeds change.
+CPU_SECONDS, WALL_SECONDS, START_SECONDS = 30, 300, 1200
 MEMORY_BYTES = 12 << 30
 # Schemes and formats of the folders that a stranger may have quantized.
 QUANTIZED = (
@@ -118,6 +120,8 @@ def work(seeds: list[int], folder: Path, one: Callable[[Path], None] = open_fold
     starts = bases(folder)
     for seed in seeds:
         print("start", seed, flush=True)
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(own.ru_utime + own.ru_stime) + CPU_SECONDS, -1))
         base = starts[seed % len(starts)]
         case = Path(tempfile.mkdtemp(dir=folder)) / f"case{base.suffix}"
         damaged(seed, base, case)
@@ -132,26 +136,27 @@ def work(seeds: list[int], folder: Path, one: Callable[[Path], None] = open_fold
         print("done", seed, said, flush=True)
 
 
-def run(seeds: range, folder: Path, seconds_per_seed: float = SECONDS_PER_SEED) -> Iterator[Finding]:
+def run(seeds: range, folder: Path) -> Iterator[Finding]:
     """Work through the seeds; a worker that dies or hangs is a finding, and the next goes on after it."""
     left = list(seeds)
     while left:
         command = [sys.executable, __file__, "--work", str(left[0]), str(left[-1] + 1), "--folder", str(folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
-            lines, errors = _watch(worker, seconds_per_seed)
+            lines, errors = _watch(worker)
         done = {int(line.split()[1]): line.split(maxsplit=2)[2].strip() for line in lines if line.startswith("done")}
         yield from (Finding(seed, said) for seed, said in done.items() if said != "ok")
         started = [int(line.split()[1]) for line in lines if line.startswith("start")]
         if not started:
             raise RuntimeError(f"the worker did not start: {errors[-2000:]}")
         if started[-1] not in done:
-            how = "hangs" if worker.returncode == -9 else f"dies with {worker.returncode}"
+            hangs = worker.returncode in (-signal.SIGKILL, -signal.SIGXCPU)
+            how = "hangs" if hangs else f"dies with {worker.returncode}"
             yield Finding(started[-1], f"{how}: {errors[-300:]!r}")
         left = [seed for seed in left if seed > started[-1]]
 
 
-def _watch(worker: subprocess.Popen[str], seconds: float) -> tuple[list[str], str]:
-    """All lines; a worker that prints none for too long is killed. The first is given time to start."""
+def _watch(worker: subprocess.Popen[str]) -> tuple[list[str], str]:
+    """All lines; a worker that prints none for too long is killed."""
     import threading
 
     lines: list[str] = []
@@ -162,12 +167,12 @@ def _watch(worker: subprocess.Popen[str], seconds: float) -> tuple[list[str], st
     ]
     for reader in readers:
         reader.start()
-    count, since = 0, time.monotonic() + 60
+    count, since = 0, time.monotonic() + START_SECONDS
     while readers[0].is_alive():
         readers[0].join(0.2)
         if len(lines) != count:
             count, since = len(lines), time.monotonic()
-        if time.monotonic() - since > seconds:
+        if time.monotonic() - since > WALL_SECONDS:
             worker.kill()
     readers[1].join()
     return lines, "".join(errors)

@@ -16,7 +16,7 @@ SEEDS = range(1000, 1012)
 
 
 def test_a_few_mutated_folders_raise_only_this_projects_errors(tmp_path: Path) -> None:
-    assert list(run(SEEDS, tmp_path, seconds_per_seed=120)) == []
+    assert list(run(SEEDS, tmp_path)) == []
 
 
 def test_the_index_of_shards_is_mutated_too(tmp_path: Path) -> None:
