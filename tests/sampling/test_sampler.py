@@ -135,11 +135,11 @@ def sample(logits: torch.Tensor, rows: Rows, lines: list[int] | None = None) -> 
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams, seed: int = 1234, count: int = DRAWS) -> np.ndarray:
-    """Draws of `count` rows with one seed at the positions 0, 1, 2 ..."""
-    rows = Rows([params] * count, [seed] * count)
-    positions = np.arange(count)
+    """Draws of one batch row at the positions 0, 1, 2 ..., a line for each."""
+    rows = Rows([params], [seed])
+    lines, positions = np.zeros(count, dtype=np.int64), np.arange(count)
     processors = None if rows.processors.is_idle() else rows.processors
-    output = Sampler()(logits.repeat(count, 1), rows.sampling, np.arange(count), positions, processors, count)
+    output = Sampler()(logits.repeat(count, 1), rows.sampling, lines, positions, processors, 1)
     assert not output.errors
     return output.tokens.numpy()
 
