@@ -17,7 +17,7 @@ def add_command(commands: Any) -> None:
     actions = command.add_subparsers(required=True, metavar="ACTION")
     action = actions.add_parser("build", help="compile for this processor, unless it is done already")
     action.set_defaults(run=_build)
-    choices = tuple(build.TARGETS)
+    choices = tuple(build.machine_targets())
     action.add_argument("--target", choices=choices, action="append", help="instruction set (default: the best here)")
     action.add_argument("--force", action="store_true", help="compile again")
     action = actions.add_parser("bench", help="rates of the GEMMs beside PyTorch's, and the time of one call")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from llm.base.errors import CheckpointError, OutOfMemoryError
 from llm.kernels.select import backend_for
 from llm.platforms import current_platform
 from llm.platforms.cpu import CpuPlatform
+from llm.startup import plan
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
 PROMPTS = make_prompts(TINY_MODELS["llama"])
@@ -99,6 +101,17 @@ def _farthest(outputs: list[Any], model: Any) -> float:
         first = output.outputs[0].logprobs[0]
         distances += [abs(ours.logprob - logprobs[token].item()) for token, ours in first.items()]
     return max(distances)
+
+
+@pytest.mark.parametrize("rounds, found, told", [(True, False, True), (False, False, False), (True, True, False)])
+def test_the_config_says_where_rounding_is_faster(rounds: bool, found: bool, told: bool) -> None:
+    """Where float weights are multiplied, and an instruction multiplies bfloat16."""
+    args = SimpleNamespace(dtype="auto")
+    model = SimpleNamespace(quantization=SimpleNamespace(found=found))
+    exact = plan.Dtypes(torch.float32, torch.bfloat16, None)
+    reason = plan._dtype_reason(args, model, exact, SimpleNamespace(rounds_bf16_inputs=rounds))
+    assert ("dtype='bfloat16' rounds what matrix products read" in reason) == told
+    assert "activations and accumulation are float32" in reason
 
 
 def test_what_is_quantized_on_load_is_quantized_from_what_was_stored(
