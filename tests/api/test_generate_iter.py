@@ -78,18 +78,26 @@ def test_prompts_are_read_as_they_are_needed(llm: LLM) -> None:
     stream = llm.generate_iter(endless(), GREEDY)
     assert [next(stream).prompt for _ in range(3)] == ["And"] * 3
     assert len(read) <= 512
-    # Other calls run while it is suspended; a failing one does not lose its rows.
+    assert engine_of(llm).scheduler.requests
+    stream.close()
+    assert_idle(llm)
+
+
+def test_other_calls_run_between_two_outputs(llm: LLM, expected: list[list[int]]) -> None:
+    """One of them fails, which drops all requests of the engine: the rows in flight start again."""
     alone = tokens(run(llm, ["The king"]))
+    restart(llm)
+    stream = llm.generate_iter(PROMPTS, PARAMS)
+    outputs = [next(stream) for _ in range(3)]
+    assert tokens(run(llm, ["The king"])) == alone
+    outputs += [next(stream) for _ in range(3)]
     runner = engine_of(llm).runner
-    execute = runner.execute
     runner.execute = lambda plan: (_ for _ in ()).throw(RuntimeError("planted"))
     with pytest.raises(RuntimeError, match="planted"):
         run(llm, ["The king"])
-    runner.execute = execute
-    assert tokens([next(stream)]) == tokens(run(llm, ["And"]))
-    assert tokens(run(llm, ["The king"])) == alone
-    stream.close()
-    assert_idle(llm)
+    del runner.execute
+    outputs += stream
+    assert tokens(in_order(outputs)) == expected
 
 
 def test_an_error_waits_for_the_rows_before_it(llm: LLM) -> None:
