@@ -18,9 +18,12 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 from llm import LLM, SamplingParams
 from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.config.plan import resident_weight_bytes
+from llm.layers.linear import ColumnParallelLinear
 from llm.loading import weight_file
+from llm.loading.early import EarlyPacking
 from llm.loading.weight_file import WeightFile, check_folder
 from llm.platforms.cpu import CpuPlatform
+from llm.quantization.unquantized import UnquantizedLinearMethod
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=2)
 PROMPTS = make_prompts(TINY_MODELS["qwen3-moe"])
@@ -109,7 +112,7 @@ def test_random_weights_are_the_same(folder: Path) -> None:
     assert run(folder, load_format="dummy", offload_weights=True) == expected
 
 
-def test_a_weight_that_is_changed_does_not_change_the_file(folder: Path) -> None:
+def test_a_weight_in_the_file_can_be_changed(folder: Path) -> None:
     expected = run(folder)
     with LLM(folder, **OPTIONS, offload_weights=True) as llm:
         llm.apply_model(lambda model: [parameter.mul_(2) for parameter in model.parameters()])
@@ -170,6 +173,23 @@ def test_experts_have_room_beside_everything_else(tmp_path: Path) -> None:
     file.keep("0.dense", torch.zeros(1000))
     assert (file.in_memory, file.in_file) == (4000, 3000)
     file.close()
+
+
+def test_a_layer_is_packed_once_and_with_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[str] = []
+    monkeypatch.setattr(
+        UnquantizedLinearMethod, "process_weights_after_loading", lambda self, layer: packed.append(layer.prefix)
+    )
+    model = torch.nn.Sequential(*(ColumnParallelLinear(4, 4, bias=True, prefix=str(index)) for index in range(2)))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    early = EarlyPacking(model, sizes)
+    early.filled("1.weight", sizes)
+    early.filled("0.bias", sizes)
+    assert packed == []
+    for _ in range(2):
+        early.filled("1.bias", sizes)
+    assert packed == ["1"]
+    assert early.packed == {model[1]}
 
 
 def test_resident_bytes_leave_room() -> None:
