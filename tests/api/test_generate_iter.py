@@ -100,6 +100,28 @@ def test_other_calls_run_between_two_outputs(llm: LLM, expected: list[list[int]]
     assert tokens(in_order(outputs)) == expected
 
 
+def test_what_happens_between_two_outputs_loses_no_row_and_leaving_leaves_none(
+    llm: LLM, expected: list[list[int]]
+) -> None:
+    restart(llm)
+    engine = engine_of(llm)
+    stream = llm.generate_iter(PROMPTS, PARAMS)
+    outputs = [next(stream)]
+    assert engine.scheduler.has_unfinished()  # rows that the failure drops
+    execute = engine.runner.execute
+    engine.runner.execute = lambda plan: (_ for _ in ()).throw(RuntimeError("planted"))
+    with pytest.raises(RuntimeError, match="planted"):
+        run(llm, ["The king"])
+    engine.runner.execute = execute
+    outputs += stream
+    assert tokens(in_order(outputs)) == expected
+    stream = llm.generate_iter(PROMPTS, PARAMS)
+    next(stream)
+    assert engine.scheduler.has_unfinished()
+    stream.close()
+    assert_idle(llm)
+
+
 def test_an_error_waits_for_the_rows_before_it(llm: LLM) -> None:
     def broken() -> Iterator[str]:
         yield from PROMPTS[:3]
