@@ -15,6 +15,7 @@ from llm.base.errors import ValidationError
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs, EngineConfig
+from llm.engine.interrupt import InterruptGuard
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.loading.source import ModelSource
 from llm.outputs_json import params_as_json, plain
@@ -26,12 +27,19 @@ NUMERICS_VERSION = 1
 
 
 def fingerprint(source: ModelSource) -> str:
-    """SHA-256 over the names, types, shapes and bytes of all weights, and the configuration."""
+    """SHA-256 over the names, types, shapes and bytes of all weights, and the configuration.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; between two tensors, because within one safetensors makes it another error.
+    """
     digest = hashlib.sha256(_json(source.config()))
     try:
-        for name, tensor in source.tensors().stream():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        with InterruptGuard() as guard:
+            for name, tensor in source.tensors().stream():
+                if guard.requested:
+                    raise KeyboardInterrupt
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     finally:
         source.close()
     return digest.hexdigest()

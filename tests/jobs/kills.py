@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ def run_once(llm: LLM, source: Path, target: Path, number: int, delay: float | N
             status = 0
         except KeyboardInterrupt:
             status = INTERRUPTED
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     if delay is not None:
