@@ -137,7 +137,7 @@ def compile_emulated(output: Path, target: str, compiler: str, extra_flags: tupl
 
 def emulated_library(target: str) -> Path:
     """The emulated library of `target`, compiled if the sources changed. Not in the folder of the compiled ones."""
-    parts = [path.read_bytes() for path in (HEADER, Path(__file__), remote.DRIVER, Path(remote.__file__))]
+    parts = [path.read_bytes() for path in (HEADER, Path(__file__), remote.DRIVER)]
     digest = hashlib.sha256(b"".join([*parts, build.source_key().encode()]))
     path = build.cache_folder().parent / "emulated" / f"{target}-{digest.hexdigest()[:16]}.so"
     if not build.is_usable(path):
