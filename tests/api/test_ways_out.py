@@ -67,7 +67,7 @@ def test_the_folder_of_an_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "architecture", "said"),
     [
-        ("jetmoe", "JetMoeForCausalLM", "this mixture of experts is not here yet; "),
+        ("newmoe", "NewMoeForCausalLM", "this mixture of experts is not here yet; "),
         ("gemma9", "Gemma9ForCausalLM", "the nearest by name is gemma;"),
         ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "it takes images"),
         ("bert", "BertModel", "only text generation is offered"),
