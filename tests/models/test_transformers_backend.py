@@ -23,6 +23,8 @@ from llm.layers.moe import TransformersFusedMoE
 from llm.models.transformers_backend import trace
 from llm.models.transformers_backend.experts import computes_as_ours
 from llm.models.transformers_backend.recognise import recognise
+from llm.models.transformers_backend.skeleton import _compute_buffers
+from llm.models.transformers_backend.stubs import CalledOnly, forget_weights
 from llm.models.transformers_backend.trace import Misfit, window_of
 from llm.models.transformers_backend.trial import compare as compare_hidden
 
@@ -196,6 +198,33 @@ def test_row_by_row(tmp_path: Path, model_type: str, more: dict[str, Any]) -> No
     with load(folder, max_num_batched_tokens=7) as llm:
         assert compare(llm, model)[0] < 1e-4
         assert not llm.config.invariant and "row by row" in llm.config.reasons["invariant"]
+
+
+def test_weights_that_are_read_without_a_call_are_found() -> None:
+    """Loaded, the weights of layers that are called are packed: who reads them otherwise would get other values."""
+    embedding, linear = nn.Embedding(9, 4), nn.Linear(4, 4)
+    model = nn.ModuleDict({"linear": linear})
+    forget_weights(model, ["linear"])
+    assert (torch.ones(1, 4) @ linear.weight).isnan().all()
+    with pytest.raises(IndexError):
+        CalledOnly(embedding).weight[0, :]
+    assert torch.equal(CalledOnly(embedding)(torch.tensor([3])), embedding.weight[3:4])
+
+
+def test_a_table_that_nothing_computes_is_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self, is_set: bool) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(3, device="meta"), persistent=False)
+            self.is_set = is_set
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if self.is_set:
+                self.table.fill_(0.0)
+
+    _compute_buffers(Model(True))
+    with pytest.raises(UnsupportedModelError, match="computes table of Model in no way known here"):
+        _compute_buffers(Model(False))
 
 
 def test_a_model_that_mixes_tokens_is_refused() -> None:

@@ -17,12 +17,13 @@ import torch
 from llm.base.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, StateSpec
 from llm.models.transformers_backend.interface import AttentionCall, attention_layers, use_paged_attention
+from llm.models.transformers_backend.invariance import Uses
 from llm.models.transformers_backend.observe import Called, of_a_kind, use_ours
 from llm.models.transformers_backend.passes import Passes
 from llm.models.transformers_backend.recognise import Replacement, embedding_scale
 from llm.models.transformers_backend.rows import CacheLayer, RowCache, RowWay, describe, new_cache
 from llm.models.transformers_backend.skeleton import Skeleton, refusing, without_warnings
-from llm.models.transformers_backend.stubs import stub_weights
+from llm.models.transformers_backend.stubs import CalledOnly, stub_weights
 from llm.models.transformers_backend.theirs import Theirs
 from llm.models.transformers_backend.trace import Misfit, Trace
 from llm.models.transformers_backend.trial import Tensors, compare, make_requests, run_steps
@@ -94,6 +95,13 @@ class _Trial:
     def together(self, specs: Sequence[StateSpec], compute: Callable[[ForwardBatch], torch.Tensor]) -> Tensors:
         return run_steps(self.requests, specs, compute)
 
+    def use_ours(self, called: Called) -> Uses:
+        """Put our operations into the skeleton; returns a recorder of the others."""
+        embedding = self.skeleton.embedding
+        name = next(name for name, module in self.model.named_modules() if module is embedding)
+        self.model.set_submodule(name, CalledOnly(embedding))
+        return use_ours(self.model, self.linear, called)
+
     def scale(self) -> float | None:
         return embedding_scale(self.skeleton.embedding)  # type: ignore[arg-type]
 
@@ -105,7 +113,7 @@ def _try_flat(trial: _Trial) -> Layout:
     if not trace.calls:
         raise Misfit(f"{type(model).__name__} does not use transformers' attention interface")
     alone = trial.alone()
-    uses = use_ours(model, trial.linear, called)
+    uses = trial.use_ours(called)
     layers = attention_layers(model, trace.calls)
     paged = use_paged_attention(model, layers)
 
@@ -126,7 +134,7 @@ def _try_rows(trial: _Trial) -> Layout:
     with Called(model) as called:
         trial.whole()
     alone = trial.alone()
-    use_ours(model, trial.linear, called)
+    trial.use_ours(called)
     cache = new_cache(model.config)
     passes.hidden(trial.requests[0], torch.arange(len(trial.requests[0])), cache=cache)
     layers = describe(cache)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -115,11 +115,15 @@ def _compute_buffers(model: Theirs) -> None:
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
     with refusing("transformers cannot compute the model's tables"), torch.no_grad(), without_warnings():
         for module in model.modules():
-            model._init_weights(module)
+            # Some read what only a loaded model has. A table that is left unset is found below.
+            with suppress(AttributeError):
+                model._init_weights(module)
     for name in made:
         path, _, last = name.rpartition(".")
         if _is_unset(model.get_submodule(path)._buffers[last]):
-            raise UnsupportedModelError(f"transformers computes {name} of {type(model).__name__} in no way known here.")
+            raise UnsupportedModelError(
+                f"transformers computes {name.lstrip('.')} of {type(model).__name__} in no way known here."
+            )
 
 
 def _unset(buffer: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,9 @@ def stub_weights(model: nn.Module) -> list[str]:
         elif any(parameter.numel() > _POOL for parameter in module.parameters(recurse=False)):
             _patch(module, _keeps_shape)
         for key, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.is_meta and parameter.numel() <= _POOL:
-                module._parameters[key] = values.of(parameter)
+            if parameter is not None and parameter.is_meta:
+                is_small = parameter.numel() <= _POOL
+                module._parameters[key] = values.of(parameter) if is_small else _unreadable(parameter)
     return linear
 
 
@@ -46,7 +47,26 @@ def forget_weights(model: nn.Module, names: Iterable[str]) -> None:
     """
     for name in names:
         module: Theirs = model.get_submodule(name)
-        module.weight = nn.Parameter(torch.empty(module.weight.shape, device="meta"), requires_grad=False)
+        module.weight = _unreadable(module.weight)
+
+
+def _unreadable(parameter: nn.Parameter) -> nn.Parameter:
+    """NaN in the memory of one number: a result that it enters is equal to none. A meta tensor would not do: a product
+    of one with a CPU tensor raises nothing."""
+    value = torch.full((), torch.nan) if parameter.is_floating_point() else torch.zeros((), dtype=parameter.dtype)
+    return nn.Parameter(value.expand(parameter.shape), requires_grad=False)
+
+
+class CalledOnly(nn.Module):
+    """In the place of an embedding: a model that reads rows of its weight without calling it fails now."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.called = embedding
+        self.weight = torch.zeros(())  # it has a type and a device
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.called(ids)
 
 
 class _Values:
