@@ -549,7 +549,7 @@ def test_outputs_are_plain_data(llm: LLM) -> None:
     outputs = run(llm, PROMPTS, params)
     assert pickle.loads(pickle.dumps(outputs)) == outputs
     plain = {"list", "dict", "str", "int", "float", "bool", "NoneType", "tuple", "frozenset"}
-    ours = {"RequestOutput", "CompletionOutput", "Logprob", "SamplingParams", "RequestOutputKind"}
+    ours = {"RequestOutputs", "RequestOutput", "CompletionOutput", "Logprob", "SamplingParams", "RequestOutputKind"}
     assert {kind.__name__ for kind in reachable_types(outputs)} <= plain | ours
     assert "Engine" in {kind.__name__ for kind in reachable_types(llm)}  # the walk finds what is there
 
