@@ -98,8 +98,9 @@ class _Trial:
     def use_ours(self, called: Called) -> Uses:
         """Put our operations into the skeleton; returns a recorder of the others."""
         embedding = self.skeleton.embedding
-        name = next(name for name, module in self.model.named_modules() if module is embedding)
-        self.model.set_submodule(name, CalledOnly(embedding))
+        if self.scale() is not None:  # else it stays transformers'
+            name = next(name for name, module in self.model.named_modules() if module is embedding)
+            self.model.set_submodule(name, CalledOnly(embedding))
         return use_ours(self.model, self.linear, called)
 
     def scale(self) -> float | None:
