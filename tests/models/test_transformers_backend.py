@@ -250,7 +250,7 @@ class _Norm(nn.Module):
     def __init__(self, offset: float, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
-        self.offset, self.variance_epsilon = offset, eps
+        self.another, self.offset, self.variance_epsilon = 1e-6, offset, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.weight + self.offset) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
