@@ -87,3 +87,10 @@ class ReLUSquaredActivation(KernelOp):
     """max(x, 0)^2 (arXiv:2109.08668)."""
 
     operations = ("relu2",)
+
+
+@CustomOp.register("quick_gelu")
+class QuickGELU(KernelOp):
+    """x sigmoid(1.702 x): CLIP's gelu."""
+
+    operations = ("quick_gelu",)

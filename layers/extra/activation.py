@@ -62,13 +62,6 @@ class FastGELU(KernelOp):
     operations = ("gelu_new",)
 
 
-@CustomOp.register("quick_gelu")
-class QuickGELU(KernelOp):
-    """x sigmoid(1.702 x): CLIP's gelu."""
-
-    operations = ("quick_gelu",)
-
-
 @CustomOp.register("xielu")
 class XIELU(CustomOp):
     """xIELU (arXiv:2411.13010), the activation of Apertus, with two trained slopes; see `kernels/reference`.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 from llm.layers.moe import SparseMixer
 from llm.layers.rotary import RopeParameters
@@ -53,7 +52,7 @@ class PhimoeForCausalLM(DecoderForCausalLM):
                 2,
                 reader.positive("intermediate_size", 6400),
                 reader.string("hidden_act", "silu"),
-                routing_function=partial(SparseMixer, jitter),
+                routing_function=_Mixing(jitter),
             ),
             norms=PreNorms(norm),
         )
@@ -64,6 +63,16 @@ class PhimoeForCausalLM(DecoderForCausalLM):
             positions=longest_sequence(reader, rope, 131072),
             lm_head_bias=reader.boolean("lm_head_bias", False),
         )
+
+
+@dataclass(frozen=True)
+class _Mixing:
+    """Makes the router; equal to others with its jitter, in another process too."""
+
+    jitter: float
+
+    def __call__(self) -> SparseMixer:
+        return SparseMixer(self.jitter)
 
 
 def _read_rope(reader: ConfigReader) -> RopeParameters:

@@ -6,6 +6,7 @@ import json
 import random
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -328,9 +329,11 @@ def test_a_failing_step_loses_nothing(llm: LLM, source: Path) -> None:
 def test_a_killed_job_is_the_whole_job(tmp_path: Path, ctrl_c: None) -> None:
     with kills.open_llm() as llm:
         kills.write_input(tmp_path / "in.jsonl", rows=6)
+        started = time.monotonic()
         run(llm, tmp_path / "in.jsonl", "whole.jsonl", params=None)
+        seconds = time.monotonic() - started
         expected = (tmp_path / "whole.jsonl").read_bytes()
-        count, problems = kills.one_job(llm, tmp_path, expected, 0.8, random.Random(5))
+        count, problems = kills.one_job(llm, tmp_path, expected, seconds, random.Random(5))
     assert (problems, count > 0) == ([], True)
 
 

@@ -15,7 +15,7 @@ for _module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
     importlib.import_module(_module.name)
 
 # Other layers build these; models name only those.
-INSIDE = {"GroupedTopk", "TopKRouter", "UnquantizedFusedMoEMethod"}
+INSIDE = {"FusedMoEModularMethod", "GroupedTopk", "TopKRouter", "UnquantizedFusedMoEMethod"}
 
 
 def unused(models: str) -> set[str]:

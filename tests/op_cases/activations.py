@@ -115,7 +115,7 @@ ACTIVATIONS: dict[str, list[Case]] = {
     "gelu_tanh": [act(lambda _: activation.GELUTanh(), transformers_activation("gelu_pytorch_tanh"))],
     "gelu_new": [act(lambda _: activation.NewGELU(), transformers_activation("gelu_new"))],
     "gelu_fast": [act(lambda _: extra_activation.FastGELU(), transformers_activation("gelu_fast"))],
-    "quick_gelu": [act(lambda _: extra_activation.QuickGELU(), transformers_activation("quick_gelu"))],
+    "quick_gelu": [act(lambda _: activation.QuickGELU(), transformers_activation("quick_gelu"))],
     "relu": [act(lambda _: activation.ReLU(), transformers_activation("relu"))],
     "relu2": [act(lambda _: activation.ReLUSquaredActivation(), transformers_activation("relu2"))],
     "xielu": [act(lambda dtype: extra_activation.XIELU(dtype=dtype), xielu_reference)],

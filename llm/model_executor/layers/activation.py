@@ -3,14 +3,13 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.activation import GELU, GeluAndMul, GELUTanh, NewGELU, ReLUSquaredActivation, SiluAndMul
+from llm.layers.activation import GELU, GeluAndMul, GELUTanh, NewGELU, QuickGELU, ReLUSquaredActivation, SiluAndMul
 from llm.layers.extra.activation import (
     XIELU,
     FastGELU,
     FatreluAndMul,
     GeluAndMulSparse,
     MulAndSilu,
-    QuickGELU,
     SiluAndMulWithClamp,
     SwigluOAIAndMul,
     SwigluStepAndMul,

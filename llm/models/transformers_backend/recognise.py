@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from llm.layers.activation import GELU, GELUTanh, ReLU, ReLUSquaredActivation, SiluAndMul
-from llm.layers.extra.activation import QuickGELU
+from llm.layers.activation import GELU, GELUTanh, QuickGELU, ReLU, ReLUSquaredActivation, SiluAndMul
 from llm.layers.norm import GemmaRMSNorm, LayerNorm, LayerNorm1P, RMSNorm
 
 
