@@ -105,6 +105,8 @@ def _computed_step(
     batch: InputBatch, step: StepInput, hidden: torch.Tensor, result: RunnerOutput, seconds: float
 ) -> ComputedStep:
     rows, num_drafts = step.lines.sampled_rows, step.lines.num_drafts()
+    if step.lines.drafts is None and not result.errors:
+        return ComputedStep(batch, rows, num_drafts, num_drafts + 1, step, hidden, seconds)
     request_ids = [batch.request_ids[row] for row in rows.tolist()]
     good = np.array([request_id not in result.errors for request_id in request_ids], dtype=bool)
     sampled = np.array([len(result.sampled_token_ids.get(name, ())) for name in request_ids], dtype=np.int64)

@@ -19,7 +19,9 @@ class NgramSource(Source):
         self._automata: dict[str, SuffixAutomaton] = {}
 
     def offer(self, batch: InputBatch, row: int, most: int) -> Offer | None:
-        automaton = self._automata.setdefault(batch.request_ids[row], SuffixAutomaton())
+        automaton = self._automata.get(batch.request_ids[row])
+        if automaton is None:
+            automaton = self._automata[batch.request_ids[row]] = SuffixAutomaton()
         for token in batch.token_ids[row, automaton.size : batch.num_tokens[row]].tolist():
             automaton.push(token)
         length = automaton.repeat_length

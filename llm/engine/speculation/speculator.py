@@ -15,6 +15,8 @@ from llm.engine.step import SchedulerOutput
 
 # With more rows a step's arithmetic takes as long as reading the weights, on every processor: drafts cannot pay.
 MOST_ROWS = 32
+# After so many steps without drafts, only every fourth is looked at: a step of a small model is soon over.
+_PATIENCE, _SELDOM = 16, 4
 _BEST_CASE = {0: Choice(most=7, chance=0.95)}
 
 
@@ -30,6 +32,7 @@ class Speculator(Proposer):
         self._times = StepTimes()
         self._chances = Chances()
         self._kinds: dict[str, str] = {}  # request id -> kind of its drafts
+        self._vain = 0  # steps since the last one with drafts
 
     def update(self, plan: SchedulerOutput) -> None:
         for request_id in plan.removed:
@@ -39,11 +42,16 @@ class Speculator(Proposer):
                 source.forget(request_id)
 
     def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
+        self._vain += 1
+        if self._vain > _PATIENCE and self._vain % _SELDOM:
+            return {}
         self._learn(step)
         batch, rows = step.batch, step.rows.tolist()
-        if not rows or len(rows) > MOST_ROWS or not self._counts(len(rows), _BEST_CASE):
+        if not rows or len(rows) > MOST_ROWS or (len(rows) > 1 and not self._counts(len(rows), _BEST_CASE)):
             return {}
         offers = {row: found for row in rows if (found := self._offer(batch, row)) is not None}
+        if not offers:
+            return {}
         choices = {
             row: Choice(offer.most, self._chances.of(batch.request_ids[row], offer.kind), source.seconds_per_draft)
             for row, (source, offer) in offers.items()
@@ -54,6 +62,8 @@ class Speculator(Proposer):
             own = {row: count for row, count in counts.items() if offers[row][0] is source}
             if own:
                 drafts |= {batch.request_ids[row]: tokens for row, tokens in source.draft(batch, own).items()}
+        if counts:
+            self._vain = 0
         for row in counts:
             self._kinds[batch.request_ids[row]] = offers[row][1].kind
         return drafts
@@ -81,12 +91,12 @@ class Speculator(Proposer):
         return None
 
     def _learn(self, step: ComputedStep) -> None:
-        lines = len(step.rows) + int(step.num_drafts.sum())
-        self._times.add(int(step.input.counts.sum()), lines, step.seconds)
-        for row, drafted, sampled in zip(step.rows.tolist(), step.num_drafts, step.num_sampled, strict=True):
+        rows, num_drafts = step.rows.tolist(), step.num_drafts.tolist()
+        self._times.add(len(step.hidden), len(rows) + sum(num_drafts), step.seconds)
+        for row, drafted, sampled in zip(rows, num_drafts, step.num_sampled.tolist(), strict=True):
             request_id = step.batch.request_ids[row]
             if drafted:
-                self._chances.add(request_id, self._kinds[request_id], int(drafted), int(sampled) - 1)
+                self._chances.add(request_id, self._kinds[request_id], drafted, sampled - 1)
             else:
                 self._chances.fade(request_id)
 
