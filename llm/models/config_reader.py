@@ -6,6 +6,7 @@ Owns the rule that every key is read by the family, or known not to matter for i
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -165,6 +166,7 @@ class ConfigReader:
         layer_type: str | None = None,
         *,
         default_share: float = 1.0,
+        default_scaling: Mapping[str, object] = MappingProxyType({}),
         others: Container[str] = (),
     ) -> RopeParameters:
         """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (earlier versions).
@@ -172,10 +174,11 @@ class ConfigReader:
         Args:
             layer_type: the entry of `rope_parameters` to read, for models with one per type of layer.
             default_share: `partial_rotary_factor`, if the file does not say.
+            default_scaling: `rope_parameters`, if the file has neither these nor `rope_scaling`.
             others: keys of `rope_parameters` that the family reads itself.
         """
         self._read |= {"rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"}
-        parameters = self.raw.get("rope_parameters", self.raw.get("rope_scaling", {}))
+        parameters = self.raw.get("rope_parameters", self.raw.get("rope_scaling", default_scaling))
         if layer_type is not None and isinstance(parameters, Mapping):
             parameters = parameters.get(layer_type, {})
         if not isinstance(parameters, Mapping):

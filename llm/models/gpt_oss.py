@@ -69,6 +69,17 @@ def _joined(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.flatten(1) if blocks.dim() > 1 else blocks
 
 
+# What transformers assumes where a file does not say.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
 class GptOssForCausalLM(DecoderForCausalLM):
     renames = (("model.layers.*.mlp.router", "model.layers.*.mlp.gate"),)
     stacked_weights: ClassVar[Mapping[str, Cut]] = {
@@ -89,7 +100,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
         reader.expect("swiglu_alpha", SWIGLUOAI_ALPHA)
         top_k = reader.positive("num_experts_per_tok", 4)
         reader.expect("experts_per_token", top_k)  # its older name
-        rope, norm = reader.rope(150_000.0), read_rms_norm(reader, 1e-5)
+        rope, norm = reader.rope(150_000.0, default_scaling=_YARN), read_rms_norm(reader, 1e-5)
         reader.expect("initial_context_length", rope.original_max_position_embeddings)
         heads = read_heads(reader, default_kv_heads=8, default_size=64)
         bias = reader.boolean("attention_bias", True)

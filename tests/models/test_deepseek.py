@@ -104,3 +104,16 @@ def test_mxfp4_of_other_sizes_is_refused(tmp_path: Path, tmp_path_factory: pytes
     quantized = copied(folder, tmp_path / "mxfp4", extra={}, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(LLMError, match="groups of 32 do not divide 48 columns"):
         answers(quantized)
+
+
+def test_gpt_oss_scales_positions_where_the_file_does_not_say() -> None:
+    """As transformers does; a config without `rope_parameters` is not one of plain positions."""
+    from transformers import GptOssConfig
+
+    written = GptOssConfig(num_hidden_layers=2).to_dict()
+    cls = resolve_model_cls(["GptOssForCausalLM"], "gpt_oss")
+    silent = {key: value for key, value in written.items() if key != "rope_parameters"} | {"rope_theta": 150000.0}
+    read = [cls.read_config(ConfigReader(config)) for config in (written, silent)]
+    assert read[0] == read[1]
+    assert {rope.rope_type for rope in read[0].ropes} == {"yarn"}
+    assert cls.read_config(ConfigReader(silent | {"rope_parameters": {"rope_type": "default"}})) != read[0]
