@@ -104,12 +104,9 @@ def _bench_sampler(args: argparse.Namespace, options: BenchOptions) -> int:
     if others != BenchOptions():
         name = next(item.name for item in dataclasses.fields(others) if getattr(others, item.name) != item.default)
         raise invalid("sampler", True, f"alone, with --reps, --threads and --json: {name} concerns a model")
-    import torch
-
     from llm.bench.sampler import as_line, as_object, run_sampler_bench
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    _use_threads(options)
     if args.json:
         print(json.dumps(as_object(run_sampler_bench(options.reps)), indent=2))
     else:
@@ -122,18 +119,22 @@ def _bench_speculation(args: argparse.Namespace, options: BenchOptions) -> int:
     for name in ("against", "profile", "workloads"):
         if getattr(options, name) != getattr(BenchOptions, name):
             raise invalid("speculation", True, f"without {name}: it has workloads of its own")
-    import torch
-
     from llm.bench.session import Progress
     from llm.bench.speculation import as_line, as_object, run_speculation_bench
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    _use_threads(options)
     if args.json:
         print(json.dumps(as_object(run_speculation_bench(options, Progress())), indent=2))
     else:
         run_speculation_bench(options, Progress(), report=lambda figure: print(as_line(figure), flush=True))
     return 0
+
+
+def _use_threads(options: BenchOptions) -> None:
+    import torch
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
 
 
 def _bench(args: argparse.Namespace) -> int:

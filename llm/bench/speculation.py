@@ -19,6 +19,7 @@ from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.types import JsonObject
 from llm.bench.options import BenchOptions
 from llm.bench.session import Say, building_shape
+from llm.bench.workloads import draw_tokens
 from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
 from llm.sampling_params import SamplingParams
 from llm.structured_params import StructuredOutputsParams
@@ -28,7 +29,6 @@ ABOUT = {
     "w6": "an answer by JSON schema: up to 160 new",
     "free": "an answer that repeats nothing: a prompt of 128, 128 new",
 }
-_LOWEST_ID = 3
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -165,16 +165,12 @@ def _request(name: str, rep: int, vocab_size: int) -> tuple[object, SamplingPara
         structure = StructuredOutputsParams(json=_SCHEMA)
         return f"{rep} men went up.", SamplingParams(temperature=0.0, max_tokens=160, structured_outputs=structure)
     random = Random(f"{name}-{rep}")
-
-    def draw(count: int) -> list[int]:
-        return [random.randrange(_LOWEST_ID, vocab_size) for _ in range(count)]
-
     if name == "w5":
-        prompt = draw(256)
+        prompt = draw_tokens(random, 256, vocab_size)
         answer = prompt[32:224]
-        answer[23::24] = draw(len(answer[23::24]))
+        answer[23::24] = draw_tokens(random, len(answer[23::24]), vocab_size)
     else:
-        prompt, answer = draw(128), draw(128)
+        prompt, answer = draw_tokens(random, 128, vocab_size), draw_tokens(random, 128, vocab_size)
     params = SamplingParams(
         temperature=0.0, max_tokens=len(answer), ignore_eos=True, detokenize=False, extra_args={"answer": answer}
     )

@@ -76,8 +76,8 @@ def make_workload(name: str, rep: int = 0, vocab_size: int = _VOCABULARY) -> Wor
     recipe = find_recipe(name)
     content = Random(f"{name.upper()}-{rep}")
     lengths = Random(f"len-{name.upper()}")
-    shared = _tokens(content, recipe.shared_prefix)
-    prompts = [shared + _tokens(content, lengths.randint(*recipe.lengths)) for _ in range(recipe.rows)]
+    shared = draw_tokens(content, recipe.shared_prefix)
+    prompts = [shared + draw_tokens(content, lengths.randint(*recipe.lengths)) for _ in range(recipe.rows)]
     return Workload(name, recipe, [_fold(prompt, vocab_size) for prompt in prompts])
 
 
@@ -91,8 +91,9 @@ def find_recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def _tokens(random: Random, count: int) -> list[int]:
-    return [random.randrange(_LOWEST_ID, _VOCABULARY) for _ in range(count)]
+def draw_tokens(random: Random, count: int, vocab_size: int = _VOCABULARY) -> list[int]:
+    """`count` ids of a vocabulary, without those that are special in most."""
+    return [random.randrange(_LOWEST_ID, vocab_size) for _ in range(count)]
 
 
 def _fold(tokens: list[int], vocab_size: int) -> list[int]:

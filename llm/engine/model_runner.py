@@ -145,6 +145,8 @@ class ModelRunner(ModelInspection):
         """Draft tokens or not, between calls; a model without a proposer never does."""
         if is_on != (self.proposer is not None):
             self.proposer, self._unused_proposer = self._unused_proposer, self.proposer
+            if self.proposer is not None:
+                self.proposer.reset()  # it was not told which rows have left
 
     @library_defaults()
     def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:

@@ -29,7 +29,7 @@ from llm.plugins import load_class, load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
 from llm.sampling.logits_processors.loading import load_logits_processors
 from llm.sampling_params import SamplingParams
-from llm.startup.draft import read_draft, with_draft
+from llm.startup.draft import draft_args, with_draft
 from llm.startup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons
 from llm.startup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
@@ -79,10 +79,12 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             plan = make_plan(args, model, platform, compilation, backend, processors)
             warn_of_offload(args, plan)
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
-            draft = read_draft(args, plan)
-            if draft is not None:
+            drafting = draft_args(args, plan)
+            if drafting is not None:
+                draft = read_model(drafting)
                 sources.append(draft.source)
-                plan = with_draft(args, plan, draft, tokenizer, platform, backend)
+                _check_quantization(drafting, draft, platform)
+                plan = with_draft(plan, drafting, draft, tokenizer, platform, backend)
         runner = make_runner(platform)
         loaded = runner.load(plan)
         times.add(loaded.seconds)
@@ -101,10 +103,14 @@ def make_runner(platform: Platform) -> ModelRunner:
 
 def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform, times: PhaseTimes) -> None:
     """Refuse quantization that the platform does not support; run calibration texts through the unquantized model."""
+    _check_quantization(args, model, platform)
     config = model.quantization.config
-    if config is not None:
-        check_quantization(config, platform, choose_dtypes(args, model, platform).compute)
     if isinstance(config, OnlineConfig) and config.uses_calibration:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
             config.statistics = calibrate(lambda: build_engine(plain).engine, config.calibration)
+
+
+def _check_quantization(args: EngineArgs, model: ReadModel, platform: Platform) -> None:
+    if model.quantization.config is not None:
+        check_quantization(model.quantization.config, platform, choose_dtypes(args, model, platform).compute)

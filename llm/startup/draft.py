@@ -7,12 +7,11 @@ from dataclasses import replace
 from llm.base.errors import ValidationError
 from llm.config.engine import EngineArgs
 from llm.engine.boundary import RunnerPlan
-from llm.engine.extensions import check_quantization
 from llm.engine.speculation.speculator import MOST_ROWS
 from llm.kernels.backend import Backend
 from llm.platforms import Platform
-from llm.startup.plan import choose_dtypes, make_plan
-from llm.startup.source import ReadModel, read_model, read_tokenizer
+from llm.startup.plan import make_plan
+from llm.startup.source import ReadModel, read_tokenizer
 from llm.tokenizer import Tokenizer
 
 # A row's tokens after the last full block are computed anew at each draft.
@@ -22,45 +21,12 @@ _CACHE_SHARE = 8
 _COMPARED_TOKENS = 2000
 
 
-def read_draft(args: EngineArgs, plan: RunnerPlan) -> ReadModel | None:
-    """The draft model of `plan`'s `speculative_config`, read but not planned; None: it names none."""
-    config = plan.config.speculative_config
-    if config is None or config.model is None:
-        return None
-    return read_model(_draft_args(args, plan))
-
-
-def with_draft(
-    args: EngineArgs,
-    plan: RunnerPlan,
-    draft: ReadModel,
-    tokenizer: Tokenizer | None,
-    platform: Platform,
-    backend: Backend,
-) -> RunnerPlan:
-    """The plan with that of its draft model; raises `ValidationError` if that cannot draft for it."""
-    own = _draft_args(args, plan)
-    if draft.quantization.config is not None:
-        check_quantization(draft.quantization.config, platform, choose_dtypes(own, draft, platform).compute)
-    if tokenizer is not None:
-        _check_tokenizer(
-            tokenizer, read_tokenizer(replace(own, skip_tokenizer_init=False), draft.source), str(own.model)
-        )
-    drafting = make_plan(own, draft, platform, plan.config.compilation_config, backend, ())
-    if drafting.config.cache_config.num_state_slots:
-        raise ValidationError(
-            f"speculative_config model={str(own.model)!r} has recurrent states, from which a rejected draft cannot be "
-            "taken back; use a model with attention only.",
-            parameter="speculative_config",
-        )
-    return replace(plan, draft=drafting)
-
-
-def _draft_args(args: EngineArgs, plan: RunnerPlan) -> EngineArgs:
+def draft_args(args: EngineArgs, plan: RunnerPlan) -> EngineArgs | None:
+    """The arguments of the draft model that `plan`'s `speculative_config` names; None: it names none."""
     config = plan.config
     speculative = config.speculative_config
     if speculative is None or speculative.model is None:
-        raise ValueError("there is no draft model")
+        return None
     return EngineArgs(
         speculative.model,
         dtype=args.dtype,
@@ -77,6 +43,32 @@ def _draft_args(args: EngineArgs, plan: RunnerPlan) -> EngineArgs:
         device=args.device,
         offload_weights=False,
     )
+
+
+def with_draft(
+    plan: RunnerPlan,
+    args: EngineArgs,
+    draft: ReadModel,
+    tokenizer: Tokenizer | None,
+    platform: Platform,
+    backend: Backend,
+) -> RunnerPlan:
+    """The plan with that of its draft model, which `args` describe.
+
+    Raises:
+        ValidationError: the model cannot draft for the plan's.
+    """
+    if tokenizer is not None:
+        other = read_tokenizer(replace(args, skip_tokenizer_init=False), draft.source)
+        _check_tokenizer(tokenizer, other, str(args.model))
+    drafting = make_plan(args, draft, platform, plan.config.compilation_config, backend, ())
+    if drafting.config.cache_config.num_state_slots:
+        raise ValidationError(
+            f"speculative_config model={str(args.model)!r} has recurrent states, from which a rejected draft cannot be "
+            "taken back; use a model with attention only.",
+            parameter="speculative_config",
+        )
+    return replace(plan, draft=drafting)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, other: Tokenizer | None, model: str) -> None:

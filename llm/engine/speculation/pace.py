@@ -98,9 +98,6 @@ class _Count:
         return (self.accepted + 2.0 * prior) / (self.tried + 2.0)
 
 
-_NOTHING: dict[str, _Count] = {}
-
-
 class Chances:
     """The chance that the next draft is accepted, by request and kind."""
 
@@ -121,7 +118,7 @@ class Chances:
 
     def fade(self, request_id: str) -> None:
         """A step has passed without drafts: what was true of the text before may change."""
-        for count in self._of_row.get(request_id, _NOTHING).values():
+        for count in self._of_row.get(request_id, {}).values():
             count.fade(_FADE)
 
     def forget(self, request_id: str) -> None:
