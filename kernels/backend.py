@@ -53,6 +53,7 @@ OPERATIONS: dict[str, str] = {
     "select_experts": "routing",
     "mix_two_experts": "routing",
     "experts": "experts",
+    "causal_conv1d": "conv",
     "log_softmax": "vocabulary",
     "argmax": "vocabulary",
     "top_k": "vocabulary",

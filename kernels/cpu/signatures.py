@@ -57,6 +57,12 @@ int64_t llm_latent_attention(const int32_t* table, const int32_t* starts, const 
     Kind kind, const void* cache, float* out, int64_t heads, int64_t latent_size, int64_t rope_size, float scale,
     int64_t threads)
 
+int64_t llm_causal_conv1d(const int64_t* slots, const int32_t* starts, const int32_t* lengths, int64_t rows,
+    int64_t num_slots, const float* x, int64_t x_stride, int64_t tokens, Kind kind, const void* weight,
+    int64_t weight_channel, int64_t weight_tap, const void* bias, float* state, int64_t state_slot,
+    int64_t state_channel, int64_t state_tap, int64_t channels, int64_t taps, int64_t silu, float* out,
+    int64_t threads)
+
 void llm_log_softmax(const float* x, float* out, int64_t rows, int64_t width, int64_t threads)
 void llm_argmax(const float* x, float* values, int64_t* ids, int64_t rows, int64_t width, int64_t threads)
 void llm_top_k(const float* x, int64_t k, float* values, int64_t* ids, int64_t rows, int64_t width, int64_t threads)

@@ -129,6 +129,27 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     calls += 23;
 }
 
+// Two rows, the second of which goes on: slots of strides that leave nothing over.
+template <class T> void convolution(Kind kind, int64_t channels, int64_t taps, bool columns) {
+    Exactly<T> weight(channels * taps), bias(channels);
+    Exactly<float> x(5 * channels, 0.5f), out(5 * channels), state(2 * channels * (taps - 1), 0.25f);
+    Exactly<int64_t> slots(2);
+    Exactly<int32_t> starts(3), lengths(2);
+    slots.data[0] = 1, slots.data[1] = 0, starts.data[0] = 0, starts.data[1] = 3, starts.data[2] = 5;
+    lengths.data[0] = 3, lengths.data[1] = 9;
+    const auto convolve = [&](const void* with) {
+        return llm_causal_conv1d(slots.data, starts.data, lengths.data, 2, 2, x.data, channels, 5, kind, weight.data,
+                                 columns ? 1 : taps, columns ? channels : 1, with, state.data, channels * (taps - 1),
+                                 columns ? 1 : taps - 1, columns ? channels : 1, channels, taps, 1, out.data, 1);
+    };
+    need(convolve(bias.data) == -1 && convolve(nullptr) == -1, "a good row was refused");
+    slots.data[1] = 2;
+    need(convolve(nullptr) == 1, "a slot that does not exist was read");
+    slots.data[1] = 0, starts.data[2] = 6;
+    need(convolve(nullptr) == 1, "tokens that do not exist were read");
+    calls += 4;
+}
+
 // A row is cut into chunks by the number of threads; the kernels' own threads share the chunks.
 void over_the_vocabulary(int64_t count, int64_t width, int64_t threads) {
     const int64_t k = width < 5 ? width : 5, blocks = (width + 15) / 16;
@@ -169,6 +190,11 @@ int run_step_kernels() {
                 latent_attention<uint16_t>(Kind::BFLOAT16, 50, latent, 2, block, 3, fresh);
                 latent_attention<uint16_t>(Kind::FLOAT16, 1, latent, 1, block, 0, fresh);
             }
+    for (int64_t channels : {1, 17, 256, 300})
+        for (int64_t taps : {1, 3, 4}) {
+            convolution<float>(Kind::FLOAT32, channels, taps, false);
+            convolution<uint16_t>(Kind::BFLOAT16, channels, taps, true);
+        }
     for (int64_t count : {1, 3})
         for (int64_t width : {1, 2, 15, 16, 17, 63, 64, 65, 100}) {
             rows<float>(Kind::FLOAT32, count, width);

@@ -1,0 +1,31 @@
+// The batch rows of a step, for kernels that keep a state per request: recurrent.py has the same in Python.
+#pragma once
+
+#include "integers.h"
+
+namespace llm {
+namespace {
+
+// Row r has the tokens [first(r), first(r) + count(r)); its state is at index slots[r].
+struct StateRows {
+    const int64_t* slots;
+    const int32_t *starts, *lengths;
+    int64_t rows;
+
+    int64_t first(int64_t row) const { return starts[row]; }
+    int64_t count(int64_t row) const { return starts[row + 1] - starts[row]; }
+    // Its first token is at position 0: its slot has what an earlier request left.
+    bool is_new(int64_t row) const { return lengths[row] == count(row); }
+};
+
+// The first row whose slot or tokens do not exist; -1 if there is none.
+inline int64_t first_bad_row(const StateRows& rows, int64_t num_slots, int64_t tokens) {
+    for (int64_t r = 0; r < rows.rows; ++r) {
+        if (rows.slots[r] < 0 || rows.slots[r] >= num_slots || rows.starts[r] < 0 || rows.count(r) < 0) return r;
+        if (rows.starts[r + 1] > tokens || rows.lengths[r] < rows.count(r)) return r;
+    }
+    return -1;
+}
+
+}  // namespace
+}  // namespace llm
