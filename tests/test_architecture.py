@@ -40,6 +40,7 @@ FLOORS = {
     "llm.outputs_read": 1,
     "llm.outputs_table": 1,
     "llm.plugins": 1,
+    "llm.progress": 1,
     "llm.sampling_params": 1,
     "llm.structured_params": 1,
     "llm.platforms": 1,

@@ -45,6 +45,7 @@ class Flow:
         batches: entries in the order of their indices; read without the lock of a call.
         ordered: give the outputs in the order of the rows, not of their ends.
         on_step: called after each step, outside the call.
+        on_admit: called with each prompt that is queued.
         guard: of a job, which sees Ctrl-C between the steps too.
     """
 
@@ -55,11 +56,13 @@ class Flow:
         *,
         ordered: bool = False,
         on_step: Callable[[Flow], None] | None = None,
+        on_admit: Callable[[PromptState], None] | None = None,
         guard: InterruptGuard | None = None,
     ) -> None:
         self._llm = llm
         self._batches = batches
         self._on_step = on_step
+        self._on_admit = on_admit
         self._guard = guard
         self._ordered = ordered
         self._size = llm._open_engine().config.scheduler_config.max_num_seqs
@@ -98,7 +101,12 @@ class Flow:
             raise
         finally:
             llm._drop(*self._states.values())
-            del self._llm, self._batches, self._on_step  # kept for `outputs`, this must not keep the model alive
+            del (
+                self._llm,
+                self._batches,
+                self._on_step,
+                self._on_admit,
+            )  # kept for `outputs`, this must not keep the model alive
         if self._error is not None:
             raise self._error
 
@@ -159,6 +167,8 @@ class Flow:
             else:
                 state = self._states[number] = engine.add(entry, ended=self._ended)
                 self._numbers[state.request_id] = number
+                if self._on_admit is not None:
+                    self._on_admit(state)
 
     def _ready_now(self) -> bool:
         return self._next in self._ready if self._ordered else bool(self._ready)

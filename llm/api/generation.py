@@ -90,6 +90,7 @@ class BatchCall:
         self._states: dict[int, PromptState] = {}  # by place among the rows
         self._ended: list[PromptState] = []
         self._told: dict[str, RequestOutput] = {}  # by request id; what `on_output` was given
+        self._progress = Progress(options.use_tqdm, len(rows))
 
     def run(self, engine: Engine) -> RequestOutputs:
         """The outputs, in the order of the rows.
@@ -101,12 +102,14 @@ class BatchCall:
         try:
             for place, row in enumerate(self._rows):
                 if not isinstance(row, Row):
-                    self._tell(self._output(place, row))
+                    output = self._output(place, row)
+                    self._progress.settle(output.error is not None)
+                    self._tell(output)
                 else:
                     self._states[place] = engine.add(row, ended=ended)
-            states = list(self._states.values())
-            with closing(Progress(states, self._options.use_tqdm)) as progress:
-                engine.run(states, lambda: self._between_steps(engine, progress))
+                    self._progress.add(self._states[place])
+            with closing(self._progress):
+                engine.run(list(self._states.values()), lambda: self._between_steps(engine))
             self._take_ended()
             outputs = self.outputs()
             warn_of_errors(outputs)
@@ -140,9 +143,9 @@ class BatchCall:
             return output_without_run(row)
         return self._told.get(state.request_id) or state.last_output()
 
-    def _between_steps(self, engine: Engine, progress: Progress) -> None:
+    def _between_steps(self, engine: Engine) -> None:
         self._abort_dropped(engine)
-        progress.update()
+        self._progress.update()
         self._take_ended()
         if self._keeper is not None:
             self._keeper.after_step(self._states.values())
@@ -217,7 +220,9 @@ class Generation:
         Args:
             prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of any of these.
             sampling_params: one for all prompts, or one per prompt; None: the model's defaults.
-            use_tqdm: a progress bar in tokens; False prints nothing; a callable makes the bar.
+            use_tqdm: a progress bar in tokens, and a line when it ends, if the call takes more than half a second;
+                False prints nothing. A callable that takes tqdm's arguments makes the bar; any other is called with a
+                `llm.progress.GenerationProgress` at most ten times a second, and when the call ends.
             priority: one integer per prompt; not used, because the order of execution changes no answer.
             tokenization_kwargs: `add_special_tokens`; `truncation` with `max_length`, or `truncate_prompt_tokens`, with
                 `truncation_side` ("left", the first tokens are cut, or "right").

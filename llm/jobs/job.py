@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from time import monotonic
 
 from llm.api.flow import Entry, Flow, FlowHost
-from llm.base.bar import Bar, UseTqdm
+from llm.base.bar import UseTqdm
 from llm.base.errors import GenerationInterrupted, JobError, JobInterrupted, ValidationError
 from llm.base.types import JsonObject
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.preprocess import Place
-from llm.engine.rows import AnyRow, Row
+from llm.engine.progress import Progress
+from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.jobs.answers import Answer, Answers, Partials
 from llm.jobs.identity import row_key
 from llm.jobs.journal import Journal
@@ -92,7 +93,7 @@ class _Count:
 class Job:
     """One run of a job."""
 
-    def __init__(self, llm: FlowHost, plan: JobPlan, journal: Journal) -> None:
+    def __init__(self, llm: FlowHost, plan: JobPlan, journal: Journal, use_tqdm: UseTqdm) -> None:
         self._llm = llm
         self._plan = plan
         self._journal = journal
@@ -100,17 +101,16 @@ class Job:
         self._partials = Partials()
         self._partials_at = monotonic() + _PARTIALS_SECONDS
         self._count = _Count()
+        self._progress = Progress(use_tqdm, plan.count)
 
-    def run(self, use_tqdm: UseTqdm) -> JobSummary:
+    def run(self) -> JobSummary:
         """Raises `JobInterrupted` at Ctrl-C and SIGTERM, once the journal has everything."""
         started = monotonic()
-        make = Bar if use_tqdm is True else use_tqdm or _NoBar
-        with InterruptGuard(terminable=True) as guard, closing(make(total=self._plan.count, unit=" rows")) as bar:
-            flow = Flow(self._llm, self._batches(), on_step=self._after_step, guard=guard)
+        with InterruptGuard(terminable=True) as guard, closing(self._progress):
+            flow = Flow(self._llm, self._batches(), on_step=self._after_step, on_admit=self._progress.add, guard=guard)
             try:
                 for output in flow:
                     self._keep(output)
-                    bar.update(self._count.done + self._count.resumed - bar.n)
             except GenerationInterrupted as interrupted:
                 done = self._count.done + self._count.resumed
                 raise JobInterrupted(interrupted.outputs, done, self._plan.count, guard.signal) from None
@@ -165,7 +165,10 @@ class Job:
             )
         if known is not None and known.output is not None:
             self._count.resumed += 1
+            self._progress.settle(failed=False)
             return True
+        if isinstance(row, RefusedRow):
+            self._progress.settle(failed=True)
         self._keys[row.index] = key
         if known is not None and isinstance(row, Row):
             row.known_outputs = known.tokens
@@ -180,6 +183,7 @@ class Job:
         self._count.done += 1
 
     def _after_step(self, flow: Flow) -> None:
+        self._progress.update()
         if monotonic() > self._partials_at:
             self._write_partials(flow)
             self._journal.flush()
@@ -207,17 +211,3 @@ class Job:
             self._count.errors += output.error is not None
             self._count.tokens += sum(len(own.token_ids) for own in output.outputs)
             yield plan.rows.answer(row, output, known.key, plan.model)
-
-
-@dataclass
-class _NoBar:
-    """Counts, and shows nothing."""
-
-    total: int = 0
-    unit: str = ""
-    n: int = field(default=0, init=False)
-
-    def update(self, count: int) -> None:
-        self.n += count
-
-    def close(self) -> None: ...

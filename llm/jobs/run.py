@@ -103,7 +103,7 @@ def run_job(llm: FlowHost, files: JobFiles, options: RunOptions, identity: JsonO
     if files.target.exists():  # and resume=True
         return JobSummary(files.target, count, count, 0, 0, 0.0)
     with closing(Journal(files.journal, {**identity, "input": files.source.suffix, "shard": options.shard})) as journal:
-        summary = Job(llm, plan, journal).run(options.use_tqdm)
+        summary = Job(llm, plan, journal, options.use_tqdm).run()
         files.journal.unlink()
     return summary
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,8 +14,10 @@ from embedded import GREEDY, PROMPTS, engine_of, open_llm, run
 from tqdm.auto import tqdm
 
 from llm import LLM, GenerationInterrupted, SamplingParams
+from llm.base import bar as bar_module
 from llm.engine import progress
 from llm.engine.progress import Progress
+from llm.progress import GenerationProgress
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (3, 8, 5)]
 
@@ -49,10 +53,11 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(autouse=True)
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refresh after every step, however fast it was."""
+    """Show it after every step, however fast it was."""
     Recorder.made = []
     monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)
     monkeypatch.setattr(progress, "_REFRESH_COST_FACTOR", 0)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.0)
 
 
 def test_it_counts_tokens_and_rows(llm: LLM) -> None:
@@ -60,13 +65,15 @@ def test_it_counts_tokens_and_rows(llm: LLM) -> None:
     [bar] = Recorder.made
     everything = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs)
     assert bar.n == bar.total == everything
-    assert bar.postfix == "rows 3/3 done, 0 running"
+    assert bar.postfix.startswith("rows 3/3 done, 0 running, 3 stopped by length, in ")
     assert bar.closed == 1
     counts = [count for count, _, _ in bar.history]
     assert counts == sorted(counts)
     assert counts[0] > 0  # prompts count while no row has finished
-    assert "rows 0/3 done, 2 running" in [postfix for _, _, postfix in bar.history]
-    assert "rows 1/3 done, 2 running" in [postfix for _, _, postfix in bar.history]
+    postfixes = [postfix for _, _, postfix in bar.history]
+    assert any(text.startswith("rows 0/3 done, 2 running, 1 waiting") for text in postfixes)
+    assert any(text.startswith("rows 1/3 done, 2 running, 1 stopped by length") for text in postfixes)
+    assert any(text.endswith(" left") for text in postfixes)
     assert all(count <= total for count, total, _ in bar.history)
 
 
@@ -83,9 +90,34 @@ def test_the_total_is_an_estimate_that_improves(llm: LLM) -> None:
     assert totals[-1] == bar.n == 6 * 2 + 6 * 4
 
 
-def test_n_completions_are_rows(llm: LLM) -> None:
+def test_a_prompt_with_n_completions_is_a_row(llm: LLM) -> None:
     llm.generate(PROMPTS[0], SamplingParams(n=3, max_tokens=2), use_tqdm=Recorder)
-    assert Recorder.made[0].postfix == "rows 3/3 done, 0 running"
+    assert Recorder.made[0].postfix.startswith("rows 1/1 done")
+
+
+def test_a_callable_gets_what_is_known(llm: LLM) -> None:
+    """Rows that fail, that hit the prefix cache, that are cut; the last report is of the end."""
+    llm.reset_prefix_cache()
+    found: list[GenerationProgress] = []
+    rows = [[7] * 40, [7] * 40, "the king " * 2000, [9] * 5]
+    outputs = llm.generate(rows, PARAMS[1], on_error="return", use_tqdm=found.append)
+    last = found[-1]
+    assert (last.rows, last.done, last.failed, last.running, last.waiting) == (4, 4, 1, 0, 0)
+    assert last.stopped_by_length == 3 and last.finished and not any(item.finished for item in found[:-1])
+    assert last.prompt_tokens == 85 and last.generated_tokens == 24 and last.tokens == last.expected_tokens == 109
+    assert last.cached_tokens == sum(output.num_cached_tokens for output in outputs) > 0
+    assert last.prefix_hit_share == last.cached_tokens / 85
+    assert last.generated_tokens_per_second == 24 / last.seconds
+    for item in found:
+        assert item.done + item.running + item.waiting == item.rows
+        assert item.seconds_left is None or 0 <= item.seconds_left[0] <= item.seconds_left[1]
+    assert "4/4 rows done in " in last.summary() and "1 failed, 3 stopped by length, prefix hits" in last.summary()
+
+
+def test_what_no_callable_takes_is_refused(llm: LLM) -> None:
+    with pytest.raises(TypeError):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=lambda: None)
+    assert len(run(llm, PROMPTS)) == 3  # the engine goes on
 
 
 def test_a_preempted_row_does_not_move_it_back() -> None:
@@ -113,13 +145,49 @@ def test_a_partial_of_tqdm(llm: LLM) -> None:
     assert "rows 3/3 done, 0 running" in shown
 
 
-def test_the_default_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_bar_leaves_one_line(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(PROMPTS, GREEDY)
     out, err = capsys.readouterr()
     assert out == ""
     assert "Generating: 100%" in err
-    assert "tokens/s" in err
-    assert err.endswith("\n")
+    shown = err.rpartition("\r")[2]
+    assert shown.startswith("3/3 rows done in ") and "tokens/s" in shown and shown.count("\n") == 1
+
+
+def test_a_short_call_shows_nothing(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 60.0)
+    llm.generate(PROMPTS, GREEDY)
+    assert capsys.readouterr() == ("", "")
+
+
+class Cell:
+    """Stands for the output of a notebook's cell: what a saved notebook would have."""
+
+    def __init__(self) -> None:
+        self.outputs: list[str] = []
+        self.updates = 0
+
+    def show(self, data: dict[str, str]) -> Cell:
+        self.outputs.append(data["text/plain"])
+        return self
+
+    def update(self, data: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.updates += 1
+        self.outputs[-1] = data["text/plain"]
+
+
+def test_a_saved_notebook_has_the_last_line_alone(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell()
+    monkeypatch.setattr(bar_module, "_notebook_display", lambda: cell.show)
+    llm.generate(PROMPTS, GREEDY)
+    assert capsys.readouterr() == ("", "")
+    assert len(cell.outputs) == 1 and cell.updates > 1
+    assert cell.outputs[0].startswith("3/3 rows done in ")
 
 
 class FullDisk(io.StringIO):
@@ -139,8 +207,6 @@ def test_a_bar_that_cannot_be_drawn_does_not_end_the_call(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, writes: int | None
 ) -> None:
     """There is no standard error (a service), or it is full, at the start or later."""
-    monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)
-    monkeypatch.setattr(progress, "_REFRESH_COST_FACTOR", 0)
     expected = run(llm, PROMPTS, PARAMS)
     error = None if writes is None else FullDisk()
     if isinstance(error, FullDisk):
@@ -168,11 +234,36 @@ def test_it_is_not_refreshed_more_often_than_it_is_worth(llm: LLM, monkeypatch: 
 
     monkeypatch.undo()
     monkeypatch.setattr(progress, "monotonic", clock)
-    bar = Progress([], False)
-    bar._bar = Recorder(0, "x")
-    for _ in range(1000):
+    found: list[GenerationProgress] = []
+    bar = Progress(found.append, 1)
+    for _ in range(10_000):
         bar.update()
-    # A refresh takes one tick of this clock, so 200 ticks must pass before the next; asking is a tick, too.
-    assert 4 <= len(bar._bar.history) <= 6
+    # To show it takes one tick of this clock, so 1000 ticks must pass before the next; asking is a tick, too.
+    assert 8 <= len(found) <= 10
     bar.update(force=True)
-    assert len(bar._bar.history) <= 7
+    assert len(found) <= 11
+
+
+def test_rows_that_wait_are_not_looked_at(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at grows with the rows that run, two here, and not with the rows of the call."""
+    looked = 0
+
+    def counting(state: Any) -> list[Any]:
+        nonlocal looked
+        looked += 1
+        return [completion.request for completion in state.completions]
+
+    monkeypatch.setattr(progress, "_requests", counting)
+    found: list[GenerationProgress] = []
+    llm.generate([[5, 6]] * 60, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=found.append)
+    assert len(found) > 60
+    assert looked < 14 * len(found)
+
+
+def test_a_job_shows_its_rows(llm: LLM, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in [*PROMPTS * 3, "x" * 20_000]))
+    found: list[GenerationProgress] = []
+    llm.run(source, tmp_path / "out.jsonl", SamplingParams(max_tokens=4), use_tqdm=found.append)
+    assert [found[-1].done, found[-1].rows, found[-1].failed] == [10, 10, 1]
+    assert found[0].waiting > 0 and found[-1].finished
