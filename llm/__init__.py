@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from llm.api import LLM as LLM
+    from llm.api.async_llm import AsyncLLM as AsyncLLM
     from llm.api.llm_engine import LLMEngine as LLMEngine
     from llm.base.errors import EmptyPromptError as EmptyPromptError
     from llm.base.errors import EngineClosedError as EngineClosedError
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from llm.base.errors import TokenOutOfRangeError as TokenOutOfRangeError
     from llm.base.errors import ValidationError as ValidationError
     from llm.beam_params import BeamSearchParams as BeamSearchParams
+    from llm.config.command_line import AsyncEngineArgs as AsyncEngineArgs
     from llm.config.command_line import EngineArgs as EngineArgs
+    from llm.engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
     from llm.inputs import PromptType as PromptType
     from llm.inputs import TextPrompt as TextPrompt
     from llm.inputs import TokensPrompt as TokensPrompt
@@ -44,7 +47,6 @@ if TYPE_CHECKING:
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
     from llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
-    from llm.stand_ins import AsyncLLMEngine as AsyncLLMEngine
     from llm.stand_ins import PoolingParams as PoolingParams
 
 # Public name -> the module that defines it.
@@ -70,7 +72,9 @@ _PUBLIC = {
     "register_model": "llm.models.registry",
     "EngineArgs": "llm.config.command_line",
     "LLMEngine": "llm.api.llm_engine",
-    "AsyncLLMEngine": "llm.stand_ins",
+    "AsyncLLM": "llm.api.async_llm",
+    "AsyncLLMEngine": "llm.engine.async_llm_engine",
+    "AsyncEngineArgs": "llm.config.command_line",
     "PoolingParams": "llm.stand_ins",
     "LLMError": "llm.base.errors",
     "ValidationError": "llm.base.errors",

@@ -25,9 +25,5 @@ class _StandIn(type):
             raise LLMError(f"there is no {cls.__name__}.{name} here; {STAND_INS[cls.__name__]}.")
 
 
-class AsyncLLMEngine(metaclass=_StandIn):
-    """vLLM's engine of servers."""
-
-
 class PoolingParams(metaclass=_StandIn):
     """The parameters of embeddings and scores."""

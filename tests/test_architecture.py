@@ -54,6 +54,7 @@ FLOORS = {
     "llm.tokenizer": 6,
     "llm.tokenizer_backends": 6,
     "llm.engine": 7,
+    "llm.engine.async_llm_engine": 8,
     "llm.explain": 7,
     "llm.api": 8,
     "llm.bench": 8,

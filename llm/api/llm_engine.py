@@ -1,56 +1,21 @@
 """`LLMEngine`: an `LLM` that is driven step by step, request by request, as vLLM's engine of that name.
 
-Owns which requests were added and what each has told so far; steps and requests are `llm.engine`'s.
+Owns which requests were added; `told.py` says what each has told so far, steps and requests are `llm.engine`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 
 from llm.api.checks import check_asks_nothing, check_priority
 from llm.api.facade import LLM
+from llm.api.told import Told
 from llm.base.checks import refuse
 from llm.base.errors import GenerationInterrupted, ValidationError
 from llm.base.names import known_names
 from llm.engine.interrupt import InterruptGuard
-from llm.engine.output import PromptState
-from llm.outputs import CompletionOutput, RequestOutput
-from llm.sampling_params import RequestOutputKind, SamplingParams
-
-
-@dataclass
-class _Added:
-    """A request, and how much of each of its completions was told.
-
-    Attributes:
-        texts: what streaming has given of each completion.
-        told: tokens and characters of each that outputs have had.
-    """
-
-    state: PromptState
-    kind: RequestOutputKind
-    texts: list[str] = field(default_factory=list)
-    told: list[tuple[int, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.texts = [""] * len(self.state.completions)
-        self.told = [(0, 0)] * len(self.state.completions)
-
-    def advance(self, index: int, own: CompletionOutput) -> bool:
-        """Make a completion what is to be told of it; returns whether anything is new."""
-        pieces = self.state.completions[index].pieces
-        self.texts[index] += "".join(pieces)
-        pieces.clear()
-        if own.finish_reason is None:
-            own.text = self.texts[index]  # without what may yet be the start of a stop string
-        tokens, characters = self.told[index]
-        self.told[index] = len(own.token_ids), len(own.text)
-        is_new = len(own.token_ids) > tokens or own.finish_reason is not None
-        if self.kind is RequestOutputKind.DELTA:
-            own.text, own.token_ids = own.text[characters:], own.token_ids[tokens:]
-            own.logprobs = None if own.logprobs is None else own.logprobs[tokens:]
-        return is_new
+from llm.outputs import RequestOutput
+from llm.sampling_params import SamplingParams
 
 
 class LLMEngine:
@@ -65,7 +30,7 @@ class LLMEngine:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._added: dict[str, _Added] = {}
+        self._added: dict[str, Told] = {}
 
     @classmethod
     def from_engine_args(
@@ -110,7 +75,7 @@ class LLMEngine:
                 message = f"add_request takes one prompt, got {len(rows)}; call it for each."
                 raise ValidationError(message, parameter="prompt", value=len(rows))
             kind = rows[0].params.output_kind
-            self._added[request_id] = _Added(engine.add(rows[0], streaming=True), kind)
+            self._added[request_id] = Told(engine.add(rows[0], streaming=True), kind)
         if guard.requested:
             raise GenerationInterrupted([])
         return request_id
@@ -145,12 +110,7 @@ class LLMEngine:
 
     def _told(self, name: str) -> RequestOutput | None:
         """What the request's `output_kind` asks to tell now; a finished request is forgotten."""
-        added = self._added[name]
-        state = added.state
-        if state.finished:
+        told = self._added[name]
+        if told.state.finished:
             del self._added[name]
-        elif added.kind is RequestOutputKind.FINAL_ONLY:
-            return None
-        output = replace(state.output(), request_id=name)
-        fresh = [added.advance(index, own) for index, own in enumerate(output.outputs)]
-        return output if any(fresh) else None
+        return told.next_output(name)

@@ -91,6 +91,8 @@ if TYPE_CHECKING:
     class EngineArgs(CommandLine):
         def __init__(self, model: str | Path = ..., **given: object) -> None: ...
 
+    class AsyncEngineArgs(EngineArgs): ...
+
 else:
     EngineArgs = known_fields(CONSTRUCTOR)(
         dataclasses.make_dataclass(
@@ -100,4 +102,12 @@ else:
             namespace={"__doc__": "The arguments of `LLM`; none of them is checked before an `LLM` is made of them."},
         )
     )
-    EngineArgs.__module__ = __name__
+    AsyncEngineArgs = known_fields(CONSTRUCTOR)(
+        dataclasses.make_dataclass(
+            "AsyncEngineArgs",
+            [("enable_log_requests", bool, field(default=False))],
+            bases=(EngineArgs,),
+            namespace={"__doc__": "`EngineArgs` for `AsyncLLM`; requests are not logged, whatever it says."},
+        )
+    )
+    EngineArgs.__module__ = AsyncEngineArgs.__module__ = __name__

@@ -22,7 +22,7 @@ CALLS: dict[str, str] = {
     "max_new_tokens": "pass sampling_params=SamplingParams(max_tokens=...)",
     "prompt": "its name is prompts",
     "prompt_token_ids": "pass [{'prompt_token_ids': ids}, ...], or the lists of ids themselves, as prompts",
-    "stream": "use LLM.stream(prompt, sampling_params), which yields text as it comes",
+    "stream": "use LLM.stream(prompt, sampling_params), which yields text as it comes, or llm.AsyncLLM",
 }
 
 _MEDIA = "images, audio and video are not read; describe them in the text"
@@ -105,7 +105,7 @@ CONSTRUCTOR: dict[str, str] = {
     "max_tokens": "it is a field of SamplingParams",
 }
 
-_ASYNC = "requests are computed in this process, during a call; LLM.stream yields text as it comes"
+_ASYNC = "llm.AsyncLLM is the engine for asyncio, and asyncio has the rest"
 _ENGINE = "an LLM drives its engine itself; pass all prompts to one call of LLM.generate"
 _ONE_DEVICE = "an LLM runs in this process, on one device"
 _ADAPTERS = "adapters are not here yet; merge them into the checkpoint"
@@ -142,10 +142,9 @@ _DISTRIBUTED = (
     "initialize_model_parallel initialize_ray_cluster tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
 ).split()
 # Classes that can be imported from `llm` but not used; see `llm.stand_ins`.
-STAND_INS: dict[str, str] = {"AsyncLLMEngine": _ASYNC, "PoolingParams": _NO_POOLING}
+STAND_INS: dict[str, str] = {"PoolingParams": _NO_POOLING}
 # Names that code for vLLM imports from modules that exist here.
 NAMES: dict[str, str] = {
-    **dict.fromkeys(("AsyncLLM", "AsyncEngineArgs"), _ASYNC),
     "EngineCore": _ENGINE,
     **dict.fromkeys(_POOLING, _NO_POOLING),
     **dict.fromkeys(_EXPERT_LAYERS, _EXPERTS),
@@ -171,7 +170,6 @@ MODULES: dict[str, str] = {
     "llm.attention.backends": "an attention backend is an llm.layers.attention.AttentionBackend",
     "llm.attention.layer": "Attention is in llm.model_executor.layers.attention",
     "llm.distributed.device_communicators": _ONE_DEVICE,
-    "llm.engine.async_llm_engine": _ASYNC,
     "llm.engine.llm_engine": "LLMEngine is imported from llm",
     "llm.entrypoints.openai": "there is no server; LLM.chat and LLM.stream answer in this process",
     "llm.envs": "environment variables are in llm.config.env",
@@ -191,7 +189,7 @@ MODULES: dict[str, str] = {
     "llm.utils.async_utils": _ASYNC,
     "llm.utils.torch_utils": _OWN,
     "llm.v1.core": "the scheduler and the blocks are in llm.engine",
-    "llm.v1.engine": _ASYNC,
+    **dict.fromkeys(("llm.v1.engine.core", "llm.v1.engine.llm_engine"), _ENGINE),
     "llm.v1.worker": "the model runner is llm.engine.model_runner.ModelRunner",
     "llm.worker": "the model runner is llm.engine.model_runner.ModelRunner",
 }

@@ -1,5 +1,5 @@
 """`vllm.engine.arg_utils`: a re-export."""
 
-from llm.config.command_line import EngineArgs
+from llm.config.command_line import AsyncEngineArgs, EngineArgs
 
-__all__ = ["EngineArgs"]
+__all__ = ["AsyncEngineArgs", "EngineArgs"]

@@ -124,6 +124,8 @@ class Completion:
     def _final_text(self) -> str:
         if self._text is not None or self._tokenizer is None:
             return self._text or ""
+        if self._stream is not None:
+            return self._stream.text  # so far
         request = self.request
         tokens = request.output_token_ids
         if not tokens:

@@ -1,0 +1,165 @@
+"""`AsyncLLM`: an `LLM` for asyncio, as vLLM's engine of that name.
+
+Owns the public class; `engine_thread.py` has the thread that runs the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from itertools import count
+from types import TracebackType
+
+from llm.api.checks import check_asks_nothing, check_priority
+from llm.api.engine_thread import Call, EngineThread
+from llm.api.facade import LLM
+from llm.base.checks import refuse
+from llm.base.errors import EngineClosedError
+from llm.base.names import known_names
+from llm.outputs import RequestOutput
+from llm.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """Generate for many tasks at once: their requests share a batch, and each may come and go at any time.
+
+    The event loop is never blocked: a thread, the only one, tokenizes, computes and decodes. Answers are those of
+    `LLM.generate`, bit for bit. Tasks of several event loops may share one.
+
+    Args:
+        llm: what is driven. Its own methods can be called from other threads between two steps; `shutdown` leaves it
+            open.
+
+    Attributes:
+        llm: as given; or, after `from_engine_args`, made from the arguments and closed by `shutdown`.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._thread = EngineThread(llm)
+        self._owns = False
+        self._numbers = count()
+        self._gathered: defaultdict[asyncio.AbstractEventLoop, list[Call]] = defaultdict(list)
+        # Also before the interpreter ends, and when this object is collected.
+        self._stop = weakref.finalize(self, self._thread.stop)
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: object,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: None = None,
+    ) -> AsyncLLM:
+        """An engine for an `AsyncEngineArgs` or `EngineArgs`. Nothing is reported or logged, whatever is asked; the
+        thread starts with the first request."""
+        given = {name: value for name, value in vars(engine_args).items() if name != "enable_log_requests"}
+        engine = cls(LLM(**given))
+        engine._owns = True
+        return engine
+
+    @known_names("AsyncLLM.generate")
+    async def generate(
+        self,
+        prompt: object,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs of one prompt until it is `finished`; `sampling_params.output_kind` says what is in each: the
+        whole answer so far (the default), what is new of it, or the whole answer, once.
+
+        Cancelling the task, or leaving the loop, drops the request and frees its blocks. A request that a task no
+        longer iterates over is dropped when its generator is closed (`aclose`, `contextlib.aclosing`) or collected.
+
+        Args:
+            prompt: as one prompt of `LLM.generate`.
+            sampling_params: None: the model's defaults. Without a seed, one is derived from the order of the requests.
+            request_id: of no unfinished request; None: one is made.
+
+        Raises:
+            ValidationError: the prompt or the params are wrong; other requests go on.
+            LLMError: the engine failed, which ends all requests; `__cause__` is the failure. New ones can run.
+            EngineClosedError: `shutdown` was called, or the LLM was closed.
+        """
+        check_asks_nothing(lora_request=lora_request)
+        check_priority([priority], 1)
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        if not isinstance(name, str):
+            refuse("request_id", name, "a text, or None")
+        loop = asyncio.get_running_loop()
+        call = Call(name, prompt, sampling_params, tokenization_kwargs, loop)
+        if not self._gathered[loop]:
+            loop.call_soon(self._submit, loop)
+        self._gathered[loop].append(call)
+        finished = False
+        try:
+            while not finished:
+                output = await call.next_output()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._thread.leave(call)
+
+    def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs after the tasks that were ready: gathered requests reach the thread together, and start in one step."""
+        self._thread.submit(self._gathered.pop(loop))
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests where they are: their last outputs have what there is, and finish_reason "abort"."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            asyncio.get_running_loop().call_soon(self._thread.abort, name)
+
+    async def get_tokenizer(self, lora_request: None = None) -> object:
+        """The tokenizer as an object of transformers."""
+        check_asks_nothing(lora_request=lora_request)
+        return self.llm.get_tokenizer()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Clear the prefix cache; does nothing and returns False while there are requests."""
+        return await asyncio.to_thread(self.llm.reset_prefix_cache)
+
+    async def check_health(self) -> None:
+        """Raises `EngineClosedError` if no request can run."""
+        if self._thread.is_stopped:
+            raise EngineClosedError("this AsyncLLM is shut down; make a new one.")
+        self.llm._open_engine()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the thread after its current step, and free the model if `from_engine_args` made it. Tasks that wait for
+        outputs get `EngineClosedError`. May be called again."""
+        self._stop()
+        if self._owns:
+            self.llm.close()
+
+    @property
+    def is_running(self) -> bool:
+        return not self._thread.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._thread.is_stopped
+
+    @property
+    def errored(self) -> bool:
+        """False: after a failure, new requests can run. `dead_error` is the last failure."""
+        return False
+
+    @property
+    def dead_error(self) -> Exception | None:
+        return self._thread.error
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()

@@ -1,0 +1,233 @@
+"""The thread that drives the engine for callers of asyncio.
+
+Owns their requests from the event loop to the engine and back. Tokenizing, steps and decoding run in the thread; event
+loops only hand over requests and take outputs. An output is made when its caller has taken the last one, so that a
+slow caller gets fewer and longer ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from llm.api.flow import FlowHost
+from llm.api.told import Told
+from llm.base.errors import EngineClosedError, LLMError, ValidationError
+from llm.engine.engine import Engine
+from llm.engine.prompts import list_prompts
+from llm.engine.request import without_frames
+from llm.engine.rows import RefusedRow
+from llm.outputs import RequestOutput
+from llm.sampling_params import RequestOutputKind, SamplingParams
+
+_SHUT_DOWN = "this AsyncLLM is shut down; make a new one."
+
+
+@dataclass(eq=False)
+class Call:
+    """One request of one caller.
+
+    Attributes:
+        loop: the caller's.
+        outputs: those that were not taken yet; the last may be the error that ended the request.
+        changed: set in the caller's loop when `outputs` has grown.
+        told, is_aborted: the engine thread's; `told` is None until the request is in the engine.
+    """
+
+    request_id: str
+    prompt: object
+    params: SamplingParams | None
+    tokenization_kwargs: Mapping[str, object] | None
+    loop: asyncio.AbstractEventLoop
+    outputs: deque[RequestOutput | Exception] = field(default_factory=deque)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    told: Told | None = None
+    is_aborted: bool = False
+
+    async def next_output(self) -> RequestOutput:
+        """The next output; raises the error that ended the request."""
+        while not self.outputs:
+            self.changed.clear()
+            await self.changed.wait()
+        output = self.outputs.popleft()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+class EngineThread:
+    """Runs the requests of all callers as one batch. The thread starts with the first request.
+
+    Attributes:
+        error: the engine's last failure; None: there was none.
+    """
+
+    def __init__(self, llm: FlowHost) -> None:
+        self.error: Exception | None = None
+        self._llm = llm
+        # Shared with the callers, under this lock.
+        self._changed = threading.Condition()
+        self._commands: list[Callable[[Engine], None]] = []
+        self._waiting: dict[Call, None] = {}  # not in the engine yet, in order
+        self._is_stopped = False
+        self._thread: threading.Thread | None = None
+        # The engine thread's own: requests in the engine, by the callers' ids.
+        self._live: dict[str, Call] = {}
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Queue requests, which start in one step if there is room."""
+        self._waiting.update(dict.fromkeys(calls))
+        self._post(*(partial(self._admit, call) for call in calls))
+        if self._is_stopped:
+            self._fail(EngineClosedError(_SHUT_DOWN))
+
+    def abort(self, request_id: str) -> None:
+        """End a request where it is; its caller gets what there is. Ids of finished or unknown ones are passed over."""
+        self._post(partial(self._abort, request_id))
+
+    def leave(self, call: Call) -> None:
+        """The caller takes no more outputs: drop its request, if it is not finished."""
+        self._post(partial(self._drop, call))
+
+    def stop(self) -> None:
+        """End the thread after its step. Requests that are left end with `EngineClosedError`."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+        # The garbage collector may call this in the thread itself.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _post(self, *commands: Callable[[Engine], None]) -> None:
+        with self._changed:
+            self._commands += commands
+            if self._thread is None and not self._is_stopped:
+                # A daemon, so that a program can end; `AsyncLLM` stops the thread before the interpreter goes.
+                self._thread = threading.Thread(target=self._run, name="llm-engine", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._live or self._commands or self._is_stopped):
+                    self._changed.wait()
+                commands, self._commands = self._commands, []
+            if self._is_stopped:
+                break
+            self._advance(commands)
+        self._fail(EngineClosedError(_SHUT_DOWN))
+
+    def _advance(self, commands: Sequence[Callable[[Engine], None]]) -> None:
+        """Do what callers ask, step, and tell them. A failure ends all requests, not the thread."""
+        try:
+            with self._llm._exclusive():
+                engine = self._llm._begin()
+                for command in commands:
+                    command(engine)
+                if self._live and engine.scheduler.has_unfinished():
+                    engine.step()
+                self._tell(engine)
+                if not self._live:
+                    engine.end_call()
+        except Exception as error:
+            self.error = without_frames(error)
+            self._fail(error)
+
+    def _admit(self, call: Call, engine: Engine) -> None:
+        """Tokenize and queue a prompt. What is wrong with it is told to its caller alone."""
+        if call not in self._waiting:  # a failure has ended it
+            return
+        try:
+            if call.request_id in self._live:
+                problem = f"request_id must be the id of no unfinished request, got {call.request_id!r}."
+                raise ValidationError(problem, parameter="request_id", value=call.request_id)
+            prompts = list_prompts(call.prompt)
+            if len(prompts) != 1:
+                message = f"generate takes one prompt, got {len(prompts)}; call it for each."
+                raise ValidationError(message, parameter="prompt", value=len(prompts))
+            default = self._llm.get_default_sampling_params
+            [row] = self._llm._preprocessor.checked_rows(prompts, call.params, default, call.tokenization_kwargs)
+            if isinstance(row, RefusedRow):
+                raise row.error
+        except Exception as error:
+            del self._waiting[call]
+            _answer([(call, error.with_traceback(None))])
+            return
+        kind = row.params.output_kind
+        call.told = Told(engine.add(row, streaming=kind is not RequestOutputKind.FINAL_ONLY), kind)
+        self._live[call.request_id] = call
+        del self._waiting[call]
+
+    def _abort(self, request_id: str, engine: Engine) -> None:
+        call = self._live.get(request_id)
+        if call is not None and call.told is not None:
+            call.is_aborted = True
+            engine.abort([call.told.state])
+
+    def _drop(self, call: Call, engine: Engine) -> None:
+        if self._live.get(call.request_id) is call and call.told is not None:
+            del self._live[call.request_id]
+            engine.abort([call.told.state])
+
+    def _tell(self, engine: Engine) -> None:
+        answers: list[tuple[Call, RequestOutput | Exception]] = []
+        for name, call in list(self._live.items()):
+            if call.loop.is_closed():
+                self._drop(call, engine)
+                continue
+            if call.told is None or (call.outputs and not call.told.state.finished):
+                continue
+            output = call.told.next_output(name)
+            if output is None:
+                continue
+            if output.finished:
+                del self._live[name]
+            is_lost = not call.is_aborted and any(own.finish_reason == "abort" for own in output.outputs)
+            answers.append((call, LLMError(_LOST) if is_lost else output))
+        _answer(answers)
+
+    def _fail(self, error: Exception) -> None:
+        """End every request."""
+        live, self._live = [*self._live.values()], {}
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        self._llm._drop(*(call.told.state for call in live if call.told is not None))
+        _answer([(call, _of_caller(error)) for call in (*live, *waiting)])
+
+
+_LOST = "the request was dropped because another call on its LLM failed; start it again."
+
+
+def _of_caller(error: Exception) -> Exception:
+    """The engine's error as one caller gets it: a new object for each, because raising it adds the caller's frames."""
+    if isinstance(error, EngineClosedError):
+        return EngineClosedError(str(error))
+    own = LLMError(f"the engine failed and dropped its requests ({type(error).__name__}: {error}); the next can run.")
+    own.__cause__ = error
+    return own
+
+
+def _answer(answers: Sequence[tuple[Call, RequestOutput | Exception]]) -> None:
+    """Give outputs to their callers, waking each event loop once."""
+    woken: defaultdict[asyncio.AbstractEventLoop, list[Call]] = defaultdict(list)
+    for call, output in answers:
+        call.outputs.append(output)
+        woken[call.loop].append(call)
+    for loop, calls in woken.items():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(_wake, calls)
+
+
+def _wake(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call.changed.set()

@@ -1,0 +1,60 @@
+"""What a request has told so far, and what of it is to be told next.
+
+Owns `output_kind`: all of the answer so far, what is new of it, or all of it once it has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llm.engine.output import PromptState
+from llm.outputs import CompletionOutput, RequestOutput
+from llm.sampling_params import RequestOutputKind
+
+
+@dataclass
+class Told:
+    """A request, and how much of each of its completions was told.
+
+    Attributes:
+        texts: what streaming has given of each completion.
+        told: tokens and characters of each that outputs have had.
+    """
+
+    state: PromptState
+    kind: RequestOutputKind
+    texts: list[str] = field(default_factory=list)
+    told: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.texts = [""] * len(self.state.completions)
+        self.told = [(0, 0)] * len(self.state.completions)
+
+    def next_output(self, name: str) -> RequestOutput | None:
+        """What there is to tell now, of the request that the caller calls `name`; None: nothing."""
+        if not self._is_new():
+            return None
+        output = self.state.output()
+        output.request_id = name
+        for index, own in enumerate(output.outputs):
+            self._advance(index, own)
+        return output
+
+    def _is_new(self) -> bool:
+        if self.state.finished or self.kind is RequestOutputKind.FINAL_ONLY:
+            return self.state.finished
+        pairs = zip(self.state.completions, self.told, strict=True)
+        return any(completion.request.num_output_tokens > tokens for completion, (tokens, _) in pairs)
+
+    def _advance(self, index: int, own: CompletionOutput) -> None:
+        """Make a completion what is to be told of it."""
+        pieces = self.state.completions[index].pieces
+        self.texts[index] += "".join(pieces)
+        pieces.clear()
+        if own.finish_reason is None:
+            own.text = self.texts[index]  # without what may yet be the start of a stop string
+        tokens, characters = self.told[index]
+        self.told[index] = len(own.token_ids), len(own.text)
+        if self.kind is RequestOutputKind.DELTA:
+            own.text, own.token_ids = own.text[characters:], own.token_ids[tokens:]
+            own.logprobs = None if own.logprobs is None else own.logprobs[tokens:]

@@ -1,0 +1,331 @@
+"""`AsyncLLM`: tasks that come and go get `LLM.generate`'s answers from one batch, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import pytest
+from embedded import PROMPTS, assert_idle, engine_of, open_llm, python, run
+
+from llm import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    LLMError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    ValidationError,
+)
+from llm.base.errors import EngineClosedError, PromptTooLongError
+
+T = TypeVar("T")
+CUMULATIVE, DELTA, FINAL = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0, "max_tokens": 20},
+    {"temperature": 1, "seed": 3, "n": 2, "max_tokens": 9, "logprobs": 2},
+    {"temperature": 1, "seed": 5, "max_tokens": 12, "ignore_eos": True},
+]
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(max_model_len=64, max_num_seqs=8, num_threads=1) as opened:
+        [free] = run(opened, PROMPTS[0], SamplingParams(**PARAMS[0]))
+        PARAMS[0]["stop"] = ["nowhere", free.outputs[0].text[12:26]]
+        yield opened
+
+
+@pytest.fixture
+def engine(llm: LLM) -> Iterator[AsyncLLM]:
+    with AsyncLLM(llm) as made:
+        yield made
+    assert_idle(llm)
+
+
+def timed(what: Coroutine[Any, Any, T]) -> T:
+    """Run it in a new event loop; a hang is an error."""
+    return asyncio.run(asyncio.wait_for(what, 60))
+
+
+async def told(engine: AsyncLLM, *args: Any) -> list[RequestOutput]:
+    return [output async for output in engine.generate(*args)]
+
+
+async def first(engine: AsyncLLM, *args: Any) -> RequestOutput:
+    async with aclosing(engine.generate(*args)) as outputs:
+        return await anext(outputs)
+
+
+def steps_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by a step's number of requests with each step."""
+    steps: list[int] = []
+    execute = engine_of(llm).runner.execute
+
+    def counted(plan: Any) -> Any:
+        steps.append(len(plan.num_scheduled_tokens))
+        return execute(plan)
+
+    monkeypatch.setattr(engine_of(llm).runner, "execute", counted)
+    return steps
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL])
+def test_gathered_requests_are_answered_as_by_generate(llm: LLM, engine: AsyncLLM, kind: RequestOutputKind) -> None:
+    expected = run(llm, PROMPTS, [SamplingParams(**own) for own in PARAMS])
+    assert expected[0].outputs[0].stop_reason == PARAMS[0]["stop"][1]
+
+    async def gather() -> list[list[RequestOutput]]:
+        params = [SamplingParams(**own, output_kind=kind) for own in PARAMS]
+        pairs = enumerate(zip(PROMPTS, params, strict=True))
+        return await asyncio.gather(*(told(engine, prompt, own, str(index)) for index, (prompt, own) in pairs))
+
+    for index, (outputs, whole) in enumerate(zip(timed(gather()), expected, strict=True)):
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert {output.request_id for output in outputs} == {str(index)}
+        assert outputs[0].prompt == PROMPTS[index] and (len(outputs) == 1) == (kind is FINAL)
+        for place, completion in enumerate(whole.outputs):
+            parts = [output.outputs[place] for output in outputs]
+            if kind is DELTA:
+                assert "".join(part.text for part in parts) == completion.text
+                assert [token for part in parts for token in part.token_ids] == completion.token_ids
+                assert completion.logprobs is None or completion.logprobs == [
+                    item for part in parts for item in part.logprobs or []
+                ]
+            else:
+                assert all(completion.text.startswith(part.text) for part in parts)
+                assert (parts[-1].text, parts[-1].token_ids) == (completion.text, completion.token_ids)
+                assert parts[-1].logprobs == completion.logprobs
+            assert parts[-1].finish_reason == completion.finish_reason
+
+
+def test_gathered_requests_share_a_batch_and_others_join_it(
+    llm: LLM, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = steps_of(llm, monkeypatch)
+    short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    async def gather() -> None:
+        await asyncio.gather(*(told(engine, [5, 6, 7 + row], short) for row in range(6)))
+
+    timed(gather())
+    assert steps == [6] * 6
+
+    async def join() -> None:
+        async with aclosing(engine.generate([5, 6], LONG)) as outputs:
+            await anext(outputs)
+            late = asyncio.create_task(told(engine, [8, 9], short))
+            number = [len(output.outputs[0].token_ids) async for output in outputs][-1]
+        assert late.done() and number == 40
+
+    steps.clear()
+    timed(join())
+    assert len(steps) == 40 and steps.count(2) == 6
+
+    async def in_turn() -> None:
+        for row in range(3):
+            await told(engine, [5, 6, 7 + row], short)
+
+    steps.clear()
+    timed(in_turn())
+    assert steps == [1] * 18
+
+
+def test_a_slow_task_gets_fewer_and_longer_outputs(llm: LLM, engine: AsyncLLM) -> None:
+    [whole] = run(llm, PROMPTS[1], LONG)
+
+    async def read_slowly() -> list[RequestOutput]:
+        params = LONG.clone()
+        params.output_kind = DELTA
+        outputs = []
+        async for output in engine.generate(PROMPTS[1], params, "slow"):
+            outputs.append(output)
+            while len(outputs) == 1 and not whole_is_computed():
+                await asyncio.sleep(0.001)
+        return outputs
+
+    def whole_is_computed() -> bool:
+        return not engine_of(llm).scheduler.has_unfinished()
+
+    outputs = timed(read_slowly())
+    assert len(outputs) <= 3 and "".join(output.outputs[0].text for output in outputs) == whole.outputs[0].text
+
+
+def test_an_aborted_request_ends_with_what_there_is(llm: LLM, engine: AsyncLLM) -> None:
+    [whole] = run(llm, PROMPTS[0], LONG)
+
+    async def abort() -> tuple[RequestOutput, list[RequestOutput]]:
+        other = asyncio.create_task(told(engine, PROMPTS[1], LONG, "other"))
+        async for output in engine.generate(PROMPTS[0], LONG, "a"):
+            if len(output.outputs[0].token_ids) == 3:
+                await engine.abort(["a", "nobody"])
+        return output, await other
+
+    aborted, other = timed(abort())
+    [own] = aborted.outputs
+    assert aborted.finished and own.finish_reason == "abort" and 3 <= len(own.token_ids) < 40
+    assert whole.outputs[0].token_ids[: len(own.token_ids)] == own.token_ids
+    assert other[-1].outputs[0].finish_reason == "length"
+
+
+def test_whoever_leaves_or_is_cancelled_frees_its_blocks(llm: LLM, engine: AsyncLLM) -> None:
+    async def leave() -> None:
+        await first(engine, PROMPTS[0], LONG)
+        async for _ in engine.generate(PROMPTS[0], LONG):
+            break
+        task = asyncio.create_task(told(engine, PROMPTS[1], LONG))
+        waits = asyncio.create_task(told(engine, PROMPTS[1], LONG))
+        await first(engine, PROMPTS[2], LONG)
+        for each in (task, waits):
+            each.cancel()
+        unstarted = asyncio.create_task(told(engine, PROMPTS[1], LONG))
+        await asyncio.sleep(0)
+        unstarted.cancel()
+        assert [type(end) for end in await asyncio.gather(task, waits, unstarted, return_exceptions=True)] == [
+            asyncio.CancelledError
+        ] * 3
+        await told(engine, PROMPTS[2], SamplingParams(max_tokens=1))
+        while engine_of(llm).scheduler.has_unfinished():
+            await asyncio.sleep(0.001)
+
+    timed(leave())
+    assert_idle(llm)
+
+
+def test_a_bad_request_is_its_callers_alone(llm: LLM, engine: AsyncLLM) -> None:
+    def fails(tokens: list[int], logits: Any) -> Any:
+        raise KeyError("my own")
+
+    async def gather() -> list[Any]:
+        tasks = [
+            told(engine, PROMPTS[0], LONG, "a"),
+            told(engine, [5] * 99, LONG),
+            told(engine, PROMPTS, LONG),
+            told(engine, PROMPTS[1], LONG, "a"),
+            told(engine, PROMPTS[1], LONG, 3),
+            told(engine, {"no": "text"}, LONG),
+            told(engine, PROMPTS[2], SamplingParams(max_tokens=4, logits_processors=[fails])),
+        ]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    good, long, many, same, number, strange, own = timed(gather())
+    assert good[-1].outputs[0].token_ids == run(llm, PROMPTS[0], LONG)[0].outputs[0].token_ids
+    assert isinstance(long, PromptTooLongError) and isinstance(own[-1].error, KeyError)
+    for error, said in ((many, "takes one prompt, got 3"), (same, "id of no unfinished"), (number, "must be a text")):
+        assert isinstance(error, ValidationError) and said in str(error)
+    assert isinstance(strange, ValidationError)
+
+
+def test_a_failure_of_the_engine_reaches_everybody_and_the_next_request_runs(
+    llm: LLM, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = engine_of(llm).runner.execute
+
+    def fail(plan: Any) -> Any:
+        monkeypatch.setattr(engine_of(llm).runner, "execute", execute)
+        raise RuntimeError("planted")
+
+    async def gather() -> list[Any]:
+        monkeypatch.setattr(engine_of(llm).runner, "execute", fail)
+        return await asyncio.gather(*(told(engine, prompt, LONG) for prompt in PROMPTS), return_exceptions=True)
+
+    errors = timed(gather())
+    assert len({id(error) for error in errors}) == 3
+    assert all(type(error) is LLMError and "RuntimeError: planted" in str(error) for error in errors)
+    assert {error.__cause__ for error in errors} == {engine.dead_error} and engine.dead_error is not None
+    [after] = timed(told(engine, PROMPTS[0], SamplingParams(max_tokens=2, output_kind=FINAL)))
+    assert after.finished and engine.is_running and not engine.errored
+
+
+def test_the_event_loop_runs_while_a_prompt_is_tokenized(
+    llm: LLM, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, turned = llm._preprocessor.checked_rows, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        assert turned.wait(30), "the event loop stood still"
+        assert threading.current_thread().name == "llm-engine"
+        return rows(*args)
+
+    async def generate() -> list[RequestOutput]:
+        monkeypatch.setattr(llm._preprocessor, "checked_rows", slow)
+        asyncio.get_running_loop().call_later(0.01, turned.set)
+        return await told(engine, PROMPTS[0], SamplingParams(max_tokens=2))
+
+    assert timed(generate())[-1].finished
+
+
+def test_another_call_on_the_llm_fails_and_the_request_says_so(llm: LLM, engine: AsyncLLM) -> None:
+    async def generate() -> None:
+        async with aclosing(engine.generate(PROMPTS[0], LONG)) as outputs:
+            await anext(outputs)
+            with llm._exclusive():
+                engine_of(llm).reset()
+            with pytest.raises(LLMError, match="another call on its LLM failed"):
+                while True:
+                    await anext(outputs)
+
+    timed(generate())
+
+
+def test_shutdown_ends_requests_and_closes_only_what_is_its_own(llm: LLM) -> None:
+    engine = AsyncLLM(llm)
+
+    async def shut_down() -> None:
+        async with aclosing(engine.generate(PROMPTS[0], LONG)) as outputs:
+            await anext(outputs)
+            engine.shutdown()
+            with pytest.raises(EngineClosedError, match="shut down"):
+                while True:
+                    await anext(outputs)
+        with pytest.raises(EngineClosedError, match="shut down"):
+            await told(engine, PROMPTS[0], LONG)
+        with pytest.raises(EngineClosedError, match="shut down"):
+            await engine.check_health()
+
+    timed(shut_down())
+    engine.shutdown()
+    assert engine.is_stopped and not [item for item in threading.enumerate() if item.name == "llm-engine"]
+    assert_idle(llm)
+
+    own = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(max_model_len=48, enable_log_requests=True))
+    [output] = timed(told(own, PROMPTS[0], SamplingParams(temperature=0, max_tokens=3, output_kind=FINAL)))
+    assert (
+        output.outputs[0].token_ids
+        == run(llm, PROMPTS[0], SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids
+    )
+    own.shutdown()
+    assert repr(own.llm) == "LLM(closed)"
+
+
+def test_the_engine_is_collected_and_its_thread_ends(llm: LLM) -> None:
+    engine = AsyncLLM(llm)
+    timed(told(engine, PROMPTS[0], SamplingParams(max_tokens=1)))
+    thread = engine._thread._thread
+    assert thread is not None and thread.is_alive()
+    del engine
+    assert not thread.is_alive()
+
+
+SCRIPT = """
+import asyncio
+from llm import LLM, AsyncLLM, SamplingParams
+async def main():
+    global outputs, engine
+    engine = AsyncLLM(LLM(max_model_len=2048, num_threads=1))
+    outputs = engine.generate("In the beginning", SamplingParams(temperature=0, ignore_eos=True))
+    print(len((await anext(outputs)).outputs[0].token_ids))
+loop = asyncio.new_event_loop()
+loop.run_until_complete(main())  # and the program ends, amid a request
+"""
+
+
+def test_a_program_ends_amid_a_request() -> None:
+    result = python("-c", SCRIPT)
+    assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
