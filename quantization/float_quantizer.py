@@ -30,12 +30,12 @@ def quantize_float8(weight: torch.Tensor, group_size: int) -> Quantized:
     rows, columns = weight.shape
     q = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     result = Quantized(q, torch.empty(rows, columns // group_size), 0.0, 0.0)
-    for part, groups in _parts(weight, group_size):
+    for part, groups in parts_of(weight, group_size):
         largest = _largest(groups)
         scale = torch.where(largest == 0, torch.ones_like(largest), largest / _LARGEST_FLOAT8)
         found = (groups / scale).clamp_(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(q.dtype)
         q[part], result.scale[part] = found.view(-1, columns), scale[..., 0]
-        _note_error(result, groups, found.float() * scale)
+        square_errors(result, groups, found.float() * scale)
     return result
 
 
@@ -49,7 +49,7 @@ def quantize_mxfp4(weight: torch.Tensor, group_size: int) -> Quantized:
     q = torch.empty(rows, columns, dtype=torch.int8)
     result = Quantized(q, torch.empty(rows, columns // group_size), 0.0, 0.0)
     table = doubled_fp4()
-    for part, groups in _parts(weight, group_size):
+    for part, groups in parts_of(weight, group_size):
         largest = _largest(groups)
         exponent = (torch.frexp(largest)[1] - 1 - _LARGEST_EXPONENT).clamp_(*_EXPONENTS)
         tried = []
@@ -62,7 +62,7 @@ def quantize_mxfp4(weight: torch.Tensor, group_size: int) -> Quantized:
             torch.where(errors[0] <= errors[1], first, second) for first, second in zip(*tried, strict=True)
         )
         q[part], result.scale[part] = (codes - 8).view(-1, columns), half[..., 0]
-        _note_error(result, groups, value)
+        square_errors(result, groups, value)
     return result
 
 
@@ -75,16 +75,16 @@ def quantize_nf4(weight: torch.Tensor, group_size: int) -> Quantized:
     result = Quantized(torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, columns // group_size), 0.0, 0.0)
     table = nf4()
     borders = (table[1:] + table[:-1]) / 2
-    for part, groups in _parts(weight, group_size):
+    for part, groups in parts_of(weight, group_size):
         largest = _largest(groups)
         scale = torch.where(largest == 0, torch.ones_like(largest), largest)
         codes = torch.bucketize(groups / scale, borders)
         result.q[part], result.scale[part] = (codes - 8).to(torch.int8).view(-1, columns), scale[..., 0]
-        _note_error(result, groups, table[codes] * scale)
+        square_errors(result, groups, table[codes] * scale)
     return result
 
 
-def _parts(weight: torch.Tensor, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
+def parts_of(weight: torch.Tensor, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """(rows, their values float32 [R, G, group_size]), some rows at a time."""
     step = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, len(weight), step):
@@ -107,6 +107,7 @@ def _nearest_fp4(values: torch.Tensor) -> torch.Tensor:
     return codes + 8 * (values < 0).to(torch.int8)
 
 
-def _note_error(result: Quantized, groups: torch.Tensor, value: torch.Tensor) -> None:
+def square_errors(result: Quantized, groups: torch.Tensor, value: torch.Tensor) -> None:
+    """Add a part's sums of squares to those of the whole weight."""
     result.signal += float(groups.square().sum())
     result.noise += float((groups - value).square().sum())

@@ -87,12 +87,14 @@ class Quantized:
         q: int8 [N, K].
         scale: float32 [N, K / group_size]; 1 for a group of zeros.
         signal, noise: sum of W^2, and of (W - q * scale)^2.
+        minimum: float32 like scale, as that of `IntegerWeight`; None: none.
     """
 
     q: torch.Tensor
     scale: torch.Tensor
     signal: float
     noise: float
+    minimum: torch.Tensor | None = None
 
 
 def quantize_weight(

@@ -61,9 +61,10 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Rep
         dtype: "auto" or "float32": weights keep their stored type; "bfloat16" or "float16" ("half"): matrices are
             converted to it. A CPU computes in float32, except that with "bfloat16" a processor with AMX rounds the
             inputs of GEMMs to bfloat16: prefill and batches then take two thirds of the time.
-        quantization: "w8a8", "w4a8", "w8a16", "w4a16", "fp8", "mxfp4", "nf4": quantize the weights while they are
-            loaded; a dict chooses per layer (`llm.quantization.configs.online`). None: as the checkpoint says. The
-            format of a quantized checkpoint may be named: "compressed-tensors", "gptq", "awq" and others.
+        quantization: "w8a8", "w4a8", "w8a16", "w4a16", "fp8", "mxfp4", "nf4", or GGUF's "q8_0", "q4_0", "q4_k":
+            quantize the weights while they are loaded; a dict chooses per layer (`llm.quantization.configs.online`).
+            None: as the checkpoint says. The format of a quantized checkpoint may be named: "compressed-tensors",
+            "gptq", "awq" and others.
         calibration: texts that are first run through the unquantized model to collect statistics of each layer's
             inputs. They improve 4-bit weights, and "w8a8_static" needs them.
         requantize: as `quantization`, for a checkpoint that is quantized already (GGUF, GPTQ, AWQ and others): "w4a8"

@@ -104,14 +104,17 @@ class Reports:
 
     @known_names("LLM.save_quantized")
     def save_quantized(self: Host, path: str | Path, format: str = "compressed-tensors") -> Path:
-        """Write the quantized model to a new folder that vLLM, transformers (with compressed-tensors) and we can load.
+        """Write the quantized model to a new folder that vLLM, transformers (with compressed-tensors) and we can load;
+        or to a GGUF file, for llama.cpp and us.
 
         vLLM 0.32 has no CPU kernel for 8-bit weights with float activations. For vLLM on a CPU, save "w8a8", "w4a8", or
         "w4a16" in groups of 128 with `lm_head=None`.
 
         Args:
-            path: of the folder, which must not exist; it appears only when it is complete.
-            format: "compressed-tensors", "modelslim", or "gptq" (w4a16 and w8a16).
+            path: of the folder (with "gguf" of the file, which ends in .gguf), which must not exist; it appears only
+                when it is complete.
+            format: "compressed-tensors", "modelslim", "gptq" (w4a16 and w8a16) or "gguf" (q8_0, q4_0, q4_k, and mxfp4
+                with lm_head="q8_0").
 
         Raises:
             ValidationError: the model is not quantized, `path` exists, or the format is unknown.

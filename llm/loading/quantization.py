@@ -23,7 +23,8 @@ _DESCRIPTION_BYTES = 256 << 20
 # Keys of config.json under which checkpoints describe how they were quantized.
 CONFIG_KEYS = ("quantization_config", "compression_config")
 # Other names of such schemes, for the suggestion in the error for an unknown name.
-_OTHER_NAMES = {"int8": "w8a8", "8bit": "w8a8", "q8_0": "w8a16", "int4": "w4a16", "4bit": "w4a16", "q4_0": "w4a16"}
+_OTHER_NAMES = {"int8": "w8a8", "8bit": "w8a8", "int4": "w4a16", "4bit": "w4a16"}
+_OTHER_NAMES |= {"q4_k_m": "q4_k", "q4_k_s": "q4_k"}
 _OTHER_NAMES |= {"fp8_per_channel": "fp8", "fp8_per_tensor": "fp8", "fp8_per_block": "fp8", "mxfp8": "fp8"}
 # A key that the first generation of ModelSlim writes into config.json; the description file says the same per tensor.
 _MODELSLIM_NOTE = "quantize"

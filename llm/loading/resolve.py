@@ -76,7 +76,7 @@ def _refuse_revision(model: str | Path, revision: str | None) -> None:
 
 def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
     cached = _cached_snapshot(name, revision)
-    if cached is not None and not _missing_files(cached, weights) and _has_tokenizer(cached):
+    if cached is not None and not _missing_files(cached, weights) and has_tokenizer(cached):
         return cached
     folder = _download(name, revision, weights)
     missing = _missing_files(folder, weights)
@@ -169,7 +169,7 @@ def _missing_files(folder: Path, weights: bool) -> list[str]:
     return missing
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
     return any(os.path.isfile(folder / name) for name in _TOKENIZER_FILES)
 
 

@@ -97,11 +97,11 @@ def _stored_layer(name: str, module: nn.Module, shard_id: str | int | None, has_
     if not hasattr(method, "integers"):
         raise LLMError(f"{name} computes as {method.scheme}, which cannot be saved.")
     whole = method.integers(module)
-    if whole.minimum is not None:
-        raise LLMError(f"{name} has minima, which no format that is written has a form for.")
     weight = replace(whole, q=rows_of(module, whole.q, shard_id), scale=rows_of(module, whole.scale, shard_id))
     if whole.zero is not None:
         weight.zero = rows_of(module, whole.zero, shard_id)
+    if whole.minimum is not None:
+        weight.minimum = rows_of(module, whole.minimum, shard_id)
     is_tied = kind == "embedding" and getattr(module, "is_lm_head", False) and name != _LM_HEAD
     layer = StoredLayer(name, method.scheme, kind, weight, {}, is_tied)
     parameter: torch.Tensor | None = getattr(module, "bias", None)
@@ -111,6 +111,11 @@ def _stored_layer(name: str, module: nn.Module, shard_id: str | int | None, has_
         if has_bias or bias.any():
             layer.floats["bias"] = bias
     return layer
+
+
+def without_form(name: str, what: str, format: str) -> LLMError:
+    """For a weight that a format has no form for."""
+    return LLMError(f"{name} has {what}, which {format} has no form for; save it as 'gguf'.")
 
 
 def rows_of(module: nn.Module, tensor: torch.Tensor, shard_id: str | int | None) -> torch.Tensor:
@@ -201,6 +206,8 @@ def _is_table(layer: StoredLayer) -> bool:
 
 
 def _group(name: str, scheme: str, weight: IntegerWeight) -> JsonObject:
+    if weight.minimum is not None:
+        raise without_form(name, "minima", "compressed-tensors")
     grouped = weight.scale.shape[1] > 1
     stored, kind = _format(name, weight, scheme in _WEIGHT_ONLY)
     weights: JsonObject = {
@@ -307,7 +314,8 @@ class ModelSlimWriter:
         parts = dict(layer.floats)
         if layer.weight is not None:
             grouped = layer.scheme != "W4A8_DYNAMIC" and layer.weight.scale.shape[1] > 1
-            if layer.weight.zero is not None or layer.weight.columns is not None or grouped:
+            weight = layer.weight
+            if weight.zero is not None or weight.minimum is not None or weight.columns is not None or grouped:
                 raise LLMError(f"{layer.name}: ModelSlim has no form for {layer.scheme} with groups or zero points.")
             parts |= self._quantized(layer, layer.weight)
         return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}

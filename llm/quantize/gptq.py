@@ -16,7 +16,7 @@ from llm.base.errors import LLMError
 from llm.base.types import JsonObject
 from llm.quantization.packing import pack_to_int32
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantize.formats import StoredLayer
+from llm.quantize.formats import StoredLayer, without_form
 
 _SCHEMES = ("W4A16", "W8A16")
 
@@ -95,6 +95,8 @@ def _form(name: str, layer: StoredLayer) -> tuple[int, int]:
             f"{name} computes as {what}, and GPTQ stores integers for {' and '.join(_SCHEMES)} alone; save as "
             "'compressed-tensors'."
         )
+    if weight.minimum is not None:
+        raise without_form(name, "minima", "GPTQ")
     rows, columns = weight.q.shape
     if rows * weight.bits % 32 or columns * weight.bits % 32:
         raise LLMError(

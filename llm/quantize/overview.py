@@ -37,7 +37,7 @@ _ROWS: dict[str, _Row] = {
     "ascend": _Row(
         "ModelSlim: int8, int4, FP8, MXFP8, MXFP4", _INT8, ("w8a8", "w8a8_static", "w8a16", "w4a8"), "modelslim"
     ),
-    "gguf": _Row(", ".join(BLOCKS), _FLOAT),
+    "gguf": _Row(", ".join(BLOCKS), _FLOAT, ("q8_0", "q4_0", "q4_k", "mxfp4"), "gguf"),
     "gptq": _Row(
         f"{', '.join(map(str, BITS))} bits, both versions of zero points, act-order", _FLOAT, ("w4a16", "w8a16"), "gptq"
     ),

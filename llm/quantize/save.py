@@ -1,7 +1,7 @@
-"""Saves a quantized model as a checkpoint that transformers and vLLM load too.
+"""Saves a quantized model as a checkpoint that transformers and vLLM load too, or as a GGUF file for llama.cpp.
 
 Owns the folder: its files, its shards, and that it appears complete or not at all. `formats.py` owns the tensors of
-each format.
+each format, `gguf.py` the file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,14 +22,17 @@ from llm.config.defaults import library_defaults
 from llm.loading.model_files import SMALL_FILES, check_model_file
 from llm.loading.weight_map import Target
 from llm.quantize.formats import CompressedTensorsWriter, ModelSlimWriter, StoredLayer, Writer, stored_layers
+from llm.quantize.gguf import GGUFFile, identity_of
 from llm.quantize.gptq import GPTQWriter
 from llm.quantize.partial import partial_folder
 
-FORMATS: dict[str, type[Writer]] = {
+_WRITERS: dict[str, type[Writer]] = {
     "compressed-tensors": CompressedTensorsWriter,
     "modelslim": ModelSlimWriter,
     "gptq": GPTQWriter,
 }
+_GGUF = "gguf"
+FORMATS = (*_WRITERS, _GGUF)
 _SHARD_BYTES = 2 << 30
 # Small files that are not copied; the tokenizer's and generation_config.json are.
 _NOT_COPIED = (
@@ -47,10 +50,10 @@ def save_quantized(
     path: str | Path,
     format: str,
 ) -> Path:
-    """Write `model` into the new folder `path`.
+    """Write `model` into the new folder `path`, or of GGUF the new file.
 
-    The folder is written under a temporary name beside `path` and renamed when it is complete, so a killed save leaves
-    no folder at `path`; the next save removes what it left.
+    It is written under a temporary name beside `path` and renamed when it is complete, so a killed save leaves
+    nothing at `path`; the next save removes what it left.
 
     Args:
         targets: the target of each tensor of the model's checkpoint.
@@ -71,21 +74,47 @@ def save_quantized(
             parameter="format",
             value=format,
         )
-    writer = FORMATS[format](hf_config, layers)
-    others = _others(source)
+    write = _gguf(model, layers, source, hf_config) if format == _GGUF else _folder(format, layers, source, hf_config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(path) as partial:
-            for file in others:
-                shutil.copyfile(file, partial / file.name)
-            for name, content in writer.json_files().items():
-                (partial / name).write_text(json.dumps(content, indent=2) + "\n")
-            _write_tensors(partial, writer.file_stem, _tensors(writer, layers))
-            partial.chmod(0o755)
-            partial.rename(path)
+            write(partial).rename(path)
     except (OSError, SafetensorError) as error:
         raise LLMError(f"the model could not be saved to {path}: {error}") from error
     return path
+
+
+def _folder(
+    format: str, layers: list[StoredLayer], source: Path, hf_config: Mapping[str, object]
+) -> Callable[[Path], Path]:
+    """Writes everything into a folder, and gives what has to be renamed."""
+    writer = _WRITERS[format](hf_config, layers)
+    others = _others(source)
+
+    def write(partial: Path) -> Path:
+        for file in others:
+            shutil.copyfile(file, partial / file.name)
+        for name, content in writer.json_files().items():
+            (partial / name).write_text(json.dumps(content, indent=2) + "\n")
+        _write_tensors(partial, writer.file_stem, _tensors(writer, layers))
+        partial.chmod(0o755)
+        return partial
+
+    return write
+
+
+def _gguf(
+    model: nn.Module, layers: list[StoredLayer], source: Path, hf_config: Mapping[str, object]
+) -> Callable[[Path], Path]:
+    """The same for the one file."""
+    file = GGUFFile(identity_of(model, source, hf_config), layers)
+
+    def write(partial: Path) -> Path:
+        written = partial / "model.gguf"
+        file.write(written)
+        return written
+
+    return write
 
 
 def _check(path: Path, format: str) -> None:
@@ -95,8 +124,15 @@ def _check(path: Path, format: str) -> None:
             parameter="format",
             value=format,
         )
+    if (path.suffix == ".gguf") != (format == _GGUF):
+        right = "name a file that ends in .gguf" if format == _GGUF else "pass a folder, or format='gguf'"
+        raise ValidationError(f"{path} is no place for {format}; {right}.", parameter="path", value=str(path))
     if path.exists():
-        raise ValidationError(f"{path} exists already; pass a new folder.", parameter="path", value=str(path))
+        raise ValidationError(
+            f"{path} exists already; pass a new {'file' if format == _GGUF else 'folder'}.",
+            parameter="path",
+            value=str(path),
+        )
 
 
 def _tensors(writer: Writer, layers: list[StoredLayer]) -> Iterator[tuple[str, torch.Tensor]]:

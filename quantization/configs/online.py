@@ -16,9 +16,17 @@ from llm.base.checks import as_list
 from llm.base.errors import CheckpointError, ValidationError, nearest
 from llm.base.text import show
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.block_quantizer import GROUP, SUPER_BLOCK
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
-from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad, RoundToFloats, RoundToNormal
+from llm.quantization.storage.on_load import (
+    ActivationStatistics,
+    QuantizeOnLoad,
+    RoundToBlocks,
+    RoundToFloats,
+    RoundToNormal,
+    RoundToSuperBlocks,
+)
 from llm.quantization.unquantized import left_alone
 
 
@@ -26,7 +34,7 @@ from llm.quantization.unquantized import left_alone
 class Recipe:
     """One name of `quantization=`: the scheme, its bits, the default group size (None: per row) and the LM head's.
 
-    `storage` rounds; but for integers calibration makes no difference.
+    `storage` rounds; but for integers calibration makes no difference. `fixed`: its format has this group size alone.
     """
 
     scheme: str
@@ -34,6 +42,7 @@ class Recipe:
     group_size: int | None
     lm_head: str
     storage: type[QuantizeOnLoad] = QuantizeOnLoad
+    fixed: bool = False
 
 
 RECIPES: dict[str, Recipe] = {
@@ -43,8 +52,11 @@ RECIPES: dict[str, Recipe] = {
     "w4a8": Recipe("W4A8_DYNAMIC", 4, 128, "w8a8"),
     "w4a16": Recipe("W4A16", 4, 32, "w8a16"),
     "fp8": Recipe("W8A16_FP8", 8, None, "fp8", RoundToFloats),
-    "mxfp4": Recipe("W4A16", 4, 32, "fp8", RoundToFloats),
+    "mxfp4": Recipe("W4A16", 4, 32, "fp8", RoundToFloats, fixed=True),
     "nf4": Recipe("W4A16", 4, 64, "w8a16", RoundToNormal),
+    "q8_0": Recipe("W8A16", 8, GROUP, "q8_0", RoundToBlocks, fixed=True),
+    "q4_0": Recipe("W4A16", 4, GROUP, "q8_0", RoundToBlocks, fixed=True),
+    "q4_k": Recipe("W4A16", 4, GROUP, "q8_0", RoundToSuperBlocks, fixed=True),
 }
 _LM_HEAD = "lm_head"
 _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
@@ -52,7 +64,9 @@ _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
 _PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
 _KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration")
 _SMALLEST_GROUP = 8
-# Of a float32 scale for each 32 weights.
+# Of GGUF, whose groups have one size.
+_BLOCKS = (RoundToBlocks, RoundToSuperBlocks)
+# Of a float32 scale, or minimum, for each 32 weights.
 _SCALE_BYTES = 4 / 32
 
 
@@ -135,11 +149,15 @@ class OnlineConfig(QuantizationConfig):
         elif kind == "embedding" and getattr(layer, "is_lm_head", False):
             # A tied table is the LM head too, whatever its path.
             ignored = [self._is_ignored(prefix, prefix), self._is_ignored(_LM_HEAD, _LM_HEAD)]
-            choice = None if any(ignored) or not self.lm_head else _Choice(self.lm_head, None, True)
+            given = None if any(ignored) else self.lm_head
+            choice = _Choice(given, RECIPES[given].group_size, False) if given else None
         else:
             return None
         if choice is None:
             reason = "lm_head=None" if kind == "embedding" and not self.lm_head else "in the ignore list"
+            return left_alone(kind, f"quantization={self.scheme!r}", reason)
+        if RECIPES[choice.recipe].storage in _BLOCKS and columns_of(layer) % GROUP:
+            reason = f"blocks of {GROUP} do not divide its {columns_of(layer)} columns"
             return left_alone(kind, f"quantization={self.scheme!r}", reason)
         return self._method(layer, kind, prefix, choice)
 
@@ -168,7 +186,8 @@ class OnlineConfig(QuantizationConfig):
         if table is not None:
             matrices.remove(table)
             whole += table[0]
-        per_weight = bits / 8 + _SCALE_BYTES
+        parts = 2 if any(RECIPES[name].storage.minima for name in names) else 1
+        per_weight = bits / 8 + _SCALE_BYTES * parts
         return whole + round(sum(min(nbytes, math.prod(shape) * per_weight) for nbytes, shape in matrices))
 
     def _choose(self, name: str, prefix: str) -> _Choice | None:
@@ -190,12 +209,15 @@ class OnlineConfig(QuantizationConfig):
         return found
 
     def _method(self, layer: Any, kind: str, prefix: str, choice: _Choice) -> QuantizeMethodBase:
-        recipe = RECIPES[choice.recipe]
         columns = columns_of(layer)
+        name, instead = choice.recipe, ""
+        if name == "q4_k" and columns % SUPER_BLOCK:
+            name, instead = "q4_0", f", as blocks of {SUPER_BLOCK} do not divide {columns} columns"
+        recipe = RECIPES[name]
         size, note = _fitting_group(choice, columns, prefix)
         statistics = self.statistics.get(prefix)
         storage = recipe.storage(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")
-        reason = f"quantized on load: {choice.recipe}{note}"
+        reason = f"quantized on load: {name}{note}{instead}"
         return get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
 
 
@@ -230,7 +252,7 @@ def _lm_head(given: Any, asked: Any) -> str | None:
         return None
     name = given.lower() if isinstance(given, str) else ""
     if name not in RECIPES or RECIPES[name].scheme not in _LM_HEAD_SCHEMES:
-        raise _wrong(asked, f"has lm_head={show(given)}; the LM head can be 'w8a8', 'w8a16', 'fp8' or None.")
+        raise _wrong(asked, f"has lm_head={show(given)}; the LM head can be 'w8a8', 'w8a16', 'fp8', 'q8_0' or None.")
     return name
 
 
@@ -269,8 +291,9 @@ def _group_size(value: Any, recipe: str, asked: Any) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 2 <= value < 2**31:
         raise _wrong(asked, f"has group_size={show(value)}; it is a whole number of at least 2.")
-    if recipe == "mxfp4" and value != RECIPES[recipe].group_size:
-        raise _wrong(asked, f"has group_size={value} for mxfp4, whose groups are of 32; leave group_size out.")
+    fixed = RECIPES[recipe].group_size if RECIPES[recipe].fixed else value
+    if value != fixed:
+        raise _wrong(asked, f"has group_size={value} for {recipe}, whose groups are of {fixed}; leave group_size out.")
     if RECIPES[recipe].scheme in _PER_ROW_SCHEMES:
         raise _wrong(asked, f"has group_size={value} for {recipe}, which has one scale per row; leave group_size out.")
     return value

@@ -69,6 +69,11 @@ def type_name(number: int) -> str:
     return _TYPE_NAMES.get(number, f"type {number}")
 
 
+def type_number(name: str) -> int:
+    """The inverse of `type_name`."""
+    return next(number for number, known in _TYPE_NAMES.items() if known == name)
+
+
 def _half(raw: torch.Tensor, start: int) -> torch.Tensor:
     """The float16 at byte `start` of each block, float32 [B, 1]."""
     return raw[:, start : start + 2].contiguous().view(torch.float16).float()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llm.quantization.block_quantizer import quantize_q4_0, quantize_q4_k, quantize_q8_0
 from llm.quantization.float_quantizer import quantize_float8, quantize_mxfp4, quantize_nf4
 from llm.quantization.quantizer import IntegerWeight, Quantized, decibels, quantize_weight, static_activation
 from llm.quantization.storage.streamed import StreamedStorage
@@ -46,6 +47,7 @@ class QuantizeOnLoad(StreamedStorage):
     """
 
     on_load = True
+    minima = False
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class QuantizeOnLoad(StreamedStorage):
         statistics: ActivationStatistics | None = None,
         static_input: bool = False,
     ) -> None:
-        super().__init__(bits, group_size)
+        super().__init__(bits, group_size, self.minima)
         self.statistics = statistics
         self.static_input = static_input
         self.search = bits <= 4
@@ -75,6 +77,8 @@ class QuantizeOnLoad(StreamedStorage):
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(shape)}")
         result = self.quantized(loaded)
         weight.q[rows], weight.scale[rows] = result.q, result.scale
+        if weight.minimum is not None and result.minimum is not None:
+            weight.minimum[rows] = result.minimum
         self._signal += result.signal
         self._noise += result.noise
 
@@ -121,3 +125,19 @@ class RoundToNormal(QuantizeOnLoad):
         weight = super()._allocated()
         weight.table = nf4()
         return weight
+
+
+class RoundToBlocks(QuantizeOnLoad):
+    """A weight that becomes GGUF's Q8_0 or Q4_0: groups of 32 with scales in float16."""
+
+    def quantized(self, loaded: torch.Tensor) -> Quantized:
+        return (quantize_q8_0 if self.bits == 8 else quantize_q4_0)(loaded)
+
+
+class RoundToSuperBlocks(QuantizeOnLoad):
+    """A weight that becomes GGUF's Q4_K: 4 bits with minima, in blocks of 256 columns."""
+
+    minima = True
+
+    def quantized(self, loaded: torch.Tensor) -> Quantized:
+        return quantize_q4_k(loaded)

@@ -211,8 +211,8 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
 
 def test_mistakes_are_told_in_a_sentence(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with open_llm(quantization="w8a8") as llm:
-        with pytest.raises(ValidationError, match="format='gguf' is not known; use one of 'compressed-tensors'"):
-            llm.save_quantized(tmp_path / "saved", "gguf")
+        with pytest.raises(ValidationError, match="format='marlin' is not known; use one of 'compressed-tensors'"):
+            llm.save_quantized(tmp_path / "saved", "marlin")
         with pytest.raises(ValidationError, match="exists already; pass a new folder"):
             llm.save_quantized(tmp_path)
     with (

@@ -35,6 +35,7 @@ _PHI3 = _PRE_NORMS | {
     "ffn_down": "mlp.down_proj",
 }
 _IN_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_OF_LAYER = re.compile(r"model\.layers\.(\d{1,5})\.([\w.]+)\.(weight|bias)", re.ASCII)
 _AT_TOP = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 # Divisors of rotary frequencies, which the configuration takes up.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -89,6 +90,16 @@ def hugging_face_name(name: str, family: Family) -> str:
     return f"{_TOP[at_top[1]]}.{at_top[2]}" if at_top is not None and at_top[1] in _TOP else name
 
 
+def gguf_name(name: str, family: Family) -> str:
+    """The inverse of `hugging_face_name`; "" where there is none."""
+    in_layer = _OF_LAYER.fullmatch(name)
+    ours = {theirs: mine for mine, theirs in (family.names if in_layer else _TOP).items()}
+    if in_layer is not None and in_layer[2] in ours:
+        return f"blk.{in_layer[1]}.{ours[in_layer[2]]}.{in_layer[3]}"
+    module, _, last = name.rpartition(".")
+    return f"{ours[module]}.{last}" if in_layer is None and module in ours else ""
+
+
 def as_trained(name: str, tensor: torch.Tensor, family: Family, heads: int, kv_heads: int) -> torch.Tensor:
     """Undo the converter on the tensor `name` (Hugging Face's): floats, or raw rows uint8 [N, bytes]."""
     module = name.rpartition(".")[0]
@@ -96,6 +107,17 @@ def as_trained(name: str, tensor: torch.Tensor, family: Family, heads: int, kv_h
         return _unpermuted(tensor, heads if module.endswith("q_proj") else kv_heads)
     if family.norm_offset and module.endswith("norm") and tensor.is_floating_point():
         return tensor.float() - family.norm_offset
+    return tensor
+
+
+def as_stored(name: str, tensor: torch.Tensor, family: Family, heads: int, kv_heads: int) -> torch.Tensor:
+    """The inverse of `as_trained`: what the converter does to the tensor `name` (Hugging Face's)."""
+    module = name.rpartition(".")[0]
+    if family.permuted and module.endswith(("q_proj", "k_proj")):
+        count = heads if module.endswith("q_proj") else kv_heads
+        return tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+    if family.norm_offset and module.endswith("norm") and tensor.is_floating_point():
+        return tensor.float() + family.norm_offset
     return tensor
 
 

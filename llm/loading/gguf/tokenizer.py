@@ -37,7 +37,7 @@ _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
 _TEKKEN = _CASED % ("", "", r"\p{N}")
 _GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
 # tokenizer.ggml.pre -> the expression; None: GPT-2's own. "digits": single digits are split off first.
-_EXPRESSIONS: Mapping[str, str | None] = {
+EXPRESSIONS: Mapping[str, str | None] = {
     **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jina-es", "jina-de"), None),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _QWEN2),
@@ -46,7 +46,7 @@ _EXPRESSIONS: Mapping[str, str | None] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
 # A word that is a token as a whole is taken as it is, whatever the merges say.
-_IGNORES_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+IGNORES_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 _ADDS_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
@@ -61,7 +61,7 @@ class _Reader:
     def __init__(self, metadata: Mapping[str, Value]) -> None:
         self._metadata = metadata
         self._kind = self._known("model", "is of the kind", ("gpt2", "llama"))
-        self._pre = self._known("pre", "splits text by the rule", _EXPRESSIONS, "gpt-2") if self._kind == "gpt2" else ""
+        self._pre = self._known("pre", "splits text by the rule", EXPRESSIONS, "gpt-2") if self._kind == "gpt2" else ""
         self._tokens = self._strings("tokens")
         if not self._tokens:
             raise self._error("tokens", "a list of strings")
@@ -83,8 +83,8 @@ class _Reader:
 
     def _byte_level(self) -> FastTokenizer:
         merges = [_pair(line) for line in self._strings("merges")]
-        tokenizer = FastTokenizer(BPE(self._vocabulary(), merges, ignore_merges=self._pre in _IGNORES_MERGES))
-        expression = _EXPRESSIONS[self._pre]
+        tokenizer = FastTokenizer(BPE(self._vocabulary(), merges, ignore_merges=self._pre in IGNORES_MERGES))
+        expression = EXPRESSIONS[self._pre]
         if expression is None or expression == "digits":
             level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
             digits = [pre_tokenizers.Digits(individual_digits=True)] if expression else []
