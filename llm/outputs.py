@@ -166,7 +166,7 @@ class PerplexityOutput:
 
 @dataclass
 class RequestStateStats:
-    """When things happened to a request, for `LLM(disable_log_stats=False)`; of `n` completions, to the first.
+    """When things happened to a request; of `n` completions, to the first.
 
     Attributes:
         num_generation_tokens: of the completion.
@@ -193,6 +193,22 @@ class RequestStateStats:
         """Seconds from the queue to the first token."""
         return max(0.0, self.first_token_ts - self.queued_ts)
 
+    @property
+    def queue_seconds(self) -> float:
+        """From the queue to its first step."""
+        return max(0.0, self.scheduled_ts - self.queued_ts)
+
+    @property
+    def seconds(self) -> float:
+        """From the queue to the last token."""
+        return max(0.0, self.last_token_ts - self.queued_ts)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the tokens after the first; 0.0 with fewer than two, or if they came in one step."""
+        seconds = self.last_token_ts - self.first_token_ts
+        return (self.num_generation_tokens - 1) / seconds if seconds > 0 else 0.0
+
     def add_tokens(self, count: int, now: float) -> None:
         self.num_generation_tokens += count
         self.first_token_ts = self.first_token_ts or now
@@ -218,7 +234,7 @@ class RequestOutput(Exports):
             token. None as a whole unless requested.
         params: the parameters in effect, seed and max_tokens included. `print` shows the origin of each. Passed to
             `generate` with the same prompt, they give the same answer.
-        metrics: with `LLM(disable_log_stats=False)`, when things happened.
+        metrics: when things happened, and how fast; equal answers are equal whatever it is. None: it was not run.
         index: its place among the prompts of the call.
         num_dropped_tokens: how many tokens `on_too_long` or `truncate_prompt_tokens` cut from the prompt.
     """
@@ -232,7 +248,7 @@ class RequestOutput(Exports):
     seed: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
     params: SamplingParams | None = None
-    metrics: RequestStateStats | None = None
+    metrics: RequestStateStats | None = field(default=None, compare=False)
     index: int = 0
     num_dropped_tokens: int = 0
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def output_as_json(output: RequestOutput) -> JsonObject:
-    """Everything about one prompt; logprobs are a list of tokens per position."""
+    """Everything about one prompt but the times, so that equal answers are equal text; logprobs are a list of tokens
+    per position."""
     return {
         "request_id": output.request_id,
         "index": output.index,
@@ -34,7 +35,6 @@ def output_as_json(output: RequestOutput) -> JsonObject:
         "seed": output.seed,
         "prompt_logprobs": _positions(output.prompt_logprobs),
         "params": None if output.params is None else params_as_json(output.params),
-        "metrics": None if output.metrics is None else dataclasses.asdict(output.metrics),
     }
 
 

@@ -86,7 +86,7 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Rep
             installed transformers, with the layers and the KV cache of this package; "auto": native if there is one.
         skip_tokenizer_init: no tokenizer; prompts are token ids and outputs have no text.
         chat_template: replaces the model's; text, or the path of a file.
-        disable_log_stats: False fills `RequestOutput.metrics` and `get_metrics()`.
+        disable_log_stats: without effect: `RequestOutput.metrics`, `stats()` and `get_metrics()` are always there.
         use_tqdm_on_load: show a bar if loading takes more than two seconds.
         max_logprobs: most logprobs that a request may set; -1: no limit.
         logprobs_mode: what logprobs report: the model's "raw_logprobs" or "raw_logits", or "processed_logprobs" or
@@ -188,7 +188,6 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Rep
 
     def _take(self, built: BuiltEngine) -> None:
         self._engine = built.engine
-        built.engine.keeps_times = not self._args.disable_log_stats
         self._default_params = built.default_params
         self._is_quantized = built.plan.is_quantized
         self._source = built.plan.source if built.plan.has_weights else None

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from llm.api.host import Host
-from llm.base.checks import refuse
 from llm.base.names import known_names
 from llm.config.engine import EngineArgs
-from llm.engine.engine import EngineStats
+from llm.engine.stats import LLMStats
 from llm.explain import Explanation
 from llm.inputs import PromptType
 from llm.metrics import Metric
@@ -43,20 +42,13 @@ class Reports:
         and shows as HTML in a notebook."""
         return self._open_engine().runner.describe()
 
-    @property
-    def stats(self: Host) -> EngineStats:
-        """Steps, tokens and seconds since the start, with the model's share of the time."""
-        return self._open_engine().stats
+    def stats(self: Host) -> LLMStats:
+        """Requests, tokens, prefix hits, accepted drafts, preemptions and seconds since the start, and memory now."""
+        return self._open_engine().all_stats()
 
-    def get_metrics(self: ReportHost) -> list[Metric]:
-        """vLLM's metrics of this LLM: gauges of now, counters and histograms of the requests that have ended.
-
-        Raises:
-            ValidationError: nothing is counted, for `LLM(disable_log_stats=True)`, the default.
-        """
+    def get_metrics(self: Host) -> list[Metric]:
+        """vLLM's metrics of this LLM: gauges of now, counters and histograms of the requests that have ended."""
         engine = self._open_engine()
-        if self._args.disable_log_stats:
-            refuse("disable_log_stats", True, "False for get_metrics(): pass LLM(disable_log_stats=False)")
         config = engine.config
         return engine.ended.snapshot(engine.scheduler, config.cache_config.num_blocks, config.model_config.model)
 

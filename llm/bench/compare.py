@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from llm.bench.measure import Figure, Tokens
-from llm.engine.engine import EngineStats
+from llm.engine.stats import EngineStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,7 +18,7 @@ from llm.bench.calibrate import CpuWatch
 from llm.bench.cost import decode_cost, prefill_cost
 from llm.bench.workloads import PREFILL_REPS, Workload, make_workload
 from llm.engine.cost import ModelCost, Rates
-from llm.engine.engine import EngineStats
+from llm.engine.stats import EngineStats
 from llm.sampling_params import SamplingParams
 
 Tokens = list[list[int]]
@@ -52,7 +52,7 @@ class Ours:
         return [output.outputs[0].token_ids for output in outputs]
 
     def stats(self) -> EngineStats:
-        return dataclasses.replace(self.llm.stats)
+        return self.llm.stats()
 
 
 @dataclass
@@ -187,6 +187,6 @@ def _timed(contestant: Contestant, prompts: Tokens, max_tokens: int) -> tuple[fl
 
 def _difference(after: EngineStats, before: EngineStats) -> EngineStats:
     changes: dict[str, Any] = {
-        item.name: getattr(after, item.name) - getattr(before, item.name) for item in dataclasses.fields(after)
+        item.name: getattr(after, item.name) - getattr(before, item.name) for item in dataclasses.fields(EngineStats)
     }
     return EngineStats(**changes)

@@ -135,12 +135,12 @@ def _measure(llm: LLM, name: str, reps: int) -> SpeculationFigure:
     for rep in range(reps + 1):  # the first one warms up
         outputs = {}
         for drafts in (False, True) if rep % 2 else (True, False):
-            before = (llm.stats.drafted_tokens, llm.stats.accepted_tokens)
+            before = (llm.stats().drafted_tokens, llm.stats().accepted_tokens)
             took, outputs[drafts] = _run(llm, name, rep, drafts)
             if rep:
                 seconds[drafts].append(took)
             if drafts:
-                drafted, accepted = llm.stats.drafted_tokens - before[0], llm.stats.accepted_tokens - before[1]
+                drafted, accepted = llm.stats().drafted_tokens - before[0], llm.stats().accepted_tokens - before[1]
                 tokens = len(outputs[True])
         if outputs[True] != outputs[False]:
             raise RuntimeError(f"{name}: the tokens with drafts are not those without")

@@ -154,7 +154,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         spec_tokens=None,
     ),
     _accepted(
-        "disable_log_stats=False counts drafted and accepted tokens in RequestOutput.metrics.",
+        "RequestOutput.metrics always counts drafted and accepted tokens.",
         "per_request_spec_decode_metrics",
     ),
     _accepted("answers come as plain text; no reasoning is parsed out.", "reasoning_parser", "reasoning_parser_plugin"),
@@ -297,7 +297,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     # --- Logs, metrics, traces. ------------------------------------------------------------------------------------
     _accepted(
-        "LLM.stats and get_metrics() count, disable_log_stats=False fills RequestOutput.metrics; nothing is logged.",
+        "LLM.stats(), get_metrics() and RequestOutput.metrics always count; nothing is logged.",
         *("aggregate_engine_logging", "enable_logging_iteration_details", "log_level"),
         *("log_config_file", "logging_config", "show_hidden_metrics_for_version", "custom_histogram_buckets"),
         *("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),

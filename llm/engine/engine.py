@@ -7,7 +7,6 @@ caller's thread; between calls nothing runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import monotonic, perf_counter, time
 
 import torch
@@ -15,33 +14,16 @@ import torch
 from llm.base.errors import LogitsProcessorError
 from llm.config.engine import EngineConfig
 from llm.engine.cores import warn_of_busy_cores
-from llm.engine.metrics import EndedRequests
+from llm.engine.metrics import EndedRequests, share_in_use
 from llm.engine.output import Completion, PromptState
 from llm.engine.request import Request
 from llm.engine.rows import Row
 from llm.engine.runner import Runner
 from llm.engine.scheduler import Scheduler
+from llm.engine.stats import EngineStats, LLMStats
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.outputs import RequestStateStats
 from llm.tokenizer import Tokenizer
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was built.
-
-    Attributes:
-        drafted_tokens, accepted_tokens: drafts that were verified, and how many of them were accepted.
-        seconds: time in `step`, of which `model_seconds` in forward, LM head and sampler.
-    """
-
-    steps: int = 0
-    tokens: int = 0
-    generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    seconds: float = 0.0
-    model_seconds: float = 0.0
 
 
 class Engine:
@@ -66,7 +48,6 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.stats = EngineStats()
         self._make_scheduler = make_scheduler
-        self.keeps_times = False  # True: requests have metrics
         self.ended = EndedRequests()
         self._completions: dict[str, Completion] = {}
         self._watched: dict[str, tuple[PromptState, list[PromptState]]] = {}
@@ -97,8 +78,7 @@ class Engine:
         started = perf_counter()
         try:
             plan = self.scheduler.schedule()
-            if self.keeps_times:
-                self._note_scheduled(plan)
+            self._note_scheduled(plan)
             result = self.runner.execute(plan)
             accepted = self.scheduler.settle(plan, result)
             self._update(result)
@@ -117,6 +97,19 @@ class Engine:
                         between_steps()
         finally:
             self.end_call()
+
+    def all_stats(self) -> LLMStats:
+        """What there is to count, as it is now."""
+        cache, scheduler = self.config.cache_config, self.scheduler
+        return LLMStats(
+            **vars(self.stats),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            **self.ended.totals(),
+            weight_bytes=self.runner.cost().weight_bytes,
+            kv_cache_bytes=cache.kv_cache_memory_bytes,
+            kv_cache_used=share_in_use(scheduler, cache.num_blocks),
+        )
 
     def end_call(self) -> None:
         """Release what is held only during a call, such as threads."""
@@ -175,8 +168,7 @@ class Engine:
         )
         if row.params.prompt_logprobs is not None and index == 0:
             request.prompt_logprobs_from = row.score_from - 1
-        if self.keeps_times:
-            request.metrics = RequestStateStats(arrival_time=time(), queued_ts=monotonic())
+        request.metrics = RequestStateStats(arrival_time=time(), queued_ts=monotonic())
         completion = Completion(request, self.tokenizer, streaming, row.score_from)
         for token in row.known_outputs[index] if row.known_outputs else ():
             request.token_ids.append(token)  # as after a preemption, its keys and values are computed again
@@ -187,10 +179,9 @@ class Engine:
 
     def _note_scheduled(self, plan: SchedulerOutput) -> None:
         now = monotonic()
-        for request_id in plan.num_scheduled_tokens:
-            metrics = self._completions[request_id].request.metrics
-            if metrics is not None and not metrics.scheduled_ts:
-                metrics.scheduled_ts = now
+        for row in plan.new_rows:
+            metrics = self._completions[row.request_id].request.metrics
+            metrics.scheduled_ts = metrics.scheduled_ts or now
 
     def _cache_key(self, prompt_id: str, row: Row) -> bytes | None:
         """With prefix caching off, only completions of one prompt share blocks, and rows with equal `sharing`."""
@@ -202,7 +193,7 @@ class Engine:
 
     def _update(self, result: RunnerOutput) -> None:
         """Append the sampled tokens and finish the requests that have ended."""
-        any_finished = False
+        any_finished, now = False, monotonic()
         for request_id, prompt_logprobs in result.prompt_logprobs.items():
             self._completions[request_id].add_prompt_logprobs(prompt_logprobs)
         for request_id, tokens in result.sampled_token_ids.items():
@@ -219,8 +210,7 @@ class Engine:
                     del tokens[count:], result.logprobs.get(request_id, [])[count:]
                     any_finished = True
                     break
-            if request.metrics is not None:
-                request.metrics.add_tokens(len(request.token_ids) - first, monotonic())
+            request.metrics.add_tokens(len(request.token_ids) - first, now)
             if request_id in result.logprobs:
                 completion.add_logprobs(result.logprobs[request_id])
             if request.finish_reason is not None:

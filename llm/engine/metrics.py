@@ -1,4 +1,4 @@
-"""What `LLM(disable_log_stats=False)` counts: the requests that have ended, and the snapshot of `LLM.get_metrics`.
+"""The counts of the requests that have ended, and the snapshot of `LLM.get_metrics`.
 
 Owns the names, which are vLLM's, and the bounds of the histograms.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter as Counts
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from llm.engine.request import Request
 from llm.engine.scheduler import Scheduler
@@ -21,6 +22,18 @@ _COUNTS = (
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 _TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+
+class TotalsOfEnded(TypedDict):
+    ended: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+
+def share_in_use(scheduler: Scheduler, num_blocks: int) -> float:
+    """Share of a KV cache group's blocks that requests hold."""
+    return 1.0 - scheduler.blocks.num_free_blocks() / num_blocks if scheduler.blocks.pools else 0.0
 
 
 @dataclass
@@ -58,8 +71,6 @@ class EndedRequests:
 
     def add(self, request: Request) -> None:
         times = request.metrics
-        if times is None:
-            return
         self._reasons[request.finish_reason or "abort"] += 1
         counts = self._counts
         counts["prompt_tokens"] += request.num_prompt_tokens
@@ -76,14 +87,23 @@ class EndedRequests:
             self._values["time_to_first_token_seconds"].add(times.first_token_latency)
             self._values["e2e_request_latency_seconds"].add(times.last_token_ts - times.queued_ts)
 
+    def totals(self) -> TotalsOfEnded:
+        """The counts under the names of `LLMStats`."""
+        counts = self._counts
+        return {
+            "ended": dict(self._reasons),
+            "prompt_tokens": counts["prompt_tokens"],
+            "cached_tokens": counts["prefix_cache_hits"],
+            "preemptions": counts["num_preemptions"],
+        }
+
     def snapshot(self, scheduler: Scheduler, num_blocks: int, model: str) -> list[Metric]:
         """Everything, as it is now; `num_blocks`: of one KV cache group."""
         labels = {"engine": "0", "model_name": model}
-        used = 1.0 - scheduler.blocks.num_free_blocks() / num_blocks if scheduler.blocks.pools else 0.0
         gauges = {
             "num_requests_running": float(len(scheduler.running)),
             "num_requests_waiting": float(len(scheduler.waiting)),
-            "kv_cache_usage_perc": used,
+            "kv_cache_usage_perc": share_in_use(scheduler, num_blocks),
         }
         found: list[Metric] = [Gauge(f"vllm:{name}", dict(labels), value) for name, value in gauges.items()]
         found += [Counter(f"vllm:{name}", dict(labels), value) for name, value in self._counts.items()]

@@ -259,10 +259,8 @@ def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
         )
 
 
-def _metrics(request: Request) -> RequestStateStats | None:
+def _metrics(request: Request) -> RequestStateStats:
     """A copy, because a stream's output may be taken before the request ends."""
-    if request.metrics is None:
-        return None
     names = ("num_preemptions", "num_drafted_tokens", "num_accepted_tokens")
     return replace(request.metrics, **{name: getattr(request, name) for name in names})
 

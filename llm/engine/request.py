@@ -33,7 +33,7 @@ class Request:
         cache_key: extra bytes in the hash chain, so that only requests with equal keys share blocks; None: share none.
         prompt_logprobs_from: the first prompt position whose next token still needs a logprob; the prompt's length if
             none does. Only the first completion of a prompt computes them.
-        metrics: its timestamps; None: not recorded.
+        metrics: its timestamps; the engine says when it was queued.
         error: the error behind `finish_reason="error"`.
     """
 
@@ -71,7 +71,7 @@ class Request:
         self.num_findable_blocks = 0
         wanted = params.prompt_logprobs is not None and sample_index == 0
         self.prompt_logprobs_from = 0 if wanted else len(prompt_token_ids)
-        self.metrics: RequestStateStats | None = None
+        self.metrics = RequestStateStats()
         self.error: Exception | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

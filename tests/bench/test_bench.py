@@ -31,7 +31,7 @@ from llm.bench.tables import as_text
 from llm.bench.workloads import RECIPES, make_workload
 from llm.cli import main
 from llm.engine.cost import AttentionCost, ModelCost, Phase, Rates, count_model, pairs
-from llm.engine.engine import EngineStats
+from llm.engine.stats import EngineStats
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls

@@ -151,10 +151,10 @@ def test_beams_share_what_they_have_in_common(caching: bool, tmp_path_factory: p
     folder = tiny_checkpoint("llama", tmp_path_factory)
     prompt = make_prompts(TINY_MODELS["llama"])[-1]
     with one_thread(), LLM(folder, skip_tokenizer_init=True, block_size=4, enable_prefix_caching=caching) as llm:
-        before = llm.stats.tokens
+        before = llm.stats().tokens
         llm.beam_search([prompt], BeamSearchParams(beam_width=4, max_tokens=8))
         # The prompt once, and per beam and step less than a block and the new token.
-        assert llm.stats.tokens - before <= len(prompt) + 4 * 8 * 5
+        assert llm.stats().tokens - before <= len(prompt) + 4 * 8 * 5
         # A later call shares nothing with it when prefix caching is off.
         assert llm.generate([prompt], use_tqdm=False)[0].num_cached_tokens == (36 if caching else 0)
 

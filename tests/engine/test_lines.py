@@ -124,7 +124,7 @@ class Opened:
         with drafting(llm, recorder):
             self.plain = run(llm, *work)
         self.answers: Answers = recorder.answers
-        self.steps = llm.stats.steps
+        self.steps = llm.stats().steps
 
     def drafted(self, kind: str) -> tuple[list[RequestOutput], FakeProposer]:
         with drafting(self.llm, fake(self.llm, kind, self.answers)) as proposer:
@@ -141,13 +141,13 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_do_not_depend_on_what_is_drafted(opened: Opened, kind: str) -> None:
-    before = opened.llm.stats.steps
+    before = opened.llm.stats().steps
     outputs, proposer = opened.drafted(kind)
     assert_same(opened.plain, outputs)
     assert proposer.drafted > 50
     if kind == "right":
         assert proposer.accepted == proposer.drafted
-        assert opened.llm.stats.steps - before < 0.8 * opened.steps
+        assert opened.llm.stats().steps - before < 0.8 * opened.steps
     if kind == "wrong":
         assert proposer.accepted == 0
     if kind == "partly":

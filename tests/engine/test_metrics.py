@@ -1,18 +1,21 @@
-"""`LLM(disable_log_stats=False)`: outputs say when their request was queued, computed and answered."""
+"""Outputs say when their request was queued, computed and answered; `stats()` and `get_metrics()` count them."""
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
 
 import pytest
-from embedded import GREEDY, PROMPTS, open_llm, run, tokens
+import torch
+from embedded import GREEDY, PROMPTS, open_llm, run
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.v1.metrics.reader import Counter, Gauge, Histogram, Metric
 
 
 def test_metrics_are_in_order_and_count_the_tokens() -> None:
-    with open_llm(max_model_len=64, max_num_seqs=1, disable_log_stats=False) as llm:
+    with open_llm(max_model_len=64, max_num_seqs=1) as llm:
         before = time.time()
         outputs = run(llm, PROMPTS)
         after = time.time()
@@ -23,16 +26,19 @@ def test_metrics_are_in_order_and_count_the_tokens() -> None:
             assert before <= metrics.arrival_time <= after
             assert 0 < metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts < metrics.last_token_ts
             assert metrics.first_token_latency == metrics.first_token_ts - metrics.queued_ts
+            assert metrics.queue_seconds <= metrics.first_token_latency < metrics.seconds
+            decoding = metrics.last_token_ts - metrics.first_token_ts
+            assert metrics.tokens_per_second == (metrics.num_generation_tokens - 1) / decoding
         first, second, _ = [output.metrics for output in outputs]
         # One row at a time: the second waits for the first.
         assert first is not None and second is not None and second.scheduled_ts >= first.last_token_ts
-        with open_llm(max_model_len=64) as plain:
-            unmeasured = run(plain, PROMPTS)
-        assert tokens(unmeasured) == tokens(outputs) and [output.metrics for output in unmeasured] == [None] * 3
+        assert outputs[0].metrics != outputs[1].metrics
+        assert replace(outputs[0], metrics=outputs[1].metrics) == outputs[0]  # equal answers are equal
+        assert "metrics" not in outputs[0].to_dict()  # and so are their files
 
 
 def test_metrics_of_several_completions_are_the_firsts() -> None:
-    with open_llm(max_model_len=64, disable_log_stats=False) as llm:
+    with open_llm(max_model_len=64) as llm:
         [output] = run(llm, PROMPTS[0], SamplingParams(n=2, max_tokens=5, ignore_eos=True, seed=1))
         assert output.metrics is not None and output.metrics.num_generation_tokens == 5
         assert run(llm, PROMPTS[0], GREEDY)[0].metrics is not output.metrics
@@ -67,7 +73,7 @@ def named_buckets(named: dict[str, Metric]) -> dict[str, int]:
 
 
 def test_the_counters_add_up_what_the_outputs_say() -> None:
-    with open_llm(max_model_len=64, disable_log_stats=False) as llm:
+    with open_llm(max_model_len=64) as llm:
         assert not any(values_of(llm).values())
         ended = run(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
         again = run(llm, [PROMPTS[1] * 4] * 2, [SamplingParams(n=2, max_tokens=3, seed=1, ignore_eos=True)] * 2)
@@ -95,7 +101,7 @@ def test_the_counters_add_up_what_the_outputs_say() -> None:
 
 
 def test_a_suspended_stream_is_seen_and_a_dropped_one_is_counted() -> None:
-    with open_llm(max_model_len=64, disable_log_stats=False) as llm:
+    with open_llm(max_model_len=64) as llm:
         stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
         next(stream)
         values = values_of(llm)
@@ -107,6 +113,32 @@ def test_a_suspended_stream_is_seen_and_a_dropped_one_is_counted() -> None:
         assert values["request_successabort"] == 1 and values["prompt_tokens"] > 0
 
 
-def test_without_statistics_there_are_no_metrics() -> None:
-    with open_llm(max_model_len=64) as llm, pytest.raises(ValidationError, match=r"pass LLM\(disable_log_stats=False"):
-        llm.get_metrics()
+def test_stats_say_what_the_outputs_say() -> None:
+    with open_llm(max_model_len=64, num_threads=1) as llm:
+        assert llm.stats().ended == {}
+        held = sum(parameter.nbytes for parameter in parameters_of(llm))
+        ended = run(llm, [PROMPTS[1] * 4] * 2, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        next(stream)
+        stats = llm.stats()
+        assert (stats.running, stats.waiting, stats.ended) == (1, 0, {"length": 2})
+        assert stats.prompt_tokens == sum(len(output.prompt_token_ids) for output in ended)
+        assert stats.cached_tokens == sum(output.num_cached_tokens for output in ended) > 0
+        assert stats.generated_tokens == 10 + stats.running and 0 < stats.kv_cache_used < 1
+        assert stats.kv_cache_bytes == llm.config.cache_config.kv_cache_memory_bytes
+        assert stats.weight_bytes == held
+        assert json.loads(json.dumps(stats.to_dict()))["ended"] == {"length": 2}
+        assert "ended              2 length" in str(stats)
+
+
+def test_a_preempted_request_is_counted() -> None:
+    """Two requests that both need more than the half of the blocks."""
+    with open_llm(max_model_len=64, kv_cache_memory_bytes=5 * 32768, enable_prefix_caching=False) as tight:
+        outputs = run(tight, [[5] * 10, [6] * 10], SamplingParams(temperature=0, max_tokens=44, ignore_eos=True))
+        preempted = [output.metrics.num_preemptions for output in outputs if output.metrics is not None]
+        assert tight.stats().preemptions == sum(preempted) > 0
+
+
+def parameters_of(llm: LLM) -> list[torch.Tensor]:
+    [found] = llm.apply_model(lambda model: list(model.parameters()))
+    return found

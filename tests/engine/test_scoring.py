@@ -96,9 +96,9 @@ def test_choices_share_their_prompt(caching: bool, tmp_path_factory: pytest.Temp
     folder = tiny_checkpoint("llama", tmp_path_factory)
     prompt = PROMPTS[-1]
     with one_thread(), LLM(folder, skip_tokenizer_init=True, block_size=4, enable_prefix_caching=caching) as llm:
-        before = llm.stats.tokens
+        before = llm.stats().tokens
         llm.loglikelihood(prompt, [[token] for token in range(20, 30)], use_tqdm=False)
-        assert llm.stats.tokens - before <= len(prompt) + 1 + 9 * 5
+        assert llm.stats().tokens - before <= len(prompt) + 1 + 9 * 5
 
 
 def test_perplexity_is_transformers(model: tuple[Path, LLM]) -> None:

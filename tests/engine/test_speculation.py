@@ -246,7 +246,7 @@ class TestPace:
 
 
 def test_what_was_drafted_and_accepted_is_counted() -> None:
-    with open_llm(max_model_len=256, disable_log_stats=False, speculative_config="auto") as llm:
+    with open_llm(max_model_len=256, speculative_config="auto") as llm:
         with drafting(llm, ngrams()):
             output = llm.generate(TEXT * 3, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)[0]
         metrics, stats = output.metrics, engine_of(llm).stats

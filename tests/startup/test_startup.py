@@ -50,7 +50,7 @@ def test_generate_imports_no_transformers_and_opens_nothing() -> None:
 
 def test_what_is_looked_for_would_be_seen() -> None:
     chat = 'llm.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=2), use_tqdm=False)'
-    others = "import socket, pickle; socket.socket().close(); pickle.loads(pickle.dumps(llm.stats))"
+    others = "import socket, pickle; socket.socket().close(); pickle.loads(pickle.dumps(llm.stats()))"
     modules, suspicious = after(f"{chat}; {others}")
     assert "transformers" in modules
     assert {"socket.__new__", "pickle.find_class"} <= suspicious
