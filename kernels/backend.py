@@ -54,6 +54,7 @@ OPERATIONS: dict[str, str] = {
     "mix_two_experts": "routing",
     "experts": "experts",
     "causal_conv1d": "conv",
+    "gated_delta_rule": "gated_delta",
     "log_softmax": "vocabulary",
     "argmax": "vocabulary",
     "top_k": "vocabulary",

@@ -62,6 +62,11 @@ int64_t llm_causal_conv1d(const int64_t* slots, const int32_t* starts, const int
     int64_t weight_channel, int64_t weight_tap, const void* bias, float* state, int64_t state_slot,
     int64_t state_channel, int64_t state_tap, int64_t channels, int64_t taps, int64_t silu, float* out,
     int64_t threads)
+int64_t llm_gated_delta_rule(const int64_t* slots, const int32_t* starts, const int32_t* lengths, int64_t rows,
+    int64_t num_slots, int64_t tokens, const float* query, int64_t query_stride, const float* key, int64_t key_stride,
+    const float* value, int64_t value_stride, const float* decay, int64_t decay_stride, int64_t decay_per_channel,
+    const float* beta, int64_t beta_stride, float beta_scale, const float* a_log, const float* dt_bias, float* state,
+    int64_t key_heads, int64_t heads, int64_t keys, int64_t values, float* out, int64_t threads)
 
 void llm_log_softmax(const float* x, float* out, int64_t rows, int64_t width, int64_t threads)
 void llm_argmax(const float* x, float* values, int64_t* ids, int64_t rows, int64_t width, int64_t threads)

@@ -97,6 +97,17 @@ LLM_INLINE F32 erf(F32 x) {
     return select_less(size, set1(0.927734375f), near, with_sign_of(far, x));
 }
 
+// log(1 + e^x): log(1 + u) for u in [0, 1] is 2 atanh(u / (2 + u)), an odd polynomial.
+LLM_INLINE F32 softplus(F32 x) {
+    const F32 u = exp(zero() - abs(x)), s = u / (u + set1(2.0f)), square = s * s;
+    F32 p = set1(0x1.dba260p-3f);
+    p = fma(p, square, set1(0x1.bc8cf8p-3f));
+    p = fma(p, square, set1(0x1.24c926p-2f));
+    p = fma(p, square, set1(0x1.9998d4p-2f));
+    p = fma(p, square, set1(0x1.555556p-1f));
+    return max(zero(), x) + fma(s * square, p, s + s);  // a NaN in x passes
+}
+
 LLM_INLINE uint32_t float_to_bits(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);

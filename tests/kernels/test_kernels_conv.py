@@ -9,9 +9,9 @@ import pytest
 import torch
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
+from recurrent_rows import rows
 from tiny_models import one_thread
 
-from llm.forward import RecurrentMetadata
 from llm.kernels.reference.conv import causal_conv1d
 
 BACKENDS = ["reference", *(pytest.param(isa, marks=needs_compiler) for isa in ISAS)]
@@ -25,20 +25,6 @@ def _one_thread() -> Iterator[None]:
 
 def operation(name: str) -> Any:
     return causal_conv1d if name == "reference" else kernel_set(name).op("causal_conv1d")
-
-
-def rows(*of: tuple[int, int, int]) -> RecurrentMetadata:
-    """The metadata of batch rows (slot, tokens of earlier steps, tokens of this one)."""
-    slots, done, counts = (list(column) for column in zip(*of, strict=True))
-    lengths = [before + count for before, count in zip(done, counts, strict=True)]
-    starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
-    return RecurrentMetadata(
-        torch.tensor(slots),
-        torch.tensor(starts, dtype=torch.int32),
-        torch.tensor(lengths, dtype=torch.int32),
-        counts,
-        lengths,
-    )
 
 
 def same(backend: str, one: torch.Tensor, other: torch.Tensor) -> bool:

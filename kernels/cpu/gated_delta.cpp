@@ -1,0 +1,186 @@
+// The gated delta rule: linear attention whose state is a matrix [K][V] per head, decayed, corrected and read by each
+// token in order.
+//
+// Columns of a state do not depend on each other: a task takes a slice of them, of one head of one row, into the L1
+// cache while all of the row's tokens pass. Sums over K are chains of FMAs from +0, so a token's bits depend on nothing
+// but the tokens before it.
+#include <cmath>
+
+#include "activation.h"
+#include "recurrent.h"
+#include "replay.h"
+#include "rows.h"
+
+namespace llm {
+namespace {
+
+constexpr int64_t COLUMNS = 2 * LANES;  // of a task
+constexpr float NORM_EPS = 1e-6f;
+
+// Tokens `stride` floats apart.
+struct Tokens {
+    const float* from;
+    int64_t stride;
+    const float* at(int64_t token) const { return from + token * stride; }
+};
+
+struct DeltaRule {
+    StateRows rows;
+    Tokens query, key, value, decay, beta;
+    const float *a_log, *dt_bias;
+    bool decay_per_channel;
+    float beta_scale;
+    float* state;
+    int64_t key_heads, heads, keys, values;  // `keys` and `values`: channels of a head
+    float* out;
+
+    int64_t padded_keys() const { return ceil_div(keys, LANES) * LANES; }
+    // Per thread: a slice of the state [keys][COLUMNS], then key, query and decay of a token.
+    int64_t scratch_bytes() const { return (keys * COLUMNS + 3 * padded_keys()) * 4; }
+};
+
+// x / sqrt(sum of squares + eps) * scale
+void normalise(const float* x, float scale, int64_t size, float* out) {
+    const float squares = sum_vectors(size, [&](int64_t i) {
+        const F32 value = load_part(x + i, size - i);
+        return value * value;
+    });
+    const F32 factor = set1(1.0f / std::sqrt(squares + NORM_EPS)), by = set1(scale);
+    for (int64_t i = 0; i < size; i += LANES) store_part(out + i, load_part(x + i, size - i) * factor * by, size - i);
+}
+
+// Some columns of the state of one head of one row.
+struct Columns {
+    const DeltaRule& rule;
+    int64_t head, begin, count;
+    float *state, *key, *query, *decay;
+
+    Columns(const DeltaRule& what, int64_t index, int64_t start, char* scratch)
+        : rule(what), head(index), begin(start), count(min(COLUMNS, what.values - start)),
+          state(reinterpret_cast<float*>(scratch)), key(state + what.keys * COLUMNS), query(key + what.padded_keys()),
+          decay(query + what.padded_keys()) {}
+
+    void fetch(const float* from) {
+        for (int64_t k = 0; k < rule.keys; ++k)
+            for (int64_t i = 0; i < COLUMNS; i += LANES)
+                store(state + k * COLUMNS + i, load_part(from + k * rule.values + i, count - i));
+    }
+
+    void put_back(float* to) const {
+        for (int64_t k = 0; k < rule.keys; ++k)
+            for (int64_t i = 0; i < count; i += LANES)
+                store_part(to + k * rule.values + i, load(state + k * COLUMNS + i), count - i);
+    }
+
+    // e^(-e^a_log softplus(decay + dt_bias)), of the head or of each of its key channels.
+    void read_decay(int64_t token) {
+        const F32 rate = zero() - exp(set1(rule.a_log[head]));
+        const int64_t width = rule.decay_per_channel ? rule.keys : 1;
+        const float *from = rule.decay.at(token) + head * width, *bias = rule.dt_bias + head * width;
+        for (int64_t i = 0; i < width; i += LANES) {
+            const F32 x = load_part(from + i, width - i) + load_part(bias + i, width - i);
+            store_part(decay + i, exp(rate * softplus(x)), width - i);
+        }
+        if (!rule.decay_per_channel)
+            for (int64_t k = 1; k < rule.keys; ++k) decay[k] = decay[0];
+    }
+
+    void read_token(int64_t token) {
+        const int64_t from = head / (rule.heads / rule.key_heads) * rule.keys;
+        normalise(rule.key.at(token) + from, 1.0f, rule.keys, key);
+        normalise(rule.query.at(token) + from, 1.0f / std::sqrt(static_cast<float>(rule.keys)), rule.keys, query);
+        read_decay(token);
+    }
+
+    float beta(int64_t token) const {
+        const F32 logit = set1(rule.beta.at(token)[head]);
+        alignas(64) float lane[LANES];
+        store(lane, set1(rule.beta_scale) / (exp(zero() - logit) + set1(1.0f)));
+        return lane[0];
+    }
+
+    // state = decay * state; state += key x (value - key state) beta; out = query state
+    void step(int64_t token) {
+        read_token(token);
+        F32 known[2] = {zero(), zero()}, seen[2] = {zero(), zero()}, change[2];
+        for (int64_t k = 0; k < rule.keys; ++k) {
+            const F32 by = set1(decay[k]), of = set1(key[k]);
+            LLM_UNROLL for (int c = 0; c < 2; ++c) {
+                const F32 kept = load(state + k * COLUMNS + c * LANES) * by;
+                store(state + k * COLUMNS + c * LANES, kept);
+                known[c] = fma(of, kept, known[c]);
+            }
+        }
+        const float* value = rule.value.at(token) + head * rule.values + begin;
+        const F32 share = set1(beta(token));
+        LLM_UNROLL for (int c = 0; c < 2; ++c)
+            change[c] = (load_part(value + c * LANES, count - c * LANES) - known[c]) * share;
+        for (int64_t k = 0; k < rule.keys; ++k) {
+            const F32 of = set1(key[k]), by = set1(query[k]);
+            LLM_UNROLL for (int c = 0; c < 2; ++c) {
+                const F32 now = fma(of, change[c], load(state + k * COLUMNS + c * LANES));
+                store(state + k * COLUMNS + c * LANES, now);
+                seen[c] = fma(by, now, seen[c]);
+            }
+        }
+        float* out = rule.out + (token * rule.heads + head) * rule.values + begin;
+        LLM_UNROLL for (int c = 0; c < 2; ++c) store_part(out + c * LANES, seen[c], count - c * LANES);
+    }
+};
+
+void run_columns(const DeltaRule& rule, int64_t row, int64_t head, int64_t begin, char* scratch) {
+    const int64_t first = rule.rows.first(row), count = rule.rows.count(row);
+    if (!count) return;
+    Columns columns(rule, head, begin, scratch);
+    float* state = rule.state + (rule.rows.slots[row] * rule.heads + head) * rule.keys * rule.values + begin;
+    if (rule.rows.is_new(row)) std::memset(columns.state, 0, rule.keys * COLUMNS * sizeof(float));
+    else columns.fetch(state);
+    for (int64_t t = 0; t < count; ++t) columns.step(first + t);
+    columns.put_back(state);
+}
+
+}  // namespace
+}  // namespace llm
+
+using namespace llm;
+
+// query and key: tokens of [key_heads][keys], value: of [heads][values], decay: of [heads] or [heads][keys], beta: of
+// [heads]; state [num_slots][heads][keys][values] -> out [tokens][heads][values]. Returns -1; or, having written
+// nothing, the first row whose slot or tokens do not exist.
+LLM_EXPORT int64_t llm_gated_delta_rule(const int64_t* slots, const int32_t* starts, const int32_t* lengths,
+                                        int64_t rows, int64_t num_slots, int64_t tokens, const float* query,
+                                        int64_t query_stride, const float* key, int64_t key_stride, const float* value,
+                                        int64_t value_stride, const float* decay, int64_t decay_stride,
+                                        int64_t decay_per_channel, const float* beta, int64_t beta_stride,
+                                        float beta_scale, const float* a_log, const float* dt_bias, float* state,
+                                        int64_t key_heads, int64_t heads, int64_t keys, int64_t values, float* out,
+                                        int64_t threads) {
+    const StateRows of{slots, starts, lengths, rows};
+    const int64_t bad = first_bad_row(of, num_slots, tokens);
+    if (bad >= 0) return bad;
+    const DeltaRule rule{of,
+                         {query, query_stride},
+                         {key, key_stride},
+                         {value, value_stride},
+                         {decay, decay_stride},
+                         {beta, beta_stride},
+                         a_log,
+                         dt_bias,
+                         decay_per_channel != 0,
+                         beta_scale,
+                         state,
+                         key_heads,
+                         heads,
+                         keys,
+                         values,
+                         out};
+    const int64_t slices = ceil_div(values, COLUMNS), tasks = heads * slices;
+    const int64_t shared = min(threads, 1 + tokens * heads * keys * values / ELEMENTS_PER_TASK);
+    parallel_for(rows * tasks, shared, rule.scratch_bytes(), [&](int64_t index, char* scratch) {
+        const int64_t task = index % tasks;
+        run_columns(rule, index / tasks, task / slices, task % slices * COLUMNS, scratch);
+    });
+    return -1;
+}
+
+LLM_KERNEL(llm_gated_delta_rule)
