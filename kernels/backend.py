@@ -50,6 +50,7 @@ OPERATIONS: dict[str, str] = {
     "relu2": "activation",
     "soft_cap": "activation",
     "select_rows": "elementwise",
+    "multiply": "elementwise",
     "select_experts": "routing",
     "mix_two_experts": "routing",
     "experts": "experts",

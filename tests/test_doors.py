@@ -82,6 +82,7 @@ from llm.model_executor.layers.linear import ColumnParallelLinear, LinearMethodB
 from llm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from llm.model_executor.layers.logits_processor import LogitsProcessor
 from llm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
+from llm.model_executor.layers.mamba.short_conv import ShortConv
 from llm.model_executor.layers.quantization import register_quantization_config
 from llm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from llm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8

@@ -579,11 +579,32 @@ TINY_MODELS = TINY_MODELS | {
     ),
 }
 
+# Layers with a state of fixed size per request, and attention.
+TINY_MODELS = TINY_MODELS | {
+    "lfm2": TinyModel(
+        "Lfm2Config",
+        {
+            **{"head_dim": None, "rms_norm_eps": None, "norm_eps": 1e-3, "conv_bias": True, "conv_L_cache": 4},
+            **{"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 13},
+        },
+        control={"norm_eps": 0.1},
+    ),
+    "lfm2-moe": TinyModel(
+        "Lfm2MoeConfig",
+        {
+            **{"head_dim": None, "rms_norm_eps": None, "norm_eps": 1e-3, "num_dense_layers": 1, "num_experts": 7},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 37, "routed_scaling_factor": 2.5},
+            **{"layer_types": ["full_attention", "conv", "conv"]},
+        },
+        control={"norm_topk_prob": False},
+    ),
+}
+
 # Families that are other arrangements of parts which the other rows have: they are held against transformers alone and
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
-    ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe
+    ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
 """.split()
 # Rows that differ from a scheduled one in how weights are read, in biases, or in numbers of a position's rotation.
 _VARIANTS = """
@@ -594,7 +615,7 @@ SCHEDULED = [name for name in TINY_MODELS if name not in {*_REARRANGED, *_VARIAN
 # Of these the rows that meet the schedule in a way of their own: caches of other layers, windows that free blocks,
 # latent and sunk attention, positions that depend on a length, experts, floats of 16 bits.
 THOROUGH = """
-    llama llama-bf16 llama-dynamic-scaled qwen2-window gemma2 phi3-longrope-long minicpm3 gpt-oss mixtral
+    llama llama-bf16 llama-dynamic-scaled qwen2-window gemma2 phi3-longrope-long minicpm3 gpt-oss mixtral lfm2
 """.split()
 
 
@@ -638,12 +659,14 @@ def randomise(model: Any, seed: int) -> None:
     through them. Embeddings are small, or a tied model would repeat its last token for ever; the last norm makes up for
     it, for logits with a deviation of about three: greedy tokens vary, with clear margins.
     """
-    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    biases = [
+        (name, buffer) for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))
+    ]
     for name, parameter in [*model.named_parameters(), *biases]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)
         of_a_layer = any(part.isdigit() for part in name.split("."))
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             parameter += 0.05 * noise  # beside scores that differ by as much: every expert is chosen by some token
         elif parameter.dim() == 1:
             parameter += 0.3 * noise + (0 if of_a_layer or name.endswith("bias") else 2)

@@ -1,4 +1,4 @@
-// Additions, scalings and copies that models leave to PyTorch, for recorded steps (program.py). Each element is rounded
+// Additions, products and copies that models leave to PyTorch, for recorded steps (program.py). Each element is rounded
 // once, so the bits are PyTorch's.
 #include "replay.h"
 #include "rows.h"
@@ -13,6 +13,17 @@ LLM_EXPORT void llm_add(const float* x, const float* y, float* out, int64_t coun
 LLM_EXPORT void llm_scale(const float* x, float factor, float* out, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES)
         store_part(out + i, load_part(x + i, count - i) * set1(factor), count - i);
+}
+
+// Rows of `width` floats, `x_stride` and `y_stride` apart -> out, contiguous.
+LLM_EXPORT void llm_multiply(const float* x, int64_t x_stride, const float* y, int64_t y_stride, float* out,
+                             int64_t rows, int64_t width, int64_t threads) {
+    for_rows(rows, width, threads, [&](int64_t row) {
+        const float *left = x + row * x_stride, *right = y + row * y_stride;
+        for (int64_t i = 0; i < width; i += LANES)
+            store_part(out + row * width + i, load_part(left + i, width - i) * load_part(right + i, width - i),
+                       width - i);
+    });
 }
 
 LLM_EXPORT void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_t count) {
@@ -35,6 +46,7 @@ LLM_EXPORT int64_t llm_select_rows(const float* x, int64_t rows, const int64_t* 
 
 LLM_KERNEL(llm_add)
 LLM_KERNEL(llm_scale)
+LLM_KERNEL(llm_multiply)
 LLM_KERNEL(llm_shift)
 LLM_KERNEL(llm_copy_rows)
 LLM_KERNEL(llm_select_rows)

@@ -1,4 +1,4 @@
-"""Selection of rows, and PyTorch operations that a recorded step replaces by kernels with the same bits."""
+"""Products, selection of rows, and PyTorch operations that a recorded step replaces by kernels with the same bits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _aten = torch.ops.aten
 _ADD = KERNELS["llm_add"]
 _SHIFT = KERNELS["llm_shift"]
 _SCALE = KERNELS["llm_scale"]
+_MULTIPLY = KERNELS["llm_multiply"]
 _COPY_ROWS = KERNELS["llm_copy_rows"]
 _SELECT_ROWS = KERNELS["llm_select_rows"]
 Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
@@ -30,6 +31,18 @@ def select_rows(library: Library, x: torch.Tensor, indices: torch.Tensor) -> tor
     arguments = x.data_ptr(), len(x), indices.data_ptr(), out.data_ptr(), len(indices), x.shape[1]
     if library.call(_SELECT_ROWS, *arguments):
         raise IndexError(f"rows must be in [0, {len(x)}), got {int(indices.min())} to {int(indices.max())}")
+    return out
+
+
+def multiply(library: Library, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """float32 [n, w] twice -> float32 [n, w]; rows may have any stride."""
+    if x.shape != y.shape or x.dim() != 2:
+        raise ValueError(f"a product takes two matrices of one shape, got {list(x.shape)} and {list(y.shape)}")
+    x, y = (item if item.stride(1) == 1 else item.contiguous() for item in (x.float(), y.float()))
+    rows, width = x.shape
+    out = library.empty(rows, width)
+    strided = x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)
+    library.call(_MULTIPLY, *strided, out.data_ptr(), rows, width, torch.get_num_threads())
     return out
 
 

@@ -81,6 +81,8 @@ void llm_cut_below_largest(float* x, const float* offset, int64_t rows, int64_t 
 
 void llm_add(const float* x, const float* y, float* out, int64_t count)
 void llm_scale(const float* x, float factor, float* out, int64_t count)
+void llm_multiply(const float* x, int64_t x_stride, const float* y, int64_t y_stride, float* out, int64_t rows,
+    int64_t width, int64_t threads)
 void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_t count)
 void llm_copy_rows(const float* x, int64_t stride, float* out, int64_t rows, int64_t width)
 int64_t llm_select_rows(const float* x, int64_t rows, const int64_t* indices, float* out, int64_t count, int64_t width)

@@ -1,4 +1,4 @@
-"""Copies of rows, in plain PyTorch."""
+"""Products and copies of rows, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,3 +8,8 @@ import torch
 def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Row i is x[indices[i]]: float32 [n, w], int64 [m] -> float32 [m, w]; IndexError for an index outside [0, n)."""
     return x.index_select(0, indices)
+
+
+def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """float32 [n, w] twice -> float32 [n, w]: x * y."""
+    return x * y

@@ -42,6 +42,8 @@ _FAMILIES = {
     "helium": "HeliumForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "ministral": "MinistralForCausalLM",

@@ -108,6 +108,7 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     llm_log_softmax(x.data, out.data, count, width, 1);
     llm_add(x.data, y.data, out.data, count * width);
     llm_scale(x.data, 3.0f, out.data, count * width);
+    llm_multiply(x.data, width, x.data, width, out.data, count, width, 1);
     llm_copy_rows(x.data, width, out.data, count, width / 2);
     Exactly<int64_t> chosen(count, count - 1);
     need(llm_select_rows(x.data, count, chosen.data, out.data, count, width) == 0, "a good row was refused");
@@ -148,6 +149,28 @@ template <class T> void convolution(Kind kind, int64_t channels, int64_t taps, b
     slots.data[1] = 0, starts.data[2] = 6;
     need(convolve(nullptr) == 1, "tokens that do not exist were read");
     calls += 4;
+}
+
+// The same two rows.
+void delta_rule(int64_t key_heads, int64_t heads, int64_t keys, int64_t values, bool per_channel) {
+    const int64_t decays = per_channel ? heads * keys : heads;
+    Exactly<float> query(5 * key_heads * keys, 0.5f), key(5 * key_heads * keys, 0.25f), value(5 * heads * values, 1.0f);
+    Exactly<float> decay(5 * decays), beta(5 * heads), a_log(heads), dt_bias(decays), out(5 * heads * values);
+    Exactly<float> state(2 * heads * keys * values, 0.5f);
+    Exactly<int64_t> slots(2);
+    Exactly<int32_t> starts(3), lengths(2);
+    slots.data[0] = 1, slots.data[1] = 0, starts.data[0] = 0, starts.data[1] = 3, starts.data[2] = 5;
+    lengths.data[0] = 3, lengths.data[1] = 9;
+    const auto apply = [&] {
+        return llm_gated_delta_rule(slots.data, starts.data, lengths.data, 2, 2, 5, query.data, key_heads * keys,
+                                    key.data, key_heads * keys, value.data, heads * values, decay.data, decays,
+                                    per_channel, beta.data, heads, 1.0f, a_log.data, dt_bias.data, state.data,
+                                    key_heads, heads, keys, values, out.data, 1);
+    };
+    need(apply() == -1, "a good row was refused");
+    slots.data[0] = -1;
+    need(apply() == 0, "a slot that does not exist was read");
+    calls += 2;
 }
 
 // A row is cut into chunks by the number of threads; the kernels' own threads share the chunks.
@@ -194,6 +217,11 @@ int run_step_kernels() {
         for (int64_t taps : {1, 3, 4}) {
             convolution<float>(Kind::FLOAT32, channels, taps, false);
             convolution<uint16_t>(Kind::BFLOAT16, channels, taps, true);
+        }
+    for (int64_t keys : {1, 16, 21})
+        for (int64_t values : {1, 32, 33}) {
+            delta_rule(1, 2, keys, values, false);
+            delta_rule(3, 3, keys, values, true);
         }
     for (int64_t count : {1, 3})
         for (int64_t width : {1, 2, 15, 16, 17, 63, 64, 65, 100}) {

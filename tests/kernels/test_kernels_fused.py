@@ -347,3 +347,13 @@ def test_elementary_functions_at_their_ends() -> None:
             torch.testing.assert_close(
                 actual, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=1e-45, equal_nan=True
             )
+
+
+def test_products_are_their_twins_for_rows_of_any_stride() -> None:
+    x = normal(0, 5, 60)
+    left, right = x[:, :19], x[:, 20:39]
+    for isa in ISAS:
+        multiply = kernel_set(isa).op("multiply")
+        assert torch.equal(multiply(left, right), left * right)
+        with pytest.raises(ValueError, match="matrices of one shape"):
+            multiply(left, x)

@@ -46,7 +46,8 @@ VLLM_CLASSES = dict(
         "logits_processor:LogitsProcessor rel_pos_attention:RelPosAttention fused_moe:FusedMoE gate_linear:GateLinear "
         "unquantized_fused_moe:UnquantizedFusedMoEMethod modular_fused_moe:FusedMoEModularMethod "
         "transformers_fused_moe:TransformersMoERunner "
-        "multi_head_latent_attention:MultiHeadLatentAttentionWrapper grouped_topk:GroupedTopk"
+        "multi_head_latent_attention:MultiHeadLatentAttentionWrapper grouped_topk:GroupedTopk "
+        "short_conv:ShortConv"
     ).split()
 )
 OURS_ALONE = {"relu", "layer_norm_1p", "topk_router", "sparse_mixer"}

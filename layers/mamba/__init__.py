@@ -1,0 +1,1 @@
+"""Recurrent layers whose state is a window or a vector per channel."""
