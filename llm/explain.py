@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 _UNQUANTIZED = "unquantized"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
-KINDS = ("platform", "model", "model runner", "weights", "attention", "CustomOp", "PluggableLayer", "quant method")
+KINDS = (
+    *("platform", "model", "model runner", "weights", "drafts"),
+    *("attention", "CustomOp", "PluggableLayer", "quant method"),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Explanation:
 def explain_runner(
     runner_class: type, platform: Platform, model: nn.Module, config: EngineConfig, offloaded: str = ""
 ) -> Explanation:
-    """The platform, the model, the model runner's class, a file of weights, and the parts of the model.
+    """The platform, the model, the model runner's class, a file of weights, what drafts, and the parts of the model.
 
     `offloaded`: where the weights are, if a file has some.
     """
@@ -98,6 +101,9 @@ def explain_runner(
     if offloaded:
         folder = config.offload_config.offload_folder
         around += (Part("weights", "offload_weights", 1, "WeightFile", folder, offloaded),)
+    drafts = config.speculative_config
+    if drafts is not None:
+        around += (Part("drafts", "speculative_config", 1, drafts.method, str(drafts), reasons["speculative_config"]),)
     explained = explain_model(model, config)
     return replace(explained, parts=around + explained.parts)
 

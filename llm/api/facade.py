@@ -106,9 +106,9 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Rep
             defaults. Or a folder with another generation_config.json.
         override_generation_config: its keys to replace, `{"temperature": 0.5}`.
         speculative_config: what drafts tokens that the model then verifies, several in a step; answers do not depend on
-            it. "auto" or `{"method": "ngram"}`: repeated text and forced tokens of a grammar;
-            `{"model": folder}`: a smaller model with the same tokenizer; None: nothing. See
-            `llm.config.speculative.SpeculativeConfig`.
+            it. `{"method": "ngram"}`: repeated text and forced tokens of a grammar; "auto": the same, but nothing where
+            drafts could change an answer; `{"model": folder}`: a smaller model with the same tokenizer; None: nothing.
+            See `llm.config.speculative.SpeculativeConfig`.
         reasoning_config: `{"reasoning_start_str": ..., "reasoning_end_str": ...}`, the texts around reasoning where
             they are not the tokens <think> and </think>; for `thinking_token_budget`.
         verbose: log all decisions and the arguments that have no effect here.
@@ -160,7 +160,7 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Rep
         generation_config: str | Path = "auto",
         override_generation_config: Mapping[str, object] | None = None,
         reasoning_config: ReasoningConfig | Mapping[str, str] | None = None,
-        speculative_config: SpeculativeConfig | Mapping[str, object] | str | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, object] | str | None = "auto",
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:

@@ -127,7 +127,8 @@ def _calibrate(options: BenchOptions, say: Say) -> Calibration | None:
 def _open(options: BenchOptions, say: Say) -> tuple[LLM, Transformers | None]:
     """Build the rival, if any, then the engine, both with the same weights."""
     longest = max(find_recipe(name).longest for name in (*options.workloads, "tiny"))
-    arguments: JsonObject = {"max_model_len": longest, "use_tqdm_on_load": False}
+    # The answers of made-up prompts repeat themselves: drafts would say nothing of other text.
+    arguments: JsonObject = {"max_model_len": longest, "use_tqdm_on_load": False, "speculative_config": None}
     if options.against is not None:
         # A bfloat16 KV cache would round values that the rival keeps in float32.
         arguments["kv_cache_dtype"] = "float32"

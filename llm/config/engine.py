@@ -80,7 +80,7 @@ class EngineArgs:
     offload_weights: bool | None = None
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.loading`
     reasoning_config: object = None  # read by `ReasoningConfig.of`
-    speculative_config: object = None  # read by `SpeculativeConfig.of`
+    speculative_config: object = "auto"  # read by `SpeculativeConfig.of`
 
     @classmethod
     def from_user(cls, **given: Any) -> EngineArgs:

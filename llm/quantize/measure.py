@@ -114,15 +114,19 @@ def _seconds(llm: LLM, ids: list[int]) -> tuple[float, list[float]]:
     """(seconds until the first token, of each step that adds one more) of one request."""
     params = SamplingParams(temperature=0, max_tokens=1 + _SPEED_DECODE, ignore_eos=True, detokenize=False)
     engine, times = llm._open_engine(), [0.0]
-    state = engine.add(llm._preprocessor.rows({"prompt_token_ids": ids}, params, SamplingParams)[0])
-    request = state.completions[0].request
-    while not state.finished:
-        known, started = len(request.token_ids), perf_counter()
-        engine.step()
-        times[-1] += perf_counter() - started
-        if len(request.token_ids) > known:
-            times.append(0.0)
-    engine.end_call()
+    engine.runner.set_drafting(False)  # a step adds one token
+    try:
+        state = engine.add(llm._preprocessor.rows({"prompt_token_ids": ids}, params, SamplingParams)[0])
+        request = state.completions[0].request
+        while not state.finished:
+            known, started = len(request.token_ids), perf_counter()
+            engine.step()
+            times[-1] += perf_counter() - started
+            if len(request.token_ids) > known:
+                times.append(0.0)
+        engine.end_call()
+    finally:
+        engine.runner.set_drafting(True)
     return times[0], times[1:-1]
 
 

@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tiny_models import TINY_MODELS, one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams, StructuredOutputsParams
 from llm.api import EMBEDDED_MODEL
+from llm.config.engine import EngineArgs
 from llm.config.speculative import SpeculativeConfig
 from llm.engine.speculation.forced import ForcedSource
 from llm.engine.speculation.ngram import NgramSource
@@ -299,6 +301,14 @@ def test_the_config_says_what_drafts() -> None:
         assert "speculative_config       ngram, at most 3 drafts  (asked for; answers do not depend on it)" in str(
             llm.config
         )
+        assert [part.runs for part in llm.explain().parts if part.kind == "drafts"] == ["ngram, at most 3 drafts"]
     with open_llm(max_model_len=64, speculative_config=None) as llm:
         assert llm.config.speculative_config is None
         assert engine_of(llm).runner.proposer is None
+        assert "drafts" not in {part.kind for part in llm.explain().parts}
+
+
+def test_the_default_drafts_where_nothing_can_change() -> None:
+    with open_llm(max_model_len=64, speculative_config="auto") as llm:
+        assert engine_of(llm).runner.proposer is not None
+    assert EngineArgs("model").speculative_config == "auto" == signature(LLM).parameters["speculative_config"].default
