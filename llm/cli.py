@@ -62,7 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_kernels(commands)
     _add_quantization(commands)
     _add_jobs(commands)
+    _add_plan(commands)
     return parser
+
+
+def _add_plan(commands: Commands) -> None:
+    from llm.startup.command import add_command
+
+    add_command(commands)
 
 
 def _add_jobs(commands: Commands) -> None:

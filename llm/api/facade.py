@@ -19,6 +19,7 @@ from llm.api.chat import Chat
 from llm.api.generation import BatchCall, CallOptions, Generation
 from llm.api.iteration import Iteration
 from llm.api.jobs import Jobs
+from llm.api.planning import Planning
 from llm.api.processors import Processors
 from llm.api.reports import Reports
 from llm.api.scoring import Scoring
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 logger = init_logger("llm")
 
 
-class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Reports, Access):
+class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Planning, Reports, Access):
     """A language model in this process.
 
     Args:

@@ -67,17 +67,16 @@ def make_plan(
     backend: Backend,
     logits_processors: Sequence[type[LogitsProcessor]],
     tp: TensorParallel = SINGLE,
+    free: int | None = None,
 ) -> RunnerPlan:
-    """The plan of rank `tp`; raises `ValidationError` and `OutOfMemoryError` before any memory is allocated."""
-    dtypes, free = choose_dtypes(args, model, platform), platform.memory_free()
+    """The plan of rank `tp` in `free` bytes; raises `ValidationError` and `OutOfMemoryError`, and allocates nothing."""
+    dtypes, free = choose_dtypes(args, model, platform), platform.memory_free() if free is None else free
     kv_dtype, kv_reason = _kv_cache_dtype(args, dtypes)
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
     memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": kv_reason}
-    reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
-    if memory.num_state_slots:
-        reasons["enable_prefix_caching"] = "recurrent states are those of a request's last token, not of a prefix"
+    _add_notes(reasons, model, memory)
     num_threads = _num_threads(args, platform, reasons)
     config = EngineConfig(
         _model_config(args, model, dtypes, memory.max_model_len, _seed(args, reasons)),
@@ -109,6 +108,12 @@ def make_plan(
         rank=tp.rank,
         tp_size=tp.size,
     )
+
+
+def _add_notes(reasons: dict[str, str], model: ReadModel, memory: MemoryPlan) -> None:
+    reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
+    if memory.num_state_slots:
+        reasons["enable_prefix_caching"] = "recurrent states are those of a request's last token, not of a prefix"
 
 
 def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dtypes:
@@ -331,6 +336,11 @@ def _too_large(weights: int, free: int, backend: Backend) -> str:
     ways = "free memory, pass quantization= to make them smaller while they are read, or choose a smaller model"
     more = ", or let them be read from a file with offload_weights=None" if backend.offloads else ""
     return f"the weights take {weights} bytes and {free} are free; {ways}{more}."
+
+
+def weight_bytes_in_memory(args: EngineArgs, model: ReadModel, platform: Platform) -> int:
+    """About what the weights will take."""
+    return _weight_bytes(model, choose_dtypes(args, model, platform))
 
 
 def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:

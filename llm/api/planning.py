@@ -1,0 +1,48 @@
+"""The method of `LLM` that says what a model would take before it is loaded.
+
+Owns the method; `llm.startup.preview` has the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm.base.checks import check_flag
+from llm.config.argument_check import check_arguments
+from llm.config.engine import EMBEDDED_MODEL, EngineArgs
+
+if TYPE_CHECKING:
+    from llm.startup.preview import ModelPlan
+
+_CALIBRATION_SECONDS = 0.5
+
+
+class Planning:
+    @classmethod
+    def plan(cls, model: str | Path = EMBEDDED_MODEL, *, calibrate: bool = False, **arguments: object) -> ModelPlan:
+        """What `LLM(model, **arguments)` would take and allow on this machine now; no weight is read.
+
+        Weights in bytes for each quantization, bytes of the KV cache, how many sequences of which length fit, and if
+        the model does not fit the smallest change that makes it. A draft model is not counted.
+
+        Args:
+            calibrate: measure this machine for a second, for the highest speed to expect.
+            **arguments: of `LLM`.
+
+        Raises:
+            ValidationError, CheckpointError, UnsupportedModelError: as `LLM(...)` would.
+        """
+        from llm.bench.calibrate import calibrate as measure
+        from llm.startup.preview import preview
+
+        check_flag("calibrate", calibrate)
+        known = {item.name for item in fields(EngineArgs)}
+        check_arguments({name: value for name, value in arguments.items() if name not in (*known, "verbose")})
+        given = {name: value for name, value in arguments.items() if name in known}
+        args = EngineArgs.from_user(model=model, **given)
+        if not calibrate:
+            return preview(args)
+        measured = measure(_CALIBRATION_SECONDS)
+        return replace(preview(args, measured.rates), notes=tuple(measured.warnings()))

@@ -1,0 +1,251 @@
+"""`LLM.plan`: what a model would take, before any of its weights is read.
+
+Owns the plan as data and as text, and the search for what would make a model fit. The decisions are those of start-up:
+`llm.startup.plan` makes them for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from llm.base.errors import LLMError, OutOfMemoryError
+from llm.config.compilation import CompilationConfig
+from llm.config.defaults import library_defaults
+from llm.config.engine import GIB, EngineArgs
+from llm.engine.boundary import RunnerPlan
+from llm.engine.cost import Rates
+from llm.engine.extensions import let_platform_update, without_broken_platforms
+from llm.kernels.select import backend_for
+from llm.platforms import Platform, select_platform
+from llm.plugins import load_general_plugins
+from llm.quantization.configs.online import OnlineConfig
+from llm.startup.plan import make_plan, weight_bytes_in_memory
+from llm.startup.sizes import ModelSizes
+from llm.startup.source import ReadModel, read_model
+
+# Lengths that the table of sequences has, besides the longest.
+_LENGTHS = (512, 2048, 8192, 32768)
+_Change = dict[str, Any]
+# What is tried, in order, where a model does not fit: what changes an answer least comes first.
+_SCHEMES = ("w8a8", "w4a16", "w4a8")
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What `LLM(...)` with the same arguments would take and allow, now. `print` shows it.
+
+    Attributes:
+        weight_bytes: of the weights; `is_exact`: False for a checkpoint that is quantized already, then about.
+        bytes_by_scheme: of the weights with each `quantization=`; {} for a checkpoint that is quantized already.
+        kv_bytes_per_token, state_bytes_per_request: in all layers together.
+        free_bytes: memory that is free now.
+        fits: weights and KV cache are in memory; else `why_not` says why, and `change` has the arguments of the
+            smallest change that was found to make it fit.
+        kv_cache_bytes, num_blocks, block_size, max_model_len, max_num_seqs: as `LLM(...)` would choose them; 0 if it
+            refuses the model.
+        sequences: length -> how many sequences of it the KV cache holds at once, at most max_num_seqs.
+        file_bytes: of weights that would be read from a file.
+        decode_tokens_per_second, prefill_tokens_per_second: at most, of one stream, by the measured rates of this
+            machine; None: not measured.
+        notes: why the measured rates may be wrong.
+    """
+
+    model: str
+    architecture: str
+    quantization: str | None
+    weight_bytes: int
+    is_exact: bool
+    bytes_by_scheme: dict[str, int]
+    kv_bytes_per_token: int
+    state_bytes_per_request: int
+    free_bytes: int
+    fits: bool
+    why_not: str = ""
+    change: dict[str, object] = field(default_factory=dict)
+    kv_cache_bytes: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    sequences: dict[int, int] = field(default_factory=dict)
+    file_bytes: int = 0
+    decode_tokens_per_second: float | None = None
+    prefill_tokens_per_second: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        about = "" if self.is_exact else "about "
+        lines = [f"model              {self.model} ({self.architecture}), quantization={self.quantization}"]
+        lines.append(f"weights            {about}{_size(self.weight_bytes)}; free memory {_size(self.free_bytes)}")
+        if self.bytes_by_scheme:
+            sizes = (f"{name} {_size(count)}" for name, count in self.bytes_by_scheme.items())
+            lines += [f"  by quantization  {', '.join(sizes)}"]
+        per_request = f", {self.state_bytes_per_request:,} bytes a sequence" if self.state_bytes_per_request else ""
+        lines.append(f"KV cache           {self.kv_bytes_per_token:,} bytes a token{per_request}")
+        if self.max_model_len:
+            lines.append(
+                f"  reserved         {_size(self.kv_cache_bytes)}: {self.num_blocks} blocks of {self.block_size}"
+            )
+            held = (f"{count} of {length:,} tokens" for length, count in self.sequences.items())
+            lines.append(f"  sequences        {' or '.join(held)}; max_num_seqs={self.max_num_seqs}")
+        return "\n".join([*lines, *self._speed(), *self._verdict()])
+
+    def _speed(self) -> list[str]:
+        if self.decode_tokens_per_second is None or self.prefill_tokens_per_second is None:
+            return ["speed              not measured; calibrate=True (--calibrate) measures this machine for a second"]
+        decode, prefill = self.decode_tokens_per_second, self.prefill_tokens_per_second
+        found = f"speed              at most {decode:,.1f} tokens/s for one stream, prompts {prefill:,.0f} tokens/s"
+        return [found, *(f"  note             {note}" for note in self.notes)]
+
+    def _verdict(self) -> list[str]:
+        if self.fits:
+            return ["fits               yes"]
+        change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
+        found = f"would fit with     {change}" if change else "would fit with     nothing that was tried"
+        return [f"fits               no: {self.why_not}", found]
+
+
+def preview(args: EngineArgs, rates: Rates | None = None, free: int | None = None) -> ModelPlan:
+    """The plan for these arguments; raises the errors of `LLM(...)`, but not those of memory.
+
+    Args:
+        free: bytes of memory; None: what is free now.
+    """
+    with library_defaults():
+        return without_broken_platforms(lambda given: _preview(given, rates, free))(args)
+
+
+def _preview(args: EngineArgs, rates: Rates | None, free: int | None) -> ModelPlan:
+    platform = select_platform(args.device)[0]
+    load_general_plugins()
+    free = platform.memory_free() if free is None else free
+    model = read_model(let_platform_update(platform, args))
+    try:
+        plan, why_not = _planned(args, model, platform, free)
+        # Of a model that does not fit, the sizes are those that it would have in more memory.
+        unlimited = replace(args, max_model_len=None, kv_cache_memory_bytes=None, offload_weights=None)
+        sized = plan or _plan(unlimited, model, platform, 1 << 62)
+        found = _sized(args, model, platform, sized, rates, free)
+    finally:
+        model.source.close()
+    if plan is not None:
+        found = _with_cache(found, plan)
+    if not why_not:
+        return found
+    return replace(found, fits=False, why_not=why_not, change=_change(args, platform, free))
+
+
+def _planned(args: EngineArgs, model: ReadModel, platform: Platform, free: int) -> tuple[RunnerPlan | None, str]:
+    """(the plan of start-up, None where it refuses the model; why the model does not fit, or "")."""
+    try:
+        plan = _plan(args, model, platform, free)
+    except OutOfMemoryError as error:
+        return None, str(error)
+    if plan.config.offload_config.offload_weights and not args.offload_weights:
+        return plan, "weights would be read from a file, slowly"
+    return plan, ""
+
+
+def _plan(args: EngineArgs, model: ReadModel, platform: Platform, free: int) -> RunnerPlan:
+    args, backend = let_platform_update(platform, args), platform.simple_compile_backend
+    compilation = CompilationConfig.of(
+        args.compilation_config, default_backend=backend, enforce_eager=args.enforce_eager
+    )
+    return make_plan(args, model, platform, compilation, backend_for(platform), (), free=free)
+
+
+def _sized(
+    args: EngineArgs, model: ReadModel, platform: Platform, plan: RunnerPlan, rates: Rates | None, free: int
+) -> ModelPlan:
+    config = model.quantization.config
+    is_plain = config is None or isinstance(config, OnlineConfig)
+    sizes = ModelSizes(plan, platform) if is_plain else None
+    weights = sizes.weight_bytes(config) if sizes else weight_bytes_in_memory(args, model, platform)
+    found = ModelPlan(
+        model=str(args.model),
+        architecture=plan.config.model_config.architecture,
+        quantization=plan.config.model_config.quantization,
+        weight_bytes=weights,
+        is_exact=is_plain,
+        bytes_by_scheme=sizes.by_scheme() if sizes else {},
+        kv_bytes_per_token=sum(spec.bytes_per_token() for spec in plan.kv_cache_specs),
+        state_bytes_per_request=sum(spec.bytes_per_request() for spec in plan.kv_cache_specs),
+        free_bytes=free,
+        fits=True,
+    )
+    if rates is None or sizes is None:
+        return found
+    cost = sizes.cost()
+    per_token = max(1.0, cost.bytes_per_step * weights / max(1, cost.weight_bytes))
+    return replace(
+        found,
+        decode_tokens_per_second=rates.bytes_per_s / per_token,
+        prefill_tokens_per_second=rates.operations_per_s / max(1, 2 * cost.linear_weights),
+    )
+
+
+def _with_cache(found: ModelPlan, plan: RunnerPlan) -> ModelPlan:
+    cache, config = plan.config.cache_config, plan.config
+    longest, most = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
+    lengths = [*(length for length in _LENGTHS if length < longest), longest]
+    offload = config.offload_config
+    return replace(
+        found,
+        kv_cache_bytes=cache.kv_cache_memory_bytes,
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        max_model_len=longest,
+        max_num_seqs=most,
+        sequences={length: _held(found, plan, length) for length in lengths},
+        file_bytes=max(0, found.weight_bytes - offload.resident_weight_bytes) if offload.offload_weights else 0,
+    )
+
+
+def _held(found: ModelPlan, plan: RunnerPlan, length: int) -> int:
+    """How many sequences of this length the KV cache holds at once."""
+    cache, most = plan.config.cache_config, plan.config.scheduler_config.max_num_seqs
+    most = min(most, cache.num_state_slots) if cache.num_state_slots else most
+    return min(most, cache.num_blocks // -(-length // cache.block_size)) if found.kv_bytes_per_token else most
+
+
+def _change(args: EngineArgs, platform: Platform, free: int) -> dict[str, object]:
+    """The arguments of the first change that makes the model fit; {}: none of those that are tried."""
+    for change in _changes(args):
+        changed = replace(args, **change)
+        try:
+            model = read_model(let_platform_update(platform, changed))
+        except LLMError:  # a quantized checkpoint takes no quantization
+            continue
+        try:
+            plan, why_not = _planned(changed, model, platform, free)
+        finally:
+            model.source.close()
+        if plan is not None and not why_not:
+            given = change.get("max_model_len", args.max_model_len)
+            longest = plan.config.model_config.max_model_len
+            return (
+                change if given is not None or "max_model_len" not in change else {**change, "max_model_len": longest}
+            )
+    return {}
+
+
+def _changes(args: EngineArgs) -> Iterator[_Change]:
+    """Shorter sequences, then smaller weights, then both."""
+    shorter: list[_Change] = [{}]
+    if args.max_model_len is not None:
+        shorter.append({"max_model_len": None})
+    if args.kv_cache_memory_bytes is not None:
+        shorter.append({"kv_cache_memory_bytes": None})
+        shorter.append({"kv_cache_memory_bytes": None, "max_model_len": None})
+    name = "quantization" if args.quantization is None else "requantize"
+    smaller = [{}, *({name: scheme} for scheme in _SCHEMES)]
+    return ({**weights, **lengths} for weights in smaller for lengths in shorter if weights or lengths)
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.1f} MiB"

@@ -1,0 +1,150 @@
+"""`LLM.plan` against what `LLM(...)` then takes and allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from embedded import engine_of, open_llm, run
+from tiny_models import TINY_MODELS, write_checkpoint
+
+from llm import LLM, SamplingParams, ValidationError
+from llm.api import EMBEDDED_MODEL
+from llm.base.errors import OutOfMemoryError
+from llm.bench.calibrate import Calibration, Rate
+from llm.cli import main
+from llm.loading.checkpoint import Checkpoint
+from llm.platforms.cpu import CpuPlatform
+from llm.startup.preview import ModelPlan
+
+MIB = 1 << 20
+
+
+def tensors_of_cache(llm: LLM) -> int:
+    states = engine_of(llm).runner.states
+    return sum(tensor.nbytes for state in states for tensor in state)
+
+
+def assert_agrees(plan: ModelPlan, llm: LLM, tolerance: float = 0.0) -> None:
+    config = llm.config
+    stats = llm.stats()
+    assert plan.weight_bytes == pytest.approx(stats.weight_bytes, rel=tolerance, abs=0)
+    assert plan.kv_cache_bytes == stats.kv_cache_bytes == config.cache_config.kv_cache_memory_bytes
+    assert (plan.num_blocks, plan.block_size) == (config.cache_config.num_blocks, config.cache_config.block_size)
+    assert plan.max_model_len == config.model_config.max_model_len
+    assert plan.max_num_seqs == config.scheduler_config.max_num_seqs
+    # Besides what requests can be given there is a block of zeros, and one for the kernels.
+    assert 0 < tensors_of_cache(llm) - plan.kv_cache_bytes <= 2 * plan.kv_bytes_per_token * plan.block_size
+
+
+@pytest.mark.parametrize("quantization", [None, "w8a8", "w4a16", "nf4", {"scheme": "w4a8", "ignore": ["*.down_proj"]}])
+def test_it_says_what_is_then_taken(quantization: Any) -> None:
+    arguments: Any = {"quantization": quantization, "max_model_len": 256, "max_num_seqs": 3}
+    plan = LLM.plan(**arguments)
+    assert plan.fits and plan.is_exact and str(plan)
+    with open_llm(**arguments) as llm:
+        assert_agrees(plan, llm)
+    name = quantization if isinstance(quantization, str) else "none"
+    if not isinstance(quantization, dict):
+        assert plan.bytes_by_scheme[name] == plan.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "minicpm3"])
+def test_odd_sizes_biases_experts_and_latent_attention(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    write_checkpoint(TINY_MODELS[name], folder)
+    arguments: Any = {"max_model_len": 64, "max_num_seqs": 2, "skip_tokenizer_init": True}
+    plan = LLM.plan(folder, **arguments)
+    with open_llm(folder, **arguments) as llm:
+        assert_agrees(plan, llm, tolerance=0.08)  # kernels hold 91 rows as 96
+
+
+def test_no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(Checkpoint, "stream", refuse)
+    assert LLM.plan().fits
+    with pytest.raises(AssertionError, match="a weight was read"):
+        LLM(use_tqdm_on_load=False)
+
+
+def test_as_many_sequences_fit_as_it_says() -> None:
+    """So many run without being preempted, and one more does not."""
+    arguments: Any = {"max_model_len": 64, "kv_cache_memory_bytes": 13 * 32768, "enable_prefix_caching": False}
+    plan = LLM.plan(**arguments)
+    assert plan.sequences == {64: 3}  # of four blocks each
+    with open_llm(**arguments) as llm:
+        assert_agrees(plan, llm)
+        params = SamplingParams(temperature=0, max_tokens=54, ignore_eos=True)
+        for rows, expected in ((3, False), (4, True)):
+            outputs = run(llm, [[5 + index] * 10 for index in range(rows)], params)
+            assert any(output.metrics.num_preemptions for output in outputs if output.metrics) is expected
+
+
+def test_what_would_make_it_fit_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "memory_free", lambda self: 5 * MIB)
+    plan = LLM.plan(offload_weights=False)
+    assert not plan.fits and plan.weight_bytes > 5 * MIB and plan.num_blocks == 0
+    assert plan.change == {"quantization": "w8a8"} and "would fit with     quantization='w8a8'" in str(plan)
+    with pytest.raises(OutOfMemoryError) as refused:
+        LLM(offload_weights=False, use_tqdm_on_load=False)
+    assert plan.why_not == str(refused.value)
+    changed: Any = {"offload_weights": False, **plan.change}
+    again = LLM.plan(**changed)
+    assert again.fits
+    with open_llm(**changed) as llm:
+        assert_agrees(again, llm)
+    # Weights in a file are no fit, unless they are asked for.
+    assert LLM.plan().why_not == "weights would be read from a file, slowly"
+    assert LLM.plan(offload_weights=True).fits
+
+
+def test_a_shorter_sequence_is_tried_before_smaller_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "memory_free", lambda self: 7 * MIB)
+    plan = LLM.plan(max_model_len=2048, offload_weights=False)
+    assert not plan.fits and 0 < plan.change.pop("max_model_len") < 2048 and plan.change == {}
+    monkeypatch.setattr(CpuPlatform, "memory_free", lambda self: MIB)
+    assert LLM.plan().change == {} and "nothing that was tried" in str(LLM.plan())
+
+
+def test_a_quantized_checkpoint_is_about_as_large(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    with open_llm(quantization="w4a16") as llm:
+        llm.save_quantized(folder)
+    plan = LLM.plan(folder, max_model_len=64)
+    assert not plan.is_exact and plan.bytes_by_scheme == {} and "about" in str(plan)
+    with open_llm(folder, max_model_len=64) as llm:
+        assert_agrees(plan, llm, tolerance=0.25)
+
+
+def test_speed_is_measured_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LLM.plan().decode_tokens_per_second is None and "not measured" in str(LLM.plan())
+    measured = Calibration("x", 2, 1, Rate(1e9, 0.0, 5), Rate(1e12, 0.5, 5), None)
+    monkeypatch.setattr("llm.bench.calibrate.calibrate", lambda seconds: measured)
+    for quantization in (None, "w4a16"):
+        plan = LLM.plan(calibrate=True, quantization=quantization)
+        assert plan.decode_tokens_per_second == pytest.approx(1e9 / plan.weight_bytes)  # the embedding is the LM head
+        assert f"at most {plan.decode_tokens_per_second:,.1f} tokens/s" in str(plan)
+        assert "GEMM rate varied by 50%" in str(plan)
+
+
+def test_wrong_arguments_are_refused_as_they_are_by_the_class() -> None:
+    for arguments in ({"max_model_length": 5}, {"quantization": "w3"}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ValidationError) as planned:
+            LLM.plan(**arguments)  # type: ignore[arg-type]
+        with pytest.raises(ValidationError) as loaded:
+            LLM(**arguments)  # type: ignore[arg-type]
+        assert str(planned.value) == str(loaded.value)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["plan", str(EMBEDDED_MODEL), "--max-model-len", "128", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences"]["128"] == 256
+    monkeypatch.setattr(CpuPlatform, "memory_free", lambda self: 5 * MIB)
+    assert main(["plan"]) == 3
+    assert "fits               no" in capsys.readouterr().out
