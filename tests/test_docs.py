@@ -36,7 +36,8 @@ def test_a_name_without_a_page_is_seen(lost: str) -> None:
 
 def test_the_python_of_the_pages_runs(tmp_path: Path) -> None:
     """Page after page in one interpreter; the blocks of a page go on from one another."""
-    blocks = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)]
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) >= 7
     done = python("-c", "\n".join(blocks), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
