@@ -18,6 +18,10 @@ from typing import Any
 
 import torch
 
+# Of a KV cache that is quantized. A token has a scale in each KV head, bfloat16.
+QUANTIZED_CACHE_DTYPES = (torch.int8, torch.float8_e4m3fn)
+SCALE_BYTES = 2
+
 
 class StateSpec:
     """The state that one layer keeps per request between steps; frozen dataclasses derive from it."""
@@ -45,15 +49,24 @@ class PagedSpec(StateSpec):
 
 @dataclass(frozen=True)
 class KVCacheSpec(PagedSpec):
-    """Keys and values of an attention layer, whose backend owns the layout of the two tensors."""
+    """Keys and values of an attention layer, whose backend owns the layout of the two tensors.
+
+    With a dtype of `QUANTIZED_CACHE_DTYPES` each token has a scale per KV head, for its key and for its value.
+    """
 
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
     sliding_window: int | None = None
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype in QUANTIZED_CACHE_DTYPES
+
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        # Kernels read codes of four channels at a time.
+        codes = -(-self.head_size // 4) * 4 + SCALE_BYTES
+        return 2 * self.num_kv_heads * (codes if self.is_quantized else self.head_size * self.dtype.itemsize)
 
 
 @dataclass(frozen=True)

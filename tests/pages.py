@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.forward import AttentionMetadata, KVCacheSpec
+from llm.forward import QUANTIZED_CACHE_DTYPES, AttentionMetadata, KVCacheSpec
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
 
@@ -21,7 +21,8 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 @dataclass
 class Shape:
-    """The arguments of an attention layer. `sinks`: True if every head has a sink."""
+    """The arguments of an attention layer. `sinks`: True if every head has a sink; `static`: the scales of a quantized
+    cache are given, and offsets if it is int8."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -31,10 +32,24 @@ class Shape:
     soft_cap: float | None = None
     dtype: torch.dtype = torch.float32
     sinks: bool = False
+    static: bool = False
 
     @property
     def scale(self) -> float:
         return 1.3 / math.sqrt(self.head_size)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype in QUANTIZED_CACHE_DTYPES
+
+    def static_scales(self, seed: int) -> torch.Tensor | None:
+        """float32 [4, kv_heads, head_size]; two channels' scales are too small for some elements."""
+        if not self.static:
+            return None
+        found = normal(seed, 4, self.kv_heads, self.head_size)
+        found[::2] = (2 + found[::2].abs()) / (100 if self.dtype == torch.int8 else 200)
+        found[1::2] = (found[1::2] * 10).round() if self.dtype == torch.int8 else 0
+        return found
 
 
 class Pages:
@@ -50,6 +65,7 @@ class Pages:
             kernels.op(name) for name in ("kv_cache_shapes", "write_kv_cache", "paged_attention")
         )
         self.sinks = normal(seed - 1, shape.heads) if shape.sinks else None
+        self.static_scales = shape.static_scales(seed)
         tokens = sum(new for _, new in rows)
         self.query = normal(seed, tokens, shape.heads, shape.head_size)
         self.keys = [self._row(cached + new, seed + 2 * row + 1) for row, (cached, new) in enumerate(rows)]
@@ -62,8 +78,11 @@ class Pages:
     def attend(self) -> torch.Tensor:
         """Write this step's keys and values, then attend, as the layer does."""
         key, value = self._new(self.keys), self._new(self.values)
-        self._write(key, value, self.key_cache, self.value_cache, self.slot_mapping())
+        self.write(key, value, self.slot_mapping())
         return self.attend_again()
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        self._write(key, value, self.key_cache, self.value_cache, slots, **self._more())
 
     def attend_again(self, metadata: AttentionMetadata | None = None) -> torch.Tensor:
         """Attend over the cache without writing."""
@@ -76,7 +95,11 @@ class Pages:
             sliding_window=self.shape.window,
             soft_cap=self.shape.soft_cap,
             sinks=self.sinks,
+            **self._more(),
         )
+
+    def _more(self) -> dict[str, torch.Tensor]:
+        return {} if self.static_scales is None else {"static_scales": self.static_scales}
 
     def refill(self) -> None:
         """Write the keys and values of earlier steps again, after `keys` and `values` were changed."""
@@ -87,7 +110,7 @@ class Pages:
         lines = []
         queries = iter(self.query.double())
         for (cached, new), keys, values in zip(self.rows, self.keys, self.values, strict=True):
-            keys, values = (tensor.to(self.shape.dtype).double() for tensor in (keys, values))
+            keys, values = (self.rounded(tensor, part) for part, tensor in enumerate((keys, values)))
             for position in range(cached, cached + new):
                 first = self.first_seen(position)
                 lines.append(self._dense(next(queries), keys[first : position + 1], values[first : position + 1]))
@@ -115,6 +138,26 @@ class Pages:
 
     def first_seen(self, position: int) -> int:
         return 0 if self.shape.window is None else max(0, position - self.shape.window + 1)
+
+    def rounded(self, x: torch.Tensor, part: int) -> torch.Tensor:
+        """float64, what the cache stands for after keys (part 0) or values (part 1) are stored."""
+        dtype, given = self.shape.dtype, self.static_scales
+        if not self.shape.is_quantized:
+            return x.to(dtype).double()
+        most = 127 if dtype == torch.int8 else 448
+        if given is not None:
+            scale, offset = given[2 * part].double(), given[2 * part + 1].double()
+        else:
+            wanted = x.abs().amax(dim=-1, keepdim=True) / most
+            near = wanted.bfloat16()
+            scale = torch.where(near.float() < wanted, (near.view(torch.int16) + 1).view(torch.bfloat16), near).double()
+            scale, offset = torch.where(scale == 0, 1, scale), torch.zeros(())
+        quotient = (x / scale.float()).clamp(-1e6, 1e6)
+        if dtype == torch.int8:
+            codes = (quotient.double().round() + offset).clamp(-128, 127)
+        else:
+            codes = quotient.clamp(-448, 448).to(dtype).double()
+        return (codes - offset) * scale
 
     def _row(self, tokens: int, seed: int) -> torch.Tensor:
         return normal(seed, tokens, self.shape.kv_heads, self.shape.head_size)
@@ -150,8 +193,7 @@ class Pages:
     def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
         spec = KVCacheSpec(self.shape.kv_heads, self.shape.head_size, self.shape.dtype, self.shape.window)
         keys, values = (
-            torch.full(shape, math.nan, dtype=self.shape.dtype)
-            for shape in self._shapes(spec, self.num_blocks, self.shape.block_size)
+            _all_nan(shape, self.shape.dtype) for shape in self._shapes(spec, self.num_blocks, self.shape.block_size)
         )
         nothing = torch.zeros(1, self.shape.kv_heads, self.shape.head_size)
         self._write(nothing, nothing, keys, values, torch.tensor([0]))
@@ -163,9 +205,16 @@ class Pages:
             seen = range(self.first_seen(cached), cached)
             slots = torch.tensor([self.slot(row, position) for position in seen], dtype=torch.int64)
             kept = slice(seen.start, seen.stop)
-            self._write(self.keys[row][kept], self.values[row][kept], self.key_cache, self.value_cache, slots)
+            self.write(self.keys[row][kept], self.values[row][kept], slots)
 
     def _drop_blocks_out_of_window(self, seed: int) -> None:
         for row, (cached, _) in enumerate(self.rows):
             if (seed + row) % 2:
                 self.table[row, : self.first_seen(cached) // self.shape.block_size] = 0
+
+
+def _all_nan(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """With scales that are NaN where it is quantized."""
+    if dtype in QUANTIZED_CACHE_DTYPES:
+        return torch.full(shape, 0xFF, dtype=torch.uint8).view(dtype)
+    return torch.full(shape, math.nan, dtype=dtype)

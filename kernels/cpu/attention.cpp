@@ -5,45 +5,22 @@
 // run along channels. One panel more than the slots need is allocated and never written: with a head size that is no
 // multiple of 16, loads run over the end.
 //
+// In 8 bits a panel has scales beside it (quantized_cache.h), and int8 is multiplied as integers (attention_int8.h).
+//
 // The KV cache of latent attention (latent.cpp writes it) is [slots][head_size]: one row is a token's key for every
 // head, and all but its last `rope_size` channels are the value. A block of it is staged: keys are transposed.
 //
 // The bits do not depend on the batch, the chunks or the threads. The softmax advances KEYS positions at a time,
 // counted from position 0. One thread reduces scores over channels in order and outputs over keys in order. A key that
 // a query does not see takes no part in that query's arithmetic.
+#include "attention_int8.h"
 #include "attention_tiles.h"
 #include "kinds.h"
 #include "parallel.h"
+#include "quantized_cache.h"
 
 namespace llm {
 namespace {
-
-// Query rows (one token in one head) of a task: they share its keys.
-constexpr int64_t TASK_ROWS = 48;
-constexpr int64_t MULTIPLY_ADDS_PER_NS = 16;  // of one thread, about
-
-// The batch rows of a step. Row r owns the tokens starts[r] : starts[r + 1], the last of its lengths[r] positions.
-struct Step {
-    const int32_t *table, *starts, *lengths;
-    int64_t rows, table_width, block_size, slots;
-};
-
-struct Layer {
-    int64_t heads, kv_heads, head_size, window;  // window 0: none
-    int64_t rope_size;                           // channels of a latent key that are no value; 0: no latent attention
-    float scale, soft_cap;                       // soft_cap 0: none
-    const float* sinks;                          // per head, or null
-    int64_t group() const { return heads / kv_heads; }
-    int64_t value_size() const { return head_size - rope_size; }
-    bool is_latent() const { return rope_size > 0; }
-};
-
-// A task: tokens first : end of one batch row, heads first_head : end_head of one KV head's group.
-struct Task {
-    int64_t row, first, end, kv_head, first_head, end_head;
-    int64_t heads() const { return end_head - first_head; }
-    int64_t rows() const { return (end - first) * heads(); }
-};
 
 template <class T> class Attention {
   public:
@@ -69,11 +46,7 @@ template <class T> class Attention {
         const int64_t rows = task.rows();
         Work work = divide(scratch, rows);
         start(task, work, rows);
-        Span all = work.common = work.spans[0];
-        for (int64_t row = 1; row < rows; ++row) {
-            work.common = intersect(work.common, work.spans[row]);
-            all = {min(all.first, work.spans[row].first), max(all.end, work.spans[row].end)};
-        }
+        const Span all = find_spans(work, rows);
         const bool fetch = !is_staged();
         Block block = open(task, work, all, all.first / KEYS);
         for (int64_t index = all.first / KEYS; index * KEYS < all.end; ++index) {
@@ -107,55 +80,47 @@ template <class T> class Attention {
         return work;
     }
 
-    // Head and token of a query row of the task: query rows are sorted by token.
-    int64_t head_of(const Task& task, int64_t row) const {
-        return task.kv_head * layer.group() + task.first_head + row % task.heads();
-    }
-    int64_t token_of(const Task& task, int64_t row) const { return task.first + row / task.heads(); }
-
     void start(const Task& task, const Work& work, int64_t rows) const {
-        constexpr float log2e = 0x1.715476p+0f;
-        const float factor = layer.soft_cap != 0.0f ? layer.scale / layer.soft_cap : layer.scale * log2e;
-        const int64_t length = step.lengths[task.row], end = step.starts[task.row + 1];
+        const float factor = layer.factor();
         const int64_t size = layer.head_size, plain = layer.value_size(), rotated = layer.rope_size;
+        const float* scales = layer.channel(KEY_SCALE, task.kv_head);
         for (int64_t row = 0; row < rows; ++row) {
-            const int64_t head = head_of(task, row), token = token_of(task, row), position = length - (end - token);
+            const int64_t head = task.head_of(row, layer.group()), token = task.token_of(row);
             const float* source = query + token * query_stride + head * plain;
             const float* rope = query_rope + (token * layer.heads + head) * rotated;
-            for (int64_t i = 0; i < plain; ++i) work.query[row * size + i] = source[i] * factor;
-            for (int64_t i = 0; i < rotated; ++i) work.query[row * size + plain + i] = rope[i] * factor;
-            for (int64_t i = 0; i < work.out_stride; ++i) work.out[row * work.out_stride + i] = 0.0f;
-            for (int64_t i = 0; i < LANES; ++i) work.sums[row * LANES + i] = 0.0f;
-            work.maxima[row] = -3e38f;  // finite: -inf - -inf would be NaN
-            if (layer.sinks) {
-                work.maxima[row] = layer.sinks[head] * log2e;
-                work.sums[row * LANES] = 1.0f;
-            }
-            work.spans[row] = {layer.window ? max(0, position + 1 - layer.window) : 0, position + 1};
+            float* to = work.query + row * size;
+            for (int64_t i = 0; i < plain; ++i) to[i] = source[i] * factor;
+            for (int64_t i = 0; i < rotated; ++i) to[plain + i] = rope[i] * factor;
+            for (int64_t i = 0; scales && i < size; ++i) to[i] *= scales[i];
+            start_row(work, row, layer, head, step.position(task.row, token));
         }
     }
 
     void finish(const Task& task, const Work& work) const {
         const int64_t size = layer.value_size();
+        const float* scales = layer.channel(VALUE_SCALE, task.kv_head);
         for (int64_t row = 0; row < task.rows(); ++row) {
             const float* from = work.out + row * work.out_stride;
-            float* to = out + (token_of(task, row) * layer.heads + head_of(task, row)) * size;
+            float* to = out + (task.token_of(row) * layer.heads + task.head_of(row, layer.group())) * size;
             const F32 total = set1(sum(load(work.sums + row * LANES)));
-            // + 0: zeros become positive, however they arose.
-            for (int64_t i = 0; i < size; i += LANES) store_part(to + i, load(from + i) / total + zero(), size - i);
+            for (int64_t i = 0; i < size; i += LANES) {
+                // + 0: zeros become positive, however they arose.
+                const F32 mean = load(from + i) / total + zero();
+                store_part(to + i, scales ? mean * load_part(scales + i, size - i) : mean, size - i);
+            }
         }
     }
 
-    const T* keys_at(int64_t panel, int64_t kv_head) const {
-        return key_cache + (panel * layer.kv_heads + kv_head) * layer.head_size * LANES;
+    static constexpr bool HAS_SCALES = std::is_same_v<T, F8>;
+    const T* at(const T* cache, int64_t panel, int64_t kv_head) const {
+        const int64_t record = panel * layer.kv_heads + kv_head;
+        if constexpr (HAS_SCALES) return cache + record * record_bytes(layer.head_size) + SCALE_BYTES;
+        else return cache + record * layer.head_size * LANES;
     }
-    const T* values_at(int64_t panel, int64_t kv_head) const {
-        return value_cache + (panel * layer.kv_heads + kv_head) * layer.head_size * LANES;
-    }
-    int64_t slot(const Task& task, int64_t position) const {
-        const int64_t block = step.table[task.row * step.table_width + position / step.block_size];
-        return block * step.block_size + position % step.block_size;
-    }
+    const T* keys_at(int64_t panel, int64_t kv_head) const { return at(key_cache, panel, kv_head); }
+    const T* values_at(int64_t panel, int64_t kv_head) const { return at(value_cache, panel, kv_head); }
+    // Of the panel whose codes begin at `codes`.
+    const BF16* scales_of(const T* codes) const { return reinterpret_cast<const BF16*>(codes) - LANES; }
 
     // The panels of block `index`. Where no query row sees a panel it is panel 0: read, but not used.
     Block open(const Task& task, const Work& work, Span all, int64_t index) const {
@@ -165,7 +130,7 @@ template <class T> class Attention {
             const Span seen = intersect(all, {first, first + LANES});
             if (is_staged()) stage(task, work, seen, first, panel, block);
             else {
-                const int64_t at = seen.empty() ? 0 : slot(task, first) / LANES;
+                const int64_t at = seen.empty() ? 0 : step.slot(task.row, first) / LANES;
                 block.keys[panel] = reinterpret_cast<const float*>(keys_at(at, task.kv_head));
                 block.values[panel] = reinterpret_cast<const float*>(values_at(at, task.kv_head));
             }
@@ -181,26 +146,41 @@ template <class T> class Attention {
         if (seen.empty()) return;  // stale scratch, read but not used
         if (layer.is_latent()) return stage_latent(task, seen, first, keys, values);
         if (step.block_size % LANES == 0) {
-            const int64_t at = slot(task, first) / LANES;
+            const int64_t at = step.slot(task.row, first) / LANES;
             const T *from_keys = keys_at(at, task.kv_head), *from_values = values_at(at, task.kv_head);
+            if constexpr (HAS_SCALES) return stage_scaled(from_keys, from_values, keys, values);
             for (int64_t i = 0; i < panel_size; i += LANES) store(keys + i, load(from_keys + i));
             for (int64_t i = 0; i < panel_size; i += LANES) store(values + i, load(from_values + i));
             return;
         }
         for (int64_t position = seen.first; position < seen.end; ++position) {
-            const int64_t at = slot(task, position), lane = position - first, from = at % LANES;
+            const int64_t at = step.slot(task.row, position), lane = position - first, from = at % LANES;
             const T *from_keys = keys_at(at / LANES, task.kv_head), *from_values = values_at(at / LANES, task.kv_head);
+            const float key_scale = HAS_SCALES ? widen(scales_of(from_keys)[from]) : 1.0f;
+            const float value_scale = HAS_SCALES ? widen(scales_of(from_values)[from]) : 1.0f;
             for (int64_t i = 0; i < layer.head_size; ++i) {
-                keys[i * LANES + lane] = widen(from_keys[i * LANES + from]);
-                values[lane * layer.head_size + i] = widen(from_values[from * layer.head_size + i]);
+                keys[i * LANES + lane] = widen(from_keys[i * LANES + from]) * key_scale;
+                values[lane * layer.head_size + i] = widen(from_values[from * layer.head_size + i]) * value_scale;
             }
+        }
+    }
+
+    // A panel of 8-bit floats. Slots that no query row sees have any scale.
+    void stage_scaled(const T* from_keys, const T* from_values, float* keys, float* values) const {
+        const int64_t size = layer.head_size;
+        const F32 scales = load(scales_of(from_keys));
+        for (int64_t i = 0; i < size; ++i) store(keys + i * LANES, load(from_keys + i * LANES) * scales);
+        for (int64_t slot = 0; slot < LANES; ++slot) {
+            const F32 scale = set1(widen(scales_of(from_values)[slot]));
+            for (int64_t i = 0; i < size; i += LANES)
+                store_part(values + slot * size + i, load(from_values + slot * size + i) * scale, size - i);
         }
     }
 
     void stage_latent(const Task& task, Span seen, int64_t first, float* keys, float* values) const {
         const int64_t size = layer.head_size, value_size = layer.value_size();
         for (int64_t position = seen.first; position < seen.end; ++position) {
-            const T* from = key_cache + slot(task, position) * size;
+            const T* from = key_cache + step.slot(task.row, position) * size;
             float* value = values + (position - first) * value_size;
             for (int64_t i = 0; i < size; ++i) keys[i * LANES + position - first] = widen(from[i]);
             for (int64_t i = 0; i < value_size; ++i) value[i] = widen(from[i]);
@@ -222,20 +202,13 @@ template <class T> class Attention {
         }
     }
 
-    float log2_cap() const { return layer.soft_cap * 0x1.715476p+0f; }
-
     // Query rows that all see the whole block.
     template <bool FETCH>
     void advance_tile(const Work& work, int64_t row, int64_t rows, const Block& block, const Block& next) const {
         score_rows<FETCH>(rows, work, row, KEYS, block, next, layer.head_size);
         for (int64_t r = 0; r < rows; ++r)
-            advance_softmax(work, row + r, work.scores + r * KEYS, {0, KEYS}, log2_cap());
+            advance_softmax(work, row + r, work.scores + r * KEYS, {0, KEYS}, layer.log2_cap());
         value_rows<FETCH>(rows, work, row, work.scores, Span{0, KEYS}, block, next, layer.value_size());
-    }
-
-    Span seen_in_block(const Work& work, int64_t row, int64_t start) const {
-        const Span seen = intersect(work.spans[row], {start, start + KEYS});
-        return {seen.first - start, seen.end - start};
     }
 
     // Query rows of which some see only a part of the block.
@@ -252,7 +225,7 @@ template <class T> class Attention {
         const auto scores = [&](int64_t r) { return work.scores + (r - row) * KEYS; };
         for (int64_t r = row; r < row + rows; ++r) {
             const Span seen = seen_in_block(work, r, start);
-            if (!seen.empty()) advance_softmax(work, r, scores(r), seen, log2_cap());
+            if (!seen.empty()) advance_softmax(work, r, scores(r), seen, layer.log2_cap());
         }
         // Keys that all rows see are added for the whole tile, the others row by row. Each row's keys stay in order,
         // and a key that a row does not see is not multiplied by 0 (0 * inf is NaN).
@@ -270,64 +243,11 @@ template <class T> class Attention {
     }
 };
 
-// Cuts a step into tasks: tiles of tokens, times KV heads, times parts of a KV head's query heads.
-struct Tasks {
-    const Step& step;
-    const Layer& layer;
-    int64_t tile, parts, count;
-
-    Tasks(const Step& step, const Layer& layer, int64_t threads) : step(step), layer(layer), parts(1), count(0) {
-        tile = max(1, TASK_ROWS / layer.group());
-        for (int64_t row = 0; row < step.rows; ++row) count += tiles(row) * layer.kv_heads;
-        if (count && count < threads) parts = min(layer.group(), ceil_div(threads, count));
-        count *= parts;
-    }
-    int64_t tokens(int64_t row) const { return step.starts[row + 1] - step.starts[row]; }
-    int64_t tiles(int64_t row) const { return ceil_div(tokens(row), tile); }
-    int64_t rows() const { return tile * ceil_div(layer.group(), parts); }
-    int64_t per_tile() const { return layer.kv_heads * parts; }
-
-    // `first_task[row]`: the number of tasks before those of batch row `row`. Tasks go head by head, so that a head's
-    // keys stay in cache. A row's last tile, which sees most keys, comes first.
-    Task task(int64_t index, const int64_t* first_task) const {
-        int64_t low = 0, high = step.rows;
-        while (high - low > 1) {
-            const int64_t middle = (low + high) / 2;
-            (first_task[middle] <= index ? low : high) = middle;
-        }
-        const int64_t inside = index - first_task[low], which = tiles(low) - 1 - inside % tiles(low),
-                      rest = inside / tiles(low);
-        const int64_t first = step.starts[low] + which * tile, share = ceil_div(layer.group(), parts);
-        const int64_t head = rest % parts * share;
-        return {low,          first, min(first + tile, step.starts[low + 1]),
-                rest / parts, head,  min(head + share, layer.group())};
-    }
-};
-
-// The first batch row that would read outside the block table or the KV cache, or whose numbers disagree; -1 if none.
-int64_t first_bad_row(const Step& step, int64_t tokens, int64_t window) {
-    if (step.starts[0] != 0 || step.starts[step.rows] != tokens) return 0;
-    for (int64_t row = 0; row < step.rows; ++row) {
-        const int64_t count = step.starts[row + 1] - step.starts[row], length = step.lengths[row];
-        if (count < 0 || length < count) return row;
-        if (!count) continue;
-        if (ceil_div(length, step.block_size) > step.table_width) return row;
-        const int64_t seen_from = window ? max(0, length - count + 1 - window) : 0;
-        for (int64_t i = seen_from / step.block_size; i < ceil_div(length, step.block_size); ++i) {
-            const int64_t block = step.table[row * step.table_width + i];
-            if (block < 0 || (block + 1) * step.block_size > step.slots) return row;
-        }
-    }
-    return -1;
-}
-
-template <class T>
-void attend(const Step& step, const Layer& layer, const void* key_cache, const void* value_cache, const float* query,
-            int64_t query_stride, const float* query_rope, float* out, int64_t threads) {
-    const Tasks tasks(step, layer, threads);
-    const Attention<T> attention{
-        step,         layer, static_cast<const T*>(key_cache), static_cast<const T*>(value_cache), query, query_rope,
-        query_stride, out};
+// Runs the tasks of a step. `attention` is an Attention or an Int8Attention.
+template <class Attention> void share_tasks(const Attention& attention, int64_t threads) {
+    const Step& step = attention.step;
+    const Layer& layer = attention.layer;
+    const AttentionTasks tasks(step, layer, threads);
     Scratch firsts((step.rows + 1) * sizeof(int64_t));
     int64_t* first_task = firsts.as<int64_t>();
     first_task[0] = 0;
@@ -344,24 +264,44 @@ void attend(const Step& step, const Layer& layer, const void* key_cache, const v
     });
 }
 
+template <class T>
+void attend(const Step& step, const Layer& layer, const void* key_cache, const void* value_cache, const float* query,
+            int64_t query_stride, const float* query_rope, float* out, int64_t threads) {
+    share_tasks(Attention<T>{step, layer, static_cast<const T*>(key_cache), static_cast<const T*>(value_cache), query,
+                             query_rope, query_stride, out},
+                threads);
+}
+
+// As with_type, and of 8-bit floats.
+template <class Call> LLM_INLINE void with_cache_type(Kind kind, const Call& call) {
+    if (kind == Kind::FLOAT8) call(Type<F8>{});
+    else with_type(kind, call);
+}
+
 }  // namespace
 }  // namespace llm
 
 using namespace llm;
 
-// query [tokens][heads][head_size], tokens `query_stride` floats apart -> out, contiguous. Returns -1; or, having
+// query [tokens][heads][head_size], tokens `query_stride` floats apart -> out, contiguous. `static_scales`: static scales
+// and offsets [4][kv_heads][head_size] of a KV cache in 8 bits (offsets: of int8), or null. Returns -1; or, having
 // computed nothing, the first batch row whose numbers or block ids are out of range.
 LLM_EXPORT int64_t llm_paged_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths,
                                        int64_t rows, int64_t table_width, int64_t block_size, int64_t slots,
                                        const float* query, int64_t query_stride, int64_t tokens, Kind kind,
                                        const void* key_cache, const void* value_cache, float* out, int64_t heads,
                                        int64_t kv_heads, int64_t head_size, int64_t window, float scale, float soft_cap,
-                                       const float* sinks, int64_t threads) {
+                                       const float* sinks, const float* static_scales, int64_t threads) {
     const Step step{table, starts, lengths, rows, table_width, block_size, slots};
-    const Layer layer{heads, kv_heads, head_size, window, 0, scale, soft_cap, sinks};
+    const Layer layer{heads, kv_heads, head_size, window, 0, scale, soft_cap, sinks, static_scales};
     const int64_t bad = first_bad_row(step, tokens, window);
     if (bad >= 0) return bad;
-    with_type(kind, [&](auto type) {
+    if (kind == Kind::INT8) {
+        const auto *keys = static_cast<const uint8_t*>(key_cache), *values = static_cast<const uint8_t*>(value_cache);
+        share_tasks(Int8Attention{step, layer, keys, values, query, query_stride, out}, threads);
+        return -1;
+    }
+    with_cache_type(kind, [&](auto type) {
         attend<typename decltype(type)::Value>(step, layer, key_cache, value_cache, query, query_stride, nullptr, out,
                                                threads);
     });
@@ -376,7 +316,7 @@ LLM_EXPORT int64_t llm_latent_attention(const int32_t* table, const int32_t* sta
                                         const void* cache, float* out, int64_t heads, int64_t latent_size,
                                         int64_t rope_size, float scale, int64_t threads) {
     const Step step{table, starts, lengths, rows, table_width, block_size, slots};
-    const Layer layer{heads, 1, latent_size + rope_size, 0, rope_size, scale, 0.0f, nullptr};
+    const Layer layer{heads, 1, latent_size + rope_size, 0, rope_size, scale, 0.0f, nullptr, nullptr};
     const int64_t bad = first_bad_row(step, tokens, 0);
     if (bad >= 0) return bad;
     with_type(kind, [&](auto type) {

@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import torch
 
-from llm.forward import AttentionMetadata, KVCacheSpec
+from llm.forward import SCALE_BYTES, AttentionMetadata, KVCacheSpec
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import KINDS, pointer
+from llm.kernels.weight import KINDS as KIND_NAMES
+from llm.kernels.weight import SCALED_KINDS
 
 # Slots per panel; LANES in attention.cpp.
 PANEL = 16
 _ATTENTION = KERNELS["llm_paged_attention"]
 _WRITE = KERNELS["llm_write_kv_cache"]
+_CACHE_KINDS = {**KINDS, **{SCALED_KINDS[name]: KIND_NAMES.index(name) for name in ("int8", "float8")}}
 
 
 def kv_cache_shapes(
     library: Library, spec: KVCacheSpec, num_blocks: int, block_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Keys [panels, kv_heads, head_size, 16] and values [panels, kv_heads, 16, head_size]; the last panel is spare."""
+    """Keys [panels, kv_heads, head_size, 16] and values [panels, kv_heads, 16, head_size]; the last panel is spare.
+
+    Of 8 bits both are [panels, kv_heads, bytes]: quantized_cache.h describes such a record.
+    """
     panels = -(-num_blocks * block_size // PANEL) + 1
+    if spec.is_quantized:
+        shape = (panels, spec.num_kv_heads, (-(-spec.head_size // 4) * 4 + SCALE_BYTES) * PANEL)
+        return shape, shape
     return (panels, spec.num_kv_heads, spec.head_size, PANEL), (panels, spec.num_kv_heads, PANEL, spec.head_size)
 
 
@@ -34,18 +43,22 @@ def write_kv_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    static_scales: torch.Tensor | None = None,
 ) -> None:
-    """Store key and value float32 [N, kv_heads, head_size] at the slots int64 [N]; IndexError for a bad slot."""
+    """Store key and value float32 [N, kv_heads, head_size] at the slots int64 [N]; IndexError for a bad slot.
+
+    `static_scales` as of the definition, contiguous.
+    """
     key, value = _by_token(key), _by_token(value)
     tokens, kv_heads, head_size = key.shape
-    slots = cache_sizes(key_cache)[0]
+    slots = _slots(key_cache)
     bad = library.call(
         _WRITE,
         key.data_ptr(),
         key.stride()[0],
         value.data_ptr(),
         value.stride()[0],
-        KINDS[key_cache.dtype],
+        _CACHE_KINDS[key_cache.dtype],
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         slot_mapping.data_ptr(),
@@ -53,6 +66,7 @@ def write_kv_cache(
         tokens,
         kv_heads,
         head_size,
+        pointer(static_scales),
         torch.get_num_threads(),
     )
     if bad >= 0:
@@ -70,6 +84,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    static_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v; as `kernels.reference.attention.paged_attention`, in the layout of `kv_cache_shapes`.
 
@@ -80,7 +95,7 @@ def paged_attention(
     query = _by_token(query)
     tokens, heads, head_size = query.shape
     out = library.empty(tokens, heads, head_size)
-    slots, kv_heads, _ = cache_sizes(key_cache)
+    slots, kv_heads = _slots(key_cache), key_cache.shape[1]
     bad = library.call(
         _ATTENTION,
         *plan,
@@ -88,7 +103,7 @@ def paged_attention(
         query.data_ptr(),
         query.stride()[0],
         tokens,
-        KINDS[key_cache.dtype],
+        _CACHE_KINDS[key_cache.dtype],
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         out.data_ptr(),
@@ -99,6 +114,7 @@ def paged_attention(
         scale,
         soft_cap or 0.0,
         pointer(sinks),
+        pointer(static_scales),
         torch.get_num_threads(),
     )
     if bad >= 0:
@@ -138,10 +154,8 @@ def out_of_range(metadata: AttentionMetadata, row: int, slots: int) -> IndexErro
     )
 
 
-def cache_sizes(key_cache: torch.Tensor) -> tuple[int, int, int]:
-    """Slots, kv heads, head size."""
-    panels, kv_heads, head_size, _ = key_cache.shape
-    return (panels - 1) * PANEL, kv_heads, head_size
+def _slots(key_cache: torch.Tensor) -> int:
+    return (key_cache.shape[0] - 1) * PANEL
 
 
 def no_such_slot(slot_mapping: torch.Tensor, token: int, slots: int) -> IndexError:

@@ -4,6 +4,7 @@
 // A query row is one token's query in one head. Scores are reduced over channels in order, outputs over keys in order.
 #pragma once
 
+#include "attention_tasks.h"
 #include "integers.h"
 #include "vector_math.h"
 
@@ -64,6 +65,34 @@ struct Work {
     Span common;                                           // positions that all query rows see
     int64_t out_stride;
 };
+
+// Sets the softmax, the output and the span of a query row in `head` at `position` to those before its first key.
+void start_row(const Work& work, int64_t row, const Layer& layer, int64_t head, int64_t position) {
+    for (int64_t i = 0; i < work.out_stride; ++i) work.out[row * work.out_stride + i] = 0.0f;
+    for (int64_t i = 0; i < LANES; ++i) work.sums[row * LANES + i] = 0.0f;
+    work.maxima[row] = -3e38f;  // finite: -inf - -inf would be NaN
+    if (layer.sinks) {
+        work.maxima[row] = layer.sinks[head] * 0x1.715476p+0f;
+        work.sums[row * LANES] = 1.0f;
+    }
+    work.spans[row] = {layer.window ? max(0, position + 1 - layer.window) : 0, position + 1};
+}
+
+// The positions that all query rows see become work.common; returns those that any of them sees.
+Span find_spans(Work& work, int64_t rows) {
+    Span all = work.common = work.spans[0];
+    for (int64_t row = 1; row < rows; ++row) {
+        work.common = intersect(work.common, work.spans[row]);
+        all = {min(all.first, work.spans[row].first), max(all.end, work.spans[row].end)};
+    }
+    return all;
+}
+
+// Positions that a query row sees of the block that begins at `start`, relative to it.
+Span seen_in_block(const Work& work, int64_t row, int64_t start) {
+    const Span seen = intersect(work.spans[row], {start, start + KEYS});
+    return {seen.first - start, seen.end - start};
+}
 
 // Vectors per tile row: enough independent FMA chains to hide latency, few enough to stay in registers.
 constexpr int vectors_for(int rows) {

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from llm.forward import AttentionMetadata, KVCacheSpec
+from llm.forward import QUANTIZED_CACHE_DTYPES, SCALE_BYTES, AttentionMetadata, KVCacheSpec
+from llm.kernels.reference.quantized_cache import dequantize_heads, quantize_heads, stored
 
 # Query tokens of one batch row that are masked at a time, to bound the mask's memory.
 _QUERY_CHUNK = 512
@@ -22,8 +23,8 @@ _GATHER_ELEMENTS = 1 << 20
 
 
 def kv_cache_shapes(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of one layer's key cache and value cache, here both [kv_heads, slots, head_size]."""
-    shape = (spec.num_kv_heads, num_blocks * block_size, spec.head_size)
+    """Shapes of one layer's key cache and value cache, here both [kv_heads, slots, head_size], scales behind it."""
+    shape = (spec.num_kv_heads, num_blocks * block_size, spec.head_size + (SCALE_BYTES if spec.is_quantized else 0))
     return shape, shape
 
 
@@ -33,10 +34,20 @@ def write_kv_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    static_scales: torch.Tensor | None = None,
 ) -> None:
-    """Store key and value [N, kv_heads, head_size] at the slots int64 [N]."""
-    key_cache.index_copy_(1, slot_mapping, key.transpose(0, 1).to(key_cache.dtype))
-    value_cache.index_copy_(1, slot_mapping, value.transpose(0, 1).to(value_cache.dtype))
+    """Store key and value [N, kv_heads, head_size] at the slots int64 [N], rounded to the cache's dtype.
+
+    static_scales: of a quantized cache whose scales are known, float32 [4, kv_heads, head_size]: scales and offsets of
+    keys, then of values. Offsets are of int8.
+    """
+    for new, cache, part in ((key, key_cache, 0), (value, value_cache, 2)):
+        if cache.dtype in QUANTIZED_CACHE_DTYPES:
+            static = None if static_scales is None else static_scales[part : part + 2]
+            rounded = stored(*quantize_heads(new, cache.dtype, static))
+            cache.view(torch.uint8).index_copy_(1, slot_mapping, rounded.transpose(0, 1))
+        else:
+            cache.index_copy_(1, slot_mapping, new.transpose(0, 1).to(cache.dtype))
 
 
 def paged_attention(
@@ -49,6 +60,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    static_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v, causal, over the cached keys and values of each batch row.
 
@@ -56,18 +68,20 @@ def paged_attention(
     have fewer channels than keys; the result then has as many as they.
     A token at position p sees positions max(0, p - sliding_window + 1) to p. With `soft_cap` a score s becomes
     soft_cap * tanh(s / soft_cap) before the softmax. `sinks` float32 [heads] are scores of one more key, whose value
-    is zero (attention sinks as gpt-oss trains them).
+    is zero (attention sinks as gpt-oss trains them). `static_scales` as in `write_kv_cache`.
     """
     if metadata.plan is None:
         metadata.plan = _plan(metadata, sliding_window, key_cache.shape[0] * key_cache.shape[2])
-    out = query.new_empty(*query.shape[:2], value_cache.shape[2])
+    key_scales, value_scales = (None, None) if static_scales is None else (static_scales[:2], static_scales[2:])
+    is_quantized = value_cache.dtype in QUANTIZED_CACHE_DTYPES
+    out = query.new_empty(*query.shape[:2], value_cache.shape[2] - (SCALE_BYTES if is_quantized else 0))
     key_buffer, value_buffer = metadata.plan.buffers
     for group in metadata.plan.decode:
-        key = _gather_into(key_buffer, key_cache, group.slots)
-        value = _gather_into(value_buffer, value_cache, group.slots)
+        key = _gather_into(key_buffer, key_cache, group.slots, key_scales)
+        value = _gather_into(value_buffer, value_cache, group.slots, value_scales)
         out[group.tokens] = _attend_decode(query[group.tokens], key, value, group.mask, scale, soft_cap, sinks)
     for row in metadata.plan.prefill:
-        key, value = _gather(key_cache, row.slots), _gather(value_cache, row.slots)
+        key, value = _gather(key_cache, row.slots, key_scales), _gather(value_cache, row.slots, value_scales)
         part = query[row.start : row.end]
         out[row.start : row.end] = _attend_row(part, key, value, scale, sliding_window, soft_cap, sinks)
     return out
@@ -154,13 +168,19 @@ def _slots(blocks: torch.Tensor, size: int) -> torch.Tensor:
     return (blocks.long().unsqueeze(-1) * size + torch.arange(size, device=blocks.device)).flatten(-2)
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """float32 [kv_heads, slots, head_size]."""
+def _gather(cache: torch.Tensor, slots: torch.Tensor, static: torch.Tensor | None = None) -> torch.Tensor:
+    """float32 [kv_heads, slots, head_size]. static: [2, kv_heads, head_size] of a quantized cache, or None."""
+    if cache.dtype in QUANTIZED_CACHE_DTYPES:
+        return dequantize_heads(cache.view(torch.uint8).index_select(1, slots), cache.dtype, static)
     return cache.index_select(1, slots).float()
 
 
-def _gather_into(buffer: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def _gather_into(
+    buffer: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, static: torch.Tensor | None
+) -> torch.Tensor:
     """`_gather` into the buffer's memory."""
+    if cache.dtype in QUANTIZED_CACHE_DTYPES:
+        return _gather(cache, slots, static)
     shape = (cache.shape[0], len(slots), cache.shape[2])
     out = buffer[: math.prod(shape)].view(shape)
     if cache.dtype == out.dtype:

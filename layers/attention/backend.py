@@ -36,9 +36,11 @@ class AttentionBackend:
 
     Attributes:
         reason: why it computes as it does, in a few words, for `llm.explain()`.
+        reads_quantized: it also has KV caches of `llm.forward.QUANTIZED_CACHE_DTYPES`.
     """
 
     reason: str = "the platform's backend"
+    reads_quantized: bool = False
 
     def __init__(self, params: AttentionParams) -> None:
         self.params = params
@@ -76,6 +78,8 @@ class AttentionBackend:
 
 class PagedAttention(AttentionBackend):
     """The kernels of this package."""
+
+    reads_quantized = True
 
     def __init__(self, params: AttentionParams) -> None:
         super().__init__(params)

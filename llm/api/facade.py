@@ -75,7 +75,8 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Pla
         max_num_batched_tokens: most tokens computed in one step.
         block_size: tokens per KV cache block.
         kv_cache_memory_bytes: size of the KV cache; None: what is useful, at most half of the free memory.
-        kv_cache_dtype: "auto" (dtype if given, else the weights'), "float32", "bfloat16" or "float16".
+        kv_cache_dtype: "auto" (dtype if given, else the weights'), "float32", "bfloat16", "float16"; or "int8" or
+            "fp8_e4m3" ("fp8"), with a scale per token and KV head: about twice the context in the same memory.
         enable_prefix_caching: prompts with a common prefix share its KV cache.
         enable_chunked_prefill: long prompts are computed over several steps.
         seed: requests without a seed get one derived from this; None: from the operating system.

@@ -328,7 +328,8 @@ DIFFERENT: dict[str, str] = {
     "max_logprobs": "-1, no limit; vLLM: 20",
     "max_num_batched_tokens": "512; vLLM's CPU build: 4096",
     "block_size": "16; vLLM's CPU build: 128",
-    "kv_cache_dtype": '"auto": the dtype that was given, else that of the weights; vLLM: the one it computes in',
+    "kv_cache_dtype": '"auto": the dtype that was given, else that of the weights; vLLM: the one it computes in. '
+    '"int8" and "fp8" (e4m3) have a scale per token and KV head, as vLLM\'s "int8_per_token_head"',
     "kv_cache_memory_bytes": "None takes what can be used, at most half of the memory that is free",
     "seed": "rows derive their own seeds from it and record them; None draws one",
     "hf_overrides": "None as the value of a key removes it",

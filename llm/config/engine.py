@@ -35,6 +35,15 @@ DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of the KV cache: quantized too, under vLLM's names.
+CACHE_DTYPES = {
+    **DTYPES,
+    "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8": torch.float8_e4m3fn,
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.float8_e4m3fn,
+}
 GIB = 1 << 30
 
 # For these, None means the default.

@@ -9,10 +9,10 @@ import torch
 from llm.base.checks import refuse
 from llm.base.errors import OutOfMemoryError
 from llm.config.engine import (
+    CACHE_DTYPES,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
-    DTYPES,
     GIB,
     EngineArgs,
     SchedulerConfig,
@@ -159,9 +159,10 @@ def resolve_dtype(
     """(dtype, reason) of a dtype given as "auto", a name or a torch.dtype; raises `ValidationError`."""
     if value == "auto":
         return auto, "auto"
-    known = {**DTYPES, "float": torch.float32, "half": torch.float16}
+    known = {**CACHE_DTYPES, "float": torch.float32, "half": torch.float16}
     dtype = known.get(value) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in allowed:
-        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in allowed))
+        name_of = {kind: name for name, kind in reversed(CACHE_DTYPES.items())}
+        names = ", ".join(sorted({name_of.get(kind) or str(kind).removeprefix("torch.") for kind in allowed}))
         refuse(name, value, f"'auto' or one of {names}")
     return dtype, "asked for"

@@ -45,6 +45,7 @@ from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
 from llm.quantization.configs.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.startup.kv_cache import check_cache, choose_cache_dtype
 from llm.startup.source import ReadModel
 
 _TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs logprobs_mode seed revision".split()
@@ -57,6 +58,10 @@ class Dtypes:
     compute: torch.dtype
     weights: torch.dtype
     store_as: torch.dtype | None
+
+    def of_cache(self, args: EngineArgs) -> torch.dtype:
+        """The KV cache's by default: `dtype`, or if that is "auto" the weights' type."""
+        return self.weights if args.dtype == "auto" else self.store_as or self.compute
 
 
 def make_plan(
@@ -71,11 +76,12 @@ def make_plan(
 ) -> RunnerPlan:
     """The plan of rank `tp` in `free` bytes; raises `ValidationError` and `OutOfMemoryError`, and allocates nothing."""
     dtypes, free = choose_dtypes(args, model, platform), platform.memory_free() if free is None else free
-    kv_dtype, kv_reason = _kv_cache_dtype(args, dtypes)
+    kv_dtype, why = choose_cache_dtype(args, dtypes.of_cache(args))
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
+    why += check_cache(args.kv_cache_dtype, kv_dtype, specs, platform)
     memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
-    reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": kv_reason}
+    reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": why}
     _add_notes(reasons, model, memory)
     num_threads = _num_threads(args, platform, reasons)
     config = EngineConfig(
@@ -123,16 +129,6 @@ def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dty
     if dtype in computes_in:
         return Dtypes(dtype, model.stored_dtype, None)
     return Dtypes(computes_in[0], dtype, dtype)
-
-
-def _kv_cache_dtype(args: EngineArgs, dtypes: Dtypes) -> tuple[torch.dtype, str]:
-    """(dtype, reason): by default `dtype`, or if that is "auto" the weights' type."""
-    follows = args.dtype != "auto"
-    default = (dtypes.store_as or dtypes.compute) if follows else dtypes.weights
-    dtype, reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, default, tuple(DTYPES.values()))
-    if reason != "auto":
-        return dtype, reason
-    return dtype, f"dtype={args.dtype}" if follows else "the weights' type"
 
 
 def _seed(args: EngineArgs, reasons: dict[str, str]) -> int:

@@ -30,6 +30,7 @@ from toy_models import TOYS, toy_model
 from llm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from llm.engine.batch import InputBatch
 from llm.engine.block_manager import BlockManager, BlockPool
+from llm.layers.attention import Attention
 from llm.quantization.unquantized import UnquantizedLinearMethod
 from llm.sampling.sampler import SamplingRows
 
@@ -48,6 +49,8 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
 }
 # Rows of the table quantized on load, by schemes that have kernels.
 QUANTIZED = ("llama+w8a8", "qwen2-bf16+w8a8", "llama+w4a8", "llama+w4a16")
+# Rows whose KV cache is quantized: windows, soft caps and several groups; sinks.
+QUANTIZED_CACHES = ("gemma2+kv:int8", "gpt-oss+kv:fp8")
 # The KV cache holds little more than the longest sequence.
 PREEMPTED: dict[str, Mapping[str, Any]] = {
     "preempted-blocks-of-4": {"block_size": 4},
@@ -62,7 +65,7 @@ SPARE_TOKENS = 8
 SPARE_SLOTS = 4
 # Settings of every row: batches, chunks that cut prompts anywhere, preemption.
 EVERYWHERE = ("one-batch", "chunks-of-7", "preempted-in-chunks-no-prefix-caching")
-CASES = [*SCHEDULED, *QUANTIZED, *(f"toy {name}" for name in TOYS)]
+CASES = [*SCHEDULED, *QUANTIZED, *QUANTIZED_CACHES, *(f"toy {name}" for name in TOYS)]
 IN_ALL_SETTINGS = [
     name
     for name in CASES
@@ -128,7 +131,7 @@ class Case:
     def load(self, setting: Mapping[str, Any]) -> LLM:
         # A bf16 cache would turn a rounding difference into one of a whole bf16 step; invariant kernels make none.
         exact = {"max_model_len": self.max_model_len, "kv_cache_dtype": "auto" if has_kernels() else "float32"}
-        arguments = {**self.row.engine, **exact, **setting}
+        arguments = {**exact, **self.row.engine, **setting}
         return LLM(self.folder, skip_tokenizer_init=True, **arguments)
 
     def load_tight(self, setting: Mapping[str, Any]) -> LLM:
@@ -142,14 +145,16 @@ class Case:
 
 @contextmanager
 def made_case(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """The case of a row of the table, `row+scheme`, or `toy name`."""
+    """The case of a row of the table, `row+scheme`, `row+kv:dtype` (of the KV cache), or `toy name`."""
     if name.startswith("toy "):
         with toy_model(name.removeprefix("toy "), tmp_path_factory) as made:
             yield Case(*made)
         return
     name, _, quantization = name.partition("+")
     row = TINY_MODELS[name]
-    if quantization:
+    if quantization.startswith("kv:"):
+        row = replace(row, engine={**row.engine, "kv_cache_dtype": quantization.removeprefix("kv:")})
+    elif quantization:
         row = replace(row, engine={**row.engine, "quantization": quantization})
     yield Case(row, tiny_checkpoint(name, tmp_path_factory))
 
@@ -358,6 +363,33 @@ def test_planted_defects_are_seen(llama: Case, plant: Plant, monkeypatch: pytest
         # The kernels refuse what reaches beyond a row's blocks; the comparison sees the rest.
         with pytest.raises((AssertionError, IndexError)):
             check_orders(llama, llm)
+
+
+@pytest.mark.skipif(not has_kernels(), reason="it knows the layout of the kernels")
+@pytest.mark.parametrize("case", QUANTIZED_CACHES[:1], indirect=True)
+def test_a_scale_of_the_neighbouring_token_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the slot before each token's, whose own scale is that of a token written later or earlier."""
+    assert case.alone
+    with case.load({}) as llm:
+        for layer in engine_of(llm).runner.model.modules():
+            if isinstance(layer, Attention):
+                monkeypatch.setattr(layer.backend, "write", _writing_scales_beside(layer.backend.write))
+        with pytest.raises(AssertionError):
+            check_orders(case, llm)
+
+
+def _writing_scales_beside(write: Callable[..., None]) -> Callable[..., None]:
+    """Stores keys and values as usual, and each key's scale also for the token before."""
+
+    def planted(key: torch.Tensor, value: torch.Tensor, cache: Any, metadata: Any) -> None:
+        write(key, value, cache, metadata)
+        for cached in cache:
+            scales = cached.view(torch.uint8)[..., :32].unflatten(-1, (16, 2))
+            for slot in metadata.slot_mapping.tolist():
+                if slot % 16:
+                    scales[slot // 16, :, slot % 16 - 1] = scales[slot // 16, :, slot % 16]
+
+    return planted
 
 
 def moved_row_leaves_its_slot_behind(monkeypatch: pytest.MonkeyPatch) -> None:

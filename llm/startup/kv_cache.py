@@ -1,0 +1,38 @@
+"""The KV cache's type and its reason; refuses what has no quantized cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from llm.base.checks import refuse
+from llm.config.engine import CACHE_DTYPES, EngineArgs
+from llm.config.plan import resolve_dtype
+from llm.forward import QUANTIZED_CACHE_DTYPES, KVCacheSpec, PagedSpec, StateSpec
+from llm.layers.attention import attention_backend
+from llm.platforms import Platform
+
+
+def choose_cache_dtype(args: EngineArgs, default: torch.dtype) -> tuple[torch.dtype, str]:
+    """(dtype, reason). default: that of `dtype=`, or if that is "auto" of the weights."""
+    dtype, reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, default, tuple(CACHE_DTYPES.values()))
+    if reason != "auto":
+        return dtype, reason
+    return dtype, "the weights' type" if args.dtype == "auto" else f"dtype={args.dtype}"
+
+
+def check_cache(given: object, dtype: torch.dtype, specs: Sequence[StateSpec], platform: Platform) -> str:
+    """What a quantized cache adds to its reason; "" of other types. Raises `ValidationError` if a state has none."""
+    if dtype not in QUANTIZED_CACHE_DTYPES:
+        return ""
+    paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
+    floats = "'auto', which keeps it in floats"
+    for spec in paged:
+        if not isinstance(spec, KVCacheSpec):
+            refuse("kv_cache_dtype", given, f"{floats}: this model keeps no keys and values of heads")
+        backend = attention_backend(platform, spec.head_size)
+        if not backend.reads_quantized:
+            refuse("kv_cache_dtype", given, f"{floats}: {backend.__name__} reads nothing else")
+    size = sum(spec.bytes_per_token() for spec in paged)
+    return f"; a scale per token and KV head, {size:,} bytes per token in all layers"
