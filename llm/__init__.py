@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from llm.models.registry import register_model as register_model
     from llm.outputs import BeamSearchOutput as BeamSearchOutput
     from llm.outputs import BeamSearchSequence as BeamSearchSequence
+    from llm.outputs import ChoiceOutput as ChoiceOutput
     from llm.outputs import CompletionOutput as CompletionOutput
     from llm.outputs import LoglikelihoodOutput as LoglikelihoodOutput
     from llm.outputs import Logprob as Logprob
@@ -60,6 +61,7 @@ _PUBLIC = {
     "StructuredOutputsParams": "llm.sampling_params",
     "RequestOutput": "llm.outputs",
     "RequestOutputs": "llm.outputs",
+    "ChoiceOutput": "llm.outputs",
     "CompletionOutput": "llm.outputs",
     "Logprob": "llm.outputs",
     "LoglikelihoodOutput": "llm.outputs",

@@ -145,6 +145,28 @@ class LoglikelihoodOutput:
 
 
 @dataclass
+class ChoiceOutput:
+    """The likeliest of a prompt's choices; lists are in the order of the choices.
+
+    Attributes:
+        label, index, probability: of the likeliest choice; of equals, the first.
+        probabilities: they sum to 1.
+        logprobs: the log-likelihood of each choice after the prompt; not normalized.
+        num_tokens: how many tokens of each were scored.
+        num_cached_tokens: how many leading tokens of each row came from the prefix cache.
+    """
+
+    label: str
+    index: int
+    probability: float
+    choices: list[str]
+    probabilities: list[float]
+    logprobs: list[float]
+    num_tokens: list[int]
+    num_cached_tokens: list[int]
+
+
+@dataclass
 class PerplexityOutput:
     """The perplexity of some texts; `float(output)` is `output.perplexity`.
 

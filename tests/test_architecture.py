@@ -68,6 +68,7 @@ FLOORS = {
     "llm.quantize.partial": 6,
     "llm.quantize.save": 6,
     "llm.cli": 8,
+    "llm.lm_eval": 8,
     "llm.startup": 8,
     "llm.__main__": 8,
     "llm.v1": 8,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from llm.api.access import Access
 from llm.api.chat import Chat
+from llm.api.choices import Choices
 from llm.api.generation import BatchCall, CallOptions, Generation
 from llm.api.iteration import Iteration
 from llm.api.jobs import Jobs
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 logger = init_logger("llm")
 
 
-class LLM(Generation, Iteration, Jobs, Chat, Scoring, Streaming, Processors, Planning, Reports, Access):
+class LLM(Generation, Iteration, Jobs, Chat, Scoring, Choices, Streaming, Processors, Planning, Reports, Access):
     """A language model in this process.
 
     Args:

@@ -79,7 +79,7 @@ class Scoring:
         check_use_tqdm(use_tqdm)
         with InterruptGuard() as guard, self._exclusive():
             rows = continuation_rows(self._preprocessor, prompts, continuations)
-            outputs = _score(self, rows, use_tqdm, guard)
+            outputs = score_rows(self, rows, use_tqdm, guard)
         return [likelihood(row, output) for row, output in zip(rows, outputs, strict=True)]
 
     @known_names("LLM.perplexity")
@@ -101,11 +101,12 @@ class Scoring:
         check_use_tqdm(use_tqdm)
         with InterruptGuard() as guard, self._exclusive():
             rows, owners = perplexity_rows(self._preprocessor, texts, stride)
-            outputs = _score(self, rows, use_tqdm, guard)
+            outputs = score_rows(self, rows, use_tqdm, guard)
         return perplexity_of(rows, owners, outputs)
 
 
-def _score(llm: Host, rows: list[Row], use_tqdm: UseTqdm, guard: InterruptGuard) -> list[RequestOutput]:
+def score_rows(llm: Host, rows: list[Row], use_tqdm: UseTqdm, guard: InterruptGuard) -> list[RequestOutput]:
+    """Run rows of `llm.engine.scoring`, or raise `GenerationInterrupted`; the lock is held."""
     outputs = llm._run(llm._begin(), rows, use_tqdm, guard)
     if guard.requested:
         raise GenerationInterrupted(outputs)

@@ -49,7 +49,7 @@ def continuation_rows(preprocessor: Preprocessor, prompts: object, continuations
             raise _bad(
                 "continuations", f"continuations: number {index} is empty; it needs at least one token", second[index]
             )
-    return _rows(preprocessor, whole, borders)
+    return scored_rows(preprocessor, whole, borders)
 
 
 def perplexity_rows(preprocessor: Preprocessor, texts: object, stride: int | None) -> tuple[list[Row], list[int]]:
@@ -79,7 +79,7 @@ def perplexity_rows(preprocessor: Preprocessor, texts: object, stride: int | Non
             borders.append(scored - start)
             owners.append(index)
             scored, end = end, min(end + (stride or limit), len(token_ids))
-    return _rows(preprocessor, windows, borders), owners
+    return scored_rows(preprocessor, windows, borders), owners
 
 
 def likelihood(row: Row, output: RequestOutput) -> LoglikelihoodOutput:
@@ -108,7 +108,8 @@ def perplexity_of(rows: Sequence[Row], owners: Sequence[int], outputs: Sequence[
     )
 
 
-def _rows(preprocessor: Preprocessor, token_ids: Sequence[list[int]], borders: Sequence[int]) -> list[Row]:
+def scored_rows(preprocessor: Preprocessor, token_ids: Sequence[list[int]], borders: Sequence[int]) -> list[Row]:
+    """A row for each list of token ids, whose tokens are scored from its border on; all share prefixes."""
     check_logprobs_mode(preprocessor.config)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in token_ids]
