@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_quantization(commands)
     _add_jobs(commands)
     _add_plan(commands)
+    _add_chat(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -70,6 +72,28 @@ def _add_plan(commands: Commands) -> None:
     from llm.startup.command import add_command
 
     add_command(commands)
+
+
+def _add_chat(commands: Commands) -> None:
+    from llm.chat_loop import add_command
+
+    add_command(commands)
+
+
+def _add_doctor(commands: Commands) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="show this machine and installation, and what is wrong with them",
+        description="Print what a bug report needs, and common faults with what to do. The text names no host, user or "
+        "path of yours. The exit status is 1 if something is wrong.",
+    )
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from llm.doctor import report
+
+    return report()
 
 
 def _add_jobs(commands: Commands) -> None:

@@ -69,6 +69,8 @@ FLOORS = {
     "llm.quantize.save": 6,
     "llm.cli": 8,
     "llm.lm_eval": 8,
+    "llm.chat_loop": 8,
+    "llm.doctor": 8,
     "llm.startup": 8,
     "llm.__main__": 8,
     "llm.v1": 8,

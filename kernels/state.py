@@ -1,0 +1,42 @@
+"""Whether the CPU kernels are compiled, for `python -m llm doctor`. Compiles nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm.base.errors import LLMError
+from llm.kernels.cpu import build
+from llm.kernels.cpu.library import choose_target, requested_isa
+
+
+@dataclass(frozen=True)
+class KernelState:
+    """`targets`: the instruction sets of this processor, the best last. `todo`: what to do; "": nothing is wrong.
+
+    `is_compiled`: the next model compiles nothing.
+    """
+
+    targets: tuple[str, ...]
+    text: str
+    todo: str = ""
+    is_compiled: bool = True
+
+
+def kernel_state() -> KernelState:
+    """The state of the kernels that the next model would use."""
+    targets = tuple(build.supported_targets())
+    try:
+        isa = requested_isa()
+        if isa == "none":
+            return KernelState(targets, "LLM_CPU_ISA=none: PyTorch's operations, slower", "unset LLM_CPU_ISA")
+        target, reason = choose_target(isa)
+        if build.packaged_library(target) is not None:
+            return KernelState(targets, f"{target} ({reason}), installed with the package")
+        compiler = build.find_compiler()
+        is_there = build.is_usable(build.cached_library(target, compiler))
+    except (build.BuildError, LLMError, OSError) as error:
+        text = "not compiled, and they cannot be: PyTorch's operations are used, slower"
+        return KernelState(targets, text, f"{error}")
+    state = "compiled, in the cache" if is_there else "not compiled yet: the first LLM(...) does it, in about a minute"
+    return KernelState(targets, f"{target} ({reason}), {state}; compiler {Path(compiler).name}", "", is_there)
