@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, overload
 
 from llm.base.missing import missing_names
 from llm.base.types import JsonObject
+from llm.outputs_html import TokenView, outputs_table, token_view
 from llm.outputs_json import output_as_json
 from llm.outputs_table import Exports
 from llm.sampling_params import SamplingParams
@@ -237,6 +238,8 @@ class RequestStateStats:
         self.last_token_ts = now
 
 
+# Outputs in the text of a list of them.
+_MOST_SHOWN = 20
 _OF_COMPLETIONS = frozenset(item.name for item in fields(CompletionOutput)) - {"error", "structured"}
 
 
@@ -278,6 +281,14 @@ class RequestOutput(Exports):
         """Plain data that `json.dumps` takes, logprobs included."""
         return output_as_json(self)
 
+    def show(self) -> TokenView:
+        """Its tokens, tinted by their probability if logprobs were asked for, with the alternatives on hover; in a
+        notebook HTML, else text."""
+        return token_view(self)
+
+    def _repr_html_(self) -> str:
+        return token_view(self).html
+
     def _listed(self) -> Sequence[RequestOutput]:
         return [self]
 
@@ -294,10 +305,19 @@ class RequestOutput(Exports):
 
 
 class RequestOutputs(list[RequestOutput], Exports):
-    """The outputs of a call: a list, with `to_pandas()` and the other ways out."""
+    """The outputs of a call: a list, with `to_pandas()` and the other ways out; a table in a notebook."""
 
     def to_dict(self) -> list[JsonObject]:
         return [output.to_dict() for output in self]
+
+    def __repr__(self) -> str:
+        if len(self) <= _MOST_SHOWN:
+            return super().__repr__()
+        first = ", ".join(map(repr, self[:_MOST_SHOWN]))
+        return f"[{first}, ... {len(self) - _MOST_SHOWN:,} more]"
+
+    def _repr_html_(self) -> str:
+        return outputs_table(self)
 
     def _listed(self) -> Sequence[RequestOutput]:
         return self

@@ -36,6 +36,7 @@ FLOORS = {
     "llm.utils": 1,
     "llm.stand_ins": 1,
     "llm.outputs": 1,
+    "llm.outputs_html": 1,
     "llm.outputs_json": 1,
     "llm.outputs_read": 1,
     "llm.outputs_table": 1,

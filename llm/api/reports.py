@@ -5,7 +5,7 @@ Owns the methods; the runner has the data about the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from llm.api.host import Host
 from llm.base.names import known_names
 from llm.config.engine import EngineArgs
+from llm.engine.engine import Engine
 from llm.engine.stats import LLMStats
 from llm.explain import Explanation
 from llm.inputs import PromptType
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
 class ReportHost(Host, Protocol):
     """Attributes:
     _args: what the engine was built from.
+    startup: seconds per phase of start-up.
     _is_quantized: the checkpoint is quantized, so the unquantized model is not available.
     """
 
     _args: EngineArgs
     _is_quantized: bool
+    _engine: Engine | None
+    startup: Mapping[str, float]
 
     def _open_another(self, args: EngineArgs) -> LLM: ...
 
@@ -45,6 +49,14 @@ class Reports:
     def stats(self: Host) -> LLMStats:
         """Requests, tokens, prefix hits, accepted drafts, preemptions and seconds since the start, and memory now."""
         return self._open_engine().all_stats()
+
+    def _repr_html_(self: ReportHost) -> str:
+        """For notebooks: the model, what it takes of the memory, and the phases of start-up."""
+        from llm.api.notebook import llm_as_html
+
+        if self._engine is None:
+            return "<p>LLM(closed)</p>"
+        return llm_as_html(self._engine.config, self._engine.all_stats(), self.startup)
 
     def get_metrics(self: Host) -> list[Metric]:
         """vLLM's metrics of this LLM: gauges of now, counters and histograms of the requests that have ended."""
