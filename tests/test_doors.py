@@ -81,7 +81,8 @@ from llm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from llm.model_executor.layers.linear import ColumnParallelLinear, LinearMethodBase, UnquantizedLinearMethod
 from llm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from llm.model_executor.layers.logits_processor import LogitsProcessor
-from llm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
+from llm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+from llm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from llm.model_executor.layers.mamba.short_conv import ShortConv
 from llm.model_executor.layers.quantization import register_quantization_config
 from llm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase

@@ -599,12 +599,62 @@ TINY_MODELS = TINY_MODELS | {
         control={"norm_topk_prob": False},
     ),
 }
+# Of recurrent mixers, with the sizes that each family spells in its own way.
+_RECURRENT: Mapping[str, Any] = {
+    **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"), None),
+    **dict.fromkeys(("max_position_embeddings", "rms_norm_eps"), None),
+    **{"layer_norm_epsilon": 1e-3, "state_size": 5, "conv_kernel": 3, "num_hidden_layers": 2},
+}
+TINY_MODELS = TINY_MODELS | {
+    "mamba": TinyModel("MambaConfig", {**_RECURRENT, "time_step_rank": 7, "use_bias": True}),
+    "falcon-mamba": TinyModel(
+        "FalconMambaConfig", {**_RECURRENT, "tie_word_embeddings": True, "use_conv_bias": False, "mixer_rms_eps": 1e-2}
+    ),
+    "mamba2": TinyModel(
+        "Mamba2Config",
+        {
+            **_RECURRENT,
+            **{"num_heads": 4, "head_dim": 24, "n_groups": 2, "chunk_size": 8, "time_step_limit": (0.5, 1.5)},
+        },
+        control={"time_step_limit": [0.0, 1.5]},
+    ),
+}
+# Of hybrids, with the sizes that they share.
+_HYBRID: Mapping[str, Any] = {
+    **{"head_dim": None, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3},
+    "mamba_chunk_size": 8,
+}
+TINY_MODELS = TINY_MODELS | {
+    "granitemoehybrid": TinyModel(
+        "GraniteMoeHybridConfig",
+        {
+            **EXPERTS,
+            **_HYBRID,
+            **{"num_local_experts": 7, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.5},
+            **{"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 31},
+        },
+        control={"residual_multiplier": 0.4},
+    ),
+    "granitemoehybrid-dense": TinyModel(
+        "GraniteMoeHybridConfig",
+        {
+            **_HYBRID,
+            **{"num_hidden_layers": 2, "num_local_experts": 0, "position_embedding_type": "rope"},
+            **{"layer_types": ["full_attention", "linear_attention"], "mamba_proj_bias": True},
+            "tie_word_embeddings": True,
+        },
+        rewrite_config=lambda config: config.update(layer_types=["attention", "mamba"]),
+    ),
+    "bamba": TinyModel("BambaConfig", {**_HYBRID, "num_hidden_layers": 2, "attn_layer_indices": [1]}),
+}
 
 # Families that are other arrangements of parts which the other rows have: they are held against transformers alone and
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
+    falcon-mamba granitemoehybrid-dense bamba
 """.split()
 # Rows that differ from a scheduled one in how weights are read, in biases, or in numbers of a position's rotation.
 _VARIANTS = """
@@ -615,7 +665,7 @@ SCHEDULED = [name for name in TINY_MODELS if name not in {*_REARRANGED, *_VARIAN
 # Of these the rows that meet the schedule in a way of their own: caches of other layers, windows that free blocks,
 # latent and sunk attention, positions that depend on a length, experts, floats of 16 bits.
 THOROUGH = """
-    llama llama-bf16 llama-dynamic-scaled qwen2-window gemma2 phi3-longrope-long minicpm3 gpt-oss mixtral lfm2
+    llama llama-bf16 llama-dynamic-scaled qwen2-window gemma2 phi3-longrope-long minicpm3 gpt-oss mixtral lfm2 mamba2
 """.split()
 
 

@@ -35,6 +35,11 @@ LLM_EXPORT void llm_copy_rows(const float* x, int64_t stride, float* out, int64_
     for (int64_t row = 0; row < rows; ++row) std::memcpy(out + row * width, x + row * stride, width * sizeof(float));
 }
 
+// Contiguous rows of `width` floats -> out, `stride` apart.
+LLM_EXPORT void llm_place_rows(const float* x, float* out, int64_t stride, int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; ++row) std::memcpy(out + row * stride, x + row * width, width * sizeof(float));
+}
+
 // Rows `indices` [count] of x [rows, width] -> out [count, width]. Returns 0; or 1, having read nothing, if an index is
 // not in [0, rows).
 LLM_EXPORT int64_t llm_select_rows(const float* x, int64_t rows, const int64_t* indices, float* out, int64_t count,
@@ -49,4 +54,5 @@ LLM_KERNEL(llm_scale)
 LLM_KERNEL(llm_multiply)
 LLM_KERNEL(llm_shift)
 LLM_KERNEL(llm_copy_rows)
+LLM_KERNEL(llm_place_rows)
 LLM_KERNEL(llm_select_rows)

@@ -17,6 +17,7 @@ _SHIFT = KERNELS["llm_shift"]
 _SCALE = KERNELS["llm_scale"]
 _MULTIPLY = KERNELS["llm_multiply"]
 _COPY_ROWS = KERNELS["llm_copy_rows"]
+_PLACE_ROWS = KERNELS["llm_place_rows"]
 _SELECT_ROWS = KERNELS["llm_select_rows"]
 Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
 
@@ -84,6 +85,18 @@ def _contiguous(library: Library, args: Any, allocate: Allocate) -> torch.Tensor
     return out
 
 
+def _cat(library: Library, args: tuple[list[torch.Tensor], int], allocate: Allocate) -> torch.Tensor | None:
+    """Matrices side by side."""
+    parts, dim = (*args, 0)[:2]
+    if dim not in (1, -1) or not all(_is_dense(part, torch.float32) and part.dim() == 2 for part in parts):
+        return None
+    rows, width = len(parts[0]), sum(part.shape[1] for part in parts)
+    out = allocate(torch.Size((rows, width)), torch.float32)
+    for part, columns in zip(parts, out.split([part.shape[1] for part in parts], dim=1), strict=True):
+        library.call(_PLACE_ROWS, part.data_ptr(), columns.data_ptr(), width, rows, part.shape[1])
+    return out
+
+
 def _is_dense(x: Any, dtype: torch.dtype) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype == dtype and x.is_contiguous() and x.dim() > 0
 
@@ -92,4 +105,5 @@ _HANDLERS: dict[Any, Callable[[Library, Any, Allocate], torch.Tensor | None]] = 
     _aten.add.Tensor: _add,
     _aten.mul.Tensor: _multiply,
     _aten.contiguous.default: _contiguous,
+    _aten.cat.default: _cat,
 }

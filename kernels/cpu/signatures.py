@@ -68,6 +68,19 @@ int64_t llm_gated_delta_rule(const int64_t* slots, const int32_t* starts, const 
     const float* value, int64_t value_stride, const float* decay, int64_t decay_stride, int64_t decay_per_channel,
     const float* beta, int64_t beta_stride, float beta_scale, const float* a_log, const float* dt_bias, float* state,
     int64_t key_heads, int64_t heads, int64_t keys, int64_t values, float* out, int64_t threads)
+int64_t llm_selective_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, int64_t rows,
+    int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride, const float* dt, int64_t dt_stride,
+    const float* b, int64_t b_stride, const float* c, int64_t c_stride, const float* gate, int64_t gate_stride,
+    const float* a_log, const float* d, const float* dt_bias, float* state, int64_t channels, int64_t states,
+    float* out, int64_t threads)
+int64_t llm_mamba2_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, int64_t rows,
+    int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride, const float* dt, int64_t dt_stride,
+    const float* b, int64_t b_stride, const float* c, int64_t c_stride, const float* a_log, const float* d,
+    int64_t d_by_channel, const float* dt_bias, float lowest, float highest, float* state, int64_t heads,
+    int64_t groups, int64_t states, int64_t channels, float* out, int64_t threads)
+void llm_gated_rms_norm(const float* x, int64_t x_stride, const float* gate, int64_t gate_stride, Kind kind,
+    const void* weight, float eps, int64_t groups, int64_t norm_first, int64_t sigmoid, float* out, int64_t rows,
+    int64_t width, int64_t threads)
 
 void llm_log_softmax(const float* x, float* out, int64_t rows, int64_t width, int64_t threads)
 void llm_argmax(const float* x, float* values, int64_t* ids, int64_t rows, int64_t width, int64_t threads)
@@ -86,6 +99,7 @@ void llm_multiply(const float* x, int64_t x_stride, const float* y, int64_t y_st
     int64_t width, int64_t threads)
 void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_t count)
 void llm_copy_rows(const float* x, int64_t stride, float* out, int64_t rows, int64_t width)
+void llm_place_rows(const float* x, float* out, int64_t stride, int64_t rows, int64_t width)
 int64_t llm_select_rows(const float* x, int64_t rows, const int64_t* indices, float* out, int64_t count, int64_t width)
 """
 # Called one argument at a time, never recorded: replay.h, LLM_FUNCTION.

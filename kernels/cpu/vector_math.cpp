@@ -11,7 +11,8 @@ LLM_EXPORT void llm_probe_math(int64_t function, const float* x, float* out, int
         const F32 result = function == 0   ? exp(value)
                            : function == 1 ? exp2_of_negative(value)
                            : function == 2 ? tanh(value)
-                                           : erf(value);
+                           : function == 3 ? erf(value)
+                                           : softplus(value);
         store_part(out + i, result, count - i);
     }
 }

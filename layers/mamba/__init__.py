@@ -1,1 +1,6 @@
-"""Recurrent layers whose state is a window or a vector per channel."""
+"""Recurrent mixers, which keep a state of a fixed size per request."""
+
+from llm.layers.mamba.mamba_mixer import MambaMixer
+from llm.layers.mamba.mamba_mixer2 import MambaMixer2
+
+__all__ = ["MambaMixer", "MambaMixer2"]

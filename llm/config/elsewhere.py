@@ -120,7 +120,7 @@ _POOLING = (
 ).split()
 _EXPERT_LAYERS = ("SharedFusedMoE FusedMoEConfig FusedMoEFactory RoutedExperts fused_experts fused_topk").split()
 _MIXER_LAYERS = (
-    "MambaMixer MambaMixer2 ChunkGatedDeltaRule MultiHeadLatentAttentionWrapper MLAAttention "
+    "ChunkGatedDeltaRule MultiHeadLatentAttentionWrapper MLAAttention "
     "SparseAttnIndexer StaticSinkAttention FusedRMSNormGated"
 ).split()
 _ROPE_CLASSES = (
@@ -178,7 +178,6 @@ MODULES: dict[str, str] = {
     "llm.model_executor.layers.fla": _MIXERS,
     "llm.model_executor.layers.fused_moe.config": _EXPERTS,
     "llm.model_executor.layers.fused_moe.layer": _EXPERTS,
-    "llm.model_executor.layers.mamba.mamba_mixer": _MIXERS,
     "llm.model_executor.layers.mla": _MIXERS,
     "llm.model_executor.model_loader": "checkpoints are read by llm.loading",
     "llm.model_executor.models": "models are in llm.models, and register_model is imported from llm",

@@ -14,7 +14,7 @@ from llm.models.reading_experts import ignore_training
 
 
 class GraniteMoeForCausalLM(DecoderForCausalLM):
-    renames = (
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
         ("model.layers.*.block_sparse_moe.router.layer", "model.layers.*.mlp.gate"),
         ("model.layers.*.block_sparse_moe.router", "model.layers.*.mlp.gate"),
         ("model.layers.*.block_sparse_moe", "model.layers.*.mlp"),

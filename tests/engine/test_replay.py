@@ -185,6 +185,7 @@ def test_a_program_reads_what_is_in_its_inputs_now() -> None:
         lambda x, y: (x * 1e30) * 1e30 + y,
         lambda x, y: x[:, 3:19].contiguous(),
         lambda x, y: x.view(3, 4, 16)[:, 1:].contiguous(),
+        lambda x, y: torch.cat((x, y[:, :5].contiguous()), dim=-1),
     ],
 )
 def test_sums_and_products_between_kernels_keep_their_bits(compute: Callable[..., torch.Tensor]) -> None:
@@ -214,6 +215,7 @@ def test_positions_are_shifted_in_a_program() -> None:
         lambda x: x[:, ::2].contiguous(),
         lambda x: x[:, :5].reshape(-1),
         lambda x: x.clone(),
+        lambda x: torch.cat((x, x)),
         lambda x: torch.empty(3).copy_(x[:, 0]),
         lambda x: x.mul_(2),
         lambda x: torch.full((2,), float(x[0, 0])),

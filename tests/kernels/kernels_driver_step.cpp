@@ -112,6 +112,10 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     llm_scale(x.data, 3.0f, out.data, count * width);
     llm_multiply(x.data, width, x.data, width, out.data, count, width, 1);
     llm_copy_rows(x.data, width, out.data, count, width / 2);
+    llm_place_rows(x.data, out.data, width, count, width / 2);
+    llm_gated_rms_norm(x.data, width, y.data, width, kind, weight.data, 1e-5f, 1, 0, 0, out.data, count, width, 1);
+    llm_gated_rms_norm(x.data, width, y.data, width, kind, weight.data, 1e-5f, width, 1, 1, out.data, count, width, 1);
+    llm_gated_rms_norm(x.data, width, y.data, width, kind, nullptr, 0.0f, 1, 0, 0, out.data, count, width, 1);
     Exactly<int64_t> chosen(count, count - 1);
     need(llm_select_rows(x.data, count, chosen.data, out.data, count, width) == 0, "a good row was refused");
     chosen.data[0] = count;
@@ -129,7 +133,7 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     need(llm_rotary(positions.data, count, angles.data, 4, pairs, 1, heads.data, 3 * head, to.data, 3, key.data, head,
                     key_to.data, 1, head, 1) == count - 1,
          "a position outside of the table was read");
-    calls += 23;
+    calls += 27;
 }
 
 // Two rows, the second of which goes on: slots of strides that leave nothing over.
@@ -173,6 +177,31 @@ void delta_rule(int64_t key_heads, int64_t heads, int64_t keys, int64_t values, 
     slots.data[0] = -1;
     need(apply() == 0, "a slot that does not exist was read");
     calls += 2;
+}
+
+// The same two rows.
+void scans(int64_t channels, int64_t states, int64_t heads) {
+    const int64_t width = heads * channels;
+    Exactly<float> x(5 * width, 0.5f), dt(5 * width, 0.25f), b(5 * states), c(5 * states), a_log(width * states);
+    Exactly<float> d(width), bias(width), out(5 * width), state(2 * width * states, 0.5f);
+    Exactly<int64_t> slots(2);
+    Exactly<int32_t> starts(3), lengths(2);
+    slots.data[0] = 1, slots.data[1] = 0, starts.data[0] = 0, starts.data[1] = 3, starts.data[2] = 5;
+    lengths.data[0] = 3, lengths.data[1] = 9;
+    const auto mamba = [&](const float* gate) {
+        return llm_selective_scan(slots.data, starts.data, lengths.data, 2, 2, 5, x.data, width, dt.data, width, b.data,
+                                  states, c.data, states, gate, width, a_log.data, d.data, bias.data, state.data, width,
+                                  states, out.data, 1);
+    };
+    const auto mamba2 = [&](int64_t by_channel) {
+        return llm_mamba2_scan(slots.data, starts.data, lengths.data, 2, 2, 5, x.data, width, dt.data, heads, b.data,
+                               states, c.data, states, a_log.data, d.data, by_channel, bias.data, 0.0f, 1.0f,
+                               state.data, heads, 1, states, channels, out.data, 1);
+    };
+    need(mamba(x.data) == -1 && mamba(nullptr) == -1 && mamba2(0) == -1 && mamba2(1) == -1, "a good row was refused");
+    slots.data[1] = 2;
+    need(mamba(nullptr) == 1 && mamba2(0) == 1, "a slot that does not exist was read");
+    calls += 6;
 }
 
 // A row is cut into chunks by the number of threads; the kernels' own threads share the chunks.
@@ -227,6 +256,8 @@ int run_step_kernels() {
             delta_rule(1, 2, keys, values, false);
             delta_rule(3, 3, keys, values, true);
         }
+    for (int64_t channels : {1, 15, 33, 64})
+        for (int64_t states : {1, 5}) scans(channels, states, 3);
     for (int64_t count : {1, 3})
         for (int64_t width : {1, 2, 15, 16, 17, 63, 64, 65, 100}) {
             rows<float>(Kind::FLOAT32, count, width);

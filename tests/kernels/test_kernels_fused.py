@@ -87,6 +87,28 @@ def with_weight(name: str, *rest: Any) -> Callable[[Backend, torch.Tensor], Any]
     return lambda kernels, x: kernels.op(name)(x, parameters(x.shape[-1])[0], 1e-5, *rest)
 
 
+def gated(groups: int, *rest: Any) -> Callable[[Backend, torch.Tensor], Any]:
+    def call(kernels: Backend, x: torch.Tensor) -> torch.Tensor:
+        values, gate = halves(x)
+        return kernels.op("gated_rms_norm")(values, gate, parameters(values.shape[-1])[0], 1e-5, groups, *rest)
+
+    return call
+
+
+def gated_64(x: torch.Tensor, groups: int, gate_first: bool) -> torch.Tensor:
+    values, gate = halves(x)
+    if gate_first:
+        values = values * silu_64(gate)
+    runs = [run / (run.square().mean(-1, keepdim=True) + 1e-5).sqrt() for run in values.tensor_split(groups, -1)]
+    normed = torch.cat(runs, -1) * parameters(values.shape[-1])[0].double()
+    return normed if gate_first else normed / (1 + torch.exp(-gate))
+
+
+def gate_alone_64(x: torch.Tensor) -> torch.Tensor:
+    values, gate = halves(x)
+    return values * silu_64(gate)
+
+
 def of_x(name: str, *rest: Any) -> Callable[[Backend, torch.Tensor], Any]:
     return lambda kernels, x: kernels.op(name)(x, *rest)
 
@@ -120,6 +142,9 @@ CASES = (
     Case("relu", of_x("relu"), lambda x: x.clamp(min=0)),
     Case("relu2", of_x("relu2"), lambda x: x.clamp(min=0).square()),
     Case("soft_cap", lambda kernels, x: kernels.op("soft_cap")(x.clone(), 3.0), lambda x: 3 * torch.tanh(x / 3)),
+    Case("gated_rms_norm", gated(1), lambda x: gated_64(x, 1, gate_first=True), 2),
+    Case("gated_rms_norm of groups", gated(3, True, "sigmoid"), lambda x: gated_64(x, 3, gate_first=False), 6),
+    Case("gate alone", lambda kernels, x: kernels.op("gated_rms_norm")(*halves(x), None, 0.0), gate_alone_64, 2),
     Case("log_softmax", of_x("log_softmax"), lambda x: x.log_softmax(-1)),
 )
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -296,6 +321,7 @@ FUNCTIONS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor], float]] 
     "exp2": (1, torch.exp2, 1.0),
     "tanh": (2, torch.tanh, 2.0),
     "erf": (3, torch.erf, 1.5),
+    "softplus": (4, lambda x: torch.nn.functional.softplus(x, threshold=700), 3.0),
 }
 
 
@@ -340,6 +366,7 @@ def test_elementary_functions_at_their_ends() -> None:
         "exp2": ([-inf, nan, 0, -126, -126.25, -126.51, -3e38], [0, nan, 1, 2.0**-126, 2.0**-126.25, 0, 0]),
         "tanh": ([inf, -inf, nan, 0], [1, -1, nan, 0]),
         "erf": ([inf, -inf, nan, 0], [1, -1, nan, 0]),
+        "softplus": ([inf, -inf, nan, 0, 200, -100], [inf, 0, nan, math.log(2), 200, math.exp(-100)]),
     }
     for isa in ISAS:
         for name, (x, expected) in ends.items():

@@ -15,7 +15,10 @@ for _module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
     importlib.import_module(_module.name)
 
 # Other layers build these; models name only those.
-INSIDE = {"FusedMoEModularMethod", "GroupedTopk", "TopKRouter", "UnquantizedFusedMoEMethod"}
+INSIDE = {
+    *("FusedMoEModularMethod", "GroupedTopk", "TopKRouter", "UnquantizedFusedMoEMethod"),
+    "Mixer2RMSNormGated",
+}
 
 
 def unused(models: str) -> set[str]:

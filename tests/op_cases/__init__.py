@@ -11,6 +11,7 @@ from op_cases.base import Case
 from op_cases.grouped_topk import GROUPED
 from op_cases.latent import LATENT
 from op_cases.linear import LINEAR
+from op_cases.mamba import MAMBA
 from op_cases.moe import MOE
 from op_cases.norms import NORMS
 from op_cases.quant import QUANT
@@ -23,6 +24,7 @@ CASES: dict[str, list[Case]] = {
     **ROTARY,
     **LINEAR,
     **LATENT,
+    **MAMBA,
     **MOE,
     **GROUPED,
     **QUANT,

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from llm.layers import norm
-from llm.layers.extra.gated_norm import Mixer2RMSNormGated, RMSNormGated
+from llm.layers.extra.gated_norm import RMSNormGated
+from llm.layers.mamba.gated_norm import Mixer2RMSNormGated
 from op_cases.activations import sigmoid
 from op_cases.base import Case, tensors
 
@@ -55,6 +56,8 @@ def rms_norm_gated_reference(op: Any, x: torch.Tensor, z: torch.Tensor | None = 
 
 
 def mixer2_reference(op: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    if op.norm_before_gate:
+        return gated_rms(x, op.weight, op.variance_epsilon, op.n_groups) * gate * sigmoid(gate)
     gated = x * gate * sigmoid(gate)
     return gated if op.weight is None else gated_rms(gated, op.weight, op.variance_epsilon, op.n_groups)
 
@@ -107,5 +110,8 @@ NORMS: dict[str, list[Case]] = {
     "mixer2_gated_rms_norm": [
         gated_norm(mixer2_reference, lambda dtype: Mixer2RMSNormGated(NORM_WIDTH, 3, dtype=dtype)),
         gated_norm(mixer2_reference, lambda dtype: Mixer2RMSNormGated(NORM_WIDTH, 1, use_rms_norm=False)),
+        gated_norm(
+            mixer2_reference, lambda dtype: Mixer2RMSNormGated(NORM_WIDTH, 2, dtype=dtype, norm_before_gate=True)
+        ),
     ],
 }

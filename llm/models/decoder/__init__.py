@@ -1,8 +1,8 @@
 """A decoder made of parts, onto which a family maps its config.json.
 
 `config.py` is the config of the whole model, `layer.py` joins parts and norms to a layer, `attention.py`, `latent.py`,
-`mlp.py` and `moe.py` are parts, `part.py` is the interface of a part, `model.py` runs the layers, `reading.py` reads
-the keys that families share.
+`mamba.py`, `mlp.py` and `moe.py` are parts, `part.py` is the interface of a part, `model.py` runs the layers,
+`reading.py` reads the keys that families share.
 """
 
 from llm.models.decoder.attention import AttentionConfig, Heads, QueryScale
@@ -12,11 +12,20 @@ from llm.models.decoder.layer import (
     LayerConfig,
     NormedSums,
     Norms,
+    OnePart,
     ParallelNorms,
     PostNorms,
     PreAndPostNorms,
     PreNorms,
     ScaledPreNorms,
+)
+from llm.models.decoder.mamba import (
+    Mamba2Config,
+    MambaConfig,
+    read_activation,
+    read_mamba2,
+    read_mixers,
+    read_step_limits,
 )
 from llm.models.decoder.mlp import GatedMLPConfig, PlainMLPConfig
 from llm.models.decoder.model import DecoderForCausalLM
@@ -42,10 +51,13 @@ __all__ = [
     "LatentAttentionConfig",
     "LayerConfig",
     "LearnedPositions",
+    "Mamba2Config",
+    "MambaConfig",
     "MoEConfig",
     "NormConfig",
     "NormedSums",
     "Norms",
+    "OnePart",
     "ParallelNorms",
     "PartConfig",
     "PlainMLPConfig",
@@ -56,10 +68,14 @@ __all__ = [
     "ScaledPreNorms",
     "layer_windows",
     "longest_sequence",
+    "read_activation",
     "read_decoder",
     "read_heads",
     "read_latent_attention",
     "read_layer_norm",
+    "read_mamba2",
+    "read_mixers",
     "read_rms_norm",
+    "read_step_limits",
     "windows_by_pattern",
 ]

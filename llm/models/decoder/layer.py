@@ -41,8 +41,8 @@ class LayerConfig:
     @property
     def parts(self) -> Mapping[str, PartConfig]:
         """Module name in the layer -> part, in the order in which they are built."""
-        parts = {"self_attn": self.attention, "mlp": self.mlp}
-        return {name: part for name, part in parts.items() if part is not None}
+        mixer = {} if self.attention is None else {self.attention.module_name: self.attention}
+        return mixer if self.mlp is None else {**mixer, "mlp": self.mlp}
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> Sequence[StateSpec]:
         return [spec for part in self.parts.values() for spec in part.states(dtype, tp)]
@@ -62,6 +62,9 @@ class DecoderLayer(nn.Module):
     """Builds the parts under their names; a subclass adds norms and the forward pass.
 
     Shapes: hidden and residual float [N, hidden_size]; no residual at the first layer.
+
+    Attributes:
+        mixer: name of the part that mixes tokens, attention or a recurrence.
     """
 
     self_attn: nn.Module
@@ -71,6 +74,11 @@ class DecoderLayer(nn.Module):
         super().__init__()
         for name, part in layer.parts.items():
             self.add_module(name, part.build(context, f"{prefix}.{name}"))
+        self.mixer = "self_attn" if layer.attention is None else layer.attention.module_name
+
+    def mix(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The output of the part that mixes tokens."""
+        return getattr(self, self.mixer)(hidden, batch)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         raise NotImplementedError
@@ -94,9 +102,30 @@ class PreNormLayer(DecoderLayer):
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = add_norm(self.input_layernorm, hidden, residual)
-        hidden = self.self_attn(hidden, batch)
+        hidden = self.mix(hidden, batch)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden, batch), residual
+
+
+@dataclass(frozen=True)
+class OnePart(Norms):
+    """x + part(norm(x)): a layer of one part, whichever it is."""
+
+    norm: NormConfig
+
+    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
+        return OnePartLayer(layer, self.norm, context, prefix)
+
+
+class OnePartLayer(DecoderLayer):
+    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__(layer, context, prefix)
+        (self.mixer,) = layer.parts
+        self.input_layernorm = norm.build(context.hidden_size, context)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        hidden, residual = add_norm(self.input_layernorm, hidden, residual)
+        return self.mix(hidden, batch), residual
 
 
 @dataclass(frozen=True)
@@ -117,7 +146,7 @@ class ScaledPreNormLayer(PreNormLayer):
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = add_norm(self.input_layernorm, hidden, residual)
-        hidden = self.self_attn(hidden, batch) * self.multiplier
+        hidden = self.mix(hidden, batch) * self.multiplier
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden, batch) * self.multiplier, residual
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar, cast
+from typing import ClassVar, TypedDict, TypeVar, cast
 
 import torch
 from torch import nn
@@ -78,9 +78,11 @@ class PartConfig:
     `ForwardBatch` -> the part's output, of the same shape, which is added to the residual stream.
 
     Attributes:
+        module_name: of its module in a layer, where it is the part that mixes tokens.
         rope: the part's rotary embedding; None: it has none.
     """
 
+    module_name: ClassVar[str] = "self_attn"
     rope: RopeParameters | None = None
 
     @property

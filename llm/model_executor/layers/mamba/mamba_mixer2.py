@@ -3,9 +3,11 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.extra.gated_norm import Mixer2RMSNormGated
+from llm.layers.mamba import MambaMixer2
+from llm.layers.mamba.gated_norm import Mixer2RMSNormGated
 
 __all__ = [
+    "MambaMixer2",
     "Mixer2RMSNormGated",
 ]
 

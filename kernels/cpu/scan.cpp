@@ -1,0 +1,243 @@
+// The recurrences of Mamba and of Mamba 2 over the tokens of each batch row, in order.
+//
+// Lanes are channels, which do not depend on each other, and a sum over states has one order: the bits do not depend on
+// how a row's tokens are split over steps. A task takes the tokens of one row, and a slice of the channels or one head,
+// whose state stays in the L1 or L2 cache meanwhile.
+#include "activation.h"
+#include "recurrent.h"
+#include "replay.h"
+#include "rows.h"
+
+namespace llm {
+namespace {
+
+// A matrix with one row per token; rows are `stride` floats apart.
+struct Tokens {
+    const float* from;
+    int64_t stride;
+    const float* at(int64_t token) const { return from + token * stride; }
+};
+
+template <bool WHOLE> LLM_INLINE F32 take(const float* from, int64_t left) {
+    if constexpr (WHOLE) return load(from);
+    else return load_part(from, left);
+}
+template <bool WHOLE> LLM_INLINE void give(float* to, F32 value, int64_t left) {
+    if constexpr (WHOLE) store(to, value);
+    else store_part(to, value, left);
+}
+
+// Mamba: every channel has its own step and its own decays.
+struct SelectiveScan {
+    static constexpr int64_t SLICE = 64;  // channels of a task
+
+    StateRows rows;
+    Tokens x, dt, b, c, gate;  // no gate: null
+    const float *a_log, *d, *dt_bias;
+    float* state;
+    int64_t channels, states;
+    float* out;
+
+    // Per thread, of a slice: its state and its rates -exp(a_log), [states][SLICE] each.
+    int64_t scratch_bytes() const { return 2 * states * SLICE * static_cast<int64_t>(sizeof(float)); }
+
+    void gather_rates(int64_t begin, int64_t count, float* rates) const {
+        for (int64_t n = 0; n < states; ++n, rates += SLICE) {
+            for (int64_t i = 0; i < count; ++i) rates[i] = a_log[(begin + i) * states + n];
+            for (int64_t i = 0; i < count; i += LANES)
+                store_part(rates + i, zero() - exp(load_part(rates + i, count - i)), count - i);
+        }
+    }
+
+    // Sixteen channels of one token, of which `left` exist. `state` and `rates` are columns of the scratch.
+    LLM_INLINE void advance(int64_t token, int64_t channel, int64_t left, float* state, const float* rates) const {
+        F32 step = load_part(dt.at(token) + channel, left);
+        if (dt_bias) step = step + load_part(dt_bias + channel, left);
+        step = softplus(step);
+        const F32 input = load_part(x.at(token) + channel, left), scaled = step * input;
+        const float *in = b.at(token), *read = c.at(token);
+        F32 sum = zero();
+        for (int64_t n = 0; n < states; ++n) {
+            const F32 next = fma(exp(load(rates + n * SLICE) * step), load(state + n * SLICE), set1(in[n]) * scaled);
+            store(state + n * SLICE, next);
+            sum = fma(set1(read[n]), next, sum);
+        }
+        sum = fma(load_part(d + channel, left), input, sum);
+        if (gate.from) sum = sum * activate<SILU>(load_part(gate.at(token) + channel, left));
+        store_part(out + token * channels + channel, sum, left);
+    }
+
+    void run(int64_t row, int64_t begin, float* scratch) const {
+        const int64_t count = min(SLICE, channels - begin), first = rows.first(row), tokens = rows.count(row);
+        if (!tokens) return;
+        float *own = scratch, *rates = scratch + states * SLICE;
+        float* kept = state + rows.slots[row] * states * channels + begin;
+        // Lanes beyond `count` are computed too, and dropped.
+        std::memset(scratch, 0, scratch_bytes());
+        if (!rows.is_new(row))
+            for (int64_t n = 0; n < states; ++n)
+                std::memcpy(own + n * SLICE, kept + n * channels, count * sizeof(float));
+        gather_rates(begin, count, rates);
+        for (int64_t token = first; token < first + tokens; ++token)
+            for (int64_t i = 0; i < count; i += LANES) advance(token, begin + i, count - i, own + i, rates + i);
+        for (int64_t n = 0; n < states; ++n) std::memcpy(kept + n * channels, own + n * SLICE, count * sizeof(float));
+    }
+};
+
+// Mamba 2: the channels of a head share one step and one decay.
+struct Mamba2Scan {
+    // Vectors of channels at a time, whose sums and inputs fit the registers.
+#if LLM_AVX512
+    static constexpr int VECTORS = 4;
+#else
+    static constexpr int VECTORS = 2;
+#endif
+    static constexpr int64_t STEPS = LANES;  // tokens whose steps are computed at a time
+
+    StateRows rows;
+    Tokens x, dt, b, c;
+    const float *a_log, *d, *dt_bias;
+    bool d_by_channel;
+    float lowest, highest;
+    float* state;
+    int64_t heads, groups, states, channels;
+    float* out;
+
+    // The steps and the decays of `count` tokens of a head.
+    void steps(int64_t head, int64_t token, int64_t count, float* step, float* decay) const {
+        for (int64_t i = 0; i < STEPS; ++i) step[i] = i < count ? dt.at(token + i)[head] : 0.0f;
+        F32 value = load(step);
+        if (dt_bias) value = value + set1(dt_bias[head]);
+        value = min(set1(highest), max(set1(lowest), softplus(value)));
+        store(step, value);
+        store(decay, exp((zero() - exp(set1(a_log[head]))) * value));
+    }
+
+    // V vectors of channels of one head and token; all of them exist, or the first `left` channels of one vector.
+    template <int V, bool WHOLE>
+    LLM_INLINE void advance(int64_t head, int64_t token, int64_t channel, int64_t left, float step, float decay,
+                            float* own) const {
+        const int64_t at = head * channels + channel, group = head / (heads / groups) * states;
+        const float *input = x.at(token) + at, *in = b.at(token) + group, *read = c.at(token) + group;
+        F32 sum[V], scaled[V];
+        LLM_UNROLL for (int v = 0; v < V; ++v) {
+            sum[v] = zero();
+            scaled[v] = take<WHOLE>(input + v * LANES, left) * set1(step);
+        }
+        const F32 kept = set1(decay);
+        for (int64_t n = 0; n < states; ++n, own += channels) {
+            const F32 added = set1(in[n]), weight = set1(read[n]);
+            LLM_UNROLL for (int v = 0; v < V; ++v) {
+                const F32 next = fma(added, scaled[v], take<WHOLE>(own + v * LANES, left) * kept);
+                give<WHOLE>(own + v * LANES, next, left);
+                sum[v] = fma(weight, next, sum[v]);
+            }
+        }
+        LLM_UNROLL for (int v = 0; v < V; ++v) {
+            const F32 skip = d_by_channel ? take<WHOLE>(d + at + v * LANES, left) : set1(d[head]);
+            const F32 y = fma(skip, take<WHOLE>(input + v * LANES, left), sum[v]);
+            give<WHOLE>(out + token * heads * channels + at + v * LANES, y, left);
+        }
+    }
+
+    template <int V, bool WHOLE> void tile(int64_t row, int64_t head, int64_t channel, float* own) const {
+        const int64_t end = rows.first(row) + rows.count(row), left = channels - channel;
+        for (int64_t token = rows.first(row); token < end; token += STEPS) {
+            const int64_t count = min(STEPS, end - token);
+            alignas(64) float step[STEPS], decay[STEPS];
+            steps(head, token, count, step, decay);
+            for (int64_t i = 0; i < count; ++i)
+                advance<V, WHOLE>(head, token + i, channel, left, step[i], decay[i], own + channel);
+        }
+    }
+
+    void run(int64_t row, int64_t head) const {
+        if (!rows.count(row)) return;
+        const int64_t size = states * channels;
+        float* own = state + (rows.slots[row] * heads + head) * size;
+        if (rows.is_new(row)) std::memset(own, 0, size * sizeof(float));
+        int64_t channel = 0;
+        for (; channel + VECTORS * LANES <= channels; channel += VECTORS * LANES)
+            tile<VECTORS, true>(row, head, channel, own);
+        for (; channel < channels; channel += LANES) tile<1, false>(row, head, channel, own);
+    }
+};
+
+// At most one thread for each `ELEMENTS_PER_TASK` states that are advanced.
+int64_t threads_for(int64_t tokens, int64_t states, int64_t threads) {
+    return min(threads, 1 + tokens * states / ELEMENTS_PER_TASK);
+}
+
+}  // namespace
+}  // namespace llm
+
+using namespace llm;
+
+// x, dt, gate (or null): tokens of `channels` values; b and c of `states`; a_log [channels][states]; state
+// [num_slots][states][channels] -> out [tokens][channels]. Returns -1; or, having written nothing, the first row whose
+// slot or tokens do not exist.
+LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, int64_t rows,
+                                      int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride,
+                                      const float* dt, int64_t dt_stride, const float* b, int64_t b_stride,
+                                      const float* c, int64_t c_stride, const float* gate, int64_t gate_stride,
+                                      const float* a_log, const float* d, const float* dt_bias, float* state,
+                                      int64_t channels, int64_t states, float* out, int64_t threads) {
+    const StateRows of{slots, starts, lengths, rows};
+    const int64_t bad = first_bad_row(of, num_slots, tokens);
+    if (bad >= 0) return bad;
+    const SelectiveScan scan{of,
+                             {x, x_stride},
+                             {dt, dt_stride},
+                             {b, b_stride},
+                             {c, c_stride},
+                             {gate, gate_stride},
+                             a_log,
+                             d,
+                             dt_bias,
+                             state,
+                             channels,
+                             states,
+                             out};
+    const int64_t slices = ceil_div(channels, SelectiveScan::SLICE);
+    const int64_t shared = threads_for(tokens, channels * states, threads);
+    parallel_for(rows * slices, shared, scan.scratch_bytes(), [&](int64_t index, char* scratch) {
+        scan.run(index / slices, index % slices * SelectiveScan::SLICE, reinterpret_cast<float*>(scratch));
+    });
+    return -1;
+}
+
+// x: tokens of heads * channels values; dt of `heads`; b and c of groups * states; d [heads], or [heads][channels];
+// state [num_slots][heads][states][channels] -> out [tokens][heads][channels]. Returns as above.
+LLM_EXPORT int64_t llm_mamba2_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, int64_t rows,
+                                   int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride, const float* dt,
+                                   int64_t dt_stride, const float* b, int64_t b_stride, const float* c,
+                                   int64_t c_stride, const float* a_log, const float* d, int64_t d_by_channel,
+                                   const float* dt_bias, float lowest, float highest, float* state, int64_t heads,
+                                   int64_t groups, int64_t states, int64_t channels, float* out, int64_t threads) {
+    const StateRows of{slots, starts, lengths, rows};
+    const int64_t bad = first_bad_row(of, num_slots, tokens);
+    if (bad >= 0) return bad;
+    const Mamba2Scan scan{of,
+                          {x, x_stride},
+                          {dt, dt_stride},
+                          {b, b_stride},
+                          {c, c_stride},
+                          a_log,
+                          d,
+                          dt_bias,
+                          d_by_channel != 0,
+                          lowest,
+                          highest,
+                          state,
+                          heads,
+                          groups,
+                          states,
+                          channels,
+                          out};
+    const int64_t shared = threads_for(tokens, heads * states * channels, threads);
+    parallel_for(rows * heads, shared, 0, [&](int64_t index, char*) { scan.run(index / heads, index % heads); });
+    return -1;
+}
+
+LLM_KERNEL(llm_selective_scan)
+LLM_KERNEL(llm_mamba2_scan)
