@@ -45,10 +45,20 @@ if TYPE_CHECKING:
     from llm.outputs import RequestOutput as RequestOutput
     from llm.outputs import RequestOutputs as RequestOutputs
     from llm.outputs import StructuredOutcome as StructuredOutcome
+    from llm.outputs_pooling import ClassificationOutput as ClassificationOutput
+    from llm.outputs_pooling import ClassificationRequestOutput as ClassificationRequestOutput
+    from llm.outputs_pooling import EmbeddingOutput as EmbeddingOutput
+    from llm.outputs_pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from llm.outputs_pooling import PoolingOutput as PoolingOutput
+    from llm.outputs_pooling import PoolingRequestOutput as PoolingRequestOutput
+    from llm.outputs_pooling import PoolingRequestOutputs as PoolingRequestOutputs
+    from llm.outputs_pooling import ScoringOutput as ScoringOutput
+    from llm.outputs_pooling import ScoringRequestOutput as ScoringRequestOutput
+    from llm.pooling_params import PoolerConfig as PoolerConfig
+    from llm.pooling_params import PoolingParams as PoolingParams
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
     from llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
-    from llm.stand_ins import PoolingParams as PoolingParams
 
 # Public name -> the module that defines it.
 _PUBLIC = {
@@ -77,7 +87,17 @@ _PUBLIC = {
     "AsyncLLM": "llm.api.async_llm",
     "AsyncLLMEngine": "llm.engine.async_llm_engine",
     "AsyncEngineArgs": "llm.config.command_line",
-    "PoolingParams": "llm.stand_ins",
+    "PoolingParams": "llm.pooling_params",
+    "PoolerConfig": "llm.pooling_params",
+    "ClassificationOutput": "llm.outputs_pooling",
+    "ClassificationRequestOutput": "llm.outputs_pooling",
+    "EmbeddingOutput": "llm.outputs_pooling",
+    "EmbeddingRequestOutput": "llm.outputs_pooling",
+    "PoolingOutput": "llm.outputs_pooling",
+    "PoolingRequestOutput": "llm.outputs_pooling",
+    "PoolingRequestOutputs": "llm.outputs_pooling",
+    "ScoringOutput": "llm.outputs_pooling",
+    "ScoringRequestOutput": "llm.outputs_pooling",
     "LLMError": "llm.base.errors",
     "ValidationError": "llm.base.errors",
     "PromptTooLongError": "llm.base.errors",

@@ -153,6 +153,7 @@ class ForwardBatch:
         logits_indices: int64 [L], the tokens whose logits are needed; any number per batch row.
         inputs_embeds: float [N, hidden], replaces `embed(input_ids)`; None: not given.
         adapter_ids: int32 [R], 0: no adapter.
+        token_types: int64 [N], 1 in the second text of a pair, else 0; None: no row is pooled.
         extensions: what a plugin's runner adds for its own layers.
     """
 
@@ -163,4 +164,5 @@ class ForwardBatch:
     logits_indices: torch.Tensor
     inputs_embeds: torch.Tensor | None = None
     adapter_ids: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None
     extensions: dict[str, Any] = field(default_factory=dict)

@@ -14,6 +14,15 @@ from llm.base.missing import missing_names
 from llm.base.types import JsonObject
 from llm.outputs_html import TokenView, outputs_table, token_view
 from llm.outputs_json import output_as_json
+from llm.outputs_pooling import ClassificationOutput as ClassificationOutput
+from llm.outputs_pooling import ClassificationRequestOutput as ClassificationRequestOutput
+from llm.outputs_pooling import EmbeddingOutput as EmbeddingOutput
+from llm.outputs_pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
+from llm.outputs_pooling import PoolingOutput as PoolingOutput
+from llm.outputs_pooling import PoolingRequestOutput as PoolingRequestOutput
+from llm.outputs_pooling import PoolingRequestOutputs as PoolingRequestOutputs
+from llm.outputs_pooling import ScoringOutput as ScoringOutput
+from llm.outputs_pooling import ScoringRequestOutput as ScoringRequestOutput
 from llm.outputs_table import Exports
 from llm.sampling_params import SamplingParams
 

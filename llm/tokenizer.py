@@ -87,6 +87,12 @@ class Tokenizer:
         """Ids of texts that a chat template rendered; the template has added the special tokens."""
         return self._backend.encode(list(texts), False, cut)
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], cut: Truncation | None = None
+    ) -> list[tuple[list[int], int | None]]:
+        """Per pair of texts its ids, special tokens included, and where the second text begins; None: not known."""
+        return self._backend.encode_pairs(list(pairs), cut)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens)
 

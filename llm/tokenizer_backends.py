@@ -42,6 +42,9 @@ class Backend(Protocol):
 
     def vocab_size(self) -> int: ...
     def encode(self, texts: list[str], special: bool, cut: Truncation | None = None) -> list[list[int]]: ...
+    def encode_pairs(
+        self, pairs: list[tuple[str, str]], cut: Truncation | None = None
+    ) -> list[tuple[list[int], int | None]]: ...
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
 
 
@@ -96,13 +99,25 @@ class FastBackend:
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, texts: list[str], special: bool, cut: Truncation | None = None) -> list[list[int]]:
+        with self._cutting(cut, self.tokenizer.num_special_tokens_to_add(False) if special else 0) as fast:
+            return [encoding.ids for encoding in fast.encode_batch(texts, add_special_tokens=special)]
+
+    def encode_pairs(
+        self, pairs: list[tuple[str, str]], cut: Truncation | None = None
+    ) -> list[tuple[list[int], int | None]]:
+        with self._cutting(cut, self.tokenizer.num_special_tokens_to_add(True)) as fast:
+            return [(encoding.ids, _second(encoding.type_ids)) for encoding in fast.encode_batch(pairs)]
+
+    @contextmanager
+    def _cutting(self, cut: Truncation | None, special: int) -> Iterator[FastTokenizer]:
+        """The tokenizer, which cuts texts during a call; `special`: tokens that it adds to each."""
         fast = self.tokenizer
         if cut is not None:
-            _check_room(cut, fast.num_special_tokens_to_add(False) if special else 0)
+            _check_room(cut, special)
             fast.enable_truncation(cut.limit, direction=cut.side)
         try:
             with refusing_panics(self._folder):
-                return [encoding.ids for encoding in fast.encode_batch(texts, add_special_tokens=special)]
+                yield fast
         finally:
             fast.no_truncation()
 
@@ -154,6 +169,18 @@ class HuggingFaceBackend:
         finally:
             self.tokenizer.truncation_side = side
 
+    def encode_pairs(
+        self, pairs: list[tuple[str, str]], cut: Truncation | None = None
+    ) -> list[tuple[list[int], int | None]]:
+        options: dict[str, object] = {"return_token_type_ids": True}
+        if cut is not None:
+            _check_room(cut, self.tokenizer.num_special_tokens_to_add(pair=True))
+            options |= {"truncation": True, "max_length": cut.limit}
+        with refusing_panics(self._folder):
+            found = self.tokenizer([first for first, _ in pairs], [second for _, second in pairs], **options)
+        types = found.get("token_type_ids") or [[]] * len(pairs)
+        return [(list(ids), _second(kinds)) for ids, kinds in zip(found["input_ids"], types, strict=True)]
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         with refusing_panics(self._folder):
             text = self.tokenizer.decode(
@@ -166,6 +193,11 @@ class HuggingFaceBackend:
         names = set(self.tokenizer.vocab_files_names.values())
         if names and not any((folder / name).exists() for name in names):
             raise FileNotFoundError(f"none of {sorted(names)}")
+
+
+def _second(types: list[int]) -> int | None:
+    """Where the tokens of type 1 begin; None: there are none."""
+    return types.index(1) if 1 in types else None
 
 
 def _check_room(cut: Truncation, special: int) -> None:

@@ -22,7 +22,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 @dataclass
 class Shape:
     """The arguments of an attention layer. `sinks`: True if every head has a sink; `static`: the scales of a quantized
-    cache are given, and offsets if it is int8."""
+    cache are given, and offsets if it is int8; not `causal`: rows have no cached tokens."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -33,6 +33,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     sinks: bool = False
     static: bool = False
+    causal: bool = True
 
     @property
     def scale(self) -> float:
@@ -96,6 +97,7 @@ class Pages:
             soft_cap=self.shape.soft_cap,
             sinks=self.sinks,
             **self._more(),
+            causal=self.shape.causal,
         )
 
     def _more(self) -> dict[str, torch.Tensor]:
@@ -112,8 +114,8 @@ class Pages:
         for (cached, new), keys, values in zip(self.rows, self.keys, self.values, strict=True):
             keys, values = (self.rounded(tensor, part) for part, tensor in enumerate((keys, values)))
             for position in range(cached, cached + new):
-                first = self.first_seen(position)
-                lines.append(self._dense(next(queries), keys[first : position + 1], values[first : position + 1]))
+                first, end = self.first_seen(position), self.end_seen(position, cached + new)
+                lines.append(self._dense(next(queries), keys[first:end], values[first:end]))
         return torch.stack(lines)
 
     def metadata(self) -> AttentionMetadata:
@@ -158,6 +160,11 @@ class Pages:
         else:
             codes = quotient.clamp(-448, 448).to(dtype).double()
         return (codes - offset) * scale
+
+    def end_seen(self, position: int, length: int) -> int:
+        if self.shape.causal:
+            return position + 1
+        return length if self.shape.window is None else min(length, position + self.shape.window)
 
     def _row(self, tokens: int, seed: int) -> torch.Tensor:
         return normal(seed, tokens, self.shape.kv_heads, self.shape.head_size)

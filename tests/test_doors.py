@@ -121,7 +121,6 @@ def test_the_doors_are_seen_by_a_type_checker(tmp_path: Path) -> None:
     [
         ("from llm import EngineCore", "llm has no EngineCore; an LLM drives its engine"),
         ("from llm.v1.core.sched.scheduler import Scheduler", "there is no llm.v1.core; the scheduler"),
-        ("from llm.config import PoolerConfig", "llm.config has no PoolerConfig; only text generation"),
         ("from llm.entrypoints import openai", "llm.entrypoints has no openai; there is no server"),
         ("import llm.entrypoints.openai.api_server", "there is no llm.entrypoints.openai; there is no server"),
         ("import llm.lora.layers", "there is no llm.lora.layers; adapters are not here yet"),

@@ -92,7 +92,7 @@ template <class T> class Attention {
             for (int64_t i = 0; i < plain; ++i) to[i] = source[i] * factor;
             for (int64_t i = 0; i < rotated; ++i) to[plain + i] = rope[i] * factor;
             for (int64_t i = 0; scales && i < size; ++i) to[i] *= scales[i];
-            start_row(work, row, layer, head, step.position(task.row, token));
+            start_row(work, row, layer, head, step.position(task.row, token), step.lengths[task.row]);
         }
     }
 
@@ -283,17 +283,19 @@ template <class Call> LLM_INLINE void with_cache_type(Kind kind, const Call& cal
 
 using namespace llm;
 
-// query [tokens][heads][head_size], tokens `query_stride` floats apart -> out, contiguous. `static_scales`: static scales
+// query [tokens][heads][head_size], tokens `query_stride` floats apart -> out, contiguous. A token sees `window`
+// positions up to its own (0: all) and `ahead` after it, of those in the cache. `static_scales`: static scales
 // and offsets [4][kv_heads][head_size] of a KV cache in 8 bits (offsets: of int8), or null. Returns -1; or, having
 // computed nothing, the first batch row whose numbers or block ids are out of range.
 LLM_EXPORT int64_t llm_paged_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths,
                                        int64_t rows, int64_t table_width, int64_t block_size, int64_t slots,
                                        const float* query, int64_t query_stride, int64_t tokens, Kind kind,
                                        const void* key_cache, const void* value_cache, float* out, int64_t heads,
-                                       int64_t kv_heads, int64_t head_size, int64_t window, float scale, float soft_cap,
-                                       const float* sinks, const float* static_scales, int64_t threads) {
+                                       int64_t kv_heads, int64_t head_size, int64_t window, int64_t ahead, float scale,
+                                       float soft_cap, const float* sinks, const float* static_scales,
+                                       int64_t threads) {
     const Step step{table, starts, lengths, rows, table_width, block_size, slots};
-    const Layer layer{heads, kv_heads, head_size, window, 0, scale, soft_cap, sinks, static_scales};
+    const Layer layer{heads, kv_heads, head_size, window, ahead, 0, scale, soft_cap, sinks, static_scales};
     const int64_t bad = first_bad_row(step, tokens, window);
     if (bad >= 0) return bad;
     if (kind == Kind::INT8) {
@@ -316,7 +318,7 @@ LLM_EXPORT int64_t llm_latent_attention(const int32_t* table, const int32_t* sta
                                         const void* cache, float* out, int64_t heads, int64_t latent_size,
                                         int64_t rope_size, float scale, int64_t threads) {
     const Step step{table, starts, lengths, rows, table_width, block_size, slots};
-    const Layer layer{heads, 1, latent_size + rope_size, 0, rope_size, scale, 0.0f, nullptr, nullptr};
+    const Layer layer{heads, 1, latent_size + rope_size, 0, 0, rope_size, scale, 0.0f, nullptr, nullptr};
     const int64_t bad = first_bad_row(step, tokens, 0);
     if (bad >= 0) return bad;
     with_type(kind, [&](auto type) {

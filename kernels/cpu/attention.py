@@ -85,6 +85,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     static_scales: torch.Tensor | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v; as `kernels.reference.attention.paged_attention`, in the layout of `kv_cache_shapes`.
 
@@ -111,6 +112,7 @@ def paged_attention(
         kv_heads,
         head_size,
         sliding_window or 0,
+        0 if causal else (sliding_window or slots) - 1,
         scale,
         soft_cap or 0.0,
         pointer(sinks),

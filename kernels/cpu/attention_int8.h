@@ -237,7 +237,7 @@ class Int8Attention {
             }
             work.shifts[row] = shift;
             work.units[row] = to_factors(work.row, query_size(), largest_factor(), work.fours + row * query_size() / 2);
-            start_row(work.common, row, layer, head, step.position(task.row, token));
+            start_row(work.common, row, layer, head, step.position(task.row, token), step.lengths[task.row]);
         }
     }
 

@@ -25,6 +25,7 @@ enum Channel : int64_t { KEY_SCALE, KEY_OFFSET, VALUE_SCALE, VALUE_OFFSET };
 
 struct Layer {
     int64_t heads, kv_heads, head_size, window;  // window 0: none
+    int64_t ahead;                               // how many positions after its own a token sees; 0: causal
     int64_t rope_size;                           // static_scales of a latent key that are no value; 0: no latent attention
     float scale, soft_cap;                       // soft_cap 0: none
     const float* sinks;                          // per head, or null

@@ -46,7 +46,7 @@ int64_t llm_write_kv_cache(const float* key, int64_t key_stride, const float* va
 int64_t llm_paged_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths, int64_t rows,
     int64_t table_width, int64_t block_size, int64_t slots, const float* query, int64_t query_stride, int64_t tokens,
     Kind kind, const void* key_cache, const void* value_cache, float* out, int64_t heads, int64_t kv_heads,
-    int64_t head_size, int64_t window, float scale, float soft_cap, const float* sinks,
+    int64_t head_size, int64_t window, int64_t ahead, float scale, float soft_cap, const float* sinks,
     const float* static_scales, int64_t threads)
 void llm_heads_linear(Kind kind, const void* weight, const float* x, int64_t x_stride, int64_t x_head_stride, float* y,
     int64_t tokens, int64_t heads, int64_t n, int64_t k, int64_t threads)

@@ -61,12 +61,14 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     static_scales: torch.Tensor | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v, causal, over the cached keys and values of each batch row.
+    """softmax(q k^T * scale) v over the cached keys and values of each batch row.
 
     Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shapes`; returns [N, heads, head_size]. Values may
     have fewer channels than keys; the result then has as many as they.
-    A token at position p sees positions max(0, p - sliding_window + 1) to p. With `soft_cap` a score s becomes
+    A token at position p sees positions max(0, p - sliding_window + 1) to p; if not `causal`, also those to
+    p + sliding_window - 1, or all, of a row whose tokens are all in this step. With `soft_cap` a score s becomes
     soft_cap * tanh(s / soft_cap) before the softmax. `sinks` float32 [heads] are scores of one more key, whose value
     is zero (attention sinks as gpt-oss trains them). `static_scales` as in `write_kv_cache`.
     """
@@ -83,7 +85,7 @@ def paged_attention(
     for row in metadata.plan.prefill:
         key, value = _gather(key_cache, row.slots, key_scales), _gather(value_cache, row.slots, value_scales)
         part = query[row.start : row.end]
-        out[row.start : row.end] = _attend_row(part, key, value, scale, sliding_window, soft_cap, sinks)
+        out[row.start : row.end] = _attend_row(part, key, value, scale, sliding_window, soft_cap, sinks, causal)
     return out
 
 
@@ -215,20 +217,22 @@ def _attend_row(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    causal: bool,
 ) -> torch.Tensor:
     """query [count, heads, d], the last `count` of the keys; key and value [kv_heads, keys, d] -> [count, heads, d]."""
     count, keys = query.shape[0], key.shape[1]
     query = query.transpose(0, 1)
-    if count == keys and sliding_window is None and soft_cap is None and sinks is None:
+    if causal and count == keys and sliding_window is None and soft_cap is None and sinks is None:
         return _sdpa(query, key, value, scale, None).transpose(0, 1)
     seen = torch.arange(keys, device=query.device)
     chunks = []
     for start in range(0, count, _QUERY_CHUNK):
         end = min(start + _QUERY_CHUNK, count)
         positions = seen[keys - count + start : keys - count + end].unsqueeze(1)
-        mask = seen <= positions
+        mask = seen <= positions if causal else (seen >= 0).expand(end - start, -1).clone()
         if sliding_window is not None:
             mask &= seen > positions - sliding_window
+            mask &= seen < positions + sliding_window
         chunks.append(_attend_masked(query[:, start:end], key, value, mask, scale, soft_cap, sinks))
     return torch.cat(chunks, dim=1).transpose(0, 1)
 

@@ -14,7 +14,7 @@ from llm.layers.attention.backend import AttentionParams, attention_backend
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention of layer `layer_index`.
+    """Grouped-query attention of layer `layer_index`.
 
     Args:
         layer_index: position of this layer's state among the model's.
@@ -22,6 +22,7 @@ class Attention(nn.Module):
         sliding_window: how many positions a token sees, itself included; None: all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: no cap.
         sinks: float32 [num_heads], scores of one more key, whose value is zero; None: there is none.
+        causal: False: a token also sees the positions after it, of which `sliding_window` bounds the distance likewise.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -42,7 +44,7 @@ class Attention(nn.Module):
         self.head_size = head_size
         self.layer_index = layer_index
         self.sliding_window = sliding_window
-        params = AttentionParams(num_heads, num_kv_heads, head_size, scale, sliding_window, soft_cap, sinks)
+        params = AttentionParams(num_heads, num_kv_heads, head_size, scale, sliding_window, soft_cap, sinks, causal)
         self.backend = attention_backend(construction().platform, head_size)(params)
 
     @property

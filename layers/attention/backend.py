@@ -29,6 +29,7 @@ class AttentionParams:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    causal: bool = True
 
 
 class AttentionBackend:
@@ -118,6 +119,7 @@ class PagedAttention(AttentionBackend):
             sliding_window=self.params.sliding_window,
             soft_cap=self.params.soft_cap,
             sinks=self.params.sinks,
+            causal=self.params.causal,
         )
 
 

@@ -21,6 +21,7 @@ from llm.api.generation import BatchCall, CallOptions, Generation
 from llm.api.iteration import Iteration
 from llm.api.jobs import Jobs
 from llm.api.planning import Planning
+from llm.api.pooling import Pooling
 from llm.api.processors import Processors
 from llm.api.reports import Reports
 from llm.api.scoring import Scoring
@@ -54,7 +55,9 @@ if TYPE_CHECKING:
 logger = init_logger("llm")
 
 
-class LLM(Generation, Iteration, Jobs, Chat, Scoring, Choices, Streaming, Processors, Planning, Reports, Access):
+class LLM(
+    Generation, Iteration, Jobs, Chat, Scoring, Choices, Streaming, Pooling, Processors, Planning, Reports, Access
+):
     """A language model in this process.
 
     Args:
@@ -114,6 +117,11 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Choices, Streaming, Proces
             See `llm.config.speculative.SpeculativeConfig`.
         reasoning_config: `{"reasoning_start_str": ..., "reasoning_end_str": ...}`, the texts around reasoning where
             they are not the tokens <think> and </think>; for `thinking_token_budget`.
+        runner: "generate" or "pooling": text is generated, or hidden states become vectors, classes or scores (`embed`,
+            `classify`, `score`); "auto": what the checkpoint is for.
+        convert: of a pooling model: "embed" or "classify", whatever head the checkpoint has; "auto": as it says.
+        pooler_config: `{"pooling_type": "MEAN", "normalize": True, "dimensions": 256}` in place of what the files say;
+            see `llm.config.PoolerConfig`.
         verbose: log all decisions and the arguments that have no effect here.
         **kwargs: vLLM's other arguments; `llm.config.arguments.ARGUMENTS` says how each is handled.
 
@@ -164,6 +172,9 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Choices, Streaming, Proces
         override_generation_config: Mapping[str, object] | None = None,
         reasoning_config: ReasoningConfig | Mapping[str, str] | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, object] | str | None = "auto",
+        runner: str = "auto",
+        convert: str = "auto",
+        pooler_config: object = None,
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -192,6 +203,7 @@ class LLM(Generation, Iteration, Jobs, Chat, Scoring, Choices, Streaming, Proces
     def _take(self, built: BuiltEngine) -> None:
         self._engine = built.engine
         self._default_params = built.default_params
+        self._pooling = built.plan.pooling
         self._is_quantized = built.plan.is_quantized
         self._source = built.plan.source if built.plan.has_weights else None
         self.config: EngineConfig = built.engine.config

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llm.config.engine import EngineArgs as EngineArgs
     from llm.config.engine import EngineConfig as EngineConfig
     from llm.config.engine import ModelConfig as ModelConfig
+    from llm.config.engine import PoolerConfig as PoolerConfig
     from llm.config.engine import SchedulerConfig as SchedulerConfig
     from llm.config.engine import VllmConfig as VllmConfig
     from llm.config.parts import DeviceConfig as DeviceConfig
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "compilation": ("CompilationConfig", "CompilationMode"),
-    "engine": ("CacheConfig", "EngineArgs", "EngineConfig", "ModelConfig", "SchedulerConfig", "VllmConfig"),
+    "engine": (
+        *("CacheConfig", "EngineArgs", "EngineConfig", "ModelConfig", "PoolerConfig", "SchedulerConfig"),
+        "VllmConfig",
+    ),
     "parts": (
         *("DeviceConfig", "LoadConfig", "ObservabilityConfig", "ParallelConfig", "ReasoningConfig"),
         "StructuredOutputsConfig",

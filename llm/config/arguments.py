@@ -68,7 +68,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
     _honoured("model_impl", "disable_log_stats", "use_tqdm_on_load", "calibration", "requantize"),
-    _honoured("num_threads", "offload_weights", "verbose"),
+    _honoured("num_threads", "offload_weights", "verbose", "runner", "convert", "pooler_config"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
     _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
     _accepted(
@@ -104,11 +104,8 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     # --- What the engine is asked to compute. ----------------------------------------------------------------------
     _refused(
-        "only text generation is offered; use a library such as sentence-transformers for embeddings and scores.",
-        runner=("auto", "generate"),
-        convert=("auto", "none"),
-        pooler_config=_UNSET,
-        task=("auto", "generate"),
+        "vLLM has dropped it; pass runner='pooling', and convert='embed' or 'classify' if the checkpoint does not say.",
+        task=(None, "auto", "generate"),
     ),
     _refused("prompts are text or token ids; pass {'prompt_token_ids': [...]}.", enable_prompt_embeds=False),
     _refused("there is no server mode; pass skip_tokenizer_init=True to work in token ids.", tokens_only=False),

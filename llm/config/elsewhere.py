@@ -71,13 +71,10 @@ STRUCTURED: dict[str, str] = {
     "schema": "its name is json",
 }
 
-_NO_POOLING = "only text generation is offered; use a library such as sentence-transformers"
 _ONE_CALL = "pass all prompts to one call of LLM.generate or LLM.chat"
 # Attributes of vLLM's `LLM` that ours does not have.
 METHODS: dict[str, str] = {
-    **dict.fromkeys(("embed", "encode", "classify", "reward"), _NO_POOLING),
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), _ONE_CALL),
-    "score": f"{_NO_POOLING}, or LLM.loglikelihood for how likely a text is",
     "sleep": "close it with LLM.close() and build a new one later",
     "wake_up": "it never sleeps",
     "start_profile": "wrap the call in torch.profiler",
@@ -114,10 +111,6 @@ _MIXERS = "recurrent and latent attention are not here yet"
 _ROPE = "make an llm.layers.rotary.RotaryEmbedding with RopeParameters, which computes every scaling"
 _TEXT = "prompts are text or token ids"
 _NO_MODEL = "no model here needs it; derive your own from llm.layers.custom_op.CustomOp"
-_POOLING = (
-    "PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput ClassificationOutput "
-    "ClassificationRequestOutput ScoringOutput ScoringRequestOutput PoolerConfig"
-).split()
 _EXPERT_LAYERS = ("SharedFusedMoE FusedMoEConfig FusedMoEFactory RoutedExperts fused_experts fused_topk").split()
 _MIXER_LAYERS = (
     "ChunkGatedDeltaRule MultiHeadLatentAttentionWrapper MLAAttention "
@@ -141,12 +134,9 @@ _DISTRIBUTED = (
     "get_tensor_model_parallel_world_size get_tp_group get_world_group init_distributed_environment "
     "initialize_model_parallel initialize_ray_cluster tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
 ).split()
-# Classes that can be imported from `llm` but not used; see `llm.stand_ins`.
-STAND_INS: dict[str, str] = {"PoolingParams": _NO_POOLING}
 # Names that code for vLLM imports from modules that exist here.
 NAMES: dict[str, str] = {
     "EngineCore": _ENGINE,
-    **dict.fromkeys(_POOLING, _NO_POOLING),
     **dict.fromkeys(_EXPERT_LAYERS, _EXPERTS),
     **dict.fromkeys(_MIXER_LAYERS, _MIXERS),
     **dict.fromkeys(_ROPE_CLASSES, _ROPE),
@@ -182,7 +172,6 @@ MODULES: dict[str, str] = {
     "llm.model_executor.model_loader": "checkpoints are read by llm.loading",
     "llm.model_executor.models": "models are in llm.models, and register_model is imported from llm",
     "llm.multimodal": _TEXT,
-    "llm.pooling_params": _NO_POOLING,
     "llm.transformers_utils": "tokenizers and chat templates are in llm.tokenizer",
     "llm.utils.async_utils": _ASYNC,
     "llm.utils.torch_utils": _OWN,

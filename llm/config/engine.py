@@ -24,6 +24,7 @@ from llm.config.parts import ParallelConfig as ParallelConfig
 from llm.config.parts import ReasoningConfig as ReasoningConfig
 from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
 from llm.config.speculative import SpeculativeConfig as SpeculativeConfig
+from llm.pooling_params import PoolerConfig as PoolerConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,6 +91,9 @@ class EngineArgs:
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.loading`
     reasoning_config: object = None  # read by `ReasoningConfig.of`
     speculative_config: object = "auto"  # read by `SpeculativeConfig.of`
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: object = None  # read by `PoolerConfig.of`
 
     @classmethod
     def from_user(cls, **given: Any) -> EngineArgs:
@@ -127,8 +131,11 @@ class EngineArgs:
             refuse("generation_config", self.generation_config, "'auto', 'vllm' or a folder")
         ReasoningConfig.of(self.reasoning_config)
         SpeculativeConfig.of(self.speculative_config)
+        PoolerConfig.of(self.pooler_config)
         choices: dict[str, tuple[str, ...]] = {"load_format": ("auto", "safetensors", "dummy")}
         choices["model_impl"] = ("auto", "native", "vllm", "transformers")
+        choices["runner"] = ("auto", "generate", "pooling")
+        choices["convert"] = ("auto", "none", "embed", "classify")
         choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -161,12 +168,13 @@ class ModelConfig:
     revision: str | None = None
     logprobs_mode: str = "raw_logprobs"
     model_impl: str = "native"
+    runner_type: str = "generate"
+    convert_type: str = "none"
 
     # Read by logits processors that were written for vLLM.
     trust_remote_code = False
     tokenizer_mode = "auto"
     tokenizer_revision = None
-    runner_type = "generate"
     is_encoder_decoder = False
     is_multimodal_model = False
 

@@ -128,8 +128,10 @@ def _what_would_fit(tokens: int, needed: int | None) -> str:
     return ", or ".join(ways)
 
 
-def plan_scheduler(args: EngineArgs, max_model_len: int, free_bytes: int) -> tuple[SchedulerConfig, dict[str, str]]:
-    """Batch sizes and their reasons.
+def plan_scheduler(
+    args: EngineArgs, max_model_len: int, free_bytes: int, *, whole: bool = False
+) -> tuple[SchedulerConfig, dict[str, str]]:
+    """Batch sizes and their reasons. `whole`: a prompt longer than a step has one of its own.
 
     Raises:
         ValidationError: a whole prompt does not fit a step, with chunked prefill off.
@@ -143,7 +145,9 @@ def plan_scheduler(args: EngineArgs, max_model_len: int, free_bytes: int) -> tup
         )
     reasons = {name: args.why(name) for name in ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")}
     tokens = args.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
-    if not args.enable_chunked_prefill and tokens < max_model_len:
+    if whole:
+        reasons["enable_chunked_prefill"] = "tokens see those after them"
+    elif not args.enable_chunked_prefill and tokens < max_model_len:
         if args.max_num_batched_tokens is not None:
             right = f"at least max_model_len ({max_model_len}) when enable_chunked_prefill=False"
             refuse("max_num_batched_tokens", tokens, right)

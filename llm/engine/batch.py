@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llm.engine.step import NewRow, SchedulerOutput
+from llm.engine.step import NewRow, PoolingRow, SchedulerOutput
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality
 from llm.sampling.logits_processors.state import BatchUpdateBuilder
@@ -123,6 +123,9 @@ class InputBatch:
         self.output_token_ids: list[list[int]] = []  # live: logits processors keep references to these lists
         # Requests that needed prompt logprobs when they were added.
         self._scored: set[str] = set()
+        self.pooling: list[PoolingRow | None] = []
+        # Where a row's second text begins; beyond its tokens if it has one text.
+        self.second_text = np.zeros(max_num_seqs, dtype=np.int64)
         self._changes = BatchUpdateBuilder()
 
     def update(self, plan: SchedulerOutput) -> BatchUpdate | None:
@@ -169,6 +172,8 @@ class InputBatch:
             states=[],
             logits_indices=self._upload(indices),
         )
+        if any(self.pooling):
+            batch.token_types = self._upload((positions >= self.second_text[row_of_token]).astype(np.int64))
         return StepInput(rows, counts, lines, batch)
 
     def append(self, rows: np.ndarray, tokens: list[int]) -> None:
@@ -302,6 +307,9 @@ class InputBatch:
         self.slots[row] = new.slot
         self.num_blocks[:, row] = 0
         self._append_blocks(row, new.blocks)
+        self.pooling[row] = new.pooling
+        second = None if new.pooling is None else new.pooling.second_text
+        self.second_text[row] = len(new.token_ids) if second is None else second
         self.sampling.set(row, new.params, new.seed, new.sample_index)
         self._changes.added.append((row, new.params, self.prompt_token_ids[row], self.output_token_ids[row]))
 
@@ -324,7 +332,7 @@ class InputBatch:
                 column.pop()
 
     def _columns(self) -> tuple[list[Any], ...]:
-        return self.request_ids, self.params, self.prompt_token_ids, self.output_token_ids
+        return self.request_ids, self.params, self.prompt_token_ids, self.output_token_ids, self.pooling
 
     def _append_blocks(self, row: int, groups: list[list[int]]) -> None:
         for group, blocks in enumerate(groups):
@@ -336,7 +344,7 @@ class InputBatch:
         tokens = self.num_tokens[source]
         self.token_ids[target, :tokens] = self.token_ids[source, :tokens]
         of_rows = (self.num_tokens, self.num_prompt_tokens, self.num_computed, self.prompt_logprobs_from, self.slots)
-        for array in of_rows:
+        for array in (*of_rows, self.second_text):
             array[target] = array[source]
         for group, table in enumerate(self.block_tables):
             count = self.num_blocks[group, source]

@@ -14,6 +14,7 @@ import torch
 
 from llm.base.types import JsonObject
 from llm.config.engine import EngineConfig
+from llm.engine.pooler import PoolingPlan
 from llm.forward import StateSpec
 from llm.layers.parallel import TensorParallel
 from llm.loading.source import ModelSource
@@ -37,6 +38,7 @@ class RunnerPlan:
         logits_processors: custom ones, in order.
         rank, tp_size: this runner's place in a tensor-parallel group.
         device_index: which of the platform's devices it uses.
+        pooling: what a pooling model makes of hidden states; None: the model generates.
         draft: the plan of the model that drafts tokens; None: there is none.
     """
 
@@ -56,6 +58,7 @@ class RunnerPlan:
     tp_size: int = 1
     device_index: int = 0
     draft: RunnerPlan | None = None
+    pooling: PoolingPlan | None = None
 
     def build_options(self, tp: TensorParallel) -> BuildOptions:
         model = self.config.model_config

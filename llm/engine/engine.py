@@ -155,7 +155,8 @@ class Engine:
     def _add_completion(self, prompt_id: str, index: int, row: Row, streaming: bool) -> Completion:
         limit = self.config.model_config.max_model_len
         if row.params.max_tokens is not None:
-            limit = min(limit, len(row.token_ids) + row.params.max_tokens)
+            room = 0 if row.pooling is not None else row.params.max_tokens
+            limit = min(limit, len(row.token_ids) + room)
         request = Request(
             f"{prompt_id}-{index}",
             row.token_ids,
@@ -165,6 +166,7 @@ class Engine:
             max_total_tokens=limit,
             eos_token_ids=self.eos_token_ids,
             cache_key=self._cache_key(prompt_id, row),
+            pooling=row.pooling,
         )
         if row.params.prompt_logprobs is not None and index == 0:
             request.prompt_logprobs_from = row.score_from - 1
@@ -215,6 +217,11 @@ class Engine:
                 completion.add_logprobs(result.logprobs[request_id])
             if request.finish_reason is not None:
                 self._finish(completion)
+        for request_id, pooled in result.pooled.items():
+            completion, any_finished = self._completions[request_id], True
+            completion.request.pooled = pooled
+            completion.request.finish("stop")
+            self._finish(completion)
         for request_id, error in result.errors.items():
             if request_id not in self._completions:
                 continue  # it ended with an earlier token of the step

@@ -23,6 +23,7 @@ from llm.engine.extensions import held_otherwise, what_varies
 from llm.engine.inspection import ModelInspection
 from llm.engine.kv_cache import allocate_kv_caches, allocate_recurrent_states, group_states
 from llm.engine.lines import LineReader
+from llm.engine.pooler import Pooler
 from llm.engine.proposer import Proposer, propose
 from llm.engine.replay import DecodeReplay
 from llm.engine.speculation.make import make_proposer
@@ -59,6 +60,8 @@ class ModelRunner(ModelInspection):
         # None: a batch row samples one token per step.
         self.proposer: Proposer | None = None
         self._unused_proposer: Proposer | None = None  # while drafting is off
+        # None: the model generates.
+        self.pooler: Pooler | None = None
 
     def load(self, plan: RunnerPlan) -> Loaded:
         """Build the model, load its weights and allocate its caches; called once, before anything else.
@@ -107,8 +110,10 @@ class ModelRunner(ModelInspection):
             self.backend.upload,
             has_slots=cache.num_state_slots > 0,
         )
-        # A recorded step would not fetch the experts that are in a file.
-        if config.invariant and self.backend.records and not config.offload_config.offload_weights:
+        if self.plan.pooling is not None:
+            self.pooler = Pooler(self.plan.pooling, self.model, self.backend)
+        # A recorded step would not fetch the experts that are in a file. A pooling model has no steps like another.
+        elif config.invariant and self.backend.records and not config.offload_config.offload_weights:
             self.replay = DecodeReplay(self.model, self.backend, self.batch.max_blocks)
         device, custom = self.platform.device, self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)
@@ -131,7 +136,10 @@ class ModelRunner(ModelInspection):
             self.extend_context(batch, plan)
             hidden = self.forward(batch)
             result = RunnerOutput()
-            self._read(hidden, step, result)
+            if self.pooler is None:
+                self._read(hidden, step, result)
+            else:
+                self._pool(self.pooler, hidden, step, result)
             if self.proposer is not None:
                 seconds = perf_counter() - started
                 result.draft_token_ids = propose(
@@ -171,6 +179,8 @@ class ModelRunner(ModelInspection):
         """Remove every batch row and reset the processors, after a failed step."""
         self.batch.clear()
         self.processors.forget_rows()
+        if self.pooler is not None:
+            self.pooler.forget()
         if self.proposer is not None:
             self.proposer.reset()
 
@@ -183,7 +193,7 @@ class ModelRunner(ModelInspection):
         states = [tensor for state in self.states for tensor in state]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *states):
             tensor.data = torch.empty(0, device=tensor.device)
-        self.model = self.replay = self.proposer = None
+        self.model = self.replay = self.proposer = self.pooler = None
         self.states = []
         self.backend.clear()
         self.platform.release_memory()
@@ -230,6 +240,21 @@ class ModelRunner(ModelInspection):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, H] -> float32 [rows, vocab]."""
         return self.model.compute_logits(hidden)
+
+    def _pool(self, pooler: Pooler, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
+        """Pool the hidden states [N, H] of the step's rows; those whose last token was computed have a result."""
+        batch, start, done = self.batch, 0, set(step.lines.rows.tolist())
+        finished = {}
+        for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True):
+            own = batch.pooling[row]
+            if own is None:
+                raise RuntimeError("a row of a pooling model says nothing of what is pooled")
+            pooler.add(batch.request_ids[row], own, int(batch.num_computed[row]), hidden[start : start + count])
+            start += count
+            if row in done:
+                finished[batch.request_ids[row]] = own
+        result.pooled = pooler.finish(finished)
+        batch.settle(step)
 
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
         """Sample and score the step's lines from the hidden states [N, H]."""

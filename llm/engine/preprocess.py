@@ -88,6 +88,7 @@ class Preprocessor:
             on_too_long: one of `ON_TOO_LONG`.
             place: where the prompts stand, for some of those of a longer call; None: they are a call.
         """
+        _check_generates(self.config)
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
         parsed = [_parsed_or_error(prompt) for prompt in prompts]
         per_row = _per_row_params(params, len(parsed), default)
@@ -96,7 +97,7 @@ class Preprocessor:
         checked: dict[int, SamplingParams | ValidationError] = {}  # by identity: many rows usually share one object
         rows: list[AnyRow] = []
         whole = [ParsedPrompt(None, []) if isinstance(item, ValidationError) else item for item in parsed]
-        for offset, (text, token_ids) in enumerate(self._tokenize(whole, tokenization)):
+        for offset, (text, token_ids) in enumerate(self.tokenize(whole, tokenization)):
             given, found, index = per_row[offset], parsed[offset], first + offset * stride
             try:
                 if isinstance(found, ValidationError):
@@ -136,6 +137,7 @@ class Preprocessor:
         Raises:
             ValidationError: names the first invalid prompt, as one of `parameter`.
         """
+        _check_generates(self.config)
         parsed: list[ParsedPrompt] = []
         for index, prompt in enumerate(prompts):
             try:
@@ -150,7 +152,7 @@ class Preprocessor:
             return [
                 ids if item.token_ids is None else item.token_ids for ids, item in zip(encoded, parsed, strict=True)
             ]
-        return [ids for _, ids in self._tokenize(parsed, Tokenization())]
+        return [ids for _, ids in self.tokenize(parsed, Tokenization())]
 
     def structure(self, given: StructuredOutputsParams) -> Structure:
         """Compile a constraint; raises `ValidationError` if it is not usable."""
@@ -188,7 +190,7 @@ class Preprocessor:
         encoded = encode([check_text(text) for text in texts], tokenization.truncation)
         return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
 
-    def _tokenize(self, parsed: list[ParsedPrompt], tokenization: Tokenization) -> list[tuple[str | None, list[int]]]:
+    def tokenize(self, parsed: list[ParsedPrompt], tokenization: Tokenization) -> list[tuple[str | None, list[int]]]:
         """(text, token ids) of each prompt; one call of the tokenizer for all texts."""
         texts = [item.text for item in parsed if item.token_ids is None and item.text is not None]
         if texts and self.tokenizer is None:
@@ -269,6 +271,16 @@ class Preprocessor:
                 "extra_args %s are given, and no logits processor is loaded that could read them.",
                 sorted(map(str, params.extra_args)),
             )
+
+
+def _check_generates(config: ModelConfig) -> None:
+    if config.runner_type != "generate":
+        what = {"embed": "vectors; call embed", "classify": "classes; call classify or score"}[config.convert_type]
+        raise ValidationError(
+            f"this model generates no text, it gives {what}; runner='generate' loads a model that can generate as one.",
+            parameter="runner",
+            value=config.runner_type,
+        )
 
 
 _MAX_TOKENS_OF_VLLM = 16

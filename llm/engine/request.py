@@ -8,6 +8,9 @@ from __future__ import annotations
 import traceback
 from enum import Enum, auto
 
+import numpy as np
+
+from llm.engine.step import PoolingRow
 from llm.outputs import RequestStateStats
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams
 
@@ -33,6 +36,8 @@ class Request:
         cache_key: extra bytes in the hash chain, so that only requests with equal keys share blocks; None: share none.
         prompt_logprobs_from: the first prompt position whose next token still needs a logprob; the prompt's length if
             none does. Only the first completion of a prompt computes them.
+        pooling: what a pooling model makes of the prompt; None: the prompt is continued.
+        pooled: that result, once there.
         metrics: its timestamps; the engine says when it was queued.
         error: the error behind `finish_reason="error"`.
     """
@@ -48,6 +53,7 @@ class Request:
         max_total_tokens: int,
         eos_token_ids: frozenset[int],
         cache_key: bytes | None,
+        pooling: PoolingRow | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -59,6 +65,8 @@ class Request:
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.cache_key = cache_key
+        self.pooling = pooling
+        self.pooled: np.ndarray | None = None
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.draft_token_ids: list[int] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from llm.base.checks import refuse
 from llm.base.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError, ValidationError
 from llm.config.engine import ModelConfig
+from llm.engine.step import PoolingRow
 from llm.sampling_params import SamplingParams
 
 ON_TOO_LONG = ("error", "truncate_left", "truncate_middle", "skip")
@@ -29,6 +30,7 @@ class Row:
         index: its place among the prompts of the call.
         score_from: at least 1, the first prompt token that gets a logprob, if `prompt_logprobs` is set.
         num_dropped_tokens: how many of the prompt's tokens were cut.
+        pooling: what a pooling model makes of the prompt; None: the prompt is continued.
         known_outputs: tokens of each completion that an earlier run generated; this one continues after them.
     """
 
@@ -42,6 +44,7 @@ class Row:
     index: int = 0
     num_dropped_tokens: int = 0
     known_outputs: Sequence[Sequence[int]] = ()
+    pooling: PoolingRow | None = None
 
 
 @dataclass
@@ -93,10 +96,7 @@ class RowMaker:
     def _fitted(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """The tokens of a prompt that is not empty, cut to the context if they are too many and may be cut."""
         limit = self.config.max_model_len
-        if not token_ids:
-            raise EmptyPromptError(
-                "the prompt is empty; it needs at least one token.", parameter="prompts", value=token_ids
-            )
+        _check_any(token_ids)
         if len(token_ids) < limit:
             return token_ids
         if self.on_too_long in ("error", "skip"):
@@ -131,6 +131,19 @@ def _answer_room(params: SamplingParams, limit: int) -> int:
         return params.max_tokens
     needed = 0 if params.structure is None else params.structure.tokens_needed or 0
     return max(limit // _SHARE_OF_ANSWER, needed, params.min_tokens, 1)
+
+
+def check_prompt(token_ids: list[int], vocab_size: int) -> None:
+    """Raise `ValidationError` for a prompt without tokens, or with one that is not of the vocabulary."""
+    _check_any(token_ids)
+    _check_vocabulary(token_ids, vocab_size)
+
+
+def _check_any(token_ids: list[int]) -> None:
+    if not token_ids:
+        raise EmptyPromptError(
+            "the prompt is empty; it needs at least one token.", parameter="prompts", value=token_ids
+        )
 
 
 def _check_vocabulary(token_ids: list[int], vocab_size: int) -> None:

@@ -64,7 +64,9 @@ class Scheduler:
             prefix = self.blocks.match_prefix(request)
             count = request.num_tokens - prefix[0]
             if count > budget and not self.config.enable_chunked_prefill:
-                break
+                if plan.num_scheduled_tokens:
+                    break
+                budget = count  # a prompt that fits no step has one of its own
             # Blocks are reserved for the whole prompt, not only for this chunk: partly admitted prompts would thrash.
             if not self.blocks.admit(request, request.num_tokens, prefix):
                 break
@@ -165,6 +167,7 @@ class Scheduler:
                 request.seed,
                 request.sample_index,
                 request.prompt_logprobs_from,
+                request.pooling,
             )
         )
 

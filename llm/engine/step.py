@@ -15,8 +15,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class PoolingRow:
+    """What a pooling model makes of one prompt.
+
+    Attributes:
+        kind: "LAST", "CLS" or "MEAN"; "ALL": every token has its own result.
+        activates: normalise a vector, or turn logits into probabilities.
+        dimensions: channels of a vector that are kept; None: all.
+        first: the first token of a mean.
+        second_text: where the second text of a pair begins; None: there is none.
+    """
+
+    kind: str
+    activates: bool
+    dimensions: int | None = None
+    first: int = 0
+    second_text: int | None = None
 
 
 @dataclass
@@ -27,6 +48,7 @@ class NewRow:
         blocks, slot: as in `Request`.
         prompt_logprobs_from: the first prompt position whose next token still needs a logprob; the prompt's length if
             none does.
+        pooling: of a pooling model's row; None: the row generates.
     """
 
     request_id: str
@@ -39,6 +61,7 @@ class NewRow:
     seed: int
     sample_index: int
     prompt_logprobs_from: int
+    pooling: PoolingRow | None = None
 
 
 @dataclass
@@ -73,6 +96,7 @@ class RunnerOutput:
             raised, or no token was left. A `LogitsProcessorError` fails the call, unless all requests that it is
             reported for ended with an earlier token.
         draft_token_ids: request id -> drafts for its next step.
+        pooled: request id -> the result of a pooling model's row, which it ends: float32 [size] or [tokens, size].
         model_seconds: time in forward, LM head and sampler.
     """
 
@@ -81,4 +105,5 @@ class RunnerOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    pooled: dict[str, np.ndarray] = field(default_factory=dict)
     model_seconds: float = 0.0

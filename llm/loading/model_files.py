@@ -82,8 +82,9 @@ def _blob_folders(folder: Path) -> list[Path]:
     The layout is <cache>/models--org--name/{snapshots/<commit>, blobs}; huggingface_hub 2 may share blobs between
     repositories in <cache>/blobs, which it marks as its own.
     """
-    repository = folder.parent.parent
-    if folder.parent.name != "snapshots" or not repository.name.startswith("models--"):
+    snapshot = folder.parent if folder.parent.parent.name == "snapshots" else folder  # of a part in its own subfolder
+    repository = snapshot.parent.parent
+    if snapshot.parent.name != "snapshots" or not repository.name.startswith("models--"):
         return []
     shared = repository.parent / "blobs"
     is_shared_store = os.path.isfile(shared / ".huggingface-shared-blobs")

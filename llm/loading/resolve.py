@@ -65,6 +65,11 @@ def resolve_folder(
     )
 
 
+def is_hub_name(model: str | Path) -> bool:
+    """True for a name that `resolve_folder` looks for on the hub."""
+    return isinstance(model, str) and not os.path.isdir(os.path.expanduser(model)) and bool(_HUB_NAME.fullmatch(model))
+
+
 def _refuse_revision(model: str | Path, revision: str | None) -> None:
     if revision is not None:
         raise ValidationError(

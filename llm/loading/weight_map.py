@@ -31,6 +31,7 @@ class WeightMap:
     def __init__(self, model: nn.Module, parameter_name: Callable[[str], str] = lambda name: name) -> None:
         self._parameter_name = parameter_name
         self._renames: tuple[tuple[str, str], ...] = getattr(model, "renames", ())
+        self._renames += getattr(model, "further_renames", ())
         self._rename_weight: Callable[[str], str] | None = getattr(model, "rename_weight", None)
         self._ignores_weight: Callable[[str], bool] | None = getattr(model, "ignores_weight", None)
         self._ignored = frozenset(getattr(model, "ignored_weights", ()))

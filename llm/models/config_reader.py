@@ -30,6 +30,8 @@ _HARMLESS = frozenset(
     auto_map cache_implementation _num_labels is_llama_config transformers.js_config pruned_heads is_decoder
     max_sequence_length model_max_length cross_attention_hidden_size decoder_start_token_id sep_token_id
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    num_labels classifier_dropout sentence_transformers sbert_ce_default_activation_function
+    matryoshka_dimensions is_matryoshka
     """.split()
 )
 

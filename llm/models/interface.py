@@ -54,6 +54,7 @@ class CausalLM(Protocol):
         renames: (from, to) pairs of leading path segments, checkpoint -> model; "*" matches one segment; the first
             match is used.
         ignored_weights: trailing path segments of tensors that a checkpoint may have and the model does not use.
+        further_renames (optional): the same of one model, after those of its class.
         left_out (optional): leading path segments of tensors of parts that are not built, such as a vision tower.
         stacked_weights (optional): trailing path segments of tensors that hold all experts' weights, along dimension 0
             -> the function that cuts one expert's part into (name after the expert's number, tensor).

@@ -79,6 +79,9 @@ _FAMILIES = {
     "starcoder2": "Starcoder2ForCausalLM",
 }
 
+# The same for models that do not generate: tokens see those after them. Architectures are any that their class reads.
+_ENCODERS: dict[str, str] = {}
+
 # Some of the first checkpoints spell theirs with other capitals ("LLaMAForCausalLM").
 _SPELLINGS = {cls.lower(): cls for cls in _FAMILIES.values()}
 
@@ -128,6 +131,27 @@ def resolve_model_cls(architectures: list[str], model_type: str) -> Any:
     raise UnsupportedModelError(
         f"model_type {show(model_type)} (architectures {show(architectures)}) is not supported"
         f"{of_architecture(architectures, model_type, [*_FAMILIES, *own])}."
+    )
+
+
+def is_known(architecture: str) -> bool:
+    """True if a class here generates with this architecture, or is registered for it."""
+    return architecture in _models or architecture.lower() in _SPELLINGS
+
+
+def is_encoder(model_type: str) -> bool:
+    """True if the models of this type do not generate; unless a user registered a class for it."""
+    return model_type in _ENCODERS and model_type not in _models
+
+
+def resolve_pooling_cls(model_type: str) -> Any:
+    """The class whose hidden states are pooled, whatever the checkpoint's architecture is."""
+    if is_encoder(model_type):
+        return _load(f"llm.models.{model_type.replace('-', '_')}:{_ENCODERS[model_type]}")
+    if model_type in _models:
+        return _load(_models[model_type])
+    raise UnsupportedModelError(
+        f"model_type {show(model_type)} is not supported{of_architecture([], model_type, [*_FAMILIES, *_ENCODERS])}."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from llm.base.checks import refuse
 from llm.base.errors import UnsupportedModelError
 from llm.models.config_reader import ConfigReader
-from llm.models.registry import resolve_model_cls
+from llm.models.registry import resolve_model_cls, resolve_pooling_cls
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,17 @@ class Implementation:
     why: str
 
 
-def choose_implementation(reader: ConfigReader, model_impl: str, *, is_gguf: bool) -> Implementation:
-    """The class for a config.json, read or not; raises `UnsupportedModelError` if there is none."""
+def choose_implementation(
+    reader: ConfigReader, model_impl: str, *, is_gguf: bool, pools: bool = False
+) -> Implementation:
+    """The class for a config.json, read or not; raises `UnsupportedModelError` if there is none.
+
+    `pools`: for one whose hidden states are pooled, which needs no head of the checkpoint's architecture.
+    """
+    if pools:
+        if model_impl == "transformers":
+            refuse("model_impl", model_impl, "'auto' or 'native' for a pooling model")
+        return Implementation(resolve_pooling_cls(reader.family), "native", "the class of config.json's model_type")
     if model_impl == "transformers":
         if is_gguf:
             refuse("model_impl", model_impl, "'auto' for a GGUF file, whose tensors have other names")

@@ -75,12 +75,13 @@ def make_plan(
     free: int | None = None,
 ) -> RunnerPlan:
     """The plan of rank `tp` in `free` bytes; raises `ValidationError` and `OutOfMemoryError`, and allocates nothing."""
+    args = _for_pooling(args, model)
     dtypes, free = choose_dtypes(args, model, platform), platform.memory_free() if free is None else free
     kv_dtype, why = choose_cache_dtype(args, dtypes.of_cache(args))
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
     why += check_cache(args.kv_cache_dtype, kv_dtype, specs, platform)
     memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)
-    scheduler, reasons = plan_scheduler(args, memory.max_model_len, free)
+    scheduler, reasons = plan_scheduler(args, memory.max_model_len, free, whole=_is_whole(model))
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": why}
     _add_notes(reasons, model, memory)
     num_threads = _num_threads(args, platform, reasons)
@@ -113,7 +114,20 @@ def make_plan(
         logits_processors=tuple(logits_processors),
         rank=tp.rank,
         tp_size=tp.size,
+        pooling=model.pooling,
     )
+
+
+def _for_pooling(args: EngineArgs, model: ReadModel) -> EngineArgs:
+    """A pooling model drafts nothing, and keeps keys in full precision for its one step. If its tokens see those after
+    them, a prompt is computed in one step and shares no prefix."""
+    if model.pooling is None:
+        return args
+    kv = "float32" if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    args = replace(args, speculative_config=None, kv_cache_dtype=kv)
+    if model.pooling.is_causal:
+        return args
+    return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False)
 
 
 def _add_notes(reasons: dict[str, str], model: ReadModel, memory: MemoryPlan) -> None:
@@ -200,6 +214,8 @@ def _model_config(args: EngineArgs, model: ReadModel, dtypes: Dtypes, max_model_
         seed=seed,
         revision=args.revision,
         model_impl=model.chosen.name,
+        runner_type=model.purpose.runner,
+        convert_type=model.purpose.convert,
     )
 
 
@@ -225,6 +241,8 @@ def _reasons(
         "model_type": "config.json",
         "architecture": _architecture_reason(model),
         "model_impl": model.chosen.why,
+        "runner_type": model.purpose.why,
+        "convert_type": model.purpose.why,
         "mode": _mode_reason(args, compilation),
         "backend": "of what is compiled",
         "custom_ops": f"operations that it does not name: {compilation.base_mode}",
@@ -263,6 +281,18 @@ def _weight_dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes) -> 
     return "as the checkpoint stores them" if model.has_weights else "config.json"
 
 
+def _is_whole(model: ReadModel) -> bool:
+    """True if a prompt is computed in one step, because its tokens see those after them."""
+    return model.pooling is not None and not model.pooling.is_causal
+
+
+def _longest(model: ReadModel) -> int:
+    """The longest sequence: the model's, or less where sentence-transformers' files say so."""
+    longest: int = model.architecture.max_position_embeddings
+    limit = None if model.pooling is None else model.pooling.modules.max_seq_length
+    return longest if limit is None else min(longest, limit)
+
+
 def _rope_note(model: ReadModel, max_model_len: int) -> str:
     """How `max_model_len` determines rope frequencies, also for short prompts; "" if it does not."""
     for rope in getattr(model.architecture, "ropes", ()):
@@ -287,7 +317,7 @@ def _plan_memory(
         block_size=args.block_size or DEFAULT_BLOCK_SIZE,
         max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         max_model_len=args.max_model_len,
-        longest=model.architecture.max_position_embeddings,
+        longest=_longest(model),
         requested_bytes=args.kv_cache_memory_bytes,
     )
     if not args.offload_weights:

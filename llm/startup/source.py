@@ -19,6 +19,7 @@ from llm.base.checks import refuse
 from llm.base.errors import CheckpointError, ValidationError, nearest
 from llm.base.types import JsonObject
 from llm.config.engine import DTYPES, EngineArgs
+from llm.engine.pooler import PoolingPlan
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.resolve import resolve_gguf
 from llm.loading.gguf.source import GgufSource
@@ -29,6 +30,7 @@ from llm.loading.source import FolderSource, ModelSource
 from llm.models.config_reader import ConfigReader
 from llm.sampling_params import SamplingParams
 from llm.startup.implementation import Implementation, choose_implementation
+from llm.startup.pooling import Purpose, choose_purpose, plan_pooling, with_head
 from llm.tokenizer import Tokenizer
 
 _NO_FOLDERS = ("auto", "vllm")
@@ -50,6 +52,8 @@ class ReadModel:
         chosen: which implementation `model_class` is, and why.
         stored_dtype: the floating type of the unquantized weights.
         has_weights: False: the weights are random (`load_format="dummy"`).
+        purpose: what the model is for.
+        pooling: what becomes of its hidden states; None: it generates.
     """
 
     source: ModelSource
@@ -60,6 +64,8 @@ class ReadModel:
     quantization: Resolved
     has_weights: bool
     chosen: Implementation
+    purpose: Purpose
+    pooling: PoolingPlan | None
 
 
 def read_model(args: EngineArgs) -> ReadModel:
@@ -72,14 +78,19 @@ def read_model(args: EngineArgs) -> ReadModel:
     if args.requantize is not None:
         quantization = requantized(quantization, args.requantize)
     reader = ConfigReader(without_quantization_keys(raw, quantization))
-    chosen = choose_implementation(reader, args.model_impl, is_gguf=isinstance(source, GgufSource))
-    architecture = chosen.model_class.read_config(reader)
+    purpose = choose_purpose(args, reader, source)
+    pools, is_gguf = purpose.runner == "pooling", isinstance(source, GgufSource)
+    chosen = choose_implementation(reader, args.model_impl, is_gguf=is_gguf, pools=pools)
+    architecture = with_head(chosen.model_class.read_config(reader), purpose, reader)
+    pooling = plan_pooling(args, purpose, reader, source, architecture)
     is_quantized = quantization.config is not None and not quantization.on_load
     if has_weights:
         _check_counts(reader.layers(), getattr(architecture, "experts", 0), source.tensors().tensors)
     # The float tensors of a quantized checkpoint are mostly scales, whose type is not the model's.
     stored = _stored_dtype(source) if has_weights and not is_quantized else reader.dtype()
-    return ReadModel(source, reader, chosen.model_class, architecture, stored, quantization, has_weights, chosen)
+    return ReadModel(
+        *(source, reader, chosen.model_class, architecture, stored, quantization, has_weights, chosen, purpose, pooling)
+    )
 
 
 def _find_source(args: EngineArgs, has_weights: bool) -> ModelSource:

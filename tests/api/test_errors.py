@@ -241,7 +241,7 @@ def test_an_unknown_field_is_named(kind: Any, argument: str, names: list[str]) -
 
 
 @pytest.mark.parametrize(
-    "name, said", [("embed", "text generation"), ("generat", "'generate'"), ("xyzzy_of_others", "'xyzzy_of_others'")]
+    "name, said", [("sleep", "LLM.close()"), ("generat", "'generate'"), ("xyzzy_of_others", "'xyzzy_of_others'")]
 )
 def test_what_an_llm_does_not_have_is_told_in_a_sentence(llm: LLM, name: str, said: str) -> None:
     with pytest.raises(AttributeError) as caught:

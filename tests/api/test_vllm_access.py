@@ -10,7 +10,7 @@ import pytest
 import torch
 from embedded import GREEDY, PROMPTS, assert_idle, open_llm, run, tokens
 
-from llm import LLM, EngineArgs, LLMError, PoolingParams, ValidationError
+from llm import LLM, EngineArgs, ValidationError
 from llm.config.arguments import ARGUMENTS
 from llm.lora.request import LoRARequest
 from llm.utils import FlexibleArgumentParser, random_uuid
@@ -143,9 +143,7 @@ def test_only_names_of_options_get_dashes() -> None:
     assert parser.parse_args(["--a_b=c_d"]).a_b == "c_d"
 
 
-def test_names_that_are_imported_and_not_used_say_so_at_their_first_use() -> None:
-    with pytest.raises(LLMError, match="no PoolingParams here; only text generation"):
-        PoolingParams(task="embed")
+def test_what_scripts_for_vllm_import_and_do_not_use_is_there() -> None:
     assert LoRARequest("sql", 1, "/sql") == LoRARequest(lora_name="sql", lora_int_id=1, lora_path="/sql")
     assert len(random_uuid()) == 32 and random_uuid() != random_uuid()
 

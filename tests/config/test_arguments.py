@@ -80,7 +80,7 @@ DROPPED_BY_VLLM = {
 VLLM_DEFAULTS: list[tuple[Any, str]] = [
     (
         "auto",
-        "config_format tokenizer_mode runner convert mamba_cache_dtype mamba_ssm_cache_dtype worker_cls",
+        "config_format tokenizer_mode mamba_cache_dtype mamba_ssm_cache_dtype worker_cls",
     ),
     ("", "model_weights worker_extension_cls"),
     ("fcfs", "scheduling_policy"),
@@ -94,7 +94,7 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
     (False, "enable_prompt_embeds tokens_only enable_mamba_cache_stochastic_rounding disable_sliding_window"),
     (False, "use_fp64_gumbel enable_trace_replay return_sampling_mask enable_return_routed_experts enable_lora"),
     (False, "mm_encoder_only enable_sleep_mode enable_layerwise_nvtx_tracing ray_workers_use_nsight"),
-    (None, "hf_config_path tokenizer_revision download_dir hf_token pooler_config quantization_config engram_config"),
+    (None, "hf_config_path tokenizer_revision download_dir hf_token quantization_config engram_config"),
     (None, "diffusion_config watermark_config spec_method spec_model spec_tokens"),
     (None, "default_mm_loras io_processor_plugin scheduler_cls data_parallel_rank data_parallel_start_rank"),
     (None, "data_parallel_size_local device_ids distributed_executor_backend kv_transfer_config kv_events_config"),
@@ -172,7 +172,7 @@ def test_accepted_arguments_leave_their_notes() -> None:
     ("name", "value"),
     [
         ("tensor_parallel_size", 2),
-        ("runner", "pooling"),
+        ("task", "embed"),
         ("enable_lora", True),
         ("spec_method", "ngram"),
         ("distributed_executor_backend", "ray"),

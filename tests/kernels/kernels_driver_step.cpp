@@ -50,8 +50,8 @@ void attention(Kind kind, int64_t heads, int64_t kv_heads, int64_t size, int64_t
          "a good slot was refused");
     const auto attend = [&](float cap, const float* sink) {
         return llm_paged_attention(table.data, starts.data, lengths.data, 1, blocks, block, slots, q.data, heads * size,
-                                   fresh, kind, keys.data, values.data, out.data, heads, kv_heads, size, window, 0.3f,
-                                   cap, sink, nullptr, 1);
+                                   fresh, kind, keys.data, values.data, out.data, heads, kv_heads, size, window,
+                                   cap != 0.0f ? 2 : 0, 0.3f, cap, sink, nullptr, 1);
     };
     need(attend(0.0f, nullptr) == -1 && std::fabs(out.data[0] - 0.25f) < 2e-3f, "attention is wrong");
     need(attend(3.0f, sinks.data) == -1, "a good step was refused");

@@ -29,6 +29,8 @@ class DecoderConfig:
         max_position_embeddings: the longest sequence, rope scaling included.
         layers: one entry per layer.
         final_norm: between the last layer and the LM head; None: no such norm.
+        classes: rows of `score`, the matrix of a classifier in place of the LM head; 0: there is neither, and hidden
+            states are the result; None: an LM head.
         embedding_size: width of the embedding and of the LM head's input, between which and hidden_size a matrix each
             maps; None: hidden_size.
         learned_positions: None: no position embeddings.
@@ -52,6 +54,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     lm_head_bias: bool = False
     embedding_size: int | None = None
+    classes: int | None = None
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[StateSpec]:
         """All states of all layers on one rank, in the order in which the parts number them."""

@@ -89,6 +89,15 @@ class DecoderForCausalLM(nn.Module):
         declared = len(config.states(options.params_dtype, options.tp))
         if context.num_states != declared:
             raise RuntimeError(f"the layers' configs declare {declared} states and built {context.num_states}")
+        if config.classes is not None:
+            self._build_score(config.classes, context)
+        else:
+            self._build_lm_head(config, context)
+        self.logits_processor = LogitsLayer(
+            config.vocab_size, scale=1.0 / config.logits_divisor, soft_cap=config.logits_soft_cap
+        )
+
+    def _build_lm_head(self, config: DecoderConfig, context: BuildContext) -> None:
         self.lm_head = self.model.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(
@@ -98,9 +107,21 @@ class DecoderForCausalLM(nn.Module):
                 prefix="lm_head",
                 **context.common,
             )
-        self.logits_processor = LogitsLayer(
-            config.vocab_size, scale=1.0 / config.logits_divisor, soft_cap=config.logits_soft_cap
-        )
+
+    def _build_score(self, classes: int, context: BuildContext) -> None:
+        """The classifier in place of the LM head. Base models, without a head, are stored without "model."."""
+        self.score: ReplicatedLinear | None = None
+        if classes:
+            dtype = context.options.params_dtype
+            self.score = ReplicatedLinear(context.hidden_size, classes, bias=False, params_dtype=dtype, prefix="score")
+        self.left_out = (*getattr(self, "left_out", ()), "lm_head", *(() if classes else ("score",)))
+        self.further_renames = tuple((name, f"model.{name}") for name, _ in self.model.named_children())
+
+    def classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Pooled hidden states float32 [R, H] -> class logits float32 [R, classes]."""
+        if self.score is None:
+            raise RuntimeError("the model was built without a classifier")
+        return self.score(hidden)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """ids int64 [N] -> float32 [N, H], scaled by `embedding_multiplier`."""

@@ -1,0 +1,260 @@
+"""The methods of `LLM` for models whose hidden states are pooled: vectors, classes and scores.
+
+Owns the methods, as a base class of `LLM` without state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Protocol, TypedDict, TypeVar
+
+import numpy as np
+import torch
+
+from llm.api.checks import check_asks_nothing
+from llm.api.host import Host
+from llm.base.bar import UseTqdm
+from llm.base.checks import check_choice
+from llm.base.errors import GenerationInterrupted, ValidationError
+from llm.base.names import known_names
+from llm.engine.engine import Engine
+from llm.engine.interrupt import InterruptGuard
+from llm.engine.output import PromptState
+from llm.engine.pooler import PoolingPlan
+from llm.engine.pooling_rows import PoolingRows, Prefix
+from llm.engine.progress import Progress, check_use_tqdm
+from llm.engine.rows import Row
+from llm.outputs_pooling import (
+    AnyOutput,
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    PoolingRequestOutputs,
+)
+from llm.pooling_params import PoolingParams
+
+
+class AboutPrompt(TypedDict):
+    request_id: str
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    index: int
+    num_dropped_tokens: int
+
+
+R = TypeVar("R", bound=PoolingRequestOutput[AnyOutput])
+Params = PoolingParams | list[PoolingParams] | None
+
+
+class PoolingHost(Host, Protocol):
+    """What the methods use of `LLM`."""
+
+    _pooling: PoolingPlan | None
+
+    def _abort_dropped(self, engine: Engine) -> None: ...
+
+
+class Pooling:
+    @known_names("LLM.embed")
+    def embed(
+        self: PoolingHost,
+        prompts: object,
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_params: Params = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+    ) -> PoolingRequestOutputs[EmbeddingRequestOutput]:
+        """The vector of each prompt; `.to_numpy()` of the result is float32 [prompts, size].
+
+        Args:
+            prompts: as for `generate`.
+            use_tqdm: a progress bar in tokens; False prints nothing; a callable makes the bar.
+            pooling_params: `dimensions`, `use_activation`, `truncate_prompt_tokens`; one, or one per prompt.
+            tokenization_kwargs: as for `generate`.
+            prompt_name: the name of the model's prompt that precedes each text, such as "query"; None: its default.
+            prompt: that prompt itself.
+
+        Raises:
+            ValidationError: names every bad prompt, before any work starts; or the model has no vectors.
+            GenerationInterrupted: Ctrl-C; with the outputs so far.
+        """
+        check_asks_nothing(lora_request=lora_request)
+        prefix = Prefix(prompt_name, prompt)
+
+        def rows(maker: PoolingRows) -> list[Row]:
+            return maker.texts(prompts, pooling_params, tokenization_kwargs, prefix=prefix)
+
+        return pool(self, "embed", rows, _embedding, use_tqdm)
+
+    @known_names("LLM.classify")
+    def classify(
+        self: PoolingHost,
+        prompts: object,
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_params: Params = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+    ) -> PoolingRequestOutputs[ClassificationRequestOutput]:
+        """The probability of each class, per prompt. Arguments and errors are those of `embed`."""
+        check_asks_nothing(lora_request=lora_request)
+
+        def rows(maker: PoolingRows) -> list[Row]:
+            return maker.texts(prompts, pooling_params, tokenization_kwargs, prefix=Prefix())
+
+        return pool(self, "classify", rows, _classification, use_tqdm)
+
+    @known_names("LLM.encode")
+    def encode(
+        self: PoolingHost,
+        prompts: object,
+        pooling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+    ) -> PoolingRequestOutputs[PoolingRequestOutput[PoolingOutput]]:
+        """`outputs.data` of each prompt, a float32 tensor.
+
+        Args:
+            pooling_task: "token_embed" or "token_classify": [tokens, size], a vector or the classes of every token;
+                "embed" or "classify": [size]. None: of every token, whatever the model has.
+
+        Further arguments and errors are those of `embed`.
+        """
+        check_asks_nothing(lora_request=lora_request)
+        plan = plan_of(self, None)
+        task = f"token_{plan.task}" if pooling_task is None else pooling_task
+        check_choice("pooling_task", task, (plan.task, f"token_{plan.task}"))
+
+        def rows(maker: PoolingRows) -> list[Row]:
+            by_token = task.startswith("token_")
+            return maker.texts(prompts, pooling_params, tokenization_kwargs, prefix=Prefix(), by_token=by_token)
+
+        return pool(self, plan.task, rows, _data, use_tqdm)
+
+    @known_names("LLM.reward")
+    def reward(
+        self: PoolingHost,
+        prompts: object,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+    ) -> PoolingRequestOutputs[PoolingRequestOutput[PoolingOutput]]:
+        """The reward of each prompt, a conversation with its answer: `outputs.data` are the logits, [classes].
+
+        Arguments and errors are those of `embed`.
+        """
+        check_asks_nothing(lora_request=lora_request)
+
+        def rows(maker: PoolingRows) -> list[Row]:
+            params = PoolingParams(use_activation=False)
+            return maker.texts(prompts, params, tokenization_kwargs, prefix=Prefix())
+
+        return pool(self, "classify", rows, _data, use_tqdm)
+
+
+def plan_of(llm: PoolingHost, task: str | None) -> PoolingPlan:
+    """The model's plan; raises `ValidationError` if it does not do `task`, or anything where that is None."""
+    llm._open_engine()
+    plan = llm._pooling
+    if plan is None:
+        raise ValidationError(
+            "this model generates text; for vectors build it with runner='pooling' (or convert='embed'), for classes "
+            "load a checkpoint with a classifier.",
+            parameter="runner",
+            value="generate",
+        )
+    if task is not None and plan.task != task:
+        instead = "classes; call classify, score or encode" if plan.task == "classify" else "vectors; call embed"
+        other = "embed" if task == "embed" else "classify"
+        raise ValidationError(
+            f"this model gives {instead}, or build it with convert={other!r}.", parameter="convert", value=plan.task
+        )
+    return plan
+
+
+def pool(
+    llm: PoolingHost,
+    task: str,
+    make_rows: Callable[[PoolingRows], list[Row]],
+    output_of: Callable[[PromptState, PoolingPlan], R],
+    use_tqdm: UseTqdm,
+) -> PoolingRequestOutputs[R]:
+    """Run a call; raises as `LLM.embed` says."""
+    check_use_tqdm(use_tqdm)
+    with InterruptGuard() as guard, llm._exclusive():
+        plan = plan_of(llm, task)
+        engine = llm._begin()
+        states = [engine.add(row) for row in make_rows(PoolingRows(llm._preprocessor, plan))]
+
+        def finished() -> list[R | None]:
+            return [None if _pooled(state) is None else output_of(state, plan) for state in states]
+
+        try:
+            with closing(Progress(use_tqdm, len(states))) as progress:
+                for state in states:
+                    progress.add(state)
+                engine.run(states, lambda: _between_steps(llm, engine, progress, guard))
+        except GenerationInterrupted:
+            guard.end()
+            outputs = finished()
+            engine.abort(states)
+            raise GenerationInterrupted(outputs) from None
+        except BaseException:
+            guard.end()
+            engine.reset()
+            raise
+    return PoolingRequestOutputs(output for output in finished() if output is not None)
+
+
+def _between_steps(llm: PoolingHost, engine: Engine, progress: Progress, guard: InterruptGuard) -> None:
+    llm._abort_dropped(engine)
+    progress.update()
+    if guard.requested:
+        raise GenerationInterrupted([])
+
+
+def _pooled(state: PromptState) -> np.ndarray | None:
+    return state.completions[0].request.pooled
+
+
+def values_of(state: PromptState) -> np.ndarray:
+    """What was pooled, float32."""
+    pooled = _pooled(state)
+    if pooled is None:
+        raise RuntimeError("the prompt has not been computed")
+    return pooled
+
+
+def about(state: PromptState) -> AboutPrompt:
+    """The fields of an output beside `outputs`."""
+    return {
+        "request_id": state.request_id,
+        "prompt_token_ids": state.row.token_ids,
+        "num_cached_tokens": state.completions[0].request.num_cached_tokens or 0,
+        "index": state.row.index,
+        "num_dropped_tokens": state.row.num_dropped_tokens,
+    }
+
+
+def _embedding(state: PromptState, plan: PoolingPlan) -> EmbeddingRequestOutput:
+    return EmbeddingRequestOutput(outputs=EmbeddingOutput(values_of(state).tolist()), **about(state))
+
+
+def _classification(state: PromptState, plan: PoolingPlan) -> ClassificationRequestOutput:
+    outputs = ClassificationOutput(values_of(state).tolist(), list(plan.labels))
+    return ClassificationRequestOutput(outputs=outputs, **about(state))
+
+
+def _data(state: PromptState, plan: PoolingPlan) -> PoolingRequestOutput[PoolingOutput]:
+    return PoolingRequestOutput(outputs=PoolingOutput(torch.from_numpy(values_of(state))), **about(state))

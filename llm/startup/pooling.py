@@ -1,0 +1,156 @@
+"""Whether a model generates or pools, and what it makes of hidden states.
+
+Owns `runner`, `convert` and `pooler_config`: what the arguments and the files of the model folder say together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llm.base.checks import refuse
+from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.config.engine import EngineArgs
+from llm.engine.pooler import PoolingPlan
+from llm.loading.resolve import is_hub_name
+from llm.loading.sentence_transformers import (
+    ACTIVATIONS,
+    MODULES,
+    SentenceModules,
+    read_sentence_modules,
+)
+from llm.loading.source import FolderSource, ModelSource
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import DecoderConfig
+from llm.models.registry import is_encoder, is_known
+from llm.pooling_params import PoolerConfig
+
+# How the names of architectures end that are built on a family's layers, and what they are for.
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModel")
+_PROBLEMS = {
+    "regression": "identity",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+_MOST_CLASSES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a model is for. `convert`: "none" where it generates, else "embed" or "classify"; `why`: the reason."""
+
+    convert: str
+    why: str
+
+    @property
+    def runner(self) -> str:
+        return "generate" if self.convert == "none" else "pooling"
+
+
+def choose_purpose(args: EngineArgs, reader: ConfigReader, source: ModelSource) -> Purpose:
+    """From the arguments, or else from the checkpoint; raises `ValidationError` where they contradict each other."""
+    if args.runner == "generate":
+        if args.convert in ("embed", "classify"):
+            refuse("convert", args.convert, "'none' or 'auto' with runner='generate'")
+        return Purpose("none", "asked for")
+    if args.convert in ("embed", "classify"):
+        return Purpose(args.convert, "asked for")
+    found = _of_checkpoint(reader, source)
+    if args.runner == "auto" or found.runner == "pooling":
+        return found
+    return Purpose("embed", "runner='pooling'; the last token's hidden state, normalised")
+
+
+def _of_checkpoint(reader: ConfigReader, source: ModelSource) -> Purpose:
+    architectures = reader.names("architectures") or []
+    if any(is_known(name) for name in architectures) and not is_encoder(reader.family):
+        if isinstance(source, FolderSource) and (source.folder / MODULES).exists():
+            return Purpose("embed", "the folder is of sentence-transformers")
+        return Purpose("none", "config.json")
+    if any(name.endswith(_CLASSIFIERS) for name in architectures):
+        return Purpose("classify", f"config.json says {architectures[0]}")
+    if is_encoder(reader.family) or any(name.endswith("Model") for name in architectures):
+        return Purpose("embed", f"config.json says {architectures[0] if architectures else reader.family}")
+    return Purpose("none", "config.json")
+
+
+def plan_pooling(
+    args: EngineArgs, purpose: Purpose, reader: ConfigReader, source: ModelSource, architecture: object
+) -> PoolingPlan | None:
+    """What becomes of hidden states; None: the model generates.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: a file of the folder says what is not computed here.
+    """
+    if purpose.runner == "generate":
+        return None
+    given = PoolerConfig.of(args.pooler_config)
+    is_causal = getattr(architecture, "is_causal", True)
+    modules = _modules(args, source) if purpose.convert == "embed" else None
+    if modules is None:
+        kind = getattr(architecture, "pooling_type", "LAST" if is_causal else "CLS")
+        modules = SentenceModules(pooling_type=kind, normalizes=True)
+    if given.kind is not None:
+        modules = replace(modules, pooling_type=given.kind)
+    if given.params.activates is not None:
+        modules = replace(modules, normalizes=given.params.activates)
+    activation = _activation(reader) if given.params.activates is not False else "identity"
+    return PoolingPlan(
+        purpose.convert,
+        is_causal,
+        modules,
+        activation if purpose.convert == "classify" else "identity",
+        labels(reader) if purpose.convert == "classify" else (),
+        getattr(architecture, "token_types", 0) > 1,
+        tuple(reader.integers("matryoshka_dimensions") or ()),
+        given.dimensions,
+        getattr(architecture, "hidden_size", 0),
+    )
+
+
+def with_head(architecture: object, purpose: Purpose, reader: ConfigReader) -> object:
+    """The model's config with what `purpose` needs after the layers.
+
+    Raises:
+        UnsupportedModelError: the model computes nothing but text here.
+    """
+    if purpose.runner == "generate":
+        return architecture
+    classes = len(labels(reader)) if purpose.convert == "classify" else 0
+    if isinstance(architecture, DecoderConfig):
+        return replace(architecture, classes=classes, tie_word_embeddings=False, lm_head_bias=False)
+    pooled = getattr(architecture, "with_classes", None)
+    if pooled is None:
+        raise UnsupportedModelError(
+            f"models of model_type {reader.family} only generate here; pass runner='generate', or use a library such "
+            "as sentence-transformers for embeddings and scores."
+        )
+    return pooled(classes)
+
+
+def labels(reader: ConfigReader) -> tuple[str, ...]:
+    """The names of a classifier's classes, by number."""
+    names = reader.nested("id2label")
+    count = reader.positive("num_labels", reader.positive("_num_labels", len(names) or 2))
+    if count > _MOST_CLASSES:
+        raise CheckpointError(f"config.json: num_labels is {count}, must be at most {_MOST_CLASSES}.")
+    return tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(count))
+
+
+def _activation(reader: ConfigReader) -> str:
+    """Of class logits: what a cross-encoder of sentence-transformers says, else by the kind of problem."""
+    own = reader.nested("sentence_transformers").get("activation_fn")
+    name = own or reader.string("sbert_ce_default_activation_function", "")
+    if name:
+        kind = str(name).rpartition(".")[2]
+        if kind not in ACTIVATIONS:
+            raise UnsupportedModelError(f"config.json: activation_fn is {kind!r}, must be one of {list(ACTIVATIONS)}.")
+        return ACTIVATIONS[kind]
+    problem = reader.string("problem_type", "")
+    return _PROBLEMS.get(problem) or ("sigmoid" if len(labels(reader)) == 1 else "softmax")
+
+
+def _modules(args: EngineArgs, source: ModelSource) -> SentenceModules | None:
+    if not isinstance(source, FolderSource):
+        return None
+    hub_name = str(args.model) if is_hub_name(args.model) else ""
+    return read_sentence_modules(source.folder, hub_name, args.revision)

@@ -1,0 +1,167 @@
+"""Vectors and classes are transformers', alone and in a ragged batch, whatever the model: bit for bit in any order.
+
+sentence-transformers' files are written by hand (tests/sentence_folders.py); what they mean is computed here from
+transformers' hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_folders import hidden_states, prompts, save_model, save_modules, save_tokenizer
+from tiny_models import BASE, one_thread
+
+from llm import LLM, PoolingParams, ValidationError
+from llm.base.errors import UnsupportedModelError
+
+TOLERANCE = 1e-5
+SMALL = {**BASE, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def load(folder: Path, **more: Any) -> LLM:
+    return LLM(folder, **{"skip_tokenizer_init": not (folder / "tokenizer.json").exists(), **more})
+
+
+def vectors(llm: LLM, given: Any, **more: Any) -> np.ndarray:
+    return llm.embed(given, use_tqdm=False, **more).to_numpy()
+
+
+def unit(values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(values.double(), dim=-1)
+
+
+def assert_close(actual: np.ndarray, expected: list[torch.Tensor]) -> None:
+    assert np.abs(actual - torch.stack(expected).numpy()).max() <= TOLERANCE
+
+
+def assert_alone_is_batched(llm: LLM, given: list[list[int]], batched: np.ndarray) -> None:
+    alone = np.concatenate([vectors(llm, [prompt]) for prompt in given])
+    assert np.array_equal(alone, batched)
+    assert np.array_equal(vectors(llm, given[::-1])[::-1], batched)
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """As Qwen3-Embedding is published: without a head and "model.", the last token's hidden state, normalised."""
+    folder = tmp_path_factory.mktemp("embedder")
+    model = save_model(folder, "Qwen3Model", **SMALL)
+    save_tokenizer(folder, ends=True)
+    save_modules(folder, "lasttoken", new=False, prompts={"query": "w1 w2 w3 ", "document": ""})
+    return folder, model
+
+
+def test_a_causal_embedder_is_sentence_transformers(embedder: tuple[Path, Any]) -> None:
+    folder, model = embedder
+    with load(folder, max_num_batched_tokens=32) as llm:
+        assert llm.config.model_config.runner_type == "pooling"
+        found = vectors(llm, prompts())
+        assert_close(found, [unit(hidden_states(model, prompt)[-1]) for prompt in prompts()])
+        assert_alone_is_batched(llm, prompts(), found)
+        # The wrong token is seen.
+        wrong = [unit(hidden_states(model, prompt)[-2]) for prompt in prompts() if len(prompt) > 1]
+        with pytest.raises(AssertionError):
+            assert_close(vectors(llm, [prompt for prompt in prompts() if len(prompt) > 1]), wrong)
+        # The tokenizer ends a text, and the prompt of a name precedes it.
+        (query,) = llm.embed("w7", use_tqdm=False, prompt_name="query")
+        assert query.prompt_token_ids == [6, 7, 8, 12, 3]
+        cut = llm.embed("w7 w8 w9", use_tqdm=False, pooling_params=PoolingParams(truncate_prompt_tokens=3))
+        assert (cut[0].prompt_token_ids, cut[0].num_dropped_tokens) == ([12, 13, 3], 1)
+        short = PoolingParams(dimensions=8)
+        assert_close(
+            vectors(llm, prompts(), pooling_params=short),
+            [unit(hidden_states(model, item)[-1][:8]) for item in prompts()],
+        )
+        plain = PoolingParams(use_activation=False)
+        raw = vectors(llm, prompts(), pooling_params=plain)
+        assert_close(raw / 10, [hidden_states(model, item)[-1] / 10 for item in prompts()])
+        tokens = llm.encode(prompts(), use_tqdm=False)[2].outputs.data
+        assert_close(tokens.numpy(), list(unit(hidden_states(model, prompts()[2]))))
+
+
+def test_a_mean_is_of_the_tokens_of_a_text_alone(embedder: tuple[Path, Any], tmp_path: Path) -> None:
+    """In chunks too, and through a matrix that follows it."""
+    model = save_model(tmp_path, "MistralForCausalLM", **{**SMALL, "sliding_window": 16})
+    save_tokenizer(tmp_path)
+    dense = save_modules(tmp_path, "mean", dense=(48, 20), include_prompt=False, prompts={"query": "w1 w2 "})
+
+    def expected(token_ids: list[int], first: int = 0) -> torch.Tensor:
+        mean = hidden_states(model, token_ids)[first:].double().mean(0)
+        return unit(torch.tanh(dense["linear.weight"].double() @ mean + dense["linear.bias"].double()))
+
+    with load(tmp_path, max_num_batched_tokens=24) as llm, load(tmp_path) as whole:
+        found = vectors(llm, prompts())
+        assert_close(found, [expected(prompt) for prompt in prompts()])
+        assert_alone_is_batched(llm, prompts(), found)
+        assert np.array_equal(vectors(whole, prompts()), found)
+        (query,) = llm.embed(["w7 w8"], use_tqdm=False, prompt_name="query")
+        assert query.prompt_token_ids == [2, 6, 7, 12, 13, 3]
+        assert_close(query.to_numpy()[None], [expected(query.prompt_token_ids, first=3)])
+        with pytest.raises(AssertionError):  # what the prompt adds is seen
+            assert_close(query.to_numpy()[None], [expected(query.prompt_token_ids)])
+
+
+def test_a_decoder_classifies(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "LlamaForSequenceClassification", **{**SMALL, "num_labels": 3})
+    with load(tmp_path) as llm:
+        outputs = llm.classify(prompts(), use_tqdm=False)
+        with torch.no_grad():
+            logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts()]
+        assert_close(outputs.to_numpy(), [row.softmax(-1) for row in logits])
+        assert outputs[0].outputs.label == f"LABEL_{int(logits[0].argmax())}"
+        assert list(outputs.to_pandas().columns) == ["index", "num_prompt_tokens", "label", *llm._pooling.labels]
+        rewards = llm.reward(prompts(), use_tqdm=False)
+        assert_close(rewards.to_numpy() / 10, [row / 10 for row in logits])
+        with pytest.raises(ValidationError, match="gives classes; call classify, score or encode, or build it with"):
+            llm.embed(prompts())
+    with load(tmp_path, convert="embed") as llm:
+        assert_close(vectors(llm, prompts()), [unit(hidden_states(model, prompt)[-1]) for prompt in prompts()])
+
+
+def test_a_model_does_one_of_both(embedder: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = embedder
+    save_model(tmp_path, "LlamaForCausalLM", **SMALL)
+    with (
+        load(tmp_path) as llm,
+        pytest.raises(ValidationError, match="generates text; for vectors build it with runner"),
+    ):
+        llm.embed(prompts())
+    with load(tmp_path, runner="pooling", pooler_config={"pooling_type": "MEAN", "dimensions": 5}) as llm:
+        assert vectors(llm, prompts()).shape == (5, 5)
+    with load(folder) as llm:
+        for call in (llm.generate, llm.perplexity):
+            with pytest.raises(ValidationError, match="generates no text, it gives vectors; call embed"):
+                call(prompts())
+        for name in ("nothing", "quer"):
+            with pytest.raises(ValidationError, match="prompt_name must be one of the model's prompts, 'query'"):
+                llm.embed("w1", prompt_name=name)
+        with pytest.raises(ValidationError, match="max_model_len is 256; shorten it, or pass PoolingParams"):
+            llm.embed([[7] * 257])
+        assert vectors(llm, [[7] * 256]).shape == (1, 48)
+
+
+def test_files_that_mean_something_else_are_refused(embedder: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in embedder[0].iterdir():
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    save_modules(folder, "max")
+    with pytest.raises(UnsupportedModelError, match=r"the pooling mode is .*max.*; computed here are cls, mean"):
+        load(folder)
+    (folder / "modules.json").write_text('[{"type": "a.CNN", "path": "1_CNN"}]')
+    with pytest.raises(UnsupportedModelError, match="has a module 'CNN'; computed here are Transformer, Pooling"):
+        load(folder)
+    (folder / "modules.json").write_text('[{"type": "a.Pooling", "path": "../up"}]')
+    with pytest.raises(Exception, match="must have a type and a folder's name"):
+        load(folder)
