@@ -66,6 +66,15 @@ class ScoringOutput:
     score: float
 
 
+@dataclass
+class RerankResult:
+    """A document of `LLM.rerank`; `index`: its place among the documents."""
+
+    index: int
+    document: str
+    relevance_score: float
+
+
 AnyOutput = PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput
 D = TypeVar("D", bound=AnyOutput, covariant=True)
 

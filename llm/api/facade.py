@@ -23,6 +23,7 @@ from llm.api.jobs import Jobs
 from llm.api.planning import Planning
 from llm.api.pooling import Pooling
 from llm.api.processors import Processors
+from llm.api.ranking import Ranking
 from llm.api.reports import Reports
 from llm.api.scoring import Scoring
 from llm.api.streaming import Streaming
@@ -56,7 +57,19 @@ logger = init_logger("llm")
 
 
 class LLM(
-    Generation, Iteration, Jobs, Chat, Scoring, Choices, Streaming, Pooling, Processors, Planning, Reports, Access
+    Generation,
+    Iteration,
+    Jobs,
+    Chat,
+    Scoring,
+    Choices,
+    Streaming,
+    Pooling,
+    Ranking,
+    Processors,
+    Planning,
+    Reports,
+    Access,
 ):
     """A language model in this process.
 

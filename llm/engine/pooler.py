@@ -6,14 +6,14 @@ on its own prompt alone: sums are float64 and go token by token, matrices are mu
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from llm.base.activations import ACTIVATE, normalised
 from llm.base.errors import CheckpointError
 from llm.engine.step import PoolingRow
 from llm.kernels.backend import Backend
@@ -21,8 +21,8 @@ from llm.kernels.weight import Weight
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.sentence_transformers import DenseModule, SentenceModules
 
+QWEN3_RERANKER = "qwen3_reranker"
 TOKENS = "ALL"  # the pooling type that keeps every token's vector
-_LEAST_NORM = 1e-12
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class PoolingPlan:
         sizes: the Matryoshka sizes of a vector; (): not said.
         dimensions: channels of a vector that are kept unless a call says otherwise; None: all.
         hidden_size: of the model.
+        recipe: how pairs of texts are asked, `QWEN3_RERANKER`; "": the tokenizer joins them.
     """
 
     task: str
@@ -50,6 +51,7 @@ class PoolingPlan:
     sizes: tuple[int, ...] = ()
     dimensions: int | None = None
     hidden_size: int = 0
+    recipe: str = ""
 
     @property
     def size(self) -> int:
@@ -182,34 +184,3 @@ def _read_dense(module: DenseModule, backend: Backend) -> Weight:
         checkpoint.close()
     weight: Weight = backend.op("pack")(tensors["linear.weight"].clone())
     return replace(weight, bias=tensors["linear.bias"].clone().to(backend.device)) if module.bias else weight
-
-
-def normalised(values: np.ndarray) -> np.ndarray:
-    """float64 [R, C] with rows of length 1; a row of zeros stays."""
-    norms = np.sqrt([math.fsum(row * row) for row in values])
-    return values / np.maximum(norms, _LEAST_NORM)[:, None]
-
-
-def _softmax(values: np.ndarray) -> np.ndarray:
-    powers = np.exp(values - values.max(axis=1, keepdims=True))
-    return powers / np.array([math.fsum(row) for row in powers])[:, None]
-
-
-def _gelu(values: np.ndarray) -> np.ndarray:
-    erf = np.array([math.erf(value) for value in (values / math.sqrt(2)).ravel()]).reshape(values.shape)
-    return 0.5 * values * (1 + erf)
-
-
-def _sigmoid(values: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-np.clip(values, -700, 700)))
-
-
-# Of float64 [R, C], computed row by row.
-ACTIVATE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "identity": lambda values: values,
-    "softmax": _softmax,
-    "sigmoid": _sigmoid,
-    "tanh": np.tanh,
-    "relu": lambda values: np.maximum(values, 0.0),
-    "gelu": _gelu,
-}

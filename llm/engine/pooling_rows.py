@@ -103,6 +103,11 @@ class PoolingRows:
         raise_refused(rows)
         return rows_only(rows)
 
+    def whole(self, texts: Sequence[str], params: object, tokenization_kwargs: object) -> list[Row]:
+        """A row per text that has its special tokens already."""
+        given = tokenization_kwargs or {"add_special_tokens": False}
+        return self.texts(list(texts), params, given, prefix=Prefix(text=""))
+
     def _parsed(self, prompt: object, before: str) -> ParsedPrompt | ValidationError:
         try:
             parsed = parse_prompt(prompt)

@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
     max_sequence_length model_max_length cross_attention_hidden_size decoder_start_token_id sep_token_id
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     num_labels classifier_dropout sentence_transformers sbert_ce_default_activation_function
-    matryoshka_dimensions is_matryoshka
+    matryoshka_dimensions is_matryoshka classifier_from_token is_original_qwen3_reranker method
     """.split()
 )
 
@@ -54,7 +54,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 
-LAYER_KEYS = ("num_hidden_layers", "n_layer")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts")
 # Far above any model's: each layer and expert takes memory before weights are read.
 _MOST = {**dict.fromkeys(LAYER_KEYS, 10_000), **dict.fromkeys(_EXPERT_KEYS, 4096)}

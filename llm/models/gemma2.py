@@ -26,6 +26,7 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         window = reader.optional_integer("sliding_window", 4096)
         reader.expect("sliding_window_size", window)  # its first name, which gemma-2-9b and 27b also have
         windows = layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])
+        reader.expect("use_bidirectional_attention", False)
         soft_cap = reader.optional_number("attn_logit_softcapping", 50.0)
         attention = replace(gemma_attention(reader), rope=reader.rope(), soft_cap=soft_cap)
         config = gemma_decoder(
@@ -40,7 +41,6 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
 
 def gemma_attention(reader: ConfigReader) -> AttentionConfig:
     """The attention config that Gemma 2 and 3 have in common."""
-    reader.expect("use_bidirectional_attention", False)
     bias = reader.boolean("attention_bias", False)
     return AttentionConfig(
         read_heads(reader, default_kv_heads=4, default_size=256),

@@ -1,4 +1,7 @@
-"""Gemma 3, text only: Gemma 2 with normalised queries and keys, and two ropes: windowed layers have their own base."""
+"""Gemma 3, text only: Gemma 2 with normalised queries and keys, and two ropes: windowed layers have their own base.
+
+In EmbeddingGemma tokens see those after them.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,13 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         count = reader.positive("num_hidden_layers")
         pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 6))
         window = reader.optional_integer("sliding_window", 4096)
+        causal = not reader.boolean("use_bidirectional_attention", False)
+        if window is not None and not causal:
+            window = window // 2 + 1  # of both sides together
         windows = layer_windows(reader, count, window, [(index + 1) % pattern != 0 for index in range(count)])
         soft_cap = reader.optional_number("attn_logit_softcapping")
         qk_norm = read_rms_norm(reader, kind=GemmaRMSNorm)
-        attention = replace(gemma_attention(reader), qk_norm=qk_norm, soft_cap=soft_cap)
+        attention = replace(gemma_attention(reader), qk_norm=qk_norm, soft_cap=soft_cap, causal=causal)
         config = gemma_decoder(
             reader,
             [replace(attention, sliding_window=size, rope=full if size is None else sliding) for size in windows],

@@ -80,7 +80,14 @@ _FAMILIES = {
 }
 
 # The same for models that do not generate: tokens see those after them. Architectures are any that their class reads.
-_ENCODERS: dict[str, str] = {}
+_ENCODERS: dict[str, str] = {
+    "bert": "llm.models.bert:BertModel",
+    "distilbert": "llm.models.distilbert:DistilBertModel",
+    "modernbert": "llm.models.modernbert:ModernBertModel",
+    "nomic_bert": "llm.models.nomic_bert:NomicBertModel",
+    "roberta": "llm.models.roberta:RobertaModel",
+    "xlm-roberta": "llm.models.roberta:RobertaModel",
+}
 
 # Some of the first checkpoints spell theirs with other capitals ("LLaMAForCausalLM").
 _SPELLINGS = {cls.lower(): cls for cls in _FAMILIES.values()}
@@ -144,15 +151,14 @@ def is_encoder(model_type: str) -> bool:
     return model_type in _ENCODERS and model_type not in _models
 
 
-def resolve_pooling_cls(model_type: str) -> Any:
+def resolve_pooling_cls(model_type: str) -> type:
     """The class whose hidden states are pooled, whatever the checkpoint's architecture is."""
-    if is_encoder(model_type):
-        return _load(f"llm.models.{model_type.replace('-', '_')}:{_ENCODERS[model_type]}")
-    if model_type in _models:
-        return _load(_models[model_type])
-    raise UnsupportedModelError(
-        f"model_type {show(model_type)} is not supported{of_architecture([], model_type, [*_FAMILIES, *_ENCODERS])}."
-    )
+    place = _ENCODERS.get(model_type) if is_encoder(model_type) else _models.get(model_type)
+    if place is None:
+        hint = of_architecture([], model_type, [*_FAMILIES, *_ENCODERS])
+        raise UnsupportedModelError(f"model_type {show(model_type)} is not supported{hint}.")
+    found: type = _load(place)
+    return found
 
 
 def _load(model: Any) -> Any:

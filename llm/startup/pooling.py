@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from llm.base.checks import refuse
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.config.engine import EngineArgs
-from llm.engine.pooler import PoolingPlan
+from llm.engine.pooler import QWEN3_RERANKER, PoolingPlan
 from llm.loading.resolve import is_hub_name
 from llm.loading.sentence_transformers import (
     ACTIVATIONS,
@@ -23,6 +23,7 @@ from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig
 from llm.models.registry import is_encoder, is_known
 from llm.pooling_params import PoolerConfig
+from llm.tokenizer import Tokenizer
 
 # How the names of architectures end that are built on a family's layers, and what they are for.
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModel")
@@ -93,31 +94,45 @@ def plan_pooling(
         modules = replace(modules, pooling_type=given.kind)
     if given.params.activates is not None:
         modules = replace(modules, normalizes=given.params.activates)
-    activation = _activation(reader) if given.params.activates is not False else "identity"
+    asks = bool(reader.raw.get("classifier_from_token"))
+    names = ("yes",) if asks else labels(reader)
+    activation = _activation(reader, len(names)) if given.params.activates is not False else "identity"
     return PoolingPlan(
         purpose.convert,
         is_causal,
         modules,
         activation if purpose.convert == "classify" else "identity",
-        labels(reader) if purpose.convert == "classify" else (),
+        names if purpose.convert == "classify" else (),
         getattr(architecture, "token_types", 0) > 1,
         tuple(reader.integers("matryoshka_dimensions") or ()),
         given.dimensions,
         getattr(architecture, "hidden_size", 0),
+        QWEN3_RERANKER if asks and reader.raw.get("is_original_qwen3_reranker") else "",
     )
 
 
-def with_head(architecture: object, purpose: Purpose, reader: ConfigReader) -> object:
+def with_head(architecture: object, purpose: Purpose, reader: ConfigReader, source: ModelSource) -> object:
     """The model's config with what `purpose` needs after the layers.
 
     Raises:
         UnsupportedModelError: the model computes nothing but text here.
     """
     if purpose.runner == "generate":
+        if not getattr(architecture, "is_causal", True):
+            raise UnsupportedModelError(
+                "this model cannot generate: its tokens see those after them; pass runner='pooling' for its vectors."
+            )
         return architecture
     classes = len(labels(reader)) if purpose.convert == "classify" else 0
     if isinstance(architecture, DecoderConfig):
-        return replace(architecture, classes=classes, tie_word_embeddings=False, lm_head_bias=False)
+        tokens = _score_tokens(reader, source) if purpose.convert == "classify" else None
+        return replace(
+            architecture,
+            classes=classes if tokens is None else 1,
+            score_tokens=tokens,
+            tie_word_embeddings=False,
+            lm_head_bias=False,
+        )
     pooled = getattr(architecture, "with_classes", None)
     if pooled is None:
         raise UnsupportedModelError(
@@ -136,7 +151,18 @@ def labels(reader: ConfigReader) -> tuple[str, ...]:
     return tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(count))
 
 
-def _activation(reader: ConfigReader) -> str:
+def _score_tokens(reader: ConfigReader, source: ModelSource) -> tuple[int, int] | None:
+    """The ids of `classifier_from_token`, a key of `hf_overrides` in vLLM: of a language model asked for yes or no."""
+    texts = reader.names("classifier_from_token")
+    if texts is None:
+        return None
+    ids = Tokenizer(source.tokenizer()).encode_rendered(texts)
+    if len(texts) != 2 or any(len(own) != 1 for own in ids):
+        raise reader.error("classifier_from_token", texts, "the texts of two tokens, such as ['no', 'yes']")
+    return ids[0][0], ids[1][0]
+
+
+def _activation(reader: ConfigReader, classes: int) -> str:
     """Of class logits: what a cross-encoder of sentence-transformers says, else by the kind of problem."""
     own = reader.nested("sentence_transformers").get("activation_fn")
     name = own or reader.string("sbert_ce_default_activation_function", "")
@@ -146,7 +172,7 @@ def _activation(reader: ConfigReader) -> str:
             raise UnsupportedModelError(f"config.json: activation_fn is {kind!r}, must be one of {list(ACTIVATIONS)}.")
         return ACTIVATIONS[kind]
     problem = reader.string("problem_type", "")
-    return _PROBLEMS.get(problem) or ("sigmoid" if len(labels(reader)) == 1 else "softmax")
+    return _PROBLEMS.get(problem) or ("sigmoid" if classes == 1 else "softmax")
 
 
 def _modules(args: EngineArgs, source: ModelSource) -> SentenceModules | None:

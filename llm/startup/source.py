@@ -81,7 +81,7 @@ def read_model(args: EngineArgs) -> ReadModel:
     purpose = choose_purpose(args, reader, source)
     pools, is_gguf = purpose.runner == "pooling", isinstance(source, GgufSource)
     chosen = choose_implementation(reader, args.model_impl, is_gguf=is_gguf, pools=pools)
-    architecture = with_head(chosen.model_class.read_config(reader), purpose, reader)
+    architecture = with_head(chosen.model_class.read_config(reader), purpose, reader, source)
     pooling = plan_pooling(args, purpose, reader, source, architecture)
     is_quantized = quantization.config is not None and not quantization.on_load
     if has_weights:

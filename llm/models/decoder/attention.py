@@ -69,6 +69,7 @@ class AttentionConfig(PartConfig):
         scale: factor on the scores; None: head size ** -0.5.
         soft_cap: scores become cap * tanh(score / cap).
         sinks: each head has a score for a key without a value, that takes a part of the softmax.
+        causal: False: a token also sees those after it. All layers then share one state, which no later step reads.
     """
 
     heads: Heads
@@ -86,6 +87,7 @@ class AttentionConfig(PartConfig):
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    causal: bool = True
 
     def __post_init__(self) -> None:
         if self.rope is not None:
@@ -95,7 +97,10 @@ class AttentionConfig(PartConfig):
         return DecoderAttention(self, context, prefix)
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> tuple[KVCacheSpec, ...]:
-        return (KVCacheSpec(self.heads.key_value_on_rank(tp), self.heads.size, dtype, self.sliding_window),)
+        heads = self.heads.key_value_on_rank(tp)
+        if not self.causal:  # a window frees no block: all is of one step
+            return (KVCacheSpec(heads, self.heads.size, torch.float32),)
+        return (KVCacheSpec(heads, self.heads.size, dtype, self.sliding_window),)
 
 
 class DecoderAttention(nn.Module):
@@ -132,11 +137,12 @@ class DecoderAttention(nn.Module):
             num_heads,
             num_kv_heads,
             size,
-            layer_index=context.next_state(),
+            layer_index=context.next_state() if config.causal else context.shared_state(),
             scale=size**-0.5 if config.scale is None else config.scale,
             sliding_window=config.sliding_window,
             soft_cap=config.soft_cap,
             sinks=self.sinks,
+            causal=config.causal,
         )
 
     def _build_qk_norms(self, config: AttentionConfig, context: BuildContext) -> None:

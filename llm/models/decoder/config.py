@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llm.base.errors import UnsupportedModelError
 from llm.forward import StateSpec
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters
@@ -31,6 +32,8 @@ class DecoderConfig:
         final_norm: between the last layer and the LM head; None: no such norm.
         classes: rows of `score`, the matrix of a classifier in place of the LM head; 0: there is neither, and hidden
             states are the result; None: an LM head.
+        score_tokens: tokens (no, yes) whose rows of the LM head make `score`, of one class: the logit of yes less that
+            of no; None: the checkpoint has `score`.
         embedding_size: width of the embedding and of the LM head's input, between which and hidden_size a matrix each
             maps; None: hidden_size.
         learned_positions: None: no position embeddings.
@@ -55,10 +58,21 @@ class DecoderConfig:
     lm_head_bias: bool = False
     embedding_size: int | None = None
     classes: int | None = None
+    score_tokens: tuple[int, int] | None = None
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[StateSpec]:
         """All states of all layers on one rank, in the order in which the parts number them."""
-        return [spec for layer in self.layers for spec in layer.states(dtype, tp)]
+        specs = [spec for layer in self.layers for spec in layer.states(dtype, tp)]
+        if self.is_causal:
+            return specs
+        if len(set(specs)) > 1:
+            raise UnsupportedModelError("config.json: layers that see following tokens have different heads.")
+        return specs[:1]
+
+    @property
+    def is_causal(self) -> bool:
+        """False if tokens see those after them."""
+        return all(getattr(part, "causal", True) for layer in self.layers for part in layer.parts.values())
 
     @property
     def experts(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -114,6 +115,8 @@ class DecoderForCausalLM(nn.Module):
         if classes:
             dtype = context.options.params_dtype
             self.score = ReplicatedLinear(context.hidden_size, classes, bias=False, params_dtype=dtype, prefix="score")
+        if self.config.score_tokens is not None:
+            self.merge_weights = partial(_with_score, self.config.score_tokens)
         self.left_out = (*getattr(self, "left_out", ()), "lm_head", *(() if classes else ("score",)))
         self.further_renames = tuple((name, f"model.{name}") for name, _ in self.model.named_children())
 
@@ -131,12 +134,17 @@ class DecoderForCausalLM(nn.Module):
         multiplier = self.config.embedding_multiplier
         return hidden if multiplier == 1.0 else hidden * multiplier
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def embed_batch(self, batch: ForwardBatch) -> torch.Tensor:
+        """What enters the first layer, float32 [N, H]."""
         model, positions = self.model, self.config.learned_positions
         hidden = self.embed(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
         if model.embed_positions is not None and positions is not None:
             hidden = hidden + model.embed_positions(batch.positions + positions.offset)
-        residual = None
+        return hidden
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        model, residual = self.model, None
+        hidden = self.embed_batch(batch)
         for layer in model.layers:
             hidden, residual = layer(hidden, residual, batch)
         if model.norm is not None:
@@ -147,3 +155,15 @@ class DecoderForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits_processor(self.lm_head, hidden)
+
+
+def _with_score(
+    tokens: tuple[int, int], tensors: Iterator[tuple[str, torch.Tensor]], names: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors and `score.weight`, from the rows of the LM head, or of the embedding it is tied to."""
+    head = next((name for name in names if name.endswith("lm_head.weight")), None)
+    for name, tensor in tensors:
+        yield name, tensor
+        if name == head or (head is None and name.endswith("embed_tokens.weight")):
+            no, yes = (tensor[token].float() for token in tokens)
+            yield "score.weight", (yes - no)[None]

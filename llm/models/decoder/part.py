@@ -59,6 +59,11 @@ class BuildContext:
         self.num_states += 1
         return self.num_states - 1
 
+    def shared_state(self) -> int:
+        """The index of the one state of a model whose layers share it."""
+        self.num_states = 1
+        return 0
+
     def shared(self, key: Hashable, make: Callable[[], M]) -> M:
         """One module for all layers with this key."""
         if key not in self._shared:

@@ -1,0 +1,129 @@
+"""Encoders made of a decoder's parts: tokens see those after them, and hidden states are the result.
+
+Owns what stands around the layers: token types and the norm of the embedding, and the classifier. A family maps its
+config.json onto the parts and gives its tensors' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from llm.base.activations import ACTIVATE
+from llm.forward import ForwardBatch
+from llm.layers.embedding import VocabParallelEmbedding
+from llm.layers.linear import ReplicatedLinear
+from llm.models.decoder import BuildContext, DecoderConfig, DecoderForCausalLM, NormConfig
+from llm.models.interface import BuildOptions
+
+
+@dataclass(frozen=True)
+class ClassifierConfig:
+    """out(norm(activation(dense(x)))) of a pooled hidden state.
+
+    Attributes:
+        activation: a key of `ACTIVATE`.
+        bias: of `dense`; `out` has one.
+        norm: None: there is none.
+    """
+
+    activation: str
+    bias: bool = True
+    norm: NormConfig | None = None
+
+
+@dataclass(frozen=True)
+class EncoderConfig(DecoderConfig):
+    """An encoder.
+
+    Attributes:
+        embedding_norm: of the sum of embeddings; None: there is none.
+        token_types: rows of the token type table; 0: there is none.
+        classifier: what a checkpoint with classes has after pooling.
+        pooling_type: of a classifier, and of an embedder that does not say.
+    """
+
+    embedding_norm: NormConfig | None = None
+    token_types: int = 0
+    classifier: ClassifierConfig = ClassifierConfig("tanh")
+    pooling_type: str = "CLS"
+
+
+class EncoderModel(DecoderForCausalLM):
+    """The base class of encoders.
+
+    Class attributes, beside those of `CausalLM`:
+        heads: leading path segments of a checkpoint's tensors of the classifier -> ours: "head.dense", "head.norm",
+            "head.out".
+        other_heads: leading path segments of tensors that are never used.
+    """
+
+    heads: ClassVar[Mapping[str, str]] = {}
+    other_heads: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: EncoderConfig, options: BuildOptions) -> None:
+        super().__init__(config, options)
+        context = BuildContext(options, config.hidden_size)
+        self.token_types: VocabParallelEmbedding | None = None
+        if config.token_types:
+            self.token_types = VocabParallelEmbedding(
+                config.token_types, config.hidden_size, prefix="token_types", **context.common
+            )
+        norm = config.embedding_norm
+        self.embed_norm = None if norm is None else norm.build(config.hidden_size, context)
+
+    def _build_score(self, classes: int, context: BuildContext) -> None:
+        self.left_out = (*self.other_heads, *(() if classes else self.heads))
+        self.further_renames = tuple(self.heads.items())
+        if classes and isinstance(self.config, EncoderConfig):
+            self.head = _Classifier(classes, self.config.classifier, context)
+
+    def classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+    def embed_batch(self, batch: ForwardBatch) -> torch.Tensor:
+        model, positions = self.model, self.config.learned_positions
+        hidden = self.embed(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
+        if self.token_types is not None:
+            types = torch.zeros_like(batch.input_ids) if batch.token_types is None else batch.token_types
+            hidden = hidden + self.token_types(types)
+        if model.embed_positions is not None and positions is not None:
+            hidden = hidden + model.embed_positions(batch.positions + positions.offset)
+        return hidden if self.embed_norm is None else self.embed_norm(hidden)
+
+
+class _Classifier(nn.Module):
+    def __init__(self, classes: int, config: ClassifierConfig, context: BuildContext) -> None:
+        super().__init__()
+        size, dtype = context.hidden_size, context.options.params_dtype
+        self.dense = ReplicatedLinear(size, size, bias=config.bias, params_dtype=dtype, prefix="head.dense")
+        self.norm = None if config.norm is None else config.norm.build(size, context)
+        self.out = ReplicatedLinear(size, classes, bias=True, params_dtype=dtype, prefix="head.out")
+        self.activation = ACTIVATE[config.activation]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [R, H] -> [R, classes]."""
+        wide = self.activation(self.dense(hidden).cpu().double().numpy())
+        hidden = torch.from_numpy(wide).float().to(hidden.device)
+        return self.out(hidden if self.norm is None else self.norm(hidden))
+
+
+def layer_renames(
+    prefixes: tuple[str, ...], layers: str, of_layer: Mapping[str, str], around: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """`renames` of checkpoints whose names may have one of `prefixes`; `layers`: the path before a layer's number.
+
+    Norms of the first checkpoints are called gamma and beta.
+    """
+    inside = {f"{layers}.*.{old}": f"model.layers.*.{new}" for old, new in of_layer.items()} | dict(around)
+    old_names = {
+        f"{old}.{was}": f"{new}.{now}"
+        for old, new in inside.items()
+        if "norm" in new
+        for was, now in (("gamma", "weight"), ("beta", "bias"))
+    }
+    return tuple((prefix + old, new) for prefix in prefixes for old, new in (old_names | inside).items())

@@ -1,0 +1,128 @@
+"""Encoders are transformers': hidden states, means and classes, of texts and of pairs, alone and in a ragged batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_folders import hidden_states, prompts, save_model, save_modules, save_tokenizer
+from tiny_models import BASE, VOCAB, one_thread
+
+from llm import LLM, PoolingParams, ValidationError
+from llm.base.errors import UnsupportedModelError
+
+TOLERANCE = 1e-5
+BERT: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 91,
+    "max_position_embeddings": 80,
+    "layer_norm_eps": 1e-3,
+    "pad_token_id": 0,
+}
+WINDOWED = {**BERT, "num_hidden_layers": 4, "local_attention": 22, "classifier_pooling": "mean", "norm_eps": 1e-3}
+DISTIL = {"dim": 48, "n_heads": 6, "n_layers": 2, "hidden_dim": 91, "max_position_embeddings": 80, "vocab_size": VOCAB}
+# Family -> (prefix of transformers' classes, config).
+ENCODERS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "bert": ("Bert", BERT),
+    "roberta": ("Roberta", {**BERT, "pad_token_id": 1, "max_position_embeddings": 82}),
+    "xlm-roberta": ("XLMRoberta", {**BERT, "pad_token_id": 3, "max_position_embeddings": 84, "type_vocab_size": 1}),
+    "distilbert": ("DistilBert", DISTIL),
+    "modernbert": ("ModernBert", {name: value for name, value in WINDOWED.items() if name != "layer_norm_eps"}),
+    "nomic_bert": ("NomicBert", BERT),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def load(folder: Path, **more: Any) -> LLM:
+    return LLM(folder, **{"skip_tokenizer_init": not (folder / "tokenizer.json").exists(), **more})
+
+
+def close(actual: np.ndarray, expected: torch.Tensor) -> bool:
+    return bool(np.abs(actual - expected.numpy()).max() <= TOLERANCE)
+
+
+def unit(values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(values.double(), dim=-1)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_hidden_states_and_means(family: str, tmp_path: Path) -> None:
+    name, config = ENCODERS[family]
+    model = save_model(tmp_path, f"{name}Model", **config)
+    save_modules(tmp_path, "mean")
+    with load(tmp_path, max_num_batched_tokens=64) as llm:
+        assert llm.config.model_config.convert_type == "embed" and llm.config.invariant
+        states = [hidden_states(model, prompt) for prompt in prompts()]
+        found = llm.embed(prompts(), use_tqdm=False).to_numpy()
+        assert close(found, torch.stack([unit(own.mean(0)) for own in states]))
+        tokens = llm.encode(prompts(), use_tqdm=False)
+        assert all(close(one.to_numpy(), unit(own)) for one, own in zip(tokens, states, strict=True))
+        for order in (prompts()[::-1], *([prompt] for prompt in prompts())):
+            expected = [found[prompts().index(prompt)] for prompt in order]
+            assert np.array_equal(llm.embed(order, use_tqdm=False).to_numpy(), np.stack(expected))
+        # A mean over padding, and a text at other positions, are seen.
+        padded = torch.cat([states[0], torch.zeros(1, 48)])
+        assert not close(found[0], unit(padded.mean(0) + 0.01))
+        if family not in ("modernbert", "nomic_bert"):
+            moved = hidden_states(model, prompts()[0], position_ids=torch.arange(5)[None] + 5)
+            assert not close(found[0], unit(moved.mean(0)))
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_classes(family: str, tmp_path: Path) -> None:
+    name, config = ENCODERS[family]
+    model: Any = save_model(tmp_path, f"{name}ForSequenceClassification", **config, num_labels=3)
+    with load(tmp_path) as llm:
+        outputs = llm.classify(prompts(), use_tqdm=False)
+        with torch.no_grad():
+            logits = torch.cat([model(torch.tensor([prompt])).logits for prompt in prompts()])
+        assert close(outputs.to_numpy(), logits.softmax(-1))
+        alone = [llm.classify([prompt], use_tqdm=False).to_numpy() for prompt in prompts()]
+        assert np.array_equal(np.concatenate(alone), outputs.to_numpy())
+    with load(tmp_path, convert="embed", pooler_config={"pooling_type": "CLS", "normalize": False}) as llm:
+        first = torch.stack([hidden_states(model, prompt)[0] for prompt in prompts()])
+        assert close(llm.embed(prompts(), use_tqdm=False).to_numpy() / 10, first / 10)
+
+
+def test_tokens_see_both_sides_of_a_window_in_gemma(tmp_path: Path) -> None:
+    """EmbeddingGemma: a decoder's layers, a window of both sides, and a matrix after the mean."""
+    config = {**BASE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    given = {**config, "num_attention_heads": 4, "use_bidirectional_attention": True, "query_pre_attn_scalar": 10}
+    model = save_model(tmp_path, "Gemma3TextModel", **given)
+    dense = save_modules(tmp_path, "mean", dense=(48, 20))
+    with load(tmp_path) as llm:
+        found = llm.embed(prompts(), use_tqdm=False).to_numpy()
+        means = torch.stack([hidden_states(model, prompt).double().mean(0) for prompt in prompts()])
+        weight, bias = (dense[f"linear.{name}"].double() for name in ("weight", "bias"))
+        assert close(found, unit(torch.tanh(means @ weight.T + bias)))
+        assert np.array_equal(llm.embed(prompts()[2:3], use_tqdm=False).to_numpy()[0], found[2])
+    with pytest.raises(UnsupportedModelError, match="cannot generate: its tokens see those after them"):
+        load(tmp_path, runner="generate", hf_overrides={"architectures": ["Gemma3ForCausalLM"]})
+
+
+def test_an_encoder_computes_whole_texts(tmp_path: Path) -> None:
+    save_model(tmp_path, "BertModel", **BERT)
+    save_tokenizer(tmp_path)
+    with load(tmp_path, max_num_batched_tokens=16) as llm:
+        scheduler = llm.config.scheduler_config
+        assert not scheduler.enable_chunked_prefill and not llm.config.cache_config.enable_prefix_caching
+        whole = llm.embed([[7] * 80, "w1 w2"], use_tqdm=False)
+        assert [len(output.prompt_token_ids) for output in whole] == [80, 4]
+        with pytest.raises(ValidationError, match="max_model_len is 80; shorten it, or pass PoolingParams"):
+            llm.embed("w1 " * 79)
+        cut = llm.embed("w1 " * 79, use_tqdm=False, pooling_params=PoolingParams(truncate_prompt_tokens=-1))
+        assert (len(cut[0].prompt_token_ids), cut[0].prompt_token_ids[-1]) == (80, 3)
+        with pytest.raises(ValidationError, match="generates no text, it gives vectors; call embed"):
+            llm.generate("w1")
