@@ -117,6 +117,7 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended it; None for EOS and length.
         error: with finish_reason "error" or "skipped", the exception; `raise` it for the traceback.
         structured: the outcome of `structured_outputs`; None without.
+        parsed: a complete JSON answer as data (`StructuredOutputsParams.parse`); else None.
     """
 
     index: int
@@ -128,6 +129,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: Exception | None = None
     structured: StructuredOutcome | None = None
+    parsed: object = field(default=None, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -249,7 +251,7 @@ class RequestStateStats:
 
 # Outputs in the text of a list of them.
 _MOST_SHOWN = 20
-_OF_COMPLETIONS = frozenset(item.name for item in fields(CompletionOutput)) - {"error", "structured"}
+_OF_COMPLETIONS = frozenset(item.name for item in fields(CompletionOutput)) - {"error", "structured", "parsed"}
 
 
 @dataclass
@@ -305,6 +307,11 @@ class RequestOutput(Exports):
     def error(self) -> Exception | None:
         """The error of its prompt, or the first of a completion; None if there is none."""
         return next((own.error for own in self.outputs if own.error is not None), None)
+
+    @property
+    def parsed(self) -> object:
+        """`parsed` of the first completion."""
+        return self.outputs[0].parsed if self.outputs else None
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

@@ -16,16 +16,15 @@ from llm.sampling_params import SamplingParams
 
 def output_from_json(data: JsonObject, params: SamplingParams | None) -> RequestOutput:
     """The output that `output_as_json` wrote, without its metrics; `params` are the prompt's."""
-    flat = params is not None and params.flat_logprobs
     return RequestOutput(
         data["request_id"],
         data["prompt"],
         data["prompt_token_ids"],
-        [_completion_from(own, flat) for own in data["outputs"]],
+        [_completion_from(own, params) for own in data["outputs"]],
         data["finished"],
         data["num_cached_tokens"],
         data["seed"],
-        _positions_from(data["prompt_logprobs"], flat),
+        _positions_from(data["prompt_logprobs"], params is not None and params.flat_logprobs),
         params,
         index=data["index"],
         num_dropped_tokens=data["num_dropped_tokens"],
@@ -43,8 +42,11 @@ def error_from_json(data: JsonObject | None) -> Exception | None:
     return error
 
 
-def _completion_from(data: JsonObject, flat: bool) -> CompletionOutput:
+def _completion_from(data: JsonObject, params: SamplingParams | None) -> CompletionOutput:
     structured = data["structured"]
+    asked = None if params is None else params.structured_outputs
+    is_data = asked is not None and structured is not None and structured["complete"]
+    flat = params is not None and params.flat_logprobs
     return CompletionOutput(
         data["index"],
         data["text"],
@@ -55,6 +57,7 @@ def _completion_from(data: JsonObject, flat: bool) -> CompletionOutput:
         data["stop_reason"],
         error_from_json(data["error"]),
         None if structured is None else StructuredOutcome(**structured),
+        asked.parse(data["text"]) if asked is not None and is_data else None,
     )
 
 

@@ -92,16 +92,18 @@ class Completion:
 
     def output(self) -> CompletionOutput:
         request = self.request
+        text, structured = self._final_text(), _structured_outcome(request)
         return CompletionOutput(
             index=request.sample_index,
-            text=self._final_text(),
+            text=text,
             token_ids=request.output_token_ids,
             cumulative_logprob=self._cumulative_logprob(),
             logprobs=self._decode_logprobs(),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=request.error,
-            structured=_structured_outcome(request),
+            structured=structured,
+            parsed=_parsed(request, text, structured),
         )
 
     def _find_stop(self, text: str, new: int) -> None:
@@ -278,6 +280,16 @@ def _structured_outcome(request: Request) -> StructuredOutcome | None:
     return None if structure is None else structure.outcome(request.params, request.output_token_ids)
 
 
+def _parsed(request: Request, text: str, outcome: StructuredOutcome | None) -> object:
+    """The answer as data, once it has ended complete."""
+    asked = request.params.structured_outputs
+    if asked is None or outcome is None or not outcome.complete or request.finish_reason is None:
+        return None
+    return asked.parse(text)
+
+
 def _ended_by_token(request: Request) -> bool:
     """True if the last token is an EOS or stop token, which is not in the text."""
-    return request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
+    if request.finish_reason != "stop" or isinstance(request.stop_reason, str):
+        return False
+    return request.token_ids[-1] in request.eos_token_ids or request.stop_reason is not None

@@ -105,7 +105,10 @@ class Request:
         return self.num_tokens if self.prompt_logprobs_from >= self.num_prompt_tokens else self.prompt_logprobs_from
 
     def append(self, token: int) -> bool:
-        """Append a sampled token; True if it ends the request (in vLLM's order: EOS, stop ids, length)."""
+        """Append a sampled token; True if it ends the request (in vLLM's order: EOS, stop ids, length).
+
+        An answer of `structured_outputs` that its last allowed token closes has ended by itself.
+        """
         self.token_ids.append(token)
         if self.num_output_tokens >= self.params.min_tokens:
             if token in self.eos_token_ids:
@@ -113,7 +116,9 @@ class Request:
             if token in self.stop_token_ids:
                 return self.finish("stop", token)
         if len(self.token_ids) >= self.max_total_tokens:
-            return self.finish("length")
+            structure = self.params.structure
+            closed = structure is not None and structure.is_closed(self.output_token_ids)
+            return self.finish("stop" if closed else "length")
         rule = self.params.repetition_detection
         if rule is not None and self.num_output_tokens >= self.params.min_tokens:
             longest = rule.max_pattern_size * rule.min_count

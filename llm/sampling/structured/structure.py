@@ -17,7 +17,7 @@ import numpy as np
 
 from llm.base.errors import ValidationError
 from llm.outputs import StructuredOutcome
-from llm.sampling.structured.language import IMPOSSIBLE, Language, Needs, TokenReader
+from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
 from llm.sampling.structured.messages import first_line, refused
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
@@ -138,6 +138,19 @@ class Structure:
             return False
         with self.lock:
             return self.language.nullable[self.language.read(self.root, b"".join(text for text in texts if text))]
+
+    def is_closed(self, token_ids: Sequence[int]) -> bool:
+        """True if these tokens are a complete answer that nothing but its EOS can follow."""
+        if not self.is_complete(token_ids):
+            return False
+        if self.language is None:
+            matcher = self.matcher()
+            matcher.consume_tokens(list(token_ids))
+            return bool(matcher.is_stopped())
+        data = b"".join(self.vocabulary.token_bytes.get(token, b"") for token in token_ids)
+        with self.lock:
+            state = self.language.read(self.root, data)
+            return all(self.language.step(state, byte) == EMPTY for byte in range(256))
 
 
 class Answer:
