@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -151,15 +151,32 @@ class FusedMoEMethodBase(QuantizeMethodBase):
         """x float [M, H], weights float [M, k] and expert ids [M, k] of each token -> float [M, H]."""
 
 
+@dataclass(frozen=True)
+class StaticCache:
+    """A KV cache of `dtype` whose scales are in the checkpoint.
+
+    Attributes:
+        source: where the checkpoint says so, for reasons.
+        tensors: "k_scale", "v_scale" and with offsets "k_offset", "v_offset" -> the tensor's name below the module that
+            the attention layer is a part of.
+    """
+
+    dtype: torch.dtype
+    source: str
+    tensors: Mapping[str, str]
+
+
 class QuantizationConfig(ABC):
     """What a checkpoint format says about its layers; chooses a method per layer and computes nothing.
 
     Attributes:
         packed_modules_mapping: fused module name -> the checkpoint's names; set from the model class.
         file_decides: a file of `get_config_filenames` counts for more than config.json's `quantization_config`.
+        static_cache: the quantized KV cache whose scales the checkpoint has; None: it has none.
     """
 
     packed_modules_mapping: Mapping[str, list[str]] = {}
+    static_cache: StaticCache | None = None
     file_decides: ClassVar[bool] = False
     _to_checkpoint: Callable[[str], str] | None = None
 

@@ -55,6 +55,10 @@ class Attention(nn.Module):
     def kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         return KVCacheSpec(self.num_kv_heads, self.head_size, dtype, self.sliding_window)
 
+    def take_static_scales(self, dtype: torch.dtype, scales: torch.Tensor) -> None:
+        """The checkpoint's scales and offsets for a KV cache of `dtype`, float32 [4, kv_heads, head_size]."""
+        self.backend.static_scales = dtype, scales
+
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """query [N, heads * head_size], key and value [N, kv_heads * head_size] -> [N, heads * head_size]."""
         kv_cache, metadata = self.state(batch)

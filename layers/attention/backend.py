@@ -37,11 +37,14 @@ class AttentionBackend:
 
     Attributes:
         reason: why it computes as it does, in a few words, for `llm.explain()`.
+        static_scales: of a checkpoint with a quantized KV cache: (the cache's dtype, float32 [4, kv_heads, head_size]:
+            scales and offsets of keys, then of values). With another dtype they are not used.
         reads_quantized: it also has KV caches of `llm.forward.QUANTIZED_CACHE_DTYPES`.
     """
 
     reason: str = "the platform's backend"
     reads_quantized: bool = False
+    static_scales: tuple[torch.dtype, torch.Tensor] | None = None
 
     def __init__(self, params: AttentionParams) -> None:
         self.params = params
@@ -102,7 +105,7 @@ class PagedAttention(AttentionBackend):
         kv_cache: tuple[torch.Tensor, torch.Tensor],
         metadata: AttentionMetadata,
     ) -> None:
-        self._write_kv_cache(key, value, *kv_cache, metadata.slot_mapping)
+        self._write_kv_cache(key, value, *kv_cache, metadata.slot_mapping, static_scales=self._scales(kv_cache))
 
     def attend(
         self,
@@ -120,7 +123,15 @@ class PagedAttention(AttentionBackend):
             soft_cap=self.params.soft_cap,
             sinks=self.params.sinks,
             causal=self.params.causal,
+            static_scales=self._scales(kv_cache),
         )
+
+    def _scales(self, kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor | None:
+        """The static scales, if this cache has them."""
+        if self.static_scales is None:
+            return None
+        dtype, scales = self.static_scales
+        return scales if dtype == kv_cache[0].dtype else None
 
 
 def attention_backend(platform: Platform | None, head_size: int) -> type[AttentionBackend]:

@@ -12,14 +12,24 @@ from llm.config.plan import resolve_dtype
 from llm.forward import QUANTIZED_CACHE_DTYPES, KVCacheSpec, PagedSpec, StateSpec
 from llm.layers.attention import attention_backend
 from llm.platforms import Platform
+from llm.quantization.base import QuantizationConfig
 
 
-def choose_cache_dtype(args: EngineArgs, default: torch.dtype) -> tuple[torch.dtype, str]:
-    """(dtype, reason). default: that of `dtype=`, or if that is "auto" of the weights."""
-    dtype, reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, default, tuple(CACHE_DTYPES.values()))
-    if reason != "auto":
-        return dtype, reason
-    return dtype, "the weights' type" if args.dtype == "auto" else f"dtype={args.dtype}"
+def choose_cache_dtype(
+    args: EngineArgs, default: torch.dtype, config: QuantizationConfig | None
+) -> tuple[torch.dtype, str]:
+    """(dtype, reason). default: that of `dtype=`, or if that is "auto" of the weights; a checkpoint's static scales
+    come before it."""
+    static = None if config is None else config.static_cache
+    auto = default if static is None else static.dtype
+    dtype, reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, auto, tuple(CACHE_DTYPES.values()))
+    if static is not None and static.dtype == dtype:
+        return dtype, f"{'' if reason == 'auto' else f'{reason}; '}static scales by {static.source}"
+    if reason == "auto":
+        return dtype, "the weights' type" if args.dtype == "auto" else f"dtype={args.dtype}"
+    if static is not None:
+        reason += f"; the static scales of {static.source} are not used"
+    return dtype, reason + ("; a scale per token and KV head" if dtype in QUANTIZED_CACHE_DTYPES else "")
 
 
 def check_cache(given: object, dtype: torch.dtype, specs: Sequence[StateSpec], platform: Platform) -> str:
@@ -27,7 +37,7 @@ def check_cache(given: object, dtype: torch.dtype, specs: Sequence[StateSpec], p
     if dtype not in QUANTIZED_CACHE_DTYPES:
         return ""
     paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
-    floats = "'auto', which keeps it in floats"
+    floats = "a float type, such as 'bfloat16'"
     for spec in paged:
         if not isinstance(spec, KVCacheSpec):
             refuse("kv_cache_dtype", given, f"{floats}: this model keeps no keys and values of heads")
@@ -35,4 +45,4 @@ def check_cache(given: object, dtype: torch.dtype, specs: Sequence[StateSpec], p
         if not backend.reads_quantized:
             refuse("kv_cache_dtype", given, f"{floats}: {backend.__name__} reads nothing else")
     size = sum(spec.bytes_per_token() for spec in paged)
-    return f"; a scale per token and KV head, {size:,} bytes per token in all layers"
+    return f"; {size:,} bytes per token in all layers"

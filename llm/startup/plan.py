@@ -77,7 +77,7 @@ def make_plan(
     """The plan of rank `tp` in `free` bytes; raises `ValidationError` and `OutOfMemoryError`, and allocates nothing."""
     args = _for_pooling(args, model)
     dtypes, free = choose_dtypes(args, model, platform), platform.memory_free() if free is None else free
-    kv_dtype, why = choose_cache_dtype(args, dtypes.of_cache(args))
+    kv_dtype, why = choose_cache_dtype(args, dtypes.of_cache(args), model.quantization.config)
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
     why += check_cache(args.kv_cache_dtype, kv_dtype, specs, platform)
     memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)

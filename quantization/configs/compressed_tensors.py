@@ -15,9 +15,10 @@ from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import clip, list_names, show
-from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache
 from llm.quantization.configs.compressed_args import SOURCE, QuantizationArgs, preset
 from llm.quantization.configs.reader import Fields
+from llm.quantization.kv_cache import prepare_static_cache
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
 from llm.quantization.storage.base import WeightStorage
@@ -110,9 +111,11 @@ class CompressedTensorsConfig(QuantizationConfig):
     or 4 bits, as in vLLM on hardware without such floats. Raises `UnsupportedModelError` for anything else.
     """
 
-    def __init__(self, groups: list[Group], ignore: Sequence[str]) -> None:
+    def __init__(self, groups: list[Group], ignore: Sequence[str], static_cache: StaticCache | None = None) -> None:
         self.groups = groups
         self.ignore = ignore
+        self.static_cache = static_cache
+        self._cache_names: dict[str, str] = {}
 
     def get_name(self) -> str:
         return SOURCE
@@ -126,7 +129,7 @@ class CompressedTensorsConfig(QuantizationConfig):
         if given is None or not given.given:
             raise whole.error("config_groups", "an object with one entry or more")
         groups = [_parse_group(given, name, default) for name in given.given]
-        return cls(groups, whole.names("ignore"))
+        return cls(groups, whole.names("ignore"), _static_cache(whole))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         kind = getattr(layer, "quant_kind", "")
@@ -143,7 +146,21 @@ class CompressedTensorsConfig(QuantizationConfig):
             raise UnsupportedModelError(f"{SOURCE}: {prefix} is an embedding in {group.scheme}, which is not computed.")
         return scheme(group.storage(columns_of(layer), prefix), SOURCE, group.reason)
 
+    def prepare_model(self, model: nn.Module) -> None:
+        if self.static_cache is not None:
+            self._cache_names = prepare_static_cache(self.static_cache, model, self._stored_name, lambda name: True)
+
+    def _stored_name(self, path: str) -> str:
+        (name,) = self.checkpoint_names(path)
+        return name
+
+    def parameter_name(self, name: str) -> str:
+        return self._cache_names.get(name, name)
+
     def ignores(self, name: str) -> bool:
+        # Queries are not rounded by a scale of the file.
+        if self.static_cache is not None and name.endswith(".q_scale"):
+            return True
         return any(group.drops_inputs for group in self.groups) and name.rpartition(".")[2] in _UNREAD_SCALES
 
     def _find(self, name: str, fused: str, classes: tuple[str, ...]) -> Group | None:
@@ -165,8 +182,6 @@ def _refuse_whole(config: Fields) -> None:
     unknown = sorted(key for key in config.given.keys() - _KEYS if config.given[key] not in ({}, []))
     if unknown:
         raise CheckpointError(f"{_WHERE} has keys that are not understood: {list_names(unknown)}.")
-    if config.given.get("kv_cache_scheme"):
-        _refuse("a quantized KV cache (kv_cache_scheme) is not computed yet")
     transforms = config.part("transform_config")
     if transforms is not None and transforms.given.get("config_groups"):
         _refuse("rotations (transform_config) are not computed")
@@ -176,6 +191,22 @@ def _refuse_whole(config: Fields) -> None:
     status = config.string("quantization_status", "") or "compressed"
     if status != "compressed":
         _refuse(f"quantization_status is {show(status)}: the weights were saved before they were compressed")
+
+
+def _static_cache(config: Fields) -> StaticCache | None:
+    """Of `kv_cache_scheme`: scales of a whole layer, or of each KV head."""
+    args = QuantizationArgs.parse(config, "kv_cache_scheme")
+    if args is None:
+        return None
+    dtype = {("float", 8): torch.float8_e4m3fn, ("int", 8): torch.int8}.get((args.type, args.num_bits))
+    if dtype is None or not args.symmetric or args.dynamic or args.strategy not in ("tensor", "attn_head"):
+        kind = f"{'' if args.symmetric else 'asymmetric '}{args.num_bits}-bit {args.type}"
+        kind = f"dynamic {kind}" if args.dynamic else kind
+        _refuse(
+            f"kv_cache_scheme is {kind} of strategy {args.strategy!r}; computed are static scales of 8 bits, one for "
+            "each layer or KV head"
+        )
+    return StaticCache(dtype, "kv_cache_scheme", {"k_scale": "k_scale", "v_scale": "v_scale"})
 
 
 def _parse_group(groups: Fields, name: str, default_format: str) -> Group:

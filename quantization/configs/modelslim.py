@@ -14,8 +14,9 @@ from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import clip, list_names, quote, show
-from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache
 from llm.quantization.configs.reader import Fields
+from llm.quantization.kv_cache import prepare_static_cache
 from llm.quantization.matching import agreed, columns_of
 from llm.quantization.registry import get_scheme, scheme_types
 from llm.quantization.storage.base import WeightStorage
@@ -29,18 +30,24 @@ PACKED_VERSION = "1.0.0"
 _DEFAULT_GROUP_SIZE = 256
 _GLOBALS = frozenset("model_quant_type version group_size metadata optional max_supported_tp".split())
 _REFUSED_GLOBALS = {
-    "kv_cache_type": "a quantized KV cache",
-    "kv_quant_type": "a quantized KV cache",
     "fa_quant_type": "quantized attention",
     "indexer_quant_type": "a quantized indexer",
     "reduce_quant_type": "quantized communication",
     "is_rot_used": "rotated activations",
 }
+# Of int8 with a scale and an offset per channel.
+_CACHE_TYPES = ("kv_cache_type", "kv_quant_type")
+_CACHE = "C8"
+_CACHE_TENSORS = {
+    "k_scale": "k_proj.kv_cache_scale",
+    "k_offset": "k_proj.kv_cache_offset",
+    "v_scale": "v_proj.kv_cache_scale",
+    "v_offset": "v_proj.kv_cache_offset",
+}
 _REFUSED_PARTS = {
     "heads_rotation": "rotations of heads",
     "kronecker_rotation": "Kronecker rotations",
     "div.mul_scale": "activations scaled by div.mul_scale (non-fused SmoothQuant)",
-    "kv_cache_scale": "a quantized KV cache",
 }
 # Type -> the type with the same arithmetic. Floats: activations stay float32, as in the configs of other formats.
 _FP8 = "W8A16_FP8"
@@ -76,6 +83,9 @@ class ModelSlimConfig(QuantizationConfig):
             raise fields.error("group_size", "an integer of at least 0")
         self.types = _types(description)
         _check_tensors(self.types)
+        is_cache = any(fields.given.get(name) for name in _CACHE_TYPES)
+        self.static_cache = StaticCache(torch.int8, f"{FILE}: {_CACHE}", _CACHE_TENSORS) if is_cache else None
+        self._cache_names: dict[str, str] = {}
 
     def get_name(self) -> str:
         return "ascend"
@@ -104,13 +114,20 @@ class ModelSlimConfig(QuantizationConfig):
         return scheme(self._storage(quant_type, names, layer), FILE, f"its weight is {clip(quant_type, 40)}")
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Register the bias that norms have in anti-outlier checkpoints: y = rmsnorm(x) * w + bias."""
+        """Register the bias that norms have in anti-outlier checkpoints: y = rmsnorm(x) * w + bias; static scales."""
+        if self.static_cache is not None:
+            self._cache_names = prepare_static_cache(
+                self.static_cache, model, lambda path: self.checkpoint_names(path)[0], self.types.__contains__
+            )
         for name, module in model.named_modules():
             is_norm = isinstance(getattr(module, "weight", None), nn.Parameter) and not hasattr(module, "quant_method")
             if is_norm and not hasattr(module, "bias"):
                 (stored,) = self.checkpoint_names(name)
                 if f"{stored}.bias" in self.types:
                     _give_bias(module)
+
+    def parameter_name(self, name: str) -> str:
+        return self._cache_names.get(name, name)
 
     def ignores(self, name: str) -> bool:
         """True for copies of norms in the format's first version, and for tensors of static W8A8 in W8A8_MIX layers."""
@@ -160,7 +177,10 @@ def _check_globals(fields: Fields) -> None:
     for name, what in _REFUSED_GLOBALS.items():
         if fields.given.get(name):
             raise UnsupportedModelError(f"{FILE} has {name}={show(fields.given[name])}: {what} is not computed.")
-    unknown = sorted(fields.given.keys() - _GLOBALS - set(_REFUSED_GLOBALS))
+    for name in _CACHE_TYPES:
+        if fields.given.get(name) not in (None, "", _CACHE):
+            raise UnsupportedModelError(f"{FILE} has {name}={show(fields.given[name])}; computed is {_CACHE!r}.")
+    unknown = sorted(fields.given.keys() - _GLOBALS - set(_REFUSED_GLOBALS) - set(_CACHE_TYPES))
     if unknown:
         raise CheckpointError(f"{FILE} has keys that are not understood: {list_names(unknown)}.")
 
@@ -171,6 +191,12 @@ def _check_tensors(types: Mapping[str, str]) -> None:
             if part in name:
                 raise UnsupportedModelError(f"{FILE} names {quote(name)}: {what} are not computed.")
         module, _, last = name.rpartition(".")
+        if last in ("kv_cache_scale", "kv_cache_offset"):
+            if value != _CACHE:
+                raise UnsupportedModelError(
+                    f"{FILE} gives {clip(name)} the type {show(value)}; computed is {_CACHE!r}."
+                )
+            continue
         whole = types.get(f"{module}.weight", value)
         if last not in ("bias", "module") and value != whole:
             raise CheckpointError(

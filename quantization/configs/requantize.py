@@ -24,6 +24,7 @@ class RequantizeConfig(QuantizationConfig):
     def __init__(self, stored: QuantizationConfig, online: OnlineConfig) -> None:
         self.stored = stored
         self.online = online
+        self.static_cache = stored.static_cache
 
     def get_name(self) -> str:
         return self.stored.get_name()

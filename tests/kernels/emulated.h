@@ -148,6 +148,8 @@ EMULATED __m512i sub_epi8(__m512i a, __m512i b) { return (__m512i)((__v64qu)a - 
 EMULATED __m512i and_si512(__m512i a, __m512i b) { return a & b; }
 EMULATED __m512i slli_epi32(__m512i x, int n) { return (__m512i)((__v16su)x << n); }
 EMULATED __m512i srli_epi32(__m512i x, int n) { return (__m512i)((__v16su)x >> n); }
+EMULATED __m512i slli_epi16(__m512i x, int n) { return (__m512i)((__v32hu)x << n); }
+EMULATED __m512i srai_epi16(__m512i x, int n) { return (__m512i)((__v32hi)x >> n); }
 EMULATED __m512i srai_epi32(__m512i x, int n) { return (__m512i)((__v16si)x >> n); }
 EMULATED __m512i srli_epi16(__m512i x, int n) { return (__m512i)((__v32hu)x >> n); }
 EMULATED __m512i max_epi32(__m512i a, __m512i b) {
@@ -386,6 +388,10 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_sub_epi32 emulated::sub_epi32
 #define _mm512_sub_epi8 emulated::sub_epi8
 #define _mm512_and_si512 emulated::and_si512
+#undef _mm512_slli_epi16
+#define _mm512_slli_epi16 emulated::slli_epi16
+#undef _mm512_srai_epi16
+#define _mm512_srai_epi16 emulated::srai_epi16
 #undef _mm512_slli_epi32
 #define _mm512_slli_epi32 emulated::slli_epi32
 #undef _mm512_srli_epi32

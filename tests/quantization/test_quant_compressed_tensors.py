@@ -291,7 +291,8 @@ def test_shards_must_share_a_group(made: Any, tmp_path: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "kv": ({"kv_cache_scheme": {"num_bits": 8}}, "a quantized KV cache"),
+    "kv": ({"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme is 4-bit int of strategy 'tensor'; computed are"),
+    "kv-dynamic": ({"kv_cache_scheme": {"type": "float", "dynamic": True}}, "kv_cache_scheme is dynamic 8-bit float"),
     "rotation": ({"transform_config": {"config_groups": {"u": {}}}}, "rotations"),
     "sparse": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
     "status": ({"quantization_status": "frozen"}, "saved before they were compressed"),

@@ -197,7 +197,8 @@ def test_mixed_layers_and_norm_bias(write: Writer, source: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "kv": ({"kv_cache_type": "C8"}, "kv_cache_type='C8': a quantized KV cache is not computed"),
+    "kv": ({"kv_cache_type": "C4"}, "kv_cache_type='C4'; computed is 'C8'"),
+    "kv-tensor": ({"model.layers.0.self_attn.k_proj.kv_cache_scale": "C4"}, "the type 'C4'; computed is 'C8'"),
     "fa": ({"fa_quant_type": "FAKQuant"}, "quantized attention is not computed"),
     "rotation": ({"is_rot_used": True}, "rotated activations is not computed"),
     "heads": ({"model.layers.0.self_attn.heads_rotation": "FLOAT"}, "rotations of heads are not computed"),

@@ -27,7 +27,7 @@ def test_the_config_says_what_a_token_takes(name: str) -> None:
         assert cache.kv_cache_dtype == NAMES[name]
         assert cache.kv_cache_memory_bytes == cache.num_blocks * cache.block_size * 1056
         line = next(line for line in repr(llm.config).splitlines() if line.startswith("kv_cache_dtype"))
-        assert line.endswith("(asked for; a scale per token and KV head, 1,056 bytes per token in all layers)")
+        assert line.endswith("(asked for; a scale per token and KV head; 1,056 bytes per token in all layers)")
 
 
 def test_nearly_twice_the_tokens_fit() -> None:
@@ -47,7 +47,7 @@ def test_the_spec_counts_codes_and_scales() -> None:
 
 def test_one_vector_per_token_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tiny_checkpoint("minicpm3", tmp_path_factory)
-    with pytest.raises(ValidationError, match=r"must be 'auto', which keeps it in floats: .* no keys and values of"):
+    with pytest.raises(ValidationError, match=r"must be a float type, such as 'bfloat16': .* no keys and values of"):
         LLM(folder, skip_tokenizer_init=True, kv_cache_dtype="int8")
 
 
@@ -57,7 +57,7 @@ def test_a_plugin_that_reads_floats_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("llm.startup.kv_cache.attention_backend", lambda platform, size: Theirs)
     platform = current_platform
-    with pytest.raises(ValidationError, match="keeps it in floats: Theirs reads nothing else"):
+    with pytest.raises(ValidationError, match="such as 'bfloat16': Theirs reads nothing else"):
         check_cache("int8", INT8, [KVCacheSpec(2, 8, INT8)], platform)
     assert check_cache("auto", torch.float32, [LatentCacheSpec(8, torch.float32)], platform) == ""
 

@@ -1,0 +1,98 @@
+"""Static scales of a checkpoint's KV cache (`StaticCache`): the parameters that attention layers get for them.
+
+An attention layer is a module with `take_static_scales`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from llm.base.errors import CheckpointError
+from llm.quantization.base import QuantizeMethodBase, StaticCache
+from llm.quantization.storage.floats import check_scales
+from llm.quantization.unquantized import new_parameter
+
+# In the order of the rows of `static_scales` (kernels/reference/quantized_cache.py).
+_NAMES = ("k_scale", "k_offset", "v_scale", "v_offset")
+
+
+class _Attention(Protocol):
+    """An attention layer, as far as scales go."""
+
+    num_kv_heads: int
+    head_size: int
+
+    def take_static_scales(self, dtype: torch.dtype, scales: torch.Tensor) -> None: ...
+
+
+def prepare_static_cache(
+    cache: StaticCache, model: nn.Module, stored: Callable[[str], str], has: Callable[[str], bool]
+) -> dict[str, str]:
+    """Give each attention layer that has scales its parameters.
+
+    Returns: the checkpoint's name -> the parameter's, with the checkpoint's names of modules. stored: a module's name
+    in the checkpoint. has: whether the checkpoint has a tensor.
+    """
+    names: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if not hasattr(module, "take_static_scales"):
+            continue
+        parent, _, own = path.rpartition(".")
+        below = {name: f"{stored(parent)}.{tensor}" for name, tensor in cache.tensors.items()}
+        present = {name: tensor for name, tensor in below.items() if has(tensor)}
+        if present:
+            missing = [name for name in ("k_scale", "v_scale") if name not in present]
+            if missing:
+                raise CheckpointError(f"{cache.source} scales {path} without {below[missing[0]]}.")
+            method = StaticCacheMethod(cache, tuple(present))
+            method.create_weights(module)
+            module.quant_method = method
+            names |= {tensor: f"{stored(parent)}.{own}.{name}" for name, tensor in present.items()}
+    return names
+
+
+class StaticCacheMethod(QuantizeMethodBase):
+    """Loads the static scales of one attention layer, which then belong to its backend."""
+
+    invariant = True
+
+    def __init__(self, cache: StaticCache, names: tuple[str, ...]) -> None:
+        self.cache, self.names = cache, names
+        self.scheme = f"KV cache {str(cache.dtype).removeprefix('torch.')}"
+        self.source, self.reason = cache.source, "static scales"
+
+    def create_weights(self, layer: nn.Module, *args: object, **kwargs: object) -> None:
+        attention = cast(_Attention, layer)
+        for name in self.names:
+            values = torch.zeros(attention.num_kv_heads, attention.head_size)
+            layer.register_parameter(name, new_parameter(values, _load, any_dtype=True))
+
+    def apply(self, layer: nn.Module, *args: object) -> torch.Tensor:
+        raise NotImplementedError("attention applies the scales of its KV cache by itself")
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        attention, rows = cast(_Attention, layer), []
+        for name in _NAMES:
+            row = getattr(layer, name, None)
+            rows.append(torch.zeros(attention.num_kv_heads, attention.head_size) if row is None else row.data)
+            if name in self.names and name.endswith("scale"):
+                check_scales(rows[-1], name)
+                if not (rows[-1] > 0).all():
+                    raise CheckpointError(f"{name} of a KV cache has values that are 0.")
+            elif name in self.names and not (rows[-1].abs() <= 128).all():
+                raise CheckpointError(f"{name} of a KV cache must be of values from -128 to 127.")
+        attention.take_static_scales(self.cache.dtype, torch.stack(rows).contiguous())
+
+
+def _load(param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
+    """One value for all channels, one for each KV head, or one for each channel."""
+    heads, size = param.shape
+    if loaded.numel() not in (1, heads, heads * size):
+        raise ValueError(f"has shape {list(loaded.shape)}, the model needs 1, {heads} or {heads * size} values")
+    values = loaded.reshape(-1, size) if loaded.numel() == heads * size else loaded.reshape(-1, 1)
+    param.data.copy_(values.float().expand(heads, size))
+    return param.numel()
