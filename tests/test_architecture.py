@@ -74,6 +74,7 @@ FLOORS = {
     "llm.chat_loop": 8,
     "llm.doctor": 8,
     "llm.startup": 8,
+    "llm.verification": 8,
     "llm.__main__": 8,
     "llm.v1": 8,
     "llm.entrypoints": 8,

@@ -27,6 +27,7 @@ from llm.api.ranking import Ranking
 from llm.api.reports import Reports
 from llm.api.scoring import Scoring
 from llm.api.streaming import Streaming
+from llm.api.verifying import Verifying
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_flag
 from llm.base.errors import (
@@ -69,6 +70,7 @@ class LLM(
     Processors,
     Planning,
     Reports,
+    Verifying,
     Access,
 ):
     """A language model in this process.

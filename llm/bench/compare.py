@@ -6,8 +6,7 @@ values on both sides, and both compute in float32 (transformers on a float32 cop
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from llm.base.quiet import quiet
 from llm.bench.measure import Figure, Tokens
 from llm.engine.stats import EngineStats
 
@@ -41,7 +41,7 @@ class Transformers:
     def load(cls, folder: Path) -> Transformers:
         from transformers import AutoModelForCausalLM
 
-        with _quiet():
+        with quiet():
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
             )
@@ -51,7 +51,7 @@ class Transformers:
     def from_config(cls, folder: Path, weight_dtype: torch.dtype) -> Transformers:
         """Random weights for the config.json in `folder`, written there as a checkpoint of `weight_dtype`."""
         config = (folder / "config.json").read_text(encoding="utf-8")
-        with _quiet():
+        with quiet():
             model = _random_model(folder)
             nn.Module.to(model, weight_dtype)  # in place; transformers' own `to` has no usable type
             model.save_pretrained(folder)
@@ -133,17 +133,3 @@ def _random_model(folder: Path) -> PreTrainedModel:
                 if name.endswith("bias"):
                     parameter.normal_(0.0, _BIAS_STD)
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disable transformers' progress bars."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()

@@ -51,7 +51,7 @@ class Scheduler:
                 count += drafts
             while (new_blocks := self.blocks.allocate(request, request.num_computed_tokens + count)) is None:
                 preempted = True
-                if self._preempt_last() is request:
+                if self.preempt_last() is request:
                     break
             else:
                 if any(new_blocks):
@@ -171,7 +171,7 @@ class Scheduler:
             )
         )
 
-    def _preempt_last(self) -> Request:
+    def preempt_last(self) -> Request:
         """Move the last admitted running request back to the head of the queue; it recomputes its tokens."""
         request = self.running.pop()
         self.blocks.free(request)

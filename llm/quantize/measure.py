@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, stdev
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 GREEDY_TOKENS = 64
 _SPEED_PREFILL, _SPEED_DECODE, _SPEED_REPEATS = 256, 16, 3
 _CAPTURED_BYTES = 256 << 20
+# Tokens of a run, and runs, of an interval.
+_RUN, _LEAST_RUNS = 32, 8
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,13 @@ class TextScores:
         perplexity: exp of the mean negative logprob of every token but the first of each text.
         tokens: number of scored tokens.
         likeliest: the likeliest token at each scored position.
+        losses: the negative logprob at each scored position.
     """
 
     perplexity: float
     tokens: int
     likeliest: tuple[int, ...]
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,34 @@ def score_texts(llm: LLM, texts: Sequence[str]) -> TextScores:
         raise ValidationError("the texts have no token to score.", parameter="texts", value=len(texts))
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in windows], params, use_tqdm=False)
-    total, likeliest = 0.0, []
+    losses: list[float] = []
+    likeliest = []
     for ids, output in zip(windows, outputs, strict=True):
         positions = [position for position in output.prompt_logprobs or () if position]
         for token, position in zip(ids[1:], positions, strict=True):
-            total -= position[token].logprob
+            losses.append(-position[token].logprob)
             likeliest.append(min(position, key=lambda item, at=position: at[item].rank))  # type: ignore[misc]
-    return TextScores(math.exp(total / len(likeliest)), len(likeliest), tuple(likeliest))
+    return TextScores(math.exp(sum(losses) / len(losses)), len(losses), tuple(likeliest), tuple(losses))
+
+
+def perplexity_interval(scores: TextScores) -> tuple[float, float] | None:
+    """95%, for other texts like these; None with too few tokens to tell."""
+    return _interval(scores.losses)
+
+
+def change_interval(before: TextScores, after: TextScores) -> tuple[float, float] | None:
+    """95%, of after / before; of the same tokens, so that it is far narrower than the two perplexities' intervals."""
+    return _interval([b - a for a, b in zip(before.losses, after.losses, strict=True)])
+
+
+def _interval(losses: Sequence[float]) -> tuple[float, float] | None:
+    """exp(mean -+ 1.96 standard errors). Neighbouring tokens are alike, so means of runs of tokens are compared."""
+    runs = [losses[start : start + _RUN] for start in range(0, len(losses) - _RUN + 1, _RUN)]
+    if len(runs) < _LEAST_RUNS:
+        return None
+    error = stdev(sum(run) / _RUN for run in runs) / math.sqrt(len(runs))
+    centre = sum(losses) / len(losses)
+    return math.exp(centre - 1.96 * error), math.exp(centre + 1.96 * error)
 
 
 def agreement(first: Sequence[int], second: Sequence[int]) -> float:

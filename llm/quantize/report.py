@@ -17,10 +17,12 @@ from llm.engine.inspection import LayerReport
 from llm.quantize.measure import (
     Speed,
     agreement,
+    change_interval,
     common_prefix,
     greedy_tokens,
     measure_speed,
     output_noise,
+    perplexity_interval,
     prompts_from,
     score_texts,
 )
@@ -43,6 +45,8 @@ class QuantizationReport:
         name: the quantization's name.
         layers: one entry per layer with a weight.
         perplexity_before, perplexity_after: on the texts; None without texts or without an unquantized model.
+        perplexity_interval: 95% of perplexity_after, for other texts like these; None: too few tokens, fewer than 256.
+        change_interval: 95% of perplexity_after / perplexity_before, on the same tokens.
         tokens_scored: number of scored tokens of the texts.
         next_token_agreement: share of the texts' positions where both models have the same likeliest token.
         greedy_agreement: share of 64 greedy tokens before the first difference, averaged over the prompts.
@@ -61,6 +65,8 @@ class QuantizationReport:
     prompts: int = 0
     speed_before: Speed | None = None
     speed_after: Speed | None = None
+    perplexity_interval: tuple[float, float] | None = None
+    change_interval: tuple[float, float] | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -85,6 +91,7 @@ class QuantizationReport:
             before = "" if self.perplexity_before is None else f"{self.perplexity_before:.4f} -> "
             change = "" if self.perplexity_change is None else f" ({self.perplexity_change:+.3%})"
             lines.append(f"perplexity {before}{self.perplexity_after:.4f}{change} on {self.tokens_scored:,} tokens")
+            lines += self._interval_lines()
         if self.next_token_agreement is not None:
             lines.append(f"same likeliest next token: {self.next_token_agreement:.2%} of positions")
         if self.greedy_agreement is not None:
@@ -93,6 +100,16 @@ class QuantizationReport:
                 f"{self.identical_prompts} of {self.prompts} prompts identical"
             )
         return [*lines, *self._speed_lines(), *self.notes]
+
+    def _interval_lines(self) -> list[str]:
+        if self.perplexity_interval is None:
+            return ["  95% intervals: not known, the texts have too few tokens"]
+        low, high = self.perplexity_interval
+        lines = [f"  95% interval on other texts like these: {low:.4f} to {high:.4f}"]
+        if self.change_interval is not None:
+            low, high = (each - 1 for each in self.change_interval)
+            lines.append(f"  95% interval of the change: {low:+.3%} to {high:+.3%}")
+        return lines
 
     def _speed_lines(self) -> list[str]:
         if self.speed_before is None or self.speed_after is None:
@@ -178,6 +195,7 @@ def make_report(
     tokens = greedy_tokens(llm, prompts) if prompts else []
     if after is not None:
         result |= {"perplexity_after": after.perplexity, "tokens_scored": after.tokens}
+        result["perplexity_interval"] = perplexity_interval(after)
     if speed:
         result["speed_after"] = measure_speed(llm)
     if open_plain is None:
@@ -188,6 +206,7 @@ def make_report(
         if after is not None:
             before = score_texts(plain, texts)
             result["perplexity_before"] = before.perplexity
+            result["change_interval"] = change_interval(before, after)
             result["next_token_agreement"] = agreement(before.likeliest, after.likeliest)
             noise = output_noise(plain._open_engine(), engine, texts)
         if prompts:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from llm.base.errors import LLMError, OutOfMemoryError
+from llm.base.types import JsonObject
 from llm.config.compilation import CompilationConfig
 from llm.config.defaults import library_defaults
 from llm.config.engine import GIB, EngineArgs
@@ -27,7 +27,6 @@ from llm.startup.source import ReadModel, read_model
 
 # Lengths that the table of sequences has, besides the longest.
 _LENGTHS = (512, 2048, 8192, 32768)
-_Change = dict[str, Any]
 # What is tried, in order, where a model does not fit: what changes an answer least comes first.
 _SCHEMES = ("w8a8", "w4a16", "w4a8")
 
@@ -234,9 +233,9 @@ def _change(args: EngineArgs, platform: Platform, free: int) -> dict[str, object
     return {}
 
 
-def _changes(args: EngineArgs) -> Iterator[_Change]:
+def _changes(args: EngineArgs) -> Iterator[JsonObject]:
     """Shorter sequences, then smaller weights, then both."""
-    shorter: list[_Change] = [{}]
+    shorter: list[JsonObject] = [{}]
     if args.max_model_len is not None:
         shorter.append({"max_model_len": None})
     if args.kv_cache_memory_bytes is not None:

@@ -437,13 +437,13 @@ def plant_too_many_rows(scheduler: Scheduler) -> None:
 
 
 def plant_oldest_preempted(scheduler: Scheduler) -> None:
-    preempt = scheduler._preempt_last
+    preempt = scheduler.preempt_last
 
     def first() -> Request:
         scheduler.running.append(scheduler.running.pop(0))
         return preempt()
 
-    scheduler._preempt_last = first  # type: ignore[method-assign]
+    scheduler.preempt_last = first  # type: ignore[method-assign]
 
 
 def plant_slot_leaked(scheduler: Scheduler) -> None:
@@ -467,14 +467,14 @@ def plant_prefix_shared_without_its_state(scheduler: Scheduler) -> None:
 
 
 def plant_removal_untold(scheduler: Scheduler) -> None:
-    preempt = scheduler._preempt_last
+    preempt = scheduler.preempt_last
 
     def untold() -> Request:
         request = preempt()
         scheduler._removed.remove(request.request_id)
         return request
 
-    scheduler._preempt_last = untold  # type: ignore[method-assign]
+    scheduler.preempt_last = untold  # type: ignore[method-assign]
 
 
 def plant_rejected_tokens_counted(scheduler: Scheduler) -> None:
@@ -684,7 +684,7 @@ def test_cached_tokens_are_counted_at_the_first_admission_only() -> None:
     request = make_request("a", [0] * 5)
     scheduler.add(request)
     step(scheduler)
-    scheduler._preempt_last()
+    scheduler.preempt_last()
     step(scheduler)
     assert request.num_computed_tokens == 5
     assert request.num_cached_tokens == 0
@@ -774,7 +774,7 @@ def test_a_request_that_is_preempted_forgets_its_drafts() -> None:
     scheduler.add(request)
     step(scheduler, RunnerOutput(draft_token_ids={"a": [1, 1]}))
     request.append(0)
-    scheduler._preempt_last()
+    scheduler.preempt_last()
     plan = step(scheduler)
     assert plan.num_scheduled_tokens == {"a": 6} and not plan.draft_token_ids
 

@@ -1,0 +1,1 @@
+"""Does a loaded model compute what it should: `LLM.verify` and `LLM.selfcheck`."""
