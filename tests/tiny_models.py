@@ -649,12 +649,39 @@ TINY_MODELS = TINY_MODELS | {
     "bamba": TinyModel("BambaConfig", {**_HYBRID, "num_hidden_layers": 2, "attn_layer_indices": [1]}),
 }
 
+# The gated delta rule.
+_DELTA: dict[str, Any] = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 7, "linear_value_head_dim": 9},
+    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
+}
+_SHARED: dict[str, Any] = {
+    **{"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 37},
+    "shared_expert_intermediate_size": 29,
+}
+TINY_MODELS = TINY_MODELS | {
+    "qwen3-next": TinyModel(
+        "Qwen3NextConfig",
+        {**_DELTA, **_SHARED, "mlp_only_layers": [0], "linear_conv_kernel_dim": 3},
+        seed=2,
+        control={"norm_topk_prob": False},
+    ),
+    "qwen3-5": TinyModel("Qwen3_5TextConfig", _DELTA, control={"rms_norm_eps": 1e-6}),
+    "qwen3-5-moe": TinyModel("Qwen3_5MoeTextConfig", {**_DELTA, **_SHARED, "intermediate_size": None}, seed=1),
+    "olmo-hybrid": TinyModel(
+        "OlmoHybridConfig",
+        {**_DELTA, "rope_parameters": None, "head_dim": None},
+        control={"linear_allow_neg_eigval": False},
+    ),
+}
+
 # Families that are other arrangements of parts which the other rows have: they are held against transformers alone and
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
     falcon-mamba granitemoehybrid-dense bamba
+    qwen3-5 qwen3-5-moe olmo-hybrid
 """.split()
 # Rows that differ from a scheduled one in how weights are read, in biases, or in numbers of a position's rotation.
 _VARIANTS = """
@@ -718,6 +745,8 @@ def randomise(model: Any, seed: int) -> None:
         of_a_layer = any(part.isdigit() for part in name.split("."))
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             parameter += 0.05 * noise  # beside scores that differ by as much: every expert is chosen by some token
+        elif name.endswith(("linear_attn.A_log", "linear_attn.dt_bias")):
+            parameter.copy_(noise)  # transformers draws them from its own generator
         elif parameter.dim() == 1:
             parameter += 0.3 * noise + (0 if of_a_layer or name.endswith("bias") else 2)
         else:

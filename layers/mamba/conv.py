@@ -39,7 +39,10 @@ class CausalConv1d(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sections = tp, list(sections)
-        self.channels = sum(tp.share("channels", size) for size in sections)
+        # Under the names of linear layers, for checkpoints with a tensor of each section.
+        self.shard_ids = tuple(range(len(sections)))
+        self.output_partition_sizes = [tp.share("channels", size) for size in sections]
+        self.channels = sum(self.output_partition_sizes)
         self.kernel_size, self.activation = kernel_size, activation
         weight = torch.empty(kernel_size, 1, self.channels, dtype=params_dtype).permute(2, 1, 0)
         self.weight = new_parameter(weight, self._load)
@@ -53,14 +56,26 @@ class CausalConv1d(nn.Module):
         """Of the inputs before the next token, float32, the oldest first."""
         return self.kernel_size - 1, self.channels
 
-    def _load(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
-        """This rank's channels of each section."""
-        if list(loaded.shape) != [sum(self.sections), *param.shape[1:]]:
-            wanted = [sum(self.sections), *param.shape[1:]]
+    def _load(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: int | None = None) -> int:
+        """This rank's channels of section `shard_id`, of all sections if that is None."""
+        if shard_id is not None and self._is_equal_part(loaded, shard_id):
+            first = shard_id * -(-self.channels // len(self.sections))
+            param.data[first : first + len(loaded)] = loaded
+            return loaded.numel()
+        sections = self.sections if shard_id is None else [self.sections[shard_id]]
+        wanted = [sum(sections), *param.shape[1:]]
+        if list(loaded.shape) != wanted:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {wanted}")
-        parts = [part.chunk(self.tp.size)[self.tp.rank] for part in loaded.split(self.sections)]
-        param.data.copy_(torch.cat(parts))
-        return param.numel()
+        own = torch.cat([part.chunk(self.tp.size)[self.tp.rank] for part in loaded.split(sections)])
+        first = sum(self.output_partition_sizes[: shard_id or 0])
+        param.data[first : first + len(own)] = own
+        return own.numel()
+
+    def _is_equal_part(self, loaded: torch.Tensor, shard_id: int) -> bool:
+        """transformers saves the sections' tensors as equal parts of the whole, whatever the sections' sizes."""
+        size = -(-self.channels // len(self.sections))
+        length = max(0, min(size, self.channels - shard_id * size))
+        return self.tp.size == 1 and list(loaded.shape) == [length, *self.weight.shape[1:]]
 
     def forward(self, x: torch.Tensor, state: torch.Tensor, metadata: RecurrentMetadata) -> torch.Tensor:
         """`state`: [slots, *state_shape], written in place."""

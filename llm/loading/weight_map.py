@@ -7,6 +7,7 @@ segments, never by substring.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,9 +77,15 @@ class WeightMap:
         return _ends_with(parameter, self._transposed)
 
     def restacking(self, target: Target) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
-        """`restacked` of the target's layer if the tensor fills all of it: its rows may be in another order there."""
+        """What brings the tensor's rows into the order of the target's layer; None: they are in that order.
+
+        `restacked` of a layer is for a tensor that fills all of it, `shard_restacked` for one of its shards.
+        """
         module = self._modules.get(target.parameter.rpartition(".")[0])
-        return None if target.shard_id is not None else getattr(module, "restacked", None)
+        if target.shard_id is None:
+            return getattr(module, "restacked", None)
+        of_shard = getattr(module, "shard_restacked", None)
+        return of_shard and partial(of_shard, shard_id=target.shard_id)
 
     def _rename(self, name: str) -> str:
         if self._rename_weight is not None:

@@ -30,6 +30,14 @@ class TextPart:
     )
 
 
+def in_text_part(renames: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """A family's renames for the names that its weights have in a multimodal checkpoint."""
+    outer = ("language_model.model", "model.language_model")
+    return tuple(
+        (f"{prefix}.{source.removeprefix('model.')}", target) for source, target in renames for prefix in outer
+    )
+
+
 def read_text_part(
     reader: ConfigReader, family: type[DecoderForCausalLM], defaults: Mapping[str, object], others: tuple[str, ...]
 ) -> DecoderConfig:

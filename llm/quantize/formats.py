@@ -119,14 +119,16 @@ def without_form(name: str, what: str, format: str) -> LLMError:
 
 
 def rows_of(module: nn.Module, tensor: torch.Tensor, shard_id: str | int | None) -> torch.Tensor:
-    """The output channels of one shard of a fused layer's tensor; None: all."""
+    """The output channels of one shard of a fused layer's tensor, in the checkpoint's order; None: all."""
     if shard_id is None:
         return tensor
     shard_ids: tuple[str | int, ...] = getattr(module, "shard_ids", ())
     sizes: list[int] = getattr(module, "output_partition_sizes", [])
     index = shard_ids.index(shard_id)
     start = sum(sizes[:index])
-    return tensor[start : start + sizes[index]]
+    rows = tensor[start : start + sizes[index]]
+    as_stored = getattr(module, "as_stored", None)
+    return rows if as_stored is None else as_stored(rows, shard_id)
 
 
 class Writer(Protocol):

@@ -47,7 +47,10 @@ VLLM_CLASSES = dict(
         "unquantized_fused_moe:UnquantizedFusedMoEMethod modular_fused_moe:FusedMoEModularMethod "
         "transformers_fused_moe:TransformersMoERunner "
         "multi_head_latent_attention:MultiHeadLatentAttentionWrapper grouped_topk:GroupedTopk "
-        "short_conv:ShortConv mamba_mixer:MambaMixer mamba_mixer2:MambaMixer2"
+        "short_conv:ShortConv mamba_mixer:MambaMixer mamba_mixer2:MambaMixer2 "
+        "qwen_gated_delta_net_attention:QwenGatedDeltaNetAttention "
+        "olmo_hybrid_gated_delta_net_attention:OlmoHybridGatedDeltaNetAttention "
+        "kimi_gated_delta_net_attention:KimiGatedDeltaNetAttention"
     ).split()
 )
 OURS_ALONE = {"relu", "layer_norm_1p", "topk_router", "sparse_mixer"}

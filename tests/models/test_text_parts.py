@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import BASE, randomise
+from tiny_models import BASE, TINY_MODELS, randomise
 
 from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, UnsupportedModelError
@@ -64,6 +64,10 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
             "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]},
         },
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {"text_config": {**BASE, **TINY_MODELS["qwen3-5"].config}, "vision_config": _QWEN_VISION},
     ),
     "mistral3": (
         "Mistral3",

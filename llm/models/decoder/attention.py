@@ -11,6 +11,7 @@ from torch import nn
 from llm.base.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.layers.attention import Attention
+from llm.layers.attention.gated import GatedQKVParallelLinear, OutputGate
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters
@@ -70,6 +71,7 @@ class AttentionConfig(PartConfig):
         soft_cap: scores become cap * tanh(score / cap).
         sinks: each head has a score for a key without a value, that takes a part of the softmax.
         causal: False: a token also sees those after it. All layers then share one state, which no later step reads.
+        gated: the query projection has a gate for each head, whose sigmoid multiplies the head's output.
     """
 
     heads: Heads
@@ -88,6 +90,7 @@ class AttentionConfig(PartConfig):
     soft_cap: float | None = None
     sinks: bool = False
     causal: bool = True
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if self.rope is not None:
@@ -109,10 +112,10 @@ class DecoderAttention(nn.Module):
     def __init__(self, config: AttentionConfig, context: BuildContext, prefix: str) -> None:
         super().__init__()
         heads, size, tp = config.heads, config.heads.size, context.tp
-        self.qkv_proj = QKVParallelLinear(
+        self.qkv_proj = (GatedQKVParallelLinear if config.gated else QKVParallelLinear)(
             context.hidden_size,
             size,
-            heads.query,
+            2 * heads.query if config.gated else heads.query,
             heads.key_value,
             bias=config.qkv_bias,
             stored_by_key_head=config.qkv_by_key_head,
@@ -124,8 +127,11 @@ class DecoderAttention(nn.Module):
         )
         # The heads of this rank.
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        num_heads = num_heads // 2 if config.gated else num_heads
         self.tp, self.head_size, self.kv_head_replicas = tp, size, self.qkv_proj.num_kv_head_replicas
-        self.sizes = [num_heads * size, num_kv_heads * size, num_kv_heads * size]
+        queries, keys = num_heads * size, num_kv_heads * size
+        self.sizes = [queries, queries if config.gated else 0, keys, keys]
+        self.output_gate = OutputGate() if config.gated else None
         self.qkv_limit = config.qkv_limit
         self._build_qk_norms(config, context)
         self.rotary_emb = (
@@ -159,7 +165,7 @@ class DecoderAttention(nn.Module):
         qkv = self.qkv_proj(hidden)
         if self.qkv_limit is not None:
             qkv = qkv.clamp(-self.qkv_limit, self.qkv_limit)
-        query, key, value = qkv.split_with_sizes(self.sizes, dim=-1)
+        query, gate, key, value = qkv.split_with_sizes(self.sizes, dim=-1)
         if self.norms_first:
             query, key = self._qk_norms(query, key)
         if self.rotary_emb is not None:
@@ -168,7 +174,8 @@ class DecoderAttention(nn.Module):
             query, key = self._qk_norms(query, key)
         if self.query_scale is not None:
             query = query * self.query_scale(batch.positions)
-        return self.o_proj(self.attn(query, key, value, batch))
+        output = self.attn(query, key, value, batch)
+        return self.o_proj(output if self.output_gate is None else self.output_gate(output, gate))
 
     def _qk_norms(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.q_norm is None or self.k_norm is None:

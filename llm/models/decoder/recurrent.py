@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from llm.base.errors import UnsupportedModelError
 from llm.forward import RecurrentSpec
+from llm.layers.linear_attention.gated_delta_net import (
+    DeltaHeads,
+    GatedDeltaNetAttention,
+    KimiGatedDeltaNetAttention,
+    OlmoHybridGatedDeltaNetAttention,
+    QwenGatedDeltaNetAttention,
+    QwenNextGatedDeltaNetAttention,
+)
 from llm.layers.mamba.short_conv import ShortConv
 from llm.layers.parallel import TensorParallel
 from llm.models.decoder.part import BuildContext, PartConfig
@@ -33,3 +42,56 @@ class ShortConvConfig(PartConfig):
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> tuple[RecurrentSpec, ...]:
         return (RecurrentSpec(((self.kernel_size - 1, self.channels // tp.size),), (torch.float32,)),)
+
+
+_DELTA_NETS: dict[str, type[GatedDeltaNetAttention]] = {
+    "qwen": QwenGatedDeltaNetAttention,
+    "qwen_next": QwenNextGatedDeltaNetAttention,
+    "olmo_hybrid": OlmoHybridGatedDeltaNetAttention,
+    "kimi": KimiGatedDeltaNetAttention,
+}
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig(PartConfig):
+    """Linear attention by the gated delta rule.
+
+    Attributes:
+        kind: whose projections: "qwen", "qwen_next", "olmo_hybrid" or "kimi".
+        eps: of the norm of a head's output.
+        beta_scale: 2 allows negative eigenvalues.
+        activation: of the output's gate, "silu" or "sigmoid".
+    """
+
+    kind: str
+    heads: DeltaHeads
+    kernel_size: int
+    eps: float
+    beta_scale: float = 1.0
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        if self.heads.heads % self.heads.key_heads:
+            raise UnsupportedModelError(
+                f"config.json: linear_num_value_heads {self.heads.heads} is not a multiple of linear_num_key_heads "
+                f"{self.heads.key_heads}."
+            )
+
+    def build(self, context: BuildContext, prefix: str) -> nn.Module:
+        return _DELTA_NETS[self.kind](
+            context.hidden_size,
+            self.heads,
+            self.kernel_size,
+            self.eps,
+            layer_index=context.next_state(),
+            beta_scale=self.beta_scale,
+            activation=self.activation,
+            prefix=prefix,
+            **context.common,
+        )
+
+    def states(self, dtype: torch.dtype, tp: TensorParallel) -> tuple[RecurrentSpec, ...]:
+        heads = self.heads
+        window = self.kernel_size - 1, (2 * heads.keys + heads.values) // tp.size
+        matrices = heads.heads // tp.size, heads.key_size, heads.value_size
+        return (RecurrentSpec((window, matrices), (torch.float32, torch.float32)),)
