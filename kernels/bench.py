@@ -97,8 +97,8 @@ def _products(backend: Backend, shape: tuple[int, int], rows: int) -> Iterator[t
 
     def scaled(kind: str, activations: str, group: int, table: torch.Tensor | None = None) -> Product:
         values = torch.randint(-8, 8, (n, k), dtype=torch.int8)
-        if kind == "float8":
-            values = torch.randn(n, k).to(torch.float8_e4m3fn)
+        if kind == "float8":  # as in a checkpoint, whose largest value is 448 times the scale
+            values = (100 * torch.randn(n, k)).clamp(-448, 448).to(torch.float8_e4m3fn)
 
         def make() -> Weight:
             """Each copy has its own scales: they too must come from memory."""

@@ -62,6 +62,7 @@ FLOORS = {
     "llm.bench": 8,
     "llm.jobs": 8,
     "llm.quantize": 8,
+    "llm.quantize.bitsandbytes": 6,
     "llm.quantize.formats": 6,
     "llm.quantize.gguf": 6,
     "llm.quantize.gguf_metadata": 6,

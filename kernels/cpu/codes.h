@@ -10,8 +10,9 @@
 namespace llm {
 namespace {
 
-// WHOLES: a table of whole numbers of 8 bits, which AVX2 looks up in bytes.
-enum class Code { INT8, INT4, TABLE, WHOLES, FLOAT8 };
+// WHOLES: a table of whole numbers of 8 bits, which AVX2 looks up in one byte, not in four. FLOAT8_SMALL: 8-bit floats
+// with scales below SMALL_SCALES, which AVX2 widens without float16.
+enum class Code { INT8, INT4, TABLE, WHOLES, FLOAT8, FLOAT8_SMALL };
 
 constexpr int64_t STEP_BYTES = LANES * 4;
 constexpr bool is_nibble(Code code) { return code == Code::INT4 || code == Code::TABLE || code == Code::WHOLES; }
@@ -77,6 +78,10 @@ template <> struct Opened<Code::FLOAT8> {
 template <Code CODE> constexpr int VALUE_BIAS = CODE == Code::INT4 ? 8 : 128;
 template <> constexpr int VALUE_BIAS<Code::TABLE> = 0;
 template <> constexpr int VALUE_BIAS<Code::FLOAT8> = 0;
+template <> constexpr int VALUE_BIAS<Code::FLOAT8_SMALL> = 0;
+// An 8-bit float's bits in a float32: its exponent is counted from 120 less. The scale takes the factor up.
+template <> constexpr float VALUE_DIVISOR<Code::FLOAT8_SMALL> = 0x1p120f;
+constexpr float SMALL_SCALES = 0x1p8f;
 
 // Whether a weight's table is of WHOLES.
 inline bool looks_up_bytes(const Weight& weight) {
@@ -96,9 +101,17 @@ template <> struct Lookup<Code::WHOLES> {
     }
 };
 template <> struct Lookup<Code::TABLE> {
-    __m256 low, high;
-    LLM_INLINE explicit Lookup(const Weight& weight)
-        : low(_mm256_loadu_ps(weight.table)), high(_mm256_loadu_ps(weight.table + 8)) {}
+    __m256i byte[4];  // byte i of each value, twice
+    LLM_INLINE explicit Lookup(const Weight& weight) {
+        alignas(16) uint8_t bytes[4][16];
+        for (int value = 0; value < 16; ++value) {
+            uint32_t whole;
+            std::memcpy(&whole, weight.table + value, sizeof(whole));
+            for (int i = 0; i < 4; ++i) bytes[i][value] = static_cast<uint8_t>(whole >> 8 * i);
+        }
+        for (int i = 0; i < 4; ++i)
+            byte[i] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[i])));
+    }
 };
 
 template <Code CODE> struct Opened {
@@ -130,17 +143,30 @@ template <Code CODE> struct Opened {
 };
 
 template <> struct Opened<Code::TABLE> {
-    __m256i lo, hi;
-    const Lookup<Code::TABLE>& lookup;
-    LLM_INLINE Opened(const uint8_t* p, const Lookup<Code::TABLE>& shared)
-        : lo(load_256(p)), hi(load_256(p + 32)), lookup(shared) {}
-    template <int J> LLM_INLINE F32 value() const { return {one<nibble_bit(J)>(lo), one<nibble_bit(J)>(hi)}; }
-    // A permutation reads the lowest three bits of each index. The fourth selects the half of the table.
-    template <int BIT> LLM_INLINE __m256 one(__m256i raw) const {
-        const __m256i index = _mm256_srli_epi32(raw, BIT);
-        const __m256 half = _mm256_castsi256_ps(_mm256_slli_epi32(raw, 28 - BIT));
-        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(lookup.low, index),
-                                _mm256_permutevar8x32_ps(lookup.high, index), half);
+    __m256 lo[8], hi[8];
+    LLM_INLINE Opened(const uint8_t* p, const Lookup<Code::TABLE>& lookup) {
+        open(load_256(p), lookup, lo), open(load_256(p + 32), lookup, hi);
+    }
+    template <int J> LLM_INLINE F32 value() const { return {lo[J], hi[J]}; }
+    // Each byte of a value is looked up for itself. In every 128 bits, 4 channels of 4 bytes each are transposed first,
+    // so that the bytes of one k, joined, are the floats of 4 channels.
+    static LLM_INLINE void open(__m256i raw, const Lookup<Code::TABLE>& lookup, __m256* out) {
+        const __m256i by_k = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12, 1, 5,
+                                              9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        const __m256i mask = _mm256_set1_epi8(15), both = _mm256_shuffle_epi8(raw, by_k);
+        LLM_UNROLL for (int high = 0; high < 2; ++high) {
+            const __m256i code = _mm256_and_si256(high ? _mm256_srli_epi32(both, 4) : both, mask);
+            const __m256i b0 = _mm256_shuffle_epi8(lookup.byte[0], code),
+                          b1 = _mm256_shuffle_epi8(lookup.byte[1], code);
+            const __m256i b2 = _mm256_shuffle_epi8(lookup.byte[2], code),
+                          b3 = _mm256_shuffle_epi8(lookup.byte[3], code);
+            const __m256i low01 = _mm256_unpacklo_epi8(b0, b1), low23 = _mm256_unpacklo_epi8(b2, b3);
+            const __m256i high01 = _mm256_unpackhi_epi8(b0, b1), high23 = _mm256_unpackhi_epi8(b2, b3);
+            out[4 * high] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low01, low23));
+            out[4 * high + 1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low01, low23));
+            out[4 * high + 2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(high01, high23));
+            out[4 * high + 3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(high01, high23));
+        }
     }
 };
 
@@ -150,6 +176,17 @@ template <> struct Opened<Code::FLOAT8> {
     template <int J> LLM_INLINE F32 value() const {
         const __m256i bits = float16_bits(p + J * LANES);
         return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
+    }
+};
+
+template <> struct Opened<Code::FLOAT8_SMALL> {
+    const uint8_t* p;
+    LLM_INLINE Opened(const uint8_t* at, const Lookup<Code::FLOAT8_SMALL>&) : p(at) {}
+    template <int J> LLM_INLINE F32 value() const { return {half(p + J * LANES), half(p + J * LANES + 8)}; }
+    static LLM_INLINE __m256 half(const uint8_t* at) {
+        const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+        const __m256i mask = _mm256_set1_epi32(static_cast<int>(0x87f00000u));
+        return _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(wide, 20), mask));
     }
 };
 

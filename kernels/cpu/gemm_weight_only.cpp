@@ -110,12 +110,32 @@ template <Code CODE, Form FORM, int ROWS> __attribute__((noinline)) void few_row
     }
 }
 
+#if LLM_AVX2
+// Whether all scales of panels [panel, end) are below `limit`.
+inline bool scales_below(const Product& p, int64_t panel, int64_t end, float limit) {
+    uint32_t beyond = 0;
+    for (int64_t group = 0; group < ceil_div(p.k, p.group_size); ++group)
+        for (int64_t column = panel * LANES; column < min(end * LANES, p.n); column += LANES)
+            beyond |= not_at_most(p.scales().load(group, column, p.n - column), set1(std::nextafter(limit, 0.0f)));
+    return !beyond;
+}
+#endif
+
 template <Code CODE, Form FORM> void few_rows(const Product& p, const Tasks& tasks) {
     tasks.run([&](int64_t, int64_t panel, int64_t end) {
         with_rows(p.m, [&](auto rows) {
             constexpr int ROWS = decltype(rows)::value;
-            if constexpr (ROWS <= FEW_ROWS)
+            if constexpr (ROWS <= FEW_ROWS) {
+#if LLM_AVX2
+                if constexpr (CODE == Code::FLOAT8)
+                    if (scales_below(p, panel, end, SMALL_SCALES)) {
+                        for (; panel < end; panel += panels_for(ROWS))
+                            few_rows<Code::FLOAT8_SMALL, FORM, ROWS>(p, panel);
+                        return;
+                    }
+#endif
                 for (; panel < end; panel += panels_for(ROWS)) few_rows<CODE, FORM, ROWS>(p, panel);
+            }
         });
     });
 }

@@ -117,8 +117,8 @@ class Reports:
         Args:
             path: of the folder (with "gguf" of the file, which ends in .gguf), which must not exist; it appears only
                 when it is complete.
-            format: "compressed-tensors", "modelslim", "gptq" (w4a16 and w8a16) or "gguf" (q8_0, q4_0, q4_k, and mxfp4
-                with lm_head="q8_0").
+            format: "compressed-tensors", "modelslim", "gptq" (w4a16 and w8a16), "bitsandbytes" (nf4) or "gguf" (q8_0,
+                q4_0, q4_k, and mxfp4 with lm_head="q8_0").
 
         Raises:
             ValidationError: the model is not quantized, `path` exists, or the format is unknown.

@@ -260,7 +260,7 @@ def _format(name: str, weight: IntegerWeight, weight_only: bool) -> tuple[str, s
     if weight.group_size != 32 or not torch.equal(weight.table, doubled_fp4()) or not (fraction == 0.5).all():
         raise LLMError(
             f"{name} holds values of a table, which compressed-tensors has a form for if they are 4-bit floats in "
-            "groups of 32 with powers of two as scales."
+            "groups of 32 with powers of two as scales; NF4 is saved as 'bitsandbytes'."
         )
     return "mxfp4-pack-quantized", "float"
 

@@ -42,7 +42,7 @@ _ROWS: dict[str, _Row] = {
         f"{', '.join(map(str, BITS))} bits, both versions of zero points, act-order", _FLOAT, ("w4a16", "w8a16"), "gptq"
     ),
     "awq": _Row("4 bits, the `gemm` layout", _FLOAT),
-    "bitsandbytes": _Row("NF4, FP4, double quantization, int8", _FLOAT, ("nf4",)),
+    "bitsandbytes": _Row("NF4, FP4, double quantization, int8", _FLOAT, ("nf4",), "bitsandbytes"),
     "fp8": _Row("DeepSeek's and Qwen's e4m3, scales of a tensor, rows or blocks", _FLOAT, ("fp8",)),
     "mxfp4": _Row("the experts of gpt-oss", _FLOAT, ("mxfp4",)),
 }

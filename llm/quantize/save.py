@@ -21,6 +21,7 @@ from llm.base.errors import LLMError, ValidationError
 from llm.config.defaults import library_defaults
 from llm.loading.model_files import SMALL_FILES, check_model_file
 from llm.loading.weight_map import Target
+from llm.quantize.bitsandbytes import BitsAndBytesWriter
 from llm.quantize.formats import CompressedTensorsWriter, ModelSlimWriter, StoredLayer, Writer, stored_layers
 from llm.quantize.gguf import GGUFFile, identity_of
 from llm.quantize.gptq import GPTQWriter
@@ -30,6 +31,7 @@ _WRITERS: dict[str, type[Writer]] = {
     "compressed-tensors": CompressedTensorsWriter,
     "modelslim": ModelSlimWriter,
     "gptq": GPTQWriter,
+    "bitsandbytes": BitsAndBytesWriter,
 }
 _GGUF = "gguf"
 FORMATS = (*_WRITERS, _GGUF)

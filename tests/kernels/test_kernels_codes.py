@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")
 FLOAT8 = torch.float8_e4m3fn
 # The two values of NaN, 0x7f and 0xff, are left out.
 EVERY_FLOAT8 = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8).view(FLOAT8)
-# AVX2 looks whole numbers up in bytes, and other values in float32.
+# AVX2 looks whole numbers up in one byte, and other values in four.
 TABLES = {
     "wholes": torch.tensor([-128.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127]),
     "fp4": torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0]),
@@ -94,6 +94,16 @@ def test_products_with_8_bit_floats(lib: library.Library, m: int, n: int, k: int
     for scale in (random_scale(n, k, size), torch.rand(n, -(-k // size)).bfloat16()):
         ours, twin = (pack.scaled(scale, None, size) for pack in (packed.pack(lib, weight), reference.pack(weight)))
         check(lib, ours, twin, weight.float() * spread(scale, size)[:, :k], m)
+
+
+def test_scales_on_both_sides_of_what_avx2_widens_without_float16(lib: library.Library) -> None:
+    """From 2^8 on, 2^120 times a scale is infinite."""
+    weight = floats_of(70, 64)
+    for largest in (255.0, 256.0, 300.0):
+        scale = torch.full((70, 2), 0.3)
+        scale[33, 1] = largest
+        ours, twin = (pack.scaled(scale, None, 32) for pack in (packed.pack(lib, weight), reference.pack(weight)))
+        check(lib, ours, twin, weight.float() * spread(scale, 32), 2)
 
 
 @pytest.mark.parametrize("name", TABLES)

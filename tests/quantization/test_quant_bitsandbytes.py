@@ -166,3 +166,25 @@ def test_nf4_on_load_answers_as_its_own_weights(tmp_path: Path) -> None:
     report = reports["model.layers.0.mlp.down_proj"]
     assert 17 < report.weight_snr < 25 and report.bytes_after < report.bytes_before
     assert len(text.token_ids) == 4 and reports["model.embed_tokens"].scheme == "W8A16"
+
+
+def test_nf4_is_saved_as_transformers_does(tmp_path: Path) -> None:
+    """Answers bit for bit; the tensors of a checkpoint that transformers saved, with their types."""
+    with open_llm(quantization="nf4", kv_cache_dtype="float32") as llm:
+        before, weights = run(llm, ["In the beginning"], GREEDY), by_matrix(llm)
+        llm.save_quantized(tmp_path / "saved", "bitsandbytes")
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    theirs = load_file(FIXTURES / "fp4" / "model.safetensors")
+    fields = {name.removeprefix(DOWN).replace("fp4", "nf4"): value.dtype for name, value in theirs.items()}
+    for name in (name for name in weights if name != "model.embed_tokens"):
+        ours = {part.removeprefix(name): value.dtype for part, value in stored.items() if part.startswith(f"{name}.")}
+        assert ours == {part: dtype for part, dtype in fields.items() if part.startswith(".weight")}
+        packed, absmax = stored[f"{name}.weight"].flatten(), stored[f"{name}.weight.absmax"]
+        codes = torch.stack((packed >> 4, packed & 15), dim=1).long().view(-1, 64)
+        assert torch.equal((nf4()[codes] * absmax[:, None]).view_as(weights[name]), weights[name])
+    with open_llm(tmp_path / "saved", kv_cache_dtype="float32") as llm:
+        after = run(llm, ["In the beginning"], GREEDY)
+    assert after[0].outputs[0].logprobs == before[0].outputs[0].logprobs
+    for asked, message in (("w4a16", "without NF4's table"), ({"scheme": "nf4", "group_size": 16}, "groups of 16")):
+        with open_llm(quantization=asked) as llm, pytest.raises(LLMError, match=message):
+            llm.save_quantized(tmp_path / "other", "bitsandbytes")
