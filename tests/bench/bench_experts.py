@@ -265,12 +265,12 @@ def shared(reference: list[list[int]], tokens: list[list[int]]) -> float:
     return equal / sum(map(len, reference))
 
 
-def replace_in_readme(text: str) -> None:
+def replace_in_readme(text: str, marks: tuple[str, str] = MARKS) -> None:
     """Between the two marks."""
     readme = ROOT / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    readme.write_text(f"{before}{MARKS[0]}\n{text}{MARKS[1]}{after}", encoding="utf-8")
+    before, _, rest = readme.read_text(encoding="utf-8").partition(marks[0])
+    _, _, after = rest.partition(marks[1])
+    readme.write_text(f"{before}{marks[0]}\n{text}{marks[1]}{after}", encoding="utf-8")
 
 
 def main() -> int:
