@@ -90,8 +90,14 @@ class Tokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], cut: Truncation | None = None
     ) -> list[tuple[list[int], int | None]]:
-        """Per pair of texts its ids, special tokens included, and where the second text begins; None: not known."""
-        return self._backend.encode_pairs(list(pairs), cut)
+        """Per pair of texts its ids, special tokens included, and where the second text begins.
+
+        None: not known, or the tokenizer's files say that the model does not read it.
+        """
+        encoded, names = self._backend.encode_pairs(list(pairs), cut), self.config.get("model_input_names")
+        if isinstance(names, list) and "token_type_ids" not in names:
+            return [(ids, None) for ids, _ in encoded]
+        return encoded
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens)

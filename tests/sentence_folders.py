@@ -1,7 +1,7 @@
 """Tiny random models whose hidden states are pooled, and the files that sentence-transformers writes beside them.
 
 Owns the folders and transformers' side of every comparison. The files are written by hand, as versions 2 to 6 of that
-package document them; `python tests/models/sentence_oracle.py` holds the package itself against ours. No tests.
+package document them; `python tests/sentence_oracle.py` holds the package itself against ours. No tests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,28 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 # Lengths that cross the kernel's steps of 64 keys and a step's tokens.
 LENGTHS = (5, 1, 70, 17, 33)
+BERT: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 91,
+    "max_position_embeddings": 80,
+    "layer_norm_eps": 1e-3,
+    "pad_token_id": 0,
+}
+WINDOWED = {**BERT, "num_hidden_layers": 4, "local_attention": 22, "classifier_pooling": "mean", "norm_eps": 1e-3}
+DISTIL = {"dim": 48, "n_heads": 6, "n_layers": 2, "hidden_dim": 91, "max_position_embeddings": 80, "vocab_size": VOCAB}
+# Family -> (prefix of transformers' classes, config).
+ENCODERS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "bert": ("Bert", BERT),
+    "roberta": ("Roberta", {**BERT, "pad_token_id": 1, "max_position_embeddings": 82}),
+    "xlm-roberta": ("XLMRoberta", {**BERT, "pad_token_id": 4, "max_position_embeddings": 85, "type_vocab_size": 1}),
+    "distilbert": ("DistilBert", DISTIL),
+    "modernbert": ("ModernBert", {name: value for name, value in WINDOWED.items() if name != "layer_norm_eps"}),
+    "nomic_bert": ("NomicBert", BERT),
+}
+
 WORDS = [f"w{index}" for index in range(VOCAB - 5)]
 
 

@@ -24,6 +24,28 @@ _AROUND = {
     "embeddings.token_type_embeddings": "token_types",
     "emb_ln": "embed_norm",
 }
+# The keys of the published files -> transformers' keys.
+_PUBLISHED = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+}
+# Their keys of other arrangements, at the values that these models have.
+_EXPECTED = {
+    "activation_function": "swiglu",
+    "rotary_emb_fraction": 1.0,
+    "scale_attn_weights": True,
+    **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "parallel_block", "causal"), False),
+    **dict.fromkeys(("use_rms_norm", "rotary_emb_interleaved", "scale_attn_by_inverse_layer_idx"), False),
+}
+_WITHOUT_EFFECT = (
+    "n_positions max_trained_positions dense_seq_output fused_bias_fc fused_dropout_add_ln pad_vocab_size_multiple "
+    "parallel_block_tied_norm reorder_and_upcast_attn rotary_emb_scale_base rotary_scaling_factor use_flash_attn "
+    "use_xentropy"
+).split()
 
 
 class NomicBertModel(EncoderModel):
@@ -39,6 +61,7 @@ class NomicBertModel(EncoderModel):
 
     @classmethod
     def read_config(cls, reader: ConfigReader) -> EncoderConfig:
+        reader = _as_transformers(reader)
         hidden, count = reader.positive("hidden_size"), reader.positive("num_attention_heads")
         norm = NormConfig(reader.positive_number("layer_norm_eps", 1e-12), LayerNorm)
         heads = Heads(count, count, reader.positive("head_dim", hidden // count))
@@ -61,3 +84,15 @@ class NomicBertModel(EncoderModel):
         )
         reader.finish()
         return config
+
+
+def _as_transformers(reader: ConfigReader) -> ConfigReader:
+    """A published config.json with transformers' keys; positions beyond the trained ones need a rope that is scaled."""
+    if "n_embd" not in reader.raw:
+        return reader
+    for key, value in _EXPECTED.items():
+        reader.expect(key, value)
+    known = (*_EXPECTED, *_WITHOUT_EFFECT)
+    raw = {_PUBLISHED.get(key, key): value for key, value in reader.raw.items() if key not in known}
+    positions = min(reader.positive("n_positions", 2048), reader.positive("max_trained_positions", 2048))
+    return ConfigReader({**raw, "max_position_embeddings": positions})

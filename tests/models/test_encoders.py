@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sentence_folders import hidden_states, prompts, save_model, save_modules, save_tokenizer
+from sentence_folders import BERT, ENCODERS, hidden_states, prompts, save_model, save_modules, save_tokenizer
 from tiny_models import BASE, VOCAB, one_thread
 
 from llm import LLM, PoolingParams, ValidationError
 from llm.base.errors import UnsupportedModelError
 
 TOLERANCE = 1e-5
-BERT: Mapping[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "intermediate_size": 91,
-    "max_position_embeddings": 80,
-    "layer_norm_eps": 1e-3,
-    "pad_token_id": 0,
-}
-WINDOWED = {**BERT, "num_hidden_layers": 4, "local_attention": 22, "classifier_pooling": "mean", "norm_eps": 1e-3}
-DISTIL = {"dim": 48, "n_heads": 6, "n_layers": 2, "hidden_dim": 91, "max_position_embeddings": 80, "vocab_size": VOCAB}
-# Family -> (prefix of transformers' classes, config).
-ENCODERS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "bert": ("Bert", BERT),
-    "roberta": ("Roberta", {**BERT, "pad_token_id": 1, "max_position_embeddings": 82}),
-    "xlm-roberta": ("XLMRoberta", {**BERT, "pad_token_id": 3, "max_position_embeddings": 84, "type_vocab_size": 1}),
-    "distilbert": ("DistilBert", DISTIL),
-    "modernbert": ("ModernBert", {name: value for name, value in WINDOWED.items() if name != "layer_norm_eps"}),
-    "nomic_bert": ("NomicBert", BERT),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,3 +106,17 @@ def test_an_encoder_computes_whole_texts(tmp_path: Path) -> None:
         assert (len(cut[0].prompt_token_ids), cut[0].prompt_token_ids[-1]) == (80, 3)
         with pytest.raises(ValidationError, match="generates no text, it gives vectors; call embed"):
             llm.generate("w1")
+
+
+def test_a_published_nomic_config_is_understood(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "NomicBertModel", **ENCODERS["nomic_bert"][1])
+    published = {"n_embd": 48, "n_head": 6, "n_inner": 91, "n_layer": 2, "n_positions": 80, "layer_norm_epsilon": 1e-3}
+    more = {"activation_function": "swiglu", "rotary_emb_base": 1000, "prenorm": False, "use_flash_attn": True}
+    kept = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "type_vocab_size": 2, "vocab_size": VOCAB}
+    (tmp_path / "config.json").write_text(json.dumps({**published, **more, **kept}))
+    with load(tmp_path, pooler_config={"pooling_type": "MEAN"}) as llm:
+        means = [unit(hidden_states(model, prompt).mean(0)) for prompt in prompts()]
+        assert close(llm.embed(prompts(), use_tqdm=False).to_numpy(), torch.stack(means))
+    (tmp_path / "config.json").write_text(json.dumps({**published, **more, **kept, "prenorm": True}))
+    with pytest.raises(UnsupportedModelError, match="prenorm is True, must be False"):
+        load(tmp_path)
