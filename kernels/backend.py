@@ -59,6 +59,8 @@ OPERATIONS: dict[str, str] = {
     "selective_scan": "scan",
     "mamba2_scan": "scan",
     "gated_rms_norm": "gated_norm",
+    "lora": "lora",
+    "lora_embedding": "lora",
     "log_softmax": "vocabulary",
     "argmax": "vocabulary",
     "top_k": "vocabulary",

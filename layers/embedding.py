@@ -11,6 +11,7 @@ from torch import nn
 
 from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
+from llm.layers.lora import LayerAdapters
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import EmbeddingMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedEmbeddingMethod, new_parameter
@@ -99,6 +100,9 @@ class VocabParallelEmbedding(PluggableLayer):
     quant_kind = "embedding"
     is_lm_head = False
     logit_columns: torch.Tensor
+    # Of rows that are read by id, and of the logits; None: no adapter can change them.
+    adapters: LayerAdapters | None = None
+    head_adapters: LayerAdapters | None = None
 
     def __init__(
         self,
@@ -192,10 +196,16 @@ class VocabParallelEmbedding(PluggableLayer):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.is_plain:
-            return self.quant_method.embedding(self, token_ids)
+            found = self.quant_method.embedding(self, token_ids)
+            return found if self.adapters is None else self.adapters.add(found, token_ids)
         rows, held = self.shard.row_of(token_ids)
         own = self.quant_method.embedding(self, rows)
         return self.tp.all_reduce(own.masked_fill(~held.unsqueeze(-1), 0.0))
+
+    def logits(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """This rank's product with the table, padding included: float32 [L, embedding_dim] -> [L, rows]."""
+        y = self.quant_method.apply(self, hidden, bias)
+        return y if self.head_adapters is None else self.head_adapters.add(y, hidden)
 
     def extra_repr(self) -> str:
         shape = f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, rows={self.shard.rows}"

@@ -13,6 +13,7 @@ from torch import nn
 from llm.base.custom_op import PluggableLayer
 from llm.base.errors import ValidationError
 from llm.kernels.weight import Weight
+from llm.layers.lora import LayerAdapters
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import LinearMethodBase, PackedLinearMethod, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter
@@ -51,6 +52,8 @@ class LinearBase(PluggableLayer):
     splits_inputs: ClassVar[bool] = False
     # The operand of a `PackedLinearMethod`'s GEMM, once the weight is loaded.
     packed_weight: Weight | None = None
+    # None: no adapter can change the layer.
+    adapters: LayerAdapters | None = None
 
     def __init__(
         self,
@@ -185,12 +188,18 @@ class LinearBase(PluggableLayer):
         return self._result(y) if self.return_bias else y
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`quant_method.apply`, or directly its GEMM if `apply` is neither overridden nor patched."""
+        """`quant_method.apply`, or directly its GEMM if `apply` is neither overridden nor patched; and the adapters."""
         method, weight = self.quant_method, self.packed_weight
-        if weight is None or weight.bias is not bias or method.linear is None:
-            return method.apply(self, x, bias)
-        is_patched = getattr(method.apply, "__func__", None) is not _PACKED_GEMM
-        return method.apply(self, x, bias) if is_patched else method.linear(x, weight)
+        if (
+            weight is None
+            or weight.bias is not bias
+            or method.linear is None
+            or getattr(method.apply, "__func__", None) is not _PACKED_GEMM
+        ):
+            y = method.apply(self, x, bias)
+        else:
+            y = method.linear(x, weight)
+        return y if self.adapters is None else self.adapters.add(y, x)
 
     def _result(self, y: torch.Tensor) -> Output:
         """y; with `return_bias`, (y, the bias that was not added or None)."""

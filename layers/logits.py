@@ -56,7 +56,7 @@ class LogitsLayer(PluggableLayer):
             logits = hidden.to(torch.float32, copy=True)
         else:
             bias = lm_head.bias if embedding_bias is None else embedding_bias
-            logits = self._of_ids(lm_head, lm_head.quant_method.apply(lm_head, hidden, bias))
+            logits = self._of_ids(lm_head, lm_head.logits(hidden, bias))
         if self.soft_cap is not None:
             logits = self._soft_cap(logits.contiguous(), self.soft_cap)
         if self.scale != 1.0:

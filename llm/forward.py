@@ -152,7 +152,7 @@ class ForwardBatch:
         states: the tensors of each state: (key cache, value cache), (latent cache,), those of a `RecurrentSpec`.
         logits_indices: int64 [L], the tokens whose logits are needed; any number per batch row.
         inputs_embeds: float [N, hidden], replaces `embed(input_ids)`; None: not given.
-        adapter_ids: int32 [R], 0: no adapter.
+        adapter_ids: int64 [N], the slot of each token's adapter, 0: it has none; None: no token has one.
         token_types: int64 [N], 1 in the second text of a pair, else 0; None: no row is pooled.
         extensions: what a plugin's runner adds for its own layers.
     """

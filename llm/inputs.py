@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
+from llm.base.checks import check_integer, refuse
 from llm.base.missing import missing_names
 from llm.base.types import JsonObject
 
@@ -33,16 +34,25 @@ class TokensPrompt(_TokensPromptBase, total=False):
 
 @dataclass
 class LoRARequest:
-    """An adapter, as in vLLM. Adapters are not supported here: `LLM.generate` refuses them.
+    """An adapter for a call or a row, of an `LLM(enable_lora=True)`.
 
     Attributes:
-        lora_name, lora_int_id: unique name and number of the adapter.
-        lora_path: the adapter's folder.
+        lora_name, lora_int_id: name and number of the adapter; what it computes depends on its files alone.
+        lora_path: its folder in PEFT's layout, or a hub name.
+        base_model_name: the model that it is for; not used.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str = ""
+    base_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        self.lora_path = str(self.lora_path)
+        for name in ("lora_name", "lora_path"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                refuse(name, getattr(self, name), "a text that is not empty")
+        check_integer("lora_int_id", self.lora_int_id, 1)
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt

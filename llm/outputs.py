@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, overload
 
 from llm.base.missing import missing_names
 from llm.base.types import JsonObject
+from llm.inputs import LoRARequest
 from llm.outputs_html import TokenView, outputs_table, token_view
 from llm.outputs_json import output_as_json
 from llm.outputs_pooling import ClassificationOutput as ClassificationOutput
@@ -272,6 +273,7 @@ class RequestOutput(Exports):
             `generate` with the same prompt, they give the same answer.
         metrics: when things happened, and how fast; equal answers are equal whatever it is. None: it was not run.
         index: its place among the prompts of the call.
+        lora_request: the adapter that it was computed with.
         num_dropped_tokens: how many tokens `on_too_long` or `truncate_prompt_tokens` cut from the prompt.
     """
 
@@ -287,6 +289,7 @@ class RequestOutput(Exports):
     metrics: RequestStateStats | None = field(default=None, compare=False)
     index: int = 0
     num_dropped_tokens: int = 0
+    lora_request: LoRARequest | None = None
 
     def to_dict(self) -> JsonObject:
         """Plain data that `json.dumps` takes, logprobs included."""
@@ -357,7 +360,7 @@ class BeamSearchSequence:
     orig_prompt: object
     tokens: list[int]
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     cum_logprob: float = 0.0
     text: str | None = None
     finish_reason: str | None = None

@@ -35,6 +35,7 @@ def output_as_json(output: RequestOutput) -> JsonObject:
         "seed": output.seed,
         "prompt_logprobs": _positions(output.prompt_logprobs),
         "params": None if output.params is None else params_as_json(output.params),
+        "lora_request": None if output.lora_request is None else dataclasses.asdict(output.lora_request),
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from llm.base import errors
 from llm.base.errors import LLMError
 from llm.base.types import JsonObject
+from llm.inputs import LoRARequest
 from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, StructuredOutcome
 from llm.sampling_params import SamplingParams
 
@@ -28,6 +29,7 @@ def output_from_json(data: JsonObject, params: SamplingParams | None) -> Request
         params,
         index=data["index"],
         num_dropped_tokens=data["num_dropped_tokens"],
+        lora_request=None if data.get("lora_request") is None else LoRARequest(**data["lora_request"]),
     )
 
 

@@ -123,7 +123,7 @@ def test_the_doors_are_seen_by_a_type_checker(tmp_path: Path) -> None:
         ("from llm.v1.core.sched.scheduler import Scheduler", "there is no llm.v1.core; the scheduler"),
         ("from llm.entrypoints import openai", "llm.entrypoints has no openai; there is no server"),
         ("import llm.entrypoints.openai.api_server", "there is no llm.entrypoints.openai; there is no server"),
-        ("import llm.lora.layers", "there is no llm.lora.layers; adapters are not here yet"),
+        ("import llm.lora.layers", "there is no llm.lora.layers; adapters are enabled by"),
         ("from llm.distributed import init_distributed_environment", "in this process, on one device"),
         ("from llm.utils import make_async", "llm.AsyncLLM is the engine for asyncio"),
         ("from llm.v1.engine.core import EngineCore", "there is no llm.v1.engine.core; an LLM drives its engine"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from llm.kernels.cpu.library import Library
-from llm.kernels.cpu.packed import PanelWeight, WeightArray
+from llm.kernels.cpu.packed import WeightArray, panels
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
-from llm.kernels.weight import ExpertWeights, Weight
+from llm.kernels.weight import ExpertWeights
 
 # As in activation.h and experts.cpp.
 _FUNCTIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swigluoai": 6}
@@ -61,11 +61,4 @@ def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, hidden: in
 
 
 def _arrays(weights: ExpertWeights) -> tuple[WeightArray, WeightArray]:
-    return WeightArray(_panels(weights.gate_up)), WeightArray(_panels(weights.down))
-
-
-def _panels(weights: tuple[Weight, ...]) -> list[PanelWeight]:
-    panels = [weight for weight in weights if isinstance(weight, PanelWeight)]
-    if len(panels) != len(weights):
-        raise TypeError("the CPU kernels read weights in panels: pack them with this backend")
-    return panels
+    return WeightArray(panels(weights.gate_up)), WeightArray(panels(weights.down))

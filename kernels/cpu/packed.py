@@ -166,6 +166,14 @@ class WeightArray:
         return ctypes.addressof(self._structs)
 
 
+def panels(weights: Sequence[Weight]) -> list[PanelWeight]:
+    """The same; TypeError where one was packed by another backend."""
+    found = [weight for weight in weights if isinstance(weight, PanelWeight)]
+    if len(found) != len(weights):
+        raise TypeError("the CPU kernels read weights in panels: pack them with this backend")
+    return found
+
+
 def pack(lib: Library, values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> PanelWeight:
     """float32, bfloat16, float16, float8_e4m3fn, or int8 [N, K] with `kind` "int8" or "int4" -> a weight in panels.
 

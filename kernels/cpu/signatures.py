@@ -19,6 +19,8 @@ int64_t llm_linear(const Weight* weight, const float* x, float* y, int64_t m, in
 int64_t llm_embedding(const Weight* weight, const int64_t* ids, float* y, int64_t count, int64_t threads)
 int64_t llm_experts(const Weight* gate_up, const Weight* down, int64_t experts, const float* x, const int64_t* ids,
     const float* factors, int64_t tokens, int64_t top_k, int64_t function, float limit, float* y, int64_t threads)
+int64_t llm_lora(const Weight* down, const Weight* up, int64_t count, const int64_t* places, const float* scales,
+    const int64_t* slots, int64_t tokens, const float* x, const int64_t* ids, float* y, int64_t width, int64_t threads)
 void llm_pack(Kind kind, const void* src, void* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads)
 void llm_unpack(const Weight* weight, void* dst, int64_t first, int64_t end, int64_t threads)
 void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads)

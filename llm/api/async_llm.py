@@ -12,12 +12,13 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from itertools import count
 from types import TracebackType
 
-from llm.api.checks import check_asks_nothing, check_priority
+from llm.api.checks import check_priority
 from llm.api.engine_thread import Call, EngineThread
 from llm.api.facade import LLM
 from llm.base.checks import refuse
 from llm.base.errors import EngineClosedError
 from llm.base.names import known_names
+from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
 
@@ -67,7 +68,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -80,6 +81,7 @@ class AsyncLLM:
 
         Args:
             prompt: as one prompt of `LLM.generate`.
+            lora_request: its adapter.
             sampling_params: None: the model's defaults. Without a seed, one is derived from the order of the requests.
             request_id: of no unfinished request; None: one is made.
 
@@ -88,13 +90,12 @@ class AsyncLLM:
             LLMError: the engine failed, which ends all requests; `__cause__` is the failure. New ones can run.
             EngineClosedError: `shutdown` was called, or the LLM was closed.
         """
-        check_asks_nothing(lora_request=lora_request)
         check_priority([priority], 1)
         name = f"request-{next(self._numbers)}" if request_id is None else request_id
         if not isinstance(name, str):
             refuse("request_id", name, "a text, or None")
         loop = asyncio.get_running_loop()
-        call = Call(name, prompt, sampling_params, tokenization_kwargs, loop)
+        call = Call(name, prompt, sampling_params, tokenization_kwargs, loop, lora_request)
         if not self._gathered[loop]:
             loop.call_soon(self._submit, loop)
         self._gathered[loop].append(call)
@@ -117,9 +118,8 @@ class AsyncLLM:
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             asyncio.get_running_loop().call_soon(self._thread.abort, name)
 
-    async def get_tokenizer(self, lora_request: None = None) -> object:
-        """The tokenizer as an object of transformers."""
-        check_asks_nothing(lora_request=lora_request)
+    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> object:
+        """The tokenizer as an object of transformers; an adapter has none of its own."""
         return self.llm.get_tokenizer()
 
     async def reset_prefix_cache(self) -> bool:

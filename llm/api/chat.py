@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from llm.api.adapters import LoRARequests
 from llm.api.checks import check_asks_nothing
 from llm.api.generation import OnOutput
 from llm.api.host import Host
@@ -27,6 +28,7 @@ class ChatHost(Host, Protocol):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         on_error: str = "raise",
         on_too_long: str = "error",
@@ -54,7 +56,7 @@ class Chat:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -75,7 +77,6 @@ class Chat:
         other arguments.
         """
         check_asks_nothing(
-            lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
             mm_processor_kwargs=mm_processor_kwargs,
         )
@@ -92,6 +93,7 @@ class Chat:
             prompts,
             sampling_params,
             use_tqdm=use_tqdm,
+            lora_request=lora_request,
             priority=priority,
             on_error=on_error,
             on_too_long=on_too_long,

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from llm.api.adapters import give_adapters
+from llm.inputs import LoRARequest
 from llm.api.flow import FlowHost
 from llm.api.told import Told
 from llm.base.errors import EngineClosedError, LLMError, ValidationError
@@ -44,6 +46,7 @@ class Call:
     params: SamplingParams | None
     tokenization_kwargs: Mapping[str, object] | None
     loop: asyncio.AbstractEventLoop
+    lora_request: LoRARequest | None = None
     outputs: deque[RequestOutput | Exception] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     told: Told | None = None
@@ -159,6 +162,7 @@ class EngineThread:
             [row] = self._llm._preprocessor.checked_rows(prompts, call.params, default, call.tokenization_kwargs)
             if isinstance(row, RefusedRow):
                 raise row.error
+            give_adapters(engine, [row], call.lora_request)
         except Exception as error:
             del self._waiting[call]
             _answer([(call, error.with_traceback(None))])

@@ -39,7 +39,15 @@ from llm.base.errors import (
 from llm.config import compilation, env
 from llm.config.argument_check import check_arguments
 from llm.config.elsewhere import METHODS
-from llm.config.engine import EMBEDDED_MODEL, EngineArgs, EngineConfig, ReasoningConfig, SpeculativeConfig
+from llm.config.engine import (
+    DEFAULT_MAX_LORA_RANK,
+    DEFAULT_MAX_LORAS,
+    EMBEDDED_MODEL,
+    EngineArgs,
+    EngineConfig,
+    ReasoningConfig,
+    SpeculativeConfig,
+)
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
@@ -137,6 +145,11 @@ class LLM(
         convert: of a pooling model: "embed" or "classify", whatever head the checkpoint has; "auto": as it says.
         pooler_config: `{"pooling_type": "MEAN", "normalize": True, "dimensions": 256}` in place of what the files say;
             see `llm.config.PoolerConfig`.
+        enable_lora: rows can have adapters (LoRA, in PEFT's layout): `lora_request=LoRARequest(name, number, folder)`
+            of a call, or a list with one or None per row. They are loaded when they are first used.
+        max_loras: how many adapters are in memory at a time; rows with further ones wait, least recently used ones go.
+        max_lora_rank: the largest rank of an adapter.
+        merge_lora: the folder of an adapter that is added to the weights while they are loaded, before `quantization`.
         verbose: log all decisions and the arguments that have no effect here.
         **kwargs: vLLM's other arguments; `llm.config.arguments.ARGUMENTS` says how each is handled.
 
@@ -190,6 +203,10 @@ class LLM(
         runner: str = "auto",
         convert: str = "auto",
         pooler_config: object = None,
+        enable_lora: bool = False,
+        max_loras: int = DEFAULT_MAX_LORAS,
+        max_lora_rank: int = DEFAULT_MAX_LORA_RANK,
+        merge_lora: str | Path | None = None,
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from llm.api.adapters import LoRARequests, give_adapters
 from llm.api.checks import check_asks_nothing, check_priority
 from llm.api.flow import Entry, Unfinished
 from llm.api.host import Host
@@ -204,7 +205,7 @@ class Generation:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         mm_processor_kwargs: None = None,
@@ -220,6 +221,7 @@ class Generation:
         Args:
             prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of any of these.
             sampling_params: one for all prompts, or one per prompt; None: the model's defaults.
+            lora_request: the adapter of all prompts, or a list with one or None for each (`enable_lora`).
             use_tqdm: a progress bar in tokens, and a line when it ends, if the call takes more than half a second;
                 False prints nothing. A callable that takes tqdm's arguments makes the bar; any other is called with a
                 `llm.progress.GenerationProgress` at most ten times a second, and when the call ends.
@@ -239,12 +241,13 @@ class Generation:
         """
         if unknown or prompts is MISSING:
             raise wrong_names("LLM.generate", Generation.generate, unknown, CALLS)
-        check_asks_nothing(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        check_asks_nothing(mm_processor_kwargs=mm_processor_kwargs)
         options = CallOptions(use_tqdm, on_error, on_too_long, on_interrupt, on_output, checkpoint)
         # The guard comes first: Ctrl-C must not leave a lock held or some of the rows queued.
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
             rows = self._rows(prompts, sampling_params, tokenization_kwargs, options, priority)
+            give_adapters(engine, rows, lora_request)
             outputs = self._call(rows, guard, options).run(engine)
         options.raise_interrupt(guard, outputs)
         return outputs

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
+from llm.api.adapters import give_adapters
 from llm.api.flow import Entry, Flow, FlowHost
 from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.errors import ValidationError
@@ -17,6 +18,7 @@ from llm.config.argument_check import CALLS
 from llm.engine.preprocess import Place
 from llm.engine.prompts import iterate_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow
+from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
 
@@ -32,6 +34,7 @@ class IterationHost(FlowHost, Protocol):
         tokenization_kwargs: Mapping[str, object] | None,
         on_error: str,
         on_too_long: str,
+        adapters: Iterator[LoRARequest | None] | LoRARequest | None = None,
     ) -> Iterator[list[Entry]]: ...
 
 
@@ -43,6 +46,7 @@ class Iteration:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         ordered: bool = False,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         on_error: str = "raise",
         on_too_long: str = "error",
@@ -57,6 +61,7 @@ class Iteration:
                 `generate` takes them, or one prompt.
             sampling_params: one for all, or an iterable with one per prompt; None: the model's defaults.
             ordered: yield in the order of the prompts.
+            lora_request: the adapter of all prompts, or an iterable with one or None per prompt.
             tokenization_kwargs, on_error, on_too_long: as for `generate`. With on_error="raise", a bad prompt, or an
                 error of the iterable, is raised after the outputs of all prompts before it.
 
@@ -68,7 +73,9 @@ class Iteration:
         check_choice("on_error", on_error, ("raise", "return"))
         check_choice("on_too_long", on_too_long, ON_TOO_LONG)
         params = _params_of(sampling_params)
-        batches = self._batches(iterate_prompts(prompts), params, tokenization_kwargs, on_error, on_too_long)
+        adapters = lora_request if lora_request is None or isinstance(lora_request, LoRARequest) else iter(lora_request)
+        given = iterate_prompts(prompts)
+        batches = self._batches(given, params, tokenization_kwargs, on_error, on_too_long, adapters)
         return iter(Flow(self, batches, ordered=ordered))
 
     def _batches(
@@ -78,6 +85,7 @@ class Iteration:
         tokenization_kwargs: Mapping[str, object] | None,
         on_error: str,
         on_too_long: str,
+        adapters: Iterator[LoRARequest | None] | LoRARequest | None = None,
     ) -> Iterator[list[Entry]]:
         call, first, _ = self._preprocessor.new_call()
         error: Exception | None = None
@@ -86,8 +94,9 @@ class Iteration:
             if not batch:
                 break
             per_row = _next_params(params, len(batch), first)
+            of_batch = list(islice(adapters, len(batch))) if isinstance(adapters, Iterator) else adapters
             with self._exclusive():
-                self._open_engine()
+                engine = self._open_engine()
                 rows = self._preprocessor.checked_rows(
                     batch,
                     per_row,
@@ -96,6 +105,7 @@ class Iteration:
                     on_too_long,
                     Place(call, first),
                 )
+                give_adapters(engine, rows, of_batch)
             first += len(batch)
             if on_error == "raise":
                 yield from _until_error(rows)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from llm.api.checks import check_asks_nothing, check_priority
+from llm.api.adapters import give_adapters
+from llm.api.checks import check_priority
 from llm.api.facade import LLM
 from llm.api.told import Told
 from llm.base.checks import refuse
 from llm.base.errors import GenerationInterrupted, ValidationError
 from llm.base.names import known_names
 from llm.engine.interrupt import InterruptGuard
+from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
 
@@ -50,7 +52,7 @@ class LLMEngine:
         prompt: object,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -60,7 +62,6 @@ class LLMEngine:
         Raises:
             ValidationError: the prompt or the params are wrong, or the id is that of an unfinished request.
         """
-        check_asks_nothing(lora_request=lora_request)
         check_priority([priority], 1)
         if not isinstance(request_id, str):
             refuse("request_id", request_id, "a text")
@@ -74,6 +75,7 @@ class LLMEngine:
             if len(rows) != 1:
                 message = f"add_request takes one prompt, got {len(rows)}; call it for each."
                 raise ValidationError(message, parameter="prompt", value=len(rows))
+            give_adapters(engine, rows, lora_request)
             kind = rows[0].params.output_kind
             self._added[request_id] = Told(engine.add(rows[0], streaming=True), kind)
         if guard.requested:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llm.api.checks import check_asks_nothing, check_priority
+from llm.api.adapters import LoRARequests, adapters_of
+from llm.api.checks import check_priority
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.errors import GenerationInterrupted
@@ -27,7 +28,7 @@ class Scoring:
         self: Host,
         prompts: object,
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
         priority: Sequence[int] | None = None,
@@ -37,6 +38,7 @@ class Scoring:
         Args:
             prompts: as for `generate`.
             params: beam width, maximum length and scoring.
+            lora_request: as for `generate`.
             use_tqdm: a progress bar that counts prompts.
             concurrency_limit: maximum number of prompts searched at a time; None: all.
 
@@ -44,12 +46,12 @@ class Scoring:
             ValidationError: names every bad prompt, before any work starts.
             GenerationInterrupted: Ctrl-C; carries the outputs of finished prompts.
         """
-        check_asks_nothing(lora_request=lora_request)
         check_use_tqdm(use_tqdm)
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
             searches = BeamSearches(engine, self._preprocessor, prompts, params, concurrency_limit)
             check_priority(priority, len(searches.outputs()))
+            searches.give_adapters(adapters_of(engine, lora_request, len(searches.outputs())))
             try:
                 searches.run(lambda rows: self._run(engine, rows, False, guard), use_tqdm)
             except GenerationInterrupted:

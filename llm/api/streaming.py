@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from llm.api.adapters import give_adapters
 from llm.api.host import Host
 from llm.base.errors import GenerationInterrupted, LLMError, ValidationError
 from llm.base.names import known_names
@@ -18,6 +19,7 @@ from llm.config.elsewhere import ASKS_NOTHING
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.rows import Row
+from llm.inputs import LoRARequest
 from llm.sampling_params import SamplingParams
 
 _ELSEWHERE = {
@@ -34,20 +36,32 @@ class StreamingHost(Host, Protocol):
 
     _dropped: list[PromptState]
 
-    def stream_state(self, prompt: object, sampling_params: SamplingParams | None = None) -> Iterator[PromptState]: ...
+    def stream_state(
+        self,
+        prompt: object,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[PromptState]: ...
     def _abort_if_idle(self) -> None: ...
     def _drop(self, *states: PromptState) -> None: ...
 
 
 class Streaming:
     @known_names("LLM.stream", {**_ELSEWHERE, "use_tqdm": "a stream shows no bar"})
-    def stream(self: StreamingHost, prompt: object, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self: StreamingHost,
+        prompt: object,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[str]:
         """Yield the completion's text piece by piece. Leaving the loop early drops the request and frees its blocks.
 
         Other calls may run while the stream is suspended. Raises as `generate`, and the error that ended the request if
         there is one; `n` must be 1.
         """
-        for state in self.stream_state(prompt, sampling_params):
+        for state in self.stream_state(prompt, sampling_params, lora_request=lora_request):
             pieces = state.completions[0].pieces
             while pieces:
                 yield pieces.pop(0)
@@ -57,7 +71,11 @@ class Streaming:
 
     @known_names("LLM.stream_state", _ELSEWHERE)
     def stream_state(
-        self: StreamingHost, prompt: object, sampling_params: SamplingParams | None = None
+        self: StreamingHost,
+        prompt: object,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[PromptState]:
         """As `stream`, but yields the prompt's state whenever there is new text, and once at the end."""
         state: PromptState | None = None
@@ -65,7 +83,9 @@ class Streaming:
             with InterruptGuard() as guard, self._exclusive():
                 engine = self._begin()
                 rows = self._preprocessor.rows(prompt, sampling_params, self.get_default_sampling_params)
-                state = engine.add(_only_row(rows), streaming=True)
+                row = _only_row(rows)
+                give_adapters(engine, [row], lora_request)
+                state = engine.add(row, streaming=True)
             while not guard.requested and not state.finished:
                 with InterruptGuard() as guard, self._exclusive():
                     engine = self._begin()

@@ -49,7 +49,8 @@ def _refused(note: str, **harmless: object) -> dict[str, Argument]:
 _UNSET: tuple[object, ...] = (None, {})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
-    # --- Parameters of our LLM; device, calibration, requantize, num_threads, offload_weights, verbose are not vLLM's.
+    # --- Parameters of our LLM; device, calibration, requantize, num_threads, offload_weights, merge_lora, verbose are
+    # not vLLM's.
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
     _honoured(
         "dtype",
@@ -156,17 +157,16 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _accepted("answers come as plain text; no reasoning is parsed out.", "reasoning_parser", "reasoning_parser_plugin"),
     # --- Adapters. -------------------------------------------------------------------------------------------------
-    _refused(
-        "adapters are not applied; merge the adapter into the weights (peft: merge_and_unload) and load the result.",
-        enable_lora=False,
-        default_mm_loras=_UNSET,
-    ),
+    _honoured("enable_lora", "max_loras", "max_lora_rank", "merge_lora"),
+    _accepted("adapters are kept in the memory that they compute in, max_loras of them.", "max_cpu_loras"),
     _accepted(
-        "it shapes adapters, and enable_lora is off.",
-        *("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules", "fully_sharded_loras"),
-        *("enable_tower_connector_lora", "specialize_active_lora", "enable_mixed_moe_lora_format"),
-        *("enable_moe_shared_loras", "max_lora_cls_labels"),
+        "it changes how a GPU computes adapters, not what.",
+        *("fully_sharded_loras", "specialize_active_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
+        *("enable_tower_connector_lora", "max_lora_cls_labels"),
     ),
+    _refused("an adapter is kept in the type that it is stored in; leave it at 'auto'.", lora_dtype="auto"),
+    _refused("an adapter changes the modules that it has tensors for; leave it out.", lora_target_modules=None),
+    _refused("adapters are chosen per row; pass lora_request.", default_mm_loras=_UNSET),
     # --- Images, audio, video: a prompt that carries any is refused by itself. -------------------------------------
     _refused("the language model always runs; use a library for image encoders.", mm_encoder_only=False),
     _refused("there are no input and output plugins; convert data in your own code.", io_processor_plugin=None),
@@ -334,5 +334,6 @@ DIFFERENT: dict[str, str] = {
     "speculative_config": '"auto" chooses; methods "ngram" and "draft_model"; `llm.config.SpeculativeConfig`',
     "load_format": '"auto", "safetensors" or "dummy"; nothing else is read',
     "compilation_config": "switches operations on and off; no graph is captured",
-    "device, num_threads, calibration, requantize, offload_weights, verbose": "not vLLM's; see `LLM`",
+    "max_loras": "4; vLLM: 1",
+    "device, num_threads, calibration, requantize, offload_weights, merge_lora, verbose": "not vLLM's; see `LLM`",
 }

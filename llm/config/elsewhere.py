@@ -38,7 +38,7 @@ ASKS_NOTHING: dict[str, tuple[tuple[object, ...], str]] = {
     "chat_template_content_format": (("auto",), "text and parts of text are both taken, as the template needs them"),
     "lora_request": (
         (None, [], {}),
-        "adapters are not applied; merge the adapter into the weights (peft: merge_and_unload) and load the result",
+        "adapters are switched where text is generated; pass LLM(model, merge_lora=folder) for one that is always on",
     ),
     "mm_processor_kwargs": ((None, {}), "prompts are text, and nothing is processed"),
 }
@@ -87,6 +87,10 @@ METHODS: dict[str, str] = {
 # Arguments of other libraries' constructors -> the ones of `LLM`.
 CONSTRUCTOR: dict[str, str] = {
     "torch_dtype": "its name is dtype",
+    **dict.fromkeys(
+        ("lora", "lora_path", "adapter", "merge"),
+        "pass merge_lora=folder, or enable_lora=True and lora_request=LoRARequest(name, 1, folder) in each call",
+    ),
     "model_name": "its name is model",
     "model_path": "its name is model",
     "model_id": "its name is model",
@@ -105,7 +109,7 @@ CONSTRUCTOR: dict[str, str] = {
 _ASYNC = "llm.AsyncLLM is the engine for asyncio, and asyncio has the rest"
 _ENGINE = "an LLM drives its engine itself; pass all prompts to one call of LLM.generate"
 _ONE_DEVICE = "an LLM runs in this process, on one device"
-_ADAPTERS = "adapters are not here yet; merge them into the checkpoint"
+_ADAPTERS = "adapters are enabled by LLM(enable_lora=True), and llm.layers.lora adds them to a layer"
 _EXPERTS = "a layer of experts is an llm.layers.moe.FusedMoE, and its router an llm.layers.moe.TopKRouter"
 _MIXERS = "recurrent and latent attention are not here yet"
 _ROPE = "make an llm.layers.rotary.RotaryEmbedding with RopeParameters, which computes every scaling"
@@ -141,7 +145,6 @@ NAMES: dict[str, str] = {
     **dict.fromkeys(_MIXER_LAYERS, _MIXERS),
     **dict.fromkeys(_ROPE_CLASSES, _ROPE),
     **dict.fromkeys(_OTHER_OPERATIONS, _NO_MODEL),
-    "LoRAConfig": _ADAPTERS,
     **dict.fromkeys(("EmbedsPrompt", "ExplicitEncoderDecoderPrompt", "MultiModalConfig"), _TEXT),
     "DEFAULT_PLUGINS_GROUP": "its name is GENERAL_PLUGINS",
     "DeviceCapability": "Platform.get_device_capability returns (major, minor)",

@@ -18,6 +18,7 @@ from llm.config.compilation import CompilationMode as CompilationMode
 from llm.config.parts import ConfigForPlugins
 from llm.config.parts import DeviceConfig as DeviceConfig
 from llm.config.parts import LoadConfig as LoadConfig
+from llm.config.parts import LoRAConfig as LoRAConfig
 from llm.config.parts import ObservabilityConfig as ObservabilityConfig
 from llm.config.parts import OffloadConfig as OffloadConfig
 from llm.config.parts import ParallelConfig as ParallelConfig
@@ -35,6 +36,8 @@ DEFAULT_MAX_NUM_SEQS = 256
 # operation maps new memory, and the page faults cost more than the larger step saves.
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_LORAS = 4
+DEFAULT_MAX_LORA_RANK = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of the KV cache: quantized too, under vLLM's names.
 CACHE_DTYPES = {
@@ -49,7 +52,7 @@ GIB = 1 << 30
 
 # For these, None means the default.
 _FLAGS_OR_NONE = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager")
-_FLAGS = (*_FLAGS_OR_NONE, "skip_tokenizer_init", "use_tqdm_on_load", "disable_log_stats")
+_FLAGS = (*_FLAGS_OR_NONE, "skip_tokenizer_init", "use_tqdm_on_load", "disable_log_stats", "enable_lora")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ class EngineArgs:
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: object = None  # read by `PoolerConfig.of`
+    enable_lora: bool = False
+    max_loras: int = DEFAULT_MAX_LORAS
+    max_lora_rank: int = DEFAULT_MAX_LORA_RANK
+    merge_lora: str | Path | None = None
 
     @classmethod
     def from_user(cls, **given: Any) -> EngineArgs:
@@ -113,6 +120,8 @@ class EngineArgs:
             "block_size",
             "kv_cache_memory_bytes",
             "num_threads",
+            "max_loras",
+            "max_lora_rank",
         ):
             check_positive(name, getattr(self, name))
         for name in _FLAGS:
@@ -226,6 +235,7 @@ class EngineConfig(ConfigForPlugins):
         num_threads: threads that compute; None: `torch.get_num_threads()` at each step.
         reasoning_config: the texts around reasoning where they were given.
         speculative_config: what drafts tokens; None: nothing does.
+        lora_config: adapters that rows can have; None: `enable_lora` is off.
         quant_config: the `llm.quantization.base.QuantizationConfig` of the weights, None when they are floats.
     """
 
@@ -241,6 +251,7 @@ class EngineConfig(ConfigForPlugins):
     reasoning_config: ReasoningConfig | None = None
     speculative_config: SpeculativeConfig | None = None
     offload_config: OffloadConfig = field(default_factory=OffloadConfig)
+    lora_config: LoRAConfig | None = None
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
@@ -250,6 +261,10 @@ class EngineConfig(ConfigForPlugins):
         lines.append(self._line("speculative_config", self.speculative_config or "off"))
         shown = fields(self.offload_config) if self.offload_config.offload_weights else fields(self.offload_config)[:1]
         lines += [self._line(item.name, getattr(self.offload_config, item.name)) for item in shown]
+        if self.lora_config is None:
+            lines.append(self._line("lora_config", "off"))
+        else:
+            lines += [self._line(item.name, getattr(self.lora_config, item.name)) for item in fields(self.lora_config)]
         return "\n".join(lines)
 
     def _line(self, name: str, value: object) -> str:

@@ -106,13 +106,27 @@ class ObservabilityConfig:
     kv_cache_metrics: bool = False
 
 
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Adapters that rows can have, for `enable_lora=True`.
+
+    Attributes:
+        max_loras: how many are in memory, and so in one step, at a time; rows with further ones wait.
+        max_lora_rank: the largest rank of one.
+        lora_memory_bytes: what `max_loras` adapters of that rank for every matrix take at most.
+    """
+
+    max_loras: int
+    max_lora_rank: int
+    lora_memory_bytes: int = 0
+
+
 class ConfigForPlugins:
     """Base of `EngineConfig`: attributes of vLLM's config that are fixed here."""
 
     parallel_config = ParallelConfig()
     structured_outputs_config = StructuredOutputsConfig()
     observability_config = ObservabilityConfig()
-    lora_config = None
     watermark_config = None
     diffusion_config = None
     kv_transfer_config = None

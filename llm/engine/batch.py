@@ -115,6 +115,7 @@ class InputBatch:
         self.prompt_logprobs_from = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_tables = [np.zeros((max_num_seqs, self.max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
+        self.adapter_slots = np.zeros(max_num_seqs, dtype=np.int64)  # 0: no adapter
         self.has_slots = has_slots
         self.slots = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling = SamplingRows(max_num_seqs)
@@ -171,10 +172,16 @@ class InputBatch:
             metadata=metadata,
             states=[],
             logits_indices=self._upload(indices),
+            adapter_ids=self.adapters_of(row_of_token),
         )
         if any(self.pooling):
             batch.token_types = self._upload((positions >= self.second_text[row_of_token]).astype(np.int64))
         return StepInput(rows, counts, lines, batch)
+
+    def adapters_of(self, rows: np.ndarray) -> torch.Tensor | None:
+        """The slot of each row's adapter, int64; None if no row has one."""
+        slots = self.adapter_slots[rows]
+        return self._upload(slots) if slots.any() else None
 
     def append(self, rows: np.ndarray, tokens: list[int]) -> None:
         """Append a sampled token to each of `rows`."""
@@ -305,6 +312,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.slots[row] = new.slot
+        self.adapter_slots[row] = new.adapter_slot
         self.num_blocks[:, row] = 0
         self._append_blocks(row, new.blocks)
         self.pooling[row] = new.pooling
@@ -343,8 +351,8 @@ class InputBatch:
     def _move(self, source: int, target: int) -> None:
         tokens = self.num_tokens[source]
         self.token_ids[target, :tokens] = self.token_ids[source, :tokens]
-        of_rows = (self.num_tokens, self.num_prompt_tokens, self.num_computed, self.prompt_logprobs_from, self.slots)
-        for array in (*of_rows, self.second_text):
+        counts = (self.num_tokens, self.num_prompt_tokens, self.num_computed, self.prompt_logprobs_from)
+        for array in (*counts, self.slots, self.adapter_slots, self.second_text):
             array[target] = array[source]
         for group, table in enumerate(self.block_tables):
             count = self.num_blocks[group, source]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from llm.base.bar import Bar, UseTqdm
 from llm.base.checks import check_integer, refuse
 from llm.beam_params import BeamSearchParams
+from llm.engine.adapter_slots import Adapter
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import list_prompts
@@ -108,6 +109,7 @@ class SearchPrompt:
     token_ids: list[int]
     search: PromptSearch
     cache_salt: str | None = None
+    adapter: Adapter | None = None
 
 
 class BeamSearches:
@@ -144,6 +146,11 @@ class BeamSearches:
             room = min(params.max_tokens, config.max_model_len - len(row.token_ids))
             _check_room(self._structure, room)
             self._prompts.append(SearchPrompt(given, row.token_ids, PromptSearch(params, eos, room), row.cache_salt))
+
+    def give_adapters(self, adapters: Sequence[Adapter | None]) -> None:
+        """One per prompt; a search without this call has none."""
+        for prompt, adapter in zip(self._prompts, adapters, strict=True):
+            prompt.adapter = adapter
 
     def run(self, generate: Callable[[list[Row]], list[RequestOutput]], use_tqdm: UseTqdm) -> None:
         """Search until every prompt is done; `generate` runs rows until they finish, and may raise."""
@@ -218,7 +225,9 @@ def _row(prompt: SearchPrompt, beam: Beam, sharing: str) -> Row:
     is_limited = search.params.allowed_token_ids is not None or search.params.structured_outputs is not None
     count = -1 if is_limited else search.num_candidates
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False, ignore_eos=True)
-    return Row(None, [*prompt.token_ids, *beam.tokens], params, seed=0, sharing=sharing, cache_salt=prompt.cache_salt)
+    row = Row(None, [*prompt.token_ids, *beam.tokens], params, seed=0, sharing=sharing, cache_salt=prompt.cache_salt)
+    row.adapter = prompt.adapter
+    return row
 
 
 def _only(tops: Logprobs, allowed: Sequence[int] | None) -> Logprobs:
@@ -236,6 +245,7 @@ def _sequence(prompt: SearchPrompt, beam: Beam, tokenizer: Tokenizer | None) -> 
         orig_prompt=prompt.given,
         tokens=tokens,
         logprobs=[_decoded(tops, tokenizer) for tops in beam.logprobs],
+        lora_request=None if prompt.adapter is None else prompt.adapter.request,
         cum_logprob=beam.cum_logprob,
         text=None if tokenizer is None else tokenizer.decode(tokens, params.skip_special_tokens),
         finish_reason="length" if eos is None else "stop",

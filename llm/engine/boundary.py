@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class RunnerPlan:
         rank, tp_size: this runner's place in a tensor-parallel group.
         device_index: which of the platform's devices it uses.
         pooling: what a pooling model makes of hidden states; None: the model generates.
+        merge_lora: the folder of the adapter that is added to the weights; None: there is none.
         draft: the plan of the model that drafts tokens; None: there is none.
     """
 
@@ -59,6 +61,7 @@ class RunnerPlan:
     device_index: int = 0
     draft: RunnerPlan | None = None
     pooling: PoolingPlan | None = None
+    merge_lora: Path | None = None
 
     def build_options(self, tp: TensorParallel) -> BuildOptions:
         model = self.config.model_config

@@ -16,6 +16,8 @@ from llm.base.construction import constructing_for
 from llm.base.errors import OutOfMemoryError
 from llm.engine.boundary import RunnerPlan
 from llm.layers.parallel import tensor_parallel
+from llm.loading.adapters.folder import AdapterFolder
+from llm.loading.adapters.merge import MergedTensors
 from llm.loading.loader import load_dummy_weights, load_weights
 from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, rename
@@ -56,6 +58,7 @@ def fill_model(
     plan: RunnerPlan, platform: Platform, model: Any, file: WeightFile | None = None
 ) -> Mapping[str, Target]:
     """Load the weights or make random ones. Returns the target of each checkpoint tensor, empty for random weights."""
+    adapter = None if plan.merge_lora is None else AdapterFolder(plan.merge_lora)
     try:
         if not plan.has_weights:
             if file is None:
@@ -63,15 +66,18 @@ def fill_model(
             with _told_of_memory():
                 load_dummy_weights(model, plan.config.model_config.seed, pack_early=file is not None)
             return {}
+        tensors = plan.source.tensors()
         return load_weights(
             model,
-            plan.source.tensors(),
+            tensors if adapter is None else MergedTensors(tensors, adapter, model),
             show_progress=plan.show_progress,
             quant_config=plan.config.quant_config,
             store_as=plan.store_as,
             pack_early=file is not None,
         )
     finally:
+        if adapter is not None:
+            adapter.close()
         plan.source.close()
         if file is not None:
             file.close()

@@ -167,6 +167,7 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             cache_key=self._cache_key(prompt_id, row),
             pooling=row.pooling,
+            adapter=row.adapter,
         )
         if row.params.prompt_logprobs is not None and index == 0:
             request.prompt_logprobs_from = row.score_from - 1
@@ -186,11 +187,15 @@ class Engine:
             metrics.scheduled_ts = metrics.scheduled_ts or now
 
     def _cache_key(self, prompt_id: str, row: Row) -> bytes | None:
-        """With prefix caching off, only completions of one prompt share blocks, and rows with equal `sharing`."""
+        """With prefix caching off, only completions of one prompt share blocks, and rows with equal `sharing`.
+
+        Rows with different adapters never do: their keys and values differ.
+        """
+        adapter = "" if row.adapter is None else f"adapter {row.adapter.digest} "
         if self.config.cache_config.enable_prefix_caching:
-            return b"" if row.cache_salt is None else f"salt {row.cache_salt}".encode()
+            return adapter.encode() if row.cache_salt is None else f"{adapter}salt {row.cache_salt}".encode()
         if row.sharing is not None:
-            return f"sharing {row.sharing}".encode()
+            return f"{adapter}sharing {row.sharing}".encode()
         return f"prompt {prompt_id}".encode() if row.params.n > 1 else None
 
     def _update(self, result: RunnerOutput) -> None:

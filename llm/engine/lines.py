@@ -62,14 +62,14 @@ class LineReader:
 
     Attributes:
         batch: sampled tokens are appended to its rows.
-        compute_logits: hidden states [L, H] -> float32 [L, vocab].
+        compute_logits: hidden states [L, H] and their batch rows -> float32 [L, vocab].
         lines_at_once: most lines whose logits may be in memory at once.
     """
 
     batch: InputBatch
     sampler: Sampler
     processors: LogitsProcessors
-    compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    compute_logits: Callable[[torch.Tensor, np.ndarray], torch.Tensor]
     lines_at_once: int
 
     def read(self, hidden: torch.Tensor, lines: Lines, result: RunnerOutput) -> None:
@@ -94,7 +94,7 @@ class LineReader:
 
     def _verify_in_rounds(self, hidden: torch.Tensor, lines: Lines, drafts: Drafts, result: RunnerOutput) -> None:
         # One GEMM with the LM head for all rounds, if its result fits.
-        logits = self.compute_logits(hidden) if len(lines.rows) <= self.lines_at_once else None
+        logits = self.compute_logits(hidden, lines.rows) if len(lines.rows) <= self.lines_at_once else None
 
         def sample_round(current: np.ndarray) -> np.ndarray:
             own = select_lines(hidden if logits is None else logits, current)
@@ -126,7 +126,7 @@ class LineReader:
         for start in range(0, len(rows), size or 1):
             part = slice(start, start + size)
             own = source if len(rows) <= size else source[part]
-            logits = own if has_logits else self.compute_logits(own)
+            logits = own if has_logits else self.compute_logits(own, rows[part])
             found = self.sampler(logits, batch.sampling, rows[part], outputs[part], processors, len(batch.request_ids))
             sampled.add(start, found)
         return sampled
@@ -157,7 +157,7 @@ class LineReader:
         counts = np.array([min(batch.params[row].prompt_logprobs or 0, _MANY) for row in rows.tolist()])
         found: list[TokenLogprobs] = []
         for start in range(0, len(rows), size):
-            logits = self.compute_logits(hidden[start : start + size])
+            logits = self.compute_logits(hidden[start : start + size], rows[start : start + size])
             chosen = torch.from_numpy(tokens[start : start + size]).to(logits.device)
             found += self.sampler.gather_logprobs(logits, chosen, counts[start : start + size], {})
         for row, logprobs in zip(rows.tolist(), found, strict=True):

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from llm.base.errors import OutOfMemoryError
+from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.base.phases import PhaseTimes
 from llm.config.defaults import library_defaults
 from llm.config.engine import CacheConfig, EngineConfig
+from llm.engine.adapters import ModelAdapters
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.boundary import Loaded, RunnerPlan
 from llm.engine.build_model import build_model, fill_model, weight_file
@@ -55,6 +57,8 @@ class ModelRunner(ModelInspection):
         self.states: list[tuple[torch.Tensor, ...]] = []
         # None: no step is replayed.
         self.replay: DecodeReplay | None = None
+        # None: `enable_lora` is off.
+        self.adapters: ModelAdapters | None = None
         # Where the weights are, if a file has some.
         self.offloaded = ""
         # None: a batch row samples one token per step.
@@ -110,11 +114,13 @@ class ModelRunner(ModelInspection):
             self.backend.upload,
             has_slots=cache.num_state_slots > 0,
         )
+        if config.lora_config is not None:
+            self.adapters = ModelAdapters(self.model, config.lora_config, self.backend)
         if self.plan.pooling is not None:
             self.pooler = Pooler(self.plan.pooling, self.model, self.backend)
         # A recorded step would not fetch the experts that are in a file. A pooling model has no steps like another.
         elif config.invariant and self.backend.records and not config.offload_config.offload_weights:
-            self.replay = DecodeReplay(self.model, self.backend, self.batch.max_blocks)
+            self.replay = self._new_replay()
         device, custom = self.platform.device, self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)
         self.proposer = make_proposer(config.speculative_config, self.plan, lambda: type(self)(self.platform))
@@ -125,6 +131,7 @@ class ModelRunner(ModelInspection):
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
         """Compute the scheduled tokens and sample for the batch rows whose last known token was computed."""
         with library_defaults(self.plan.config.num_threads), self.platform.inference_mode():
+            self._load_adapters(plan)
             self.processors.update_state(self.batch.update(plan))
             if self.proposer is not None:
                 self.proposer.update(plan)
@@ -169,7 +176,19 @@ class ModelRunner(ModelInspection):
                 return function(self.model)
         finally:
             if self.replay is not None:
-                self.replay = DecodeReplay(self.model, self.backend, self.batch.max_blocks)
+                self.replay = self._new_replay()
+
+    def check_adapter(self, path: str) -> str:
+        """The digest of an adapter's files.
+
+        Raises:
+            ValidationError: `enable_lora` is off. CheckpointError: the adapter cannot be used with this model.
+        """
+        if self.adapters is None:
+            raise ValidationError(
+                "lora_request needs LLM(..., enable_lora=True).", parameter="lora_request", value=path
+            )
+        return self.adapters.check(path)
 
     def end_call(self) -> None:
         """Release what is held only during a call."""
@@ -190,10 +209,12 @@ class ModelRunner(ModelInspection):
         self.set_drafting(True)
         if self.proposer is not None:
             self.proposer.close()
+        if self.adapters is not None:
+            self.adapters.close()
         states = [tensor for state in self.states for tensor in state]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *states):
             tensor.data = torch.empty(0, device=tensor.device)
-        self.model = self.replay = self.proposer = self.pooler = None
+        self.model = self.replay = self.proposer = self.pooler = self.adapters = None
         self.states = []
         self.backend.clear()
         self.platform.release_memory()
@@ -235,7 +256,25 @@ class ModelRunner(ModelInspection):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [N, H] of the step's tokens; the next step may overwrite them."""
         hidden = None if self.replay is None else self.replay.run(batch)
-        return self.model.forward(batch) if hidden is None else hidden
+        return self._compute(batch) if hidden is None else hidden
+
+    def _compute(self, batch: ForwardBatch) -> torch.Tensor:
+        """`model.forward`; its layers read the batch's adapters meanwhile."""
+        forward: Callable[[ForwardBatch], torch.Tensor] = self.model.forward
+        if self.adapters is None:
+            return forward(batch)
+        return self.adapters.compute(lambda: forward(batch), batch.adapter_ids)
+
+    def _new_replay(self) -> DecodeReplay:
+        return DecodeReplay(self.model, self.backend, self.batch.max_blocks, self._compute)
+
+    def _load_adapters(self, plan: SchedulerOutput) -> None:
+        """Load the adapters of new rows. Recorded steps read the matrices that were there, so they are dropped."""
+        for row in plan.new_rows:
+            if row.adapter is None or self.adapters is None:
+                continue
+            if self.adapters.load(row.adapter_slot, row.adapter) and self.replay is not None:
+                self.replay = self._new_replay()
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, H] -> float32 [rows, vocab]."""
@@ -256,11 +295,16 @@ class ModelRunner(ModelInspection):
         result.pooled = pooler.finish(finished)
         batch.settle(step)
 
+    def _logits_of(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+        """`compute_logits` of lines of these batch rows."""
+        if self.adapters is None:
+            return self.compute_logits(hidden)
+        with self.adapters.lines.of(self.batch.adapters_of(rows)):
+            return self.compute_logits(hidden)
+
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
         """Sample and score the step's lines from the hidden states [N, H]."""
-        reader = LineReader(
-            self.batch, self.sampler, self.processors, self.compute_logits, self._lines_per_logits_chunk
-        )
+        reader = LineReader(self.batch, self.sampler, self.processors, self._logits_of, self._lines_per_logits_chunk)
         wanted = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
         reader.read(wanted, step.lines, result)
         self.batch.settle(step)

@@ -13,6 +13,7 @@ from typing import Any
 
 from llm.engine.request import Request
 from llm.engine.rows import AnyRow, RefusedRow, Row
+from llm.inputs import LoRARequest
 from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, RequestStateStats, StructuredOutcome
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
@@ -205,6 +206,7 @@ class PromptState:
             metrics=_metrics(self.completions[0].request),
             index=self.row.index,
             num_dropped_tokens=self.row.num_dropped_tokens,
+            lora_request=_lora_request(self.row),
         )
 
     def known_outputs(self) -> list[list[int]]:
@@ -247,7 +249,12 @@ def output_without_run(row: AnyRow) -> RequestOutput:
         params=_plain(row.params),
         index=row.index,
         num_dropped_tokens=row.num_dropped_tokens,
+        lora_request=_lora_request(row),
     )
+
+
+def _lora_request(row: Row) -> LoRARequest | None:
+    return None if row.adapter is None else row.adapter.request
 
 
 def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:

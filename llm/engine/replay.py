@@ -11,6 +11,7 @@ model's kernels, steps are not replayed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +29,10 @@ MAX_TOKENS = 64
 # Recorded steps to keep; the least recently used is dropped first.
 _MAX_STEPS = 8
 _MAX_SEEN = 64
+Forward = Callable[[ForwardBatch], torch.Tensor]
 
 
-_Key = tuple[int, int, int]  # rows, lines per row, threads
+_Key = tuple[int, int, int, bool]  # rows, lines per row, threads, whether a row has an adapter
 
 
 @dataclass
@@ -53,14 +55,15 @@ class DecodeReplay:
         model: its `forward` is recorded.
         backend: the model's backend, which records.
         max_blocks: the largest width of a block table.
+        forward: computes a step; None: the model's `forward`.
 
     Attributes:
         refusal: why recording was impossible; None: it was not.
     """
 
-    def __init__(self, model: Any, backend: Backend, max_blocks: int) -> None:
+    def __init__(self, model: Any, backend: Backend, max_blocks: int, forward: Forward | None = None) -> None:
         self.refusal: str | None = None
-        self._model = model
+        self._forward: Forward = forward or model.forward
         self._is_watched = Watch(model.modules())
         self._backend = backend
         self._max_blocks = max_blocks
@@ -72,7 +75,7 @@ class DecodeReplay:
         lines = self._lines_per_row(batch)
         if not lines:
             return None
-        key = (len(batch.input_ids) // lines, lines, torch.get_num_threads())
+        key = (len(batch.input_ids) // lines, lines, torch.get_num_threads(), batch.adapter_ids is not None)
         step = self._steps.pop(key, None)
         if step is None:
             return self._record(key, batch) if self._came_before(key) else None
@@ -107,7 +110,6 @@ class DecodeReplay:
             self.refusal is None
             and batch.positions.dim() == 1
             and batch.inputs_embeds is None
-            and batch.adapter_ids is None
             and not batch.extensions
             # A replay would skip hooks.
             and not self._is_watched()
@@ -121,7 +123,7 @@ class DecodeReplay:
         _fill(own, batch, first_layers)
         try:
             with self._backend.record() as program:
-                hidden = self._model.forward(own)
+                hidden = self._forward(own)
         except NotRecordable as reason:
             self.refusal = str(reason)
             return None
@@ -137,6 +139,7 @@ class DecodeReplay:
             batch,
             input_ids=batch.input_ids.clone(),
             positions=batch.positions.clone(),
+            adapter_ids=None if batch.adapter_ids is None else batch.adapter_ids.clone(),
             metadata=[groups[id(metadata)] for metadata in batch.metadata],
         )
 
@@ -154,6 +157,8 @@ def _fill(own: ForwardBatch, batch: ForwardBatch, first_layers: list[int]) -> No
     """Copy the inputs of `batch` into the tensors of a recorded step."""
     own.input_ids.copy_(batch.input_ids)
     own.positions.copy_(batch.positions)
+    if own.adapter_ids is not None and batch.adapter_ids is not None:
+        own.adapter_ids.copy_(batch.adapter_ids)
     for layer in first_layers:
         target = _tensors(own.metadata[layer])
         for name, source in _tensors(batch.metadata[layer]).items():

@@ -11,6 +11,7 @@ from enum import Enum, auto
 import numpy as np
 
 from llm.engine.step import PoolingRow
+from llm.engine.adapter_slots import NO_SLOT, Adapter
 from llm.outputs import RequestStateStats
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams
 
@@ -38,6 +39,8 @@ class Request:
             none does. Only the first completion of a prompt computes them.
         pooling: what a pooling model makes of the prompt; None: the prompt is continued.
         pooled: that result, once there.
+        adapter: what is added to the model's layers for it; None: nothing is.
+        adapter_slot: where the runner has its adapter while the request runs; owned by the scheduler. 0: it has none.
         metrics: its timestamps; the engine says when it was queued.
         error: the error behind `finish_reason="error"`.
     """
@@ -54,6 +57,7 @@ class Request:
         eos_token_ids: frozenset[int],
         cache_key: bytes | None,
         pooling: PoolingRow | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -67,6 +71,7 @@ class Request:
         self.cache_key = cache_key
         self.pooling = pooling
         self.pooled: np.ndarray | None = None
+        self.adapter, self.adapter_slot = adapter, NO_SLOT
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.draft_token_ids: list[int] = []

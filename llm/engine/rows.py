@@ -13,6 +13,7 @@ from llm.base.checks import refuse
 from llm.base.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError, ValidationError
 from llm.config.engine import ModelConfig
 from llm.engine.step import PoolingRow
+from llm.engine.adapter_slots import Adapter
 from llm.sampling_params import SamplingParams
 
 ON_TOO_LONG = ("error", "truncate_left", "truncate_middle", "skip")
@@ -31,6 +32,7 @@ class Row:
         score_from: at least 1, the first prompt token that gets a logprob, if `prompt_logprobs` is set.
         num_dropped_tokens: how many of the prompt's tokens were cut.
         pooling: what a pooling model makes of the prompt; None: the prompt is continued.
+        adapter: what is added to the model's layers for it; None: nothing is.
         known_outputs: tokens of each completion that an earlier run generated; this one continues after them.
     """
 
@@ -45,6 +47,7 @@ class Row:
     num_dropped_tokens: int = 0
     known_outputs: Sequence[Sequence[int]] = ()
     pooling: PoolingRow | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass

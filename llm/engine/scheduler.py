@@ -6,10 +6,11 @@ tensors, no clocks. Its decisions are a `SchedulerOutput`, plain data that can b
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from llm.config.engine import SchedulerConfig
+from llm.engine.adapter_slots import AdapterSlots
 from llm.engine.block_manager import BlockManager
 from llm.engine.boundary import RunnerPlan
 from llm.engine.kv_cache import group_states
@@ -18,11 +19,15 @@ from llm.engine.step import NewRow, RunnerOutput, SchedulerOutput
 
 
 class Scheduler:
-    """First come, first served, with at most `max_num_batched_tokens` tokens and `max_num_seqs` batch rows per step."""
+    """First come, first served, with at most `max_num_batched_tokens` tokens and `max_num_seqs` batch rows per step.
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    A request whose adapter finds no slot is passed over until one is free.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, max_loras: int = 0) -> None:
         self.config = config
         self.blocks = blocks
+        self.adapters = AdapterSlots(max_loras)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
@@ -59,8 +64,11 @@ class Scheduler:
                 self._schedule(plan, request, count, drafts)
                 budget -= count
                 index += 1
-        while self.waiting and not preempted and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting[0]
+        while not preempted and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            place = self._next_waiting()
+            if place is None:
+                break
+            request = self.waiting[place]
             prefix = self.blocks.match_prefix(request)
             count = request.num_tokens - prefix[0]
             if count > budget and not self.config.enable_chunked_prefill:
@@ -71,7 +79,8 @@ class Scheduler:
             if not self.blocks.admit(request, request.num_tokens, prefix):
                 break
             count = min(count, budget)
-            self._start(plan, self.waiting.popleft())
+            del self.waiting[place]
+            self._start(plan, request)
             self._schedule(plan, request, count)
             budget -= count
         plan.removed, self._removed = self._removed, []
@@ -102,6 +111,7 @@ class Scheduler:
         """Forget a request that has a `finish_reason`, and free its blocks."""
         if request.status is RequestStatus.RUNNING:
             self._removed.append(request.request_id)
+            self.adapters.release(request.adapter)
             # Drafts accepted in its last step are not in the prefix cache yet. Its last token is never computed.
             self.blocks.remember(request, min(request.num_computed_tokens, request.num_tokens - 1))
         self.blocks.free(request)
@@ -129,6 +139,13 @@ class Scheduler:
         queued = [request.request_id for request in (*self.running, *self.waiting)]
         if sorted(queued) != sorted(self.requests):
             raise RuntimeError("a request is in no queue, or in two")
+        if self.adapters.users() != Counter(item.adapter.digest for item in self.running if item.adapter is not None):
+            raise RuntimeError("an adapter counts other requests than those that run with it")
+
+    def _next_waiting(self) -> int | None:
+        """The place of the first waiting request whose adapter has a slot or finds one."""
+        fitting = (place for place, request in enumerate(self.waiting) if self.adapters.has_room(request.adapter))
+        return next(fitting, None)
 
     def _schedule(self, plan: SchedulerOutput, request: Request, count: int, drafts: int = 0) -> None:
         """Plan `count` tokens; the last `drafts` may be rejected, so they are not added to the prefix cache."""
@@ -152,6 +169,7 @@ class Scheduler:
 
     def _start(self, plan: SchedulerOutput, request: Request) -> None:
         request.status = RequestStatus.RUNNING
+        request.adapter_slot = self.adapters.take(request.adapter)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         self.running.append(request)
@@ -168,6 +186,8 @@ class Scheduler:
                 request.sample_index,
                 request.prompt_logprobs_from,
                 request.pooling,
+                request.adapter,
+                request.adapter_slot,
             )
         )
 
@@ -175,6 +195,7 @@ class Scheduler:
         """Move the last admitted running request back to the head of the queue; it recomputes its tokens."""
         request = self.running.pop()
         self.blocks.free(request)
+        self.adapters.release(request.adapter)
         request.num_computed_tokens = 0
         request.draft_token_ids = []
         request.num_preemptions += 1
@@ -190,10 +211,11 @@ def scheduler_maker(plan: RunnerPlan) -> Callable[[], Scheduler]:
     config = plan.config
     windows = [spec.sliding_window for spec in group_states(plan.kv_cache_specs)[0]]
     cache = config.cache_config
+    max_loras = 0 if config.lora_config is None else config.lora_config.max_loras
     num_slots = cache.num_state_slots and cache.num_state_slots + 1
 
     def make_scheduler() -> Scheduler:
         blocks = BlockManager(cache.num_blocks + 1, windows, cache.block_size, num_slots)
-        return Scheduler(config.scheduler_config, blocks)
+        return Scheduler(config.scheduler_config, blocks, max_loras)
 
     return make_scheduler

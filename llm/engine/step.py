@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llm.engine.adapter_slots import Adapter
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
 
@@ -49,6 +50,7 @@ class NewRow:
         prompt_logprobs_from: the first prompt position whose next token still needs a logprob; the prompt's length if
             none does.
         pooling: of a pooling model's row; None: the row generates.
+        adapter, adapter_slot: as in `Request`; the runner loads the adapter into the slot if it is not there.
     """
 
     request_id: str
@@ -62,6 +64,8 @@ class NewRow:
     sample_index: int
     prompt_logprobs_from: int
     pooling: PoolingRow | None = None
+    adapter: Adapter | None = None
+    adapter_slot: int = 0
 
 
 @dataclass

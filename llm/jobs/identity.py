@@ -17,6 +17,8 @@ from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs, EngineConfig
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.rows import AnyRow, RefusedRow
+from llm.loading.adapters.folder import AdapterFolder
+from llm.loading.resolve import resolve_folder
 from llm.loading.source import ModelSource
 from llm.outputs_json import params_as_json, plain
 from llm.sampling.logits_processors.interface import LogitsProcessor
@@ -60,6 +62,10 @@ def identity(
         raise ValidationError(
             "a job that can be resumed needs LLM(seed=...): without it every process draws its own.", parameter="seed"
         )
+    adapter = None
+    if args.merge_lora is not None:
+        with AdapterFolder(resolve_folder(args.merge_lora, weights=False, argument="merge_lora")) as folder:
+            adapter = folder.digest()
     calibration = hashlib.sha256(_json(list(args.calibration))).hexdigest() if args.calibration else None
     return {
         "weights": weights,
@@ -70,6 +76,7 @@ def identity(
         "kv_cache_dtype": str(config.cache_config.kv_cache_dtype),
         "quantization": plain(args.quantization),
         "calibration": calibration,
+        **({} if adapter is None else {"merge_lora": adapter}),
         "hf_overrides": show(args.hf_overrides) if callable(args.hf_overrides) else plain(args.hf_overrides),
         "compilation_config": plain(config.compilation_config),
         "logits_processors": [qualified_name(kind) for kind in processors],
@@ -100,7 +107,8 @@ def row_key(row: AnyRow, model: Mapping[str, object]) -> str:
             f"extra_args cannot be recorded in a journal ({error}); use numbers, texts, lists and dicts.",
             parameter="extra_args",
         ) from error
-    return hashlib.sha256(_json([row.token_ids, row.seed, params, model])).hexdigest()
+    of_row = [row.token_ids, row.seed, params, model]
+    return hashlib.sha256(_json(of_row if row.adapter is None else [*of_row, row.adapter.digest])).hexdigest()
 
 
 def _json(value: object) -> bytes:

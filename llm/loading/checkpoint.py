@@ -105,6 +105,11 @@ class Checkpoint:
         _check_index_agrees(index, weight_map, tensors)
         return cls(folder, tensors)
 
+    @classmethod
+    def of_file(cls, file: Path) -> Checkpoint:
+        """The tensors of one file of a folder; no tensor data is read. Raises `CheckpointError` if it is malformed."""
+        return cls(file.parent, _read_headers([file]))
+
     def load(self, name: str) -> torch.Tensor:
         """Return the tensor as a view into the mapping of its file (a copy if it is misaligned there)."""
         if self._closed:

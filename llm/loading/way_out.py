@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from llm.loading.adapters.config import described
+
 # Part of a format's name -> the schemes to quantize the float checkpoint by.
 _SCHEMES = {
     "bnb": ("w8a16", "nf4"),
@@ -43,10 +45,7 @@ def of_file(path: Path) -> str:
 def of_folder(folder: Path) -> str:
     """Why a folder has no config.json, and what to do."""
     if os.path.isfile(folder / "adapter_config.json"):
-        return (
-            "it holds an adapter, which is not applied; merge it into its model (peft: merge_and_unload, then "
-            "save_pretrained) and load that"
-        )
+        return described(folder)
     if any(folder.glob("*.gguf")):
         return "it holds GGUF files: pass the path of one of them"
     return "is it a Hugging Face model folder?"

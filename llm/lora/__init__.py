@@ -1,1 +1,1 @@
-"""`vllm.lora`: adapters are not applied; scripts import `llm.lora.request.LoRARequest` even so."""
+"""`vllm.lora`: scripts import `llm.lora.request.LoRARequest`."""

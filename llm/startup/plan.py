@@ -45,6 +45,7 @@ from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
 from llm.quantization.configs.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.startup.adapters import adapter_reasons, merged_adapter, plan_adapters
 from llm.startup.kv_cache import check_cache, choose_cache_dtype
 from llm.startup.source import ReadModel
 
@@ -76,15 +77,16 @@ def make_plan(
 ) -> RunnerPlan:
     """The plan of rank `tp` in `free` bytes; raises `ValidationError` and `OutOfMemoryError`, and allocates nothing."""
     args = _for_pooling(args, model)
-    dtypes, free = choose_dtypes(args, model, platform), platform.memory_free() if free is None else free
+    dtypes = choose_dtypes(args, model, platform)
+    adapters, free = plan_adapters(args, model, platform.memory_free() if free is None else free)
     kv_dtype, why = choose_cache_dtype(args, dtypes.of_cache(args), model.quantization.config)
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
     why += check_cache(args.kv_cache_dtype, kv_dtype, specs, platform)
     memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free, whole=_is_whole(model))
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": why}
+    reasons |= adapter_reasons(args, adapters)
     _add_notes(reasons, model, memory)
-    num_threads = _num_threads(args, platform, reasons)
     config = EngineConfig(
         _model_config(args, model, dtypes, memory.max_model_len, _seed(args, reasons)),
         _cache_config(args, memory, kv_dtype),
@@ -94,10 +96,11 @@ def make_plan(
         compilation,
         reasons,
         model.quantization.config,
-        num_threads,
+        _num_threads(args, platform, reasons),
         ReasoningConfig.of(args.reasoning_config),
         _speculation(args, memory, backend, reasons),
         offload,
+        adapters,
     )
     return RunnerPlan(
         config,
@@ -112,6 +115,7 @@ def make_plan(
         rank=tp.rank,
         tp_size=tp.size,
         pooling=model.pooling,
+        merge_lora=merged_adapter(args, model),
     )
 
 
@@ -273,9 +277,10 @@ def _mode_reason(args: EngineArgs, compilation: CompilationConfig) -> str:
 
 
 def _weight_dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes) -> str:
+    merged = "" if args.merge_lora is None else f"; the adapter {args.merge_lora} is added"
     if dtypes.store_as:
-        return f"asked for by dtype={args.dtype}: a CPU stores matrices in it and adds in float32"
-    return "as the checkpoint stores them" if model.has_weights else "config.json"
+        return f"asked for by dtype={args.dtype}: a CPU stores matrices in it and adds in float32{merged}"
+    return f"as the checkpoint stores them{merged}" if model.has_weights else "config.json"
 
 
 def _is_whole(model: ReadModel) -> bool:

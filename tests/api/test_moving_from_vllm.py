@@ -63,7 +63,7 @@ def test_chat_takes_what_scripts_pass_along(llm: LLM) -> None:
         (lambda llm: llm.chat(MESSAGES, GREEDY, priority=[1, 2]), "2 values of priority for 1 prompts"),
         (lambda llm: llm.chat(MESSAGES, chat_template_content_format="openai"), "must be 'auto', got 'openai': "),
         (lambda llm: llm.generate("x", mm_processor_kwargs={"fps": 1}), "prompts are text"),
-        (lambda llm: llm.generate("x", lora_request="adapter"), "merge_and_unload"),
+        (lambda llm: llm.generate("x", lora_request="adapter"), "must be a LoRARequest"),
         (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}), "multi_modal_data"),
     ],
 )

@@ -148,7 +148,7 @@ def test_what_scripts_for_vllm_import_and_do_not_use_is_there() -> None:
     assert len(random_uuid()) == 32 and random_uuid() != random_uuid()
 
 
-def test_an_adapter_is_refused_with_a_way_out(llm: LLM) -> None:
-    with pytest.raises(ValidationError, match="merge the adapter into the weights") as caught:
-        llm.generate("x", GREEDY, lora_request=LoRARequest("sql", 1, "/adapters/sql"))  # type: ignore[arg-type]
+def test_an_adapter_needs_them_enabled(llm: LLM) -> None:
+    with pytest.raises(ValidationError, match="enable_lora=True") as caught:
+        llm.generate("x", GREEDY, lora_request=LoRARequest("sql", 1, "/adapters/sql"))
     assert caught.value.parameter == "lora_request"

@@ -70,7 +70,7 @@ video_pruning_rate watermark watermark_config weight_transfer_config worker_cls 
 """
 VLLM_NAMES = VLLM_SIGNATURE.split()
 
-OURS = {"device", "calibration", "requantize", "num_threads", "offload_weights", "verbose"}
+OURS = {"device", "calibration", "requantize", "num_threads", "offload_weights", "verbose", "merge_lora"}
 DROPPED_BY_VLLM = {
     *("swap_space", "max_seq_len_to_capture", "use_v2_block_manager", "num_scheduler_steps"),
     *("task", "rope_scaling", "rope_theta", "guided_decoding_backend"),
@@ -84,6 +84,7 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
     ),
     ("", "model_weights worker_extension_cls"),
     ("fcfs", "scheduling_policy"),
+    ("auto", "lora_dtype"),
     (["original/**/*"], "ignore_patterns"),
     ([], "kv_cache_dtype_skip_layers"),
     ({}, "model_class_overrides additional_config"),
@@ -92,9 +93,10 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
     (1, "tensor_parallel_size pipeline_parallel_size data_parallel_size nnodes"),
     (1, "prefill_context_parallel_size decode_context_parallel_size"),
     (False, "enable_prompt_embeds tokens_only enable_mamba_cache_stochastic_rounding disable_sliding_window"),
-    (False, "use_fp64_gumbel enable_trace_replay return_sampling_mask enable_return_routed_experts enable_lora"),
+    (False, "use_fp64_gumbel enable_trace_replay return_sampling_mask enable_return_routed_experts"),
     (False, "mm_encoder_only enable_sleep_mode enable_layerwise_nvtx_tracing ray_workers_use_nsight"),
     (None, "hf_config_path tokenizer_revision download_dir hf_token quantization_config engram_config"),
+    (None, "lora_target_modules"),
     (None, "diffusion_config watermark_config spec_method spec_model spec_tokens"),
     (None, "default_mm_loras io_processor_plugin scheduler_cls data_parallel_rank data_parallel_start_rank"),
     (None, "data_parallel_size_local device_ids distributed_executor_backend kv_transfer_config kv_events_config"),
@@ -173,7 +175,7 @@ def test_accepted_arguments_leave_their_notes() -> None:
     [
         ("tensor_parallel_size", 2),
         ("task", "embed"),
-        ("enable_lora", True),
+        ("default_mm_loras", {"image": "/adapter"}),
         ("spec_method", "ngram"),
         ("distributed_executor_backend", "ray"),
         ("cpu_offload_gb", 4.0),
@@ -244,7 +246,10 @@ def test_values_without_an_equality_are_refused_not_crashed_on(value: Any) -> No
 
 
 def test_equal_values_of_other_types_pass() -> None:
-    assert check_arguments({"tensor_parallel_size": np.int64(1), "enable_lora": np.False_, "cpu_offload_gb": 0.0}) == []
+    assert (
+        check_arguments({"tensor_parallel_size": np.int64(1), "enable_sleep_mode": np.False_, "cpu_offload_gb": 0.0})
+        == []
+    )
 
 
 def test_the_token_is_not_shown() -> None:

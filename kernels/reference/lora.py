@@ -1,0 +1,46 @@
+"""What adapters add to a layer's result, in plain PyTorch: a loop over the terms."""
+
+from __future__ import annotations
+
+import torch
+
+from llm.kernels.lora import LoraTerms
+from llm.kernels.reference.linear import embedding, linear
+
+
+def lora(y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, terms: LoraTerms) -> torch.Tensor:
+    """y[t] += scale * up(down(x[t])) for each term and the tokens in its slot; returns y, which is changed.
+
+    The product with `up`, its bias included, is multiplied by the scale, and then added: each is rounded by itself.
+
+    Shapes: y float32 [..., width], x float32 [..., K], slots int64 [tokens], 0: no adapter.
+    """
+    rows, flat = y.view(-1, terms.width), x.reshape(-1, terms.inputs)
+    _check(rows, flat, slots)
+    for term in terms.terms:
+        tokens = (slots == term.slot).nonzero(as_tuple=True)[0]
+        products = linear(linear(flat[tokens], term.down), term.up)
+        rows[tokens, term.first : term.first + term.up.n] += products * term.scale
+    return y
+
+
+def lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, slots: torch.Tensor, terms: LoraTerms) -> torch.Tensor:
+    """The same where down(x) is the row of `down` of each token's id: token_ids int64 [...].
+
+    Raises:
+        IndexError: an id that `down` does not have.
+    """
+    rows, ids = y.view(-1, terms.width), token_ids.flatten()
+    _check(rows, ids, slots)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < terms.inputs:
+        raise IndexError(f"token ids must be in [0, {terms.inputs}), got {int(ids.min())} to {int(ids.max())}")
+    for term in terms.terms:
+        tokens = (slots == term.slot).nonzero(as_tuple=True)[0]
+        products = linear(embedding(ids[tokens], term.down), term.up)
+        rows[tokens, term.first : term.first + term.up.n] += products * term.scale
+    return y
+
+
+def _check(rows: torch.Tensor, inputs: torch.Tensor, slots: torch.Tensor) -> None:
+    if slots.dtype != torch.int64 or slots.dim() != 1 or not len(slots) == len(rows) == len(inputs):
+        raise ValueError(f"{len(rows)} results of {len(inputs)} tokens need one slot each, got {list(slots.shape)}")

@@ -1,0 +1,62 @@
+"""`lora_request` of a call: one adapter for all rows, or one per row.
+
+Owns checking it before any work starts; the runner checks the adapter's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llm.base.checks import refuse
+from llm.base.errors import ValidationError
+from llm.base.text import show
+from llm.engine.adapter_slots import Adapter
+from llm.engine.engine import Engine
+from llm.engine.rows import AnyRow, Row
+from llm.inputs import LoRARequest
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+_RIGHT = "a LoRARequest, a list with one or None per prompt, or None"
+
+
+def give_adapters(engine: Engine, rows: Sequence[AnyRow], given: LoRARequests) -> None:
+    """Set the adapters of a call's rows.
+
+    Raises:
+        ValidationError: `given` is neither, has another length, or adapters are not enabled. CheckpointError: an
+            adapter cannot be used with the model.
+    """
+    adapters = adapters_of(engine, given, len(rows))
+    for row, adapter in zip(rows, adapters, strict=True):
+        if isinstance(row, Row):
+            row.adapter = adapter
+
+
+def adapters_of(engine: Engine, given: LoRARequests, count: int) -> list[Adapter | None]:
+    """The checked adapter of each of `count` prompts."""
+    per_row = _per_row(given, count)
+    known: dict[str, Adapter] = {}
+    found: list[Adapter | None] = []
+    for request in per_row:
+        if request is not None and request.lora_path not in known:
+            known[request.lora_path] = Adapter(request, engine.runner.check_adapter(request.lora_path))
+        # Rows keep the request that they were given: two names may stand for one folder.
+        found.append(None if request is None else Adapter(request, known[request.lora_path].digest))
+    return found
+
+
+def _per_row(given: LoRARequests, count: int) -> Sequence[LoRARequest | None]:
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        refuse("lora_request", given, _RIGHT)
+    for request in given:
+        if request is not None and not isinstance(request, LoRARequest):
+            refuse("lora_request", request, _RIGHT)
+    if given and len(given) != count:
+        raise ValidationError(
+            f"there are {len(given)} lora_request for {count} prompts; pass one for all, or one or None for each.",
+            parameter="lora_request",
+            value=show(given),
+        )
+    return given or [None] * count
