@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from llm.api.adapters import give_adapters
-from llm.inputs import LoRARequest
 from llm.api.flow import FlowHost
 from llm.api.told import Told
 from llm.base.errors import EngineClosedError, LLMError, ValidationError
@@ -24,6 +23,7 @@ from llm.engine.engine import Engine
 from llm.engine.prompts import list_prompts
 from llm.engine.request import without_frames
 from llm.engine.rows import RefusedRow
+from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import RequestOutputKind, SamplingParams
 

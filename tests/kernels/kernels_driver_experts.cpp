@@ -114,6 +114,31 @@ void routing(int64_t rows, int64_t count) {
     }
 }
 
+// A term of all output channels, one of some in the middle, and one of a slot that no token has.
+void lora(Kind kind, int64_t tokens, int64_t inputs, int64_t width, int64_t rank) {
+    const int64_t some = (width + 1) / 2, first = width / 4;
+    const Held wide(kind, Activations::FLOAT, width, rank), part(kind, Activations::FLOAT, some, rank);
+    const Held down(kind, Activations::FLOAT, rank, inputs), table(kind, Activations::FLOAT, inputs, rank);
+    const std::vector<Weight> up = {wide.weight, part.weight, part.weight};
+    const std::vector<Weight> products(3, down.weight), rows(3, table.weight);
+    const std::vector<int64_t> places = {1, 0, 3, first, 4, 0};
+    const std::vector<float> scales = {0.5f, 2.0f, 1.0f};
+    Exactly<float> x(tokens * inputs), y(tokens * width);
+    Exactly<int64_t> slots(tokens), ids(tokens);
+    for (int64_t i = 0; i < tokens; ++i) slots.data[i] = i * 3 % 5 % 4 - (i == 1), ids.data[i] = i % inputs;
+    const auto run = [&](const std::vector<Weight>& from, const float* hidden) {
+        ++calls;
+        return llm_lora(from.data(), up.data(), 3, places.data(), scales.data(), slots.data, tokens, hidden, ids.data,
+                        y.data, width, 3);
+    };
+    need(run(products, x.data) == 0 && run(rows, nullptr) == 0, "a good call was refused");
+    if (tokens == 0) return;
+    for (int64_t bad : {inputs, int64_t{-1}}) {
+        ids.data[tokens - 1] = bad;
+        need(run(rows, nullptr) == 1, "a row that there is not was read");
+    }
+}
+
 }  // namespace mixture
 
 // Returns the number of calls.
@@ -129,6 +154,11 @@ int run_experts() {
             };
             every_kind(1, 1);
             every_kind(2, 3);
+        }
+    for (int64_t tokens : {0, 1, 2, 19, 40})
+        for (Kind kind : {Kind::FLOAT32, Kind::BFLOAT16, Kind::FLOAT16}) {
+            lora(kind, tokens, 1, 1, 1);
+            lora(kind, tokens, 33, 300, 5);
         }
     for (int64_t rows : {0, 1, 19})
         for (int64_t count : {2, 6, 16, 34}) routing(rows, count);

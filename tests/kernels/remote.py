@@ -84,7 +84,7 @@ class Call:
         for index, (kind, value) in enumerate(zip(kernel.types[1:], values, strict=True)):
             if "*" in kind and value >= FIRST_ADDRESS:
                 if kind == "const Weight*":
-                    self.add_weights(index, value, values[2] if kernel.name == "llm_experts" else 1)
+                    self.add_weights(index, value, values[2] if kernel.name in ("llm_experts", "llm_lora") else 1)
                 else:
                     self.add(IN_SLOTS, 8 * index, value, not kind.startswith("const "))
 
