@@ -6,6 +6,7 @@ Owns checking it before any work starts; the runner checks the adapter's files.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from llm.base.checks import refuse
 from llm.base.errors import ValidationError
@@ -16,11 +17,12 @@ from llm.engine.rows import AnyRow, Row
 from llm.inputs import LoRARequest
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+R = TypeVar("R", bound=AnyRow)
 _RIGHT = "a LoRARequest, a list with one or None per prompt, or None"
 
 
-def give_adapters(engine: Engine, rows: Sequence[AnyRow], given: LoRARequests) -> None:
-    """Set the adapters of a call's rows.
+def give_adapters(engine: Engine, rows: Sequence[R], given: LoRARequests) -> Sequence[R]:
+    """Set the adapters of a call's rows, and return these.
 
     Raises:
         ValidationError: `given` is neither, has another length, or adapters are not enabled. CheckpointError: an
@@ -30,6 +32,7 @@ def give_adapters(engine: Engine, rows: Sequence[AnyRow], given: LoRARequests) -
     for row, adapter in zip(rows, adapters, strict=True):
         if isinstance(row, Row):
             row.adapter = adapter
+    return rows
 
 
 def adapters_of(engine: Engine, given: LoRARequests, count: int) -> list[Adapter | None]:

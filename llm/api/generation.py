@@ -236,8 +236,7 @@ class Generation:
             on_output: called with each output as it ends.
             checkpoint: a file that keeps each output: the same call in a new process goes on where this one was ended.
 
-        Raises:
-            ValidationError, GenerationInterrupted: see `on_error` and `on_interrupt`.
+        Raises ValidationError, CheckpointError (of an adapter), GenerationInterrupted: see `on_error`, `on_interrupt`.
         """
         if unknown or prompts is MISSING:
             raise wrong_names("LLM.generate", Generation.generate, unknown, CALLS)
@@ -247,8 +246,7 @@ class Generation:
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
             rows = self._rows(prompts, sampling_params, tokenization_kwargs, options, priority)
-            give_adapters(engine, rows, lora_request)
-            outputs = self._call(rows, guard, options).run(engine)
+            outputs = self._call(give_adapters(engine, rows, lora_request), guard, options).run(engine)
         options.raise_interrupt(guard, outputs)
         return outputs
 

@@ -10,17 +10,22 @@ from llm.config.engine import EngineArgs
 from llm.config.parts import LoRAConfig
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.resolve import resolve_folder
+from llm.platforms import Platform
 from llm.startup.source import ReadModel
 
 _BYTES = 4  # of an element: adapters are usually stored as float32
 
 
-def plan_adapters(args: EngineArgs, model: ReadModel, free: int) -> tuple[LoRAConfig | None, int]:
-    """The adapters that rows can have (None: `enable_lora` is off), and what they leave of the free memory.
+def plan_adapters(
+    args: EngineArgs, model: ReadModel, platform: Platform, free: int | None
+) -> tuple[LoRAConfig | None, int]:
+    """The adapters that rows can have (None: `enable_lora` is off), and what they leave of the free memory,
+    of which there are `free` bytes, or what the platform says.
 
     As many matrices as the checkpoint has, each with two of its sides by the largest rank. Weights of experts have no
     adapters; in a checkpoint that packs its integers, a matrix may have more channels than its tensor shows.
     """
+    free = platform.memory_free() if free is None else free
     if not args.enable_lora:
         return None, free
     shapes: list[tuple[int, ...]] = []
@@ -48,13 +53,13 @@ def merged_adapter(args: EngineArgs, model: ReadModel) -> Path | None:
     return folder
 
 
-def adapter_reasons(args: EngineArgs, config: LoRAConfig | None) -> dict[str, str]:
+def adapter_reasons(args: EngineArgs, model: ReadModel) -> dict[str, str]:
     """Field name of `LoRAConfig` -> why it has its value."""
-    if config is None:
+    if not args.enable_lora:
         return {"lora_config": args.why("enable_lora")}
     most = "at most, by the checkpoint's tensors; taken when an adapter is first used"
     return {
         "max_loras": args.why("max_loras"),
         "max_lora_rank": args.why("max_lora_rank"),
-        "lora_memory_bytes": most if config.lora_memory_bytes else "unknown: random weights",
+        "lora_memory_bytes": most if model.has_weights else "unknown: random weights",
     }

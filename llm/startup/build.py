@@ -29,6 +29,7 @@ from llm.plugins import load_class, load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
 from llm.sampling.logits_processors.loading import load_logits_processors
 from llm.sampling_params import SamplingParams
+from llm.startup.adapters import merged_adapter
 from llm.startup.draft import draft_args, with_draft
 from llm.startup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons
 from llm.startup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
@@ -78,6 +79,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         with times.phase("plan"):
             plan = make_plan(args, model, platform, compilation, backend, processors)
             warn_of_offload(args, plan)
+            plan = replace(plan, merge_lora=merged_adapter(args, model))
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
             drafting = draft_args(args, plan)
             if drafting is not None:

@@ -45,7 +45,7 @@ from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
 from llm.quantization.configs.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
-from llm.startup.adapters import adapter_reasons, merged_adapter, plan_adapters
+from llm.startup.adapters import adapter_reasons, plan_adapters
 from llm.startup.kv_cache import check_cache, choose_cache_dtype
 from llm.startup.source import ReadModel
 
@@ -77,15 +77,13 @@ def make_plan(
 ) -> RunnerPlan:
     """The plan of rank `tp` in `free` bytes; raises `ValidationError` and `OutOfMemoryError`, and allocates nothing."""
     args = _for_pooling(args, model)
-    dtypes = choose_dtypes(args, model, platform)
-    adapters, free = plan_adapters(args, model, platform.memory_free() if free is None else free)
+    dtypes, (adapters, free) = choose_dtypes(args, model, platform), plan_adapters(args, model, platform, free)
     kv_dtype, why = choose_cache_dtype(args, dtypes.of_cache(args), model.quantization.config)
     specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
     why += check_cache(args.kv_cache_dtype, kv_dtype, specs, platform)
     memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free, whole=_is_whole(model))
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": why}
-    reasons |= adapter_reasons(args, adapters)
     _add_notes(reasons, model, memory)
     config = EngineConfig(
         _model_config(args, model, dtypes, memory.max_model_len, _seed(args, reasons)),
@@ -115,7 +113,6 @@ def make_plan(
         rank=tp.rank,
         tp_size=tp.size,
         pooling=model.pooling,
-        merge_lora=merged_adapter(args, model),
     )
 
 
@@ -251,6 +248,7 @@ def _reasons(
         "tokenizer": "the model's own" if args.tokenizer is None else "asked for",
         **{name: args.why(name) for name in _TAKEN_AS_THEY_ARE},
         "quantization": model.quantization.reason,
+        **adapter_reasons(args, model),
     }
 
 
