@@ -10,8 +10,8 @@ from enum import Enum, auto
 
 import numpy as np
 
-from llm.engine.step import PoolingRow
 from llm.engine.adapter_slots import NO_SLOT, Adapter
+from llm.engine.step import PoolingRow
 from llm.outputs import RequestStateStats
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from llm.base.checks import refuse
 from llm.base.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError, ValidationError
 from llm.config.engine import ModelConfig
-from llm.engine.step import PoolingRow
 from llm.engine.adapter_slots import Adapter
+from llm.engine.step import PoolingRow
 from llm.sampling_params import SamplingParams
 
 ON_TOO_LONG = ("error", "truncate_left", "truncate_middle", "skip")
