@@ -85,6 +85,8 @@ def test_an_answer_is_the_merged_models(llm: LLM, checkpoint: Path, adapters: li
 
 def test_a_rows_bits_are_those_of_it_alone(llm: LLM, checkpoint: Path, adapters: list[LoRARequest]) -> None:
     """Any mix: chunks of 24 tokens, blocks of 4, more adapters than places, recorded steps, preemption."""
+    if not llm.config.invariant:
+        pytest.skip("PyTorch's operations round by the batch")
     drawn = random.Random(0)
     prompts = [prompt for prompt in make_prompts(ROW) for _ in range(3)]
     requests = [drawn.choice([None, *adapters]) for _ in prompts]
