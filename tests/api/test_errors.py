@@ -545,7 +545,7 @@ def test_a_closed_engine_says_so_and_closes_again(llm: LLM) -> None:
             lambda: closed.chat([{"role": "user", "content": "x"}]),
             lambda: closed.render_chat([{"role": "user", "content": "x"}]),
             lambda: next(closed.stream("x")),
-            lambda: closed.stats,
+            closed.stats,
             closed.get_tokenizer,
             closed.reset_prefix_cache,
             closed.__enter__,

@@ -72,11 +72,12 @@ def test_offline_is_respected(tmp_path: Path) -> None:
 # The terminal
 
 
-def test_nothing_is_printed_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_unless_asked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with open_llm() as llm:
         run(llm, PROMPTS)
         list(llm.stream(PROMPTS[0], GREEDY))
     assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("llm.engine.progress._DELAY_SECONDS", 0.0)
     with open_llm() as llm:
         llm.generate(PROMPTS, GREEDY)
     out, err = capfd.readouterr()
