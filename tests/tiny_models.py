@@ -647,6 +647,35 @@ TINY_MODELS = TINY_MODELS | {
         rewrite_config=lambda config: config.update(layer_types=["attention", "mamba"]),
     ),
     "bamba": TinyModel("BambaConfig", {**_HYBRID, "num_hidden_layers": 2, "attn_layer_indices": [1]}),
+    "falcon-h1": TinyModel(
+        "FalconH1Config",
+        {
+            **_HYBRID,
+            **{"num_hidden_layers": 2, "mamba_d_ssm": 60, "mamba_rms_norm": True, "key_multiplier": 0.7},
+            **{"ssm_multipliers": [0.9, 1.2, 1.3, 0.8, 1.1], "mlp_multipliers": [0.8, 1.2], "ssm_in_multiplier": 1.2},
+            **{"ssm_out_multiplier": 0.9, "attention_in_multiplier": 1.1, "attention_out_multiplier": 0.8},
+            **{"embedding_multiplier": 2.0, "lm_head_multiplier": 1.5},
+        },
+        control={"ssm_multipliers": [0.9, 1.2, 1.3, 0.9, 1.1]},
+    ),
+    "nemotron-h": TinyModel(
+        "NemotronHConfig",
+        {
+            **{"rms_norm_eps": None, "layer_norm_epsilon": 1e-3, "num_hidden_layers": None},
+            **{"layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 4, "n_groups": 2},
+            **{"mamba_head_dim": 9, "ssm_state_size": 5, "conv_kernel": 3, "chunk_size": 8, "n_routed_experts": 0},
+            "time_step_min": 1e-9,  # where transformers clamps the steps of prompts
+        },
+    ),
+    "jamba": TinyModel(
+        "JambaConfig",
+        {
+            **EXPERTS,
+            **{"head_dim": None, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 6, "num_experts": 7},
+            **{"num_experts_per_tok": 3, "attn_layer_period": 2, "attn_layer_offset": 1},
+        },
+        control={"num_experts_per_tok": 2},
+    ),
 }
 
 # The gated delta rule.
@@ -680,8 +709,7 @@ TINY_MODELS = TINY_MODELS | {
 _REARRANGED = """
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
-    falcon-mamba granitemoehybrid-dense bamba
-    qwen3-5 qwen3-5-moe olmo-hybrid
+    falcon-mamba granitemoehybrid-dense bamba nemotron-h jamba qwen3-5 qwen3-5-moe olmo-hybrid
 """.split()
 # Rows that differ from a scheduled one in how weights are read, in biases, or in numbers of a position's rotation.
 _VARIANTS = """

@@ -8,6 +8,7 @@ from llm.base.custom_op import PluggableLayer
 from llm.forward import ForwardBatch, RecurrentSpec
 from llm.kernels.reference.scan import NO_LIMIT
 from llm.kernels.select import backend_of_construction
+from llm.layers.factors import ColumnFactors
 from llm.layers.linear import ReplicatedLinear
 from llm.layers.mamba.conv import CausalConv1d
 from llm.layers.mamba.gated_norm import Mixer2RMSNormGated
@@ -31,6 +32,7 @@ class MambaMixer2(PluggableLayer):
         use_rms_norm: False: the gate alone.
         norm_before_gate: the norm is of the recurrence's output; False: of its product with the gate.
         dt_limit: between which steps are clamped.
+        multipliers: of what `in_proj` computes: gate, x, B, C and steps; None: no such constants.
         layer_index: position of this layer's state among the model's.
         params_dtype, quant_config, prefix: as in `LinearBase`.
     """
@@ -52,6 +54,7 @@ class MambaMixer2(PluggableLayer):
         layer_index: int,
         norm_before_gate: bool = False,
         dt_limit: tuple[float, float] = NO_LIMIT,
+        multipliers: tuple[float, ...] | None = None,
         params_dtype: torch.dtype | None = None,
         quant_config: QuantizationConfig | None = None,
         prefix: str = "",
@@ -63,6 +66,8 @@ class MambaMixer2(PluggableLayer):
         self.conv_sizes = [intermediate_size, shared, shared]
         self.sizes = [intermediate_size, sum(self.conv_sizes), num_heads]
         self.in_proj = ReplicatedLinear(hidden_size, sum(self.sizes), use_bias, prefix=f"{prefix}.in_proj", **common)
+        parts = [intermediate_size, *self.conv_sizes, num_heads]
+        self.factors = None if multipliers is None else ColumnFactors(list(zip(parts, multipliers, strict=True)))
         self.conv1d = CausalConv1d(
             [sum(self.conv_sizes)], conv_kernel_size, bias=use_conv_bias, activation="silu", params_dtype=torch.float32
         )
@@ -86,10 +91,9 @@ class MambaMixer2(PluggableLayer):
 
     def forward(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """float [N, hidden_size] of the step's tokens -> the same shape."""
-        return self.mix(self.in_proj(hidden_states), batch)
-
-    def mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """From gate, inputs of the convolution and steps, side by side, on."""
+        projected = self.in_proj(hidden_states)
+        if self.factors is not None:
+            projected = self.factors(projected)
         conv_state, state = batch.states[self.layer_index]
         metadata = batch.metadata[self.layer_index]
         gate, inputs, dt = projected.split_with_sizes(self.sizes, dim=-1)

@@ -118,8 +118,8 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _refused(
         "the recurrent state's type and rounding are fixed; leave it out.",
-        mamba_cache_dtype="auto",
-        mamba_ssm_cache_dtype="auto",
+        mamba_cache_dtype=("auto", "float32"),
+        mamba_ssm_cache_dtype=("auto", "float32"),
         enable_mamba_cache_stochastic_rounding=False,
         mamba_config=_UNSET,
     ),

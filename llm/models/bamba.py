@@ -27,8 +27,7 @@ class BambaForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        for key in ("num_logits_to_keep", "z_loss_coefficient"):  # of transformers' own forward and of training
-            reader.expect(key, reader.raw.get(key))
+        reader.ignore("num_logits_to_keep", "z_loss_coefficient")  # of transformers' own forward and of training
         rope, norm = reader.rope(default_share=0.5), read_rms_norm(reader, 1e-5)
         bias, heads = reader.boolean("attention_bias", False), read_heads(reader, default_kv_heads=8)
         reader.expect("attn_rotary_emb", int(heads.size * rope.partial_rotary_factor))

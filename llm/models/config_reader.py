@@ -5,7 +5,7 @@ Owns the rule that every key is read by the family, or known not to matter for i
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -154,6 +154,18 @@ class ConfigReader:
             return default
         return self.number(key) if key in self.raw else None
 
+    def ignore(self, *keys: str) -> None:
+        """Keys that change nothing that is computed."""
+        self._read.update(keys)
+
+    def numbers(self, key: str, default: Sequence[float]) -> tuple[float, ...]:
+        """As many finite numbers as `default` has, which a missing key stands for."""
+        values: list[float] = self.raw.get(key, list(default))
+        self._read.add(key)
+        if not isinstance(values, list) or len(values) != len(default) or not all(map(_is_number, values)):
+            raise self.error(key, values, f"a list of {len(default)} numbers")
+        return tuple(float(item) for item in values)
+
     def names(self, key: str) -> list[str] | None:
         """A list of strings, None if absent."""
         return self._list(key, str)
@@ -274,6 +286,10 @@ def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
     if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise reader.error("low_freq_factor", rope.low_freq_factor, "less than high_freq_factor")
     return rope
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= _LARGEST_NUMBER
 
 
 def _turns(reader: ConfigReader, key: str, default: float) -> float:

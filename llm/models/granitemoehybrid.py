@@ -35,7 +35,7 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
         reader.expect("normalization_function", "rmsnorm")
-        reader.expect("init_method", reader.raw.get("init_method"))  # of the first weights
+        reader.ignore("init_method")  # of the first weights
         rope, norm = reader.rope(), read_rms_norm(reader)
         reader.expect("position_embedding_type", "rope", "nope")
         bias = reader.boolean("attention_bias", False)

@@ -62,6 +62,7 @@ class CausalLM(Protocol):
             `ignored_weights`, for names that only the built model knows.
         merge_weights (optional): (tensors of a checkpoint, all of its names) -> tensors, some made of several.
         varies (optional): why answers may depend on the batch, whatever the layers are; None: they need not.
+        declines (optional): config.json -> why transformers' code computes this model by default; None: it need not.
         transposed_weights (optional): trailing path segments of parameters that the checkpoint stores transposed.
     """
 

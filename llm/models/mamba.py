@@ -18,7 +18,7 @@ from llm.models.decoder import (
 )
 
 # Keys for training: how the first weights are drawn, and the types and forms of transformers' own computation.
-_TRAINING = (
+TRAINING = (
     *("time_step_scale", "time_step_min", "time_step_max", "time_step_init_scheme", "time_step_floor"),
     *("fused_add_norm", "pad_vocab_size_multiple", "rescale_prenorm_residual", "residual_in_fp32"),
     *("use_mambapy", "use_falcon_mambapy", "use_associative_scan"),
@@ -63,8 +63,7 @@ def read_mamba(reader: ConfigReader, norm_eps: float | None = None) -> MambaConf
 
 def mamba_decoder(reader: ConfigReader, mixer: PartConfig, *, tied: bool = True) -> DecoderConfig:
     """One mixer over and over; the last thing that a family reads. `tied`: what a missing key means."""
-    for key in _TRAINING:
-        reader.expect(key, reader.raw.get(key))
+    reader.ignore(*TRAINING)
     # The names of the first checkpoints, beside those of transformers.
     reader.expect("d_model", reader.positive("hidden_size"))
     reader.expect("n_layer", reader.positive("num_hidden_layers"))

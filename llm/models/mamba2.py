@@ -18,8 +18,7 @@ class Mamba2ForCausalLM(MambaForCausalLM):
             raise reader.error("num_heads", heads, f"of heads of {size} with {expand * hidden:g} channels together")
         reader.expect("intermediate_size", heads * size)
         # Of other forms of the recurrence; the last is set for models whose gate comes first.
-        for key in ("time_step_rank", "chunk_size", "norm_before_gate"):
-            reader.expect(key, reader.raw.get(key))
+        reader.ignore("time_step_rank", "chunk_size", "norm_before_gate")
         mixer = Mamba2Config(
             heads,
             size,

@@ -5,6 +5,7 @@ Owns `model_impl`. `llm.models.registry` has the classes, `llm.models.transforme
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,17 @@ def choose_implementation(
         if model_impl != "auto" or is_gguf or not _may_run_on_transformers(reader):
             raise
         return _of_transformers(f"no class of this package for {reader.family}")
+    declined = _declined(native, reader)
+    if declined is not None and model_impl == "auto" and not is_gguf and _may_run_on_transformers(reader):
+        return _of_transformers(f"{native.__name__} leaves this one: {declined}")
     reason = "registered for config.json's architectures or model_type"
     return Implementation(native, "native", f"asked for; {reason}" if model_impl != "auto" else reason)
+
+
+def _declined(native: type, reader: ConfigReader) -> str | None:
+    """Why a native class computes some models of its family and not this one; None: it computes it."""
+    declines: Callable[[Mapping[str, object]], str | None] | None = getattr(native, "declines", None)
+    return None if declines is None else declines(reader.raw)
 
 
 def _of_transformers(why: str) -> Implementation:

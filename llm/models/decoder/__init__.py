@@ -10,6 +10,7 @@ from llm.models.decoder.config import DecoderConfig, LearnedPositions
 from llm.models.decoder.latent import LatentAttentionConfig, read_latent_attention
 from llm.models.decoder.layer import (
     LayerConfig,
+    MixerLayer,
     NormedSums,
     Norms,
     OnePart,
@@ -53,6 +54,7 @@ __all__ = [
     "LearnedPositions",
     "Mamba2Config",
     "MambaConfig",
+    "MixerLayer",
     "MoEConfig",
     "NormConfig",
     "NormedSums",

@@ -51,6 +51,16 @@ class LayerConfig:
         return self.norms.build(self, context, prefix)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MixerLayer(LayerConfig):
+    """A layer of one part, which is called mixer whatever it is."""
+
+    @property
+    def parts(self) -> Mapping[str, PartConfig]:
+        (part,) = super().parts.values()
+        return {"mixer": part}
+
+
 class Norms:
     """The norms of a layer and their arrangement; frozen dataclasses derive from it."""
 
@@ -64,7 +74,7 @@ class DecoderLayer(nn.Module):
     Shapes: hidden and residual float [N, hidden_size]; no residual at the first layer.
 
     Attributes:
-        mixer: name of the part that mixes tokens, attention or a recurrence.
+        mixer_name: of the part that mixes tokens, attention or a recurrence.
     """
 
     self_attn: nn.Module
@@ -74,11 +84,11 @@ class DecoderLayer(nn.Module):
         super().__init__()
         for name, part in layer.parts.items():
             self.add_module(name, part.build(context, f"{prefix}.{name}"))
-        self.mixer = "self_attn" if layer.attention is None else layer.attention.module_name
+        self.mixer_name = "self_attn" if layer.attention is None else layer.attention.module_name
 
     def mix(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The output of the part that mixes tokens."""
-        return getattr(self, self.mixer)(hidden, batch)
+        return getattr(self, self.mixer_name)(hidden, batch)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         raise NotImplementedError
@@ -120,7 +130,7 @@ class OnePart(Norms):
 class OnePartLayer(DecoderLayer):
     def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
         super().__init__(layer, context, prefix)
-        (self.mixer,) = layer.parts
+        (self.mixer_name,) = layer.parts
         self.input_layernorm = norm.build(context.hidden_size, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:

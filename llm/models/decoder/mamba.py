@@ -68,6 +68,7 @@ class Mamba2Config(PartConfig):
         groups: consecutive heads share one of so many B and C.
         norm_eps: of the gated norm; None: there is the gate alone.
         dt_limit: between which steps are clamped.
+        multipliers: constants, as in `MambaMixer2`.
     """
 
     module_name = "mamba"
@@ -82,6 +83,7 @@ class Mamba2Config(PartConfig):
     norm_eps: float | None
     norm_before_gate: bool = False
     dt_limit: tuple[float, float] = NO_LIMIT
+    multipliers: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
@@ -105,6 +107,7 @@ class Mamba2Config(PartConfig):
             layer_index=context.next_state(),
             norm_before_gate=self.norm_before_gate,
             dt_limit=self.dt_limit,
+            multipliers=self.multipliers,
             params_dtype=context.options.params_dtype,
             quant_config=context.options.quant_config,
             prefix=prefix,
@@ -121,13 +124,14 @@ def read_mamba2(
     width: int | None = None,
     heads: int = 128,
     norm_before_gate: bool = False,
+    multipliers: tuple[float, ...] | None = None,
 ) -> Mamba2Config:
     """From the keys that hybrids share; a missing one stands for what it does in all of them.
 
     Args:
         width: channels of the recurrence; None: `mamba_expand` times those of the hidden state.
         heads: what a missing `mamba_n_heads` means.
-        norm_eps, norm_before_gate: as in `Mamba2Config`.
+        norm_eps, norm_before_gate, multipliers: as in `Mamba2Config`.
     """
     read_activation(reader)
     expand, hidden = reader.positive("mamba_expand", 2), reader.positive("hidden_size")
@@ -140,7 +144,7 @@ def read_mamba2(
         size = reader.positive("mamba_d_head")
     if heads * size != width:
         raise reader.error("mamba_n_heads", heads, f"of heads of {size} with {width} channels together")
-    reader.expect("mamba_chunk_size", reader.raw.get("mamba_chunk_size"))  # of another form of the recurrence
+    reader.ignore("mamba_chunk_size")  # of another form of the recurrence
     return Mamba2Config(
         heads,
         size,
@@ -152,6 +156,7 @@ def read_mamba2(
         norm_eps,
         norm_before_gate=norm_before_gate,
         dt_limit=read_step_limits(reader),
+        multipliers=multipliers,
     )
 
 

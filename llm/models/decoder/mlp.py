@@ -12,6 +12,7 @@ from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
 from llm.forward import ForwardBatch
 from llm.layers.activation import GELU, GeluAndMul, GELUTanh, NewGELU, ReLU, ReLUSquaredActivation, SiluAndMul
+from llm.layers.factors import ColumnFactors
 from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from llm.models.decoder.part import BuildContext, PartConfig
 
@@ -32,11 +33,16 @@ PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class GatedMLPConfig(PartConfig):
-    """down(act(gate(x)) * up(x)); `activation` is a key of `GATED_ACTIVATIONS`, `bias`: all three have one."""
+    """down(act(gate(x)) * up(x)); `activation` is a key of `GATED_ACTIVATIONS`, `bias`: all three have one.
+
+    `gate_multiplier` and `down_multiplier` are constants that multiply gate(x) and the result.
+    """
 
     intermediate_size: int
     activation: str = "silu"
     bias: bool = False
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         _check_activation(self.activation, GATED_ACTIVATIONS)
@@ -71,9 +77,15 @@ class GatedMLP(nn.Module):
             inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", **context.common
         )
         self.act_fn = GATED_ACTIVATIONS[config.activation]()
+        gate, up = self.gate_up_proj.output_partition_sizes
+        factors = [(gate, config.gate_multiplier), (up, 1.0)]
+        self.factors = None if config.gate_multiplier == 1.0 else ColumnFactors(factors)
+        self.multiplier = config.down_multiplier
 
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
+        both = self.gate_up_proj(hidden)
+        y = self.down_proj(self.act_fn(both if self.factors is None else self.factors(both)))
+        return y if self.multiplier == 1.0 else y * self.multiplier
 
 
 class PlainMLP(nn.Module):

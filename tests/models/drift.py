@@ -1,0 +1,79 @@
+"""How far recurrent models are from transformers after thousands of tokens, in any chunks.
+
+    python tests/models/drift.py                 # every recurrent row of tiny_models.py, 2,000 tokens
+    python tests/models/drift.py mamba2 --tokens 500
+
+A recurrence could lose what attention does not: an error in its state stays. Each tiny model reads one long prompt,
+whole and in chunks of 1, 7 and 64 tokens. The logprobs of the prompt must be the same bits in all, and within 1e-4 of
+transformers', which is fed the same tokens at once.
+
+The medians of the first and of the last quarter show whether errors grow. Single tokens may be further apart than
+1e-4 in both: transformers' own float32 is 2e-4 from its float64 at the worst of 2,000 tokens of these models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tiny_models import BASE, TINY_MODELS, VOCAB, reference_logprobs, write_checkpoint
+
+from llm import LLM, SamplingParams
+
+ROWS = "mamba falcon-mamba mamba2 granitemoehybrid granitemoehybrid-dense bamba falcon-h1 nemotron-h jamba".split()
+CHUNKS = (1, 7, 64)
+TOLERANCE = 1e-4
+
+
+def logprobs(folder: Path, prompt: list[int], chunk: int) -> torch.Tensor:
+    """Of each token of the prompt but the first."""
+    with LLM(
+        folder,
+        skip_tokenizer_init=True,
+        kv_cache_dtype="float32",
+        max_model_len=len(prompt) + 1,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=1,
+    ) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    lines = (output.prompt_logprobs or [])[1:]
+    return torch.tensor([line[token].logprob for line, token in zip(lines, prompt[1:], strict=True) if line])
+
+
+def deviations(name: str, tokens: int) -> torch.Tensor:
+    """Of each token; raises if chunks change a bit."""
+    row = TINY_MODELS[name]
+    if row.config.get("max_position_embeddings", BASE["max_position_embeddings"]) is not None:
+        row = replace(row, config={**row.config, "max_position_embeddings": tokens + 1})
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / name
+        write_checkpoint(row, folder)
+        prompt = torch.randint(3, VOCAB, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+        whole = logprobs(folder, prompt, tokens)
+        for chunk in CHUNKS:
+            if not torch.equal(logprobs(folder, prompt, chunk), whole):
+                raise SystemExit(f"{name}: chunks of {chunk} change the answer")
+        expected = reference_logprobs(folder, prompt[:1], prompt[1:])
+    theirs = expected.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+    return (whole - theirs).abs()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", default=ROWS)
+    parser.add_argument("--tokens", type=int, default=2000)
+    options = parser.parse_args()
+    for name in options.rows:
+        found = deviations(name, options.tokens)
+        worst, part = found.max().item(), len(found) // 4
+        ends = ", ".join(f"{quarter.median():.1e}" for quarter in (found[:part], found[-part:]))
+        verdict = "ok" if worst < TOLERANCE else "FURTHER THAN 1e-4"
+        print(f"{name:24} worst {worst:.1e}, medians {ends} {verdict}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Recurrent mixers with quantized projections: every scheme applies, and bits do not depend on the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from embedded import engine_of
+from safetensors.torch import load_file
+from tiny_models import TINY_MODELS, TinyModel, one_thread, write_checkpoint
+
+from llm import LLM, SamplingParams
+
+PROMPTS = [[5], [7, 9, 11, 200, 3], list(range(10, 33))]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "tie_word_embeddings": True}
+    path = tmp_path_factory.mktemp("recurrent") / "mamba2"
+    with one_thread():
+        write_checkpoint(TinyModel("Mamba2Config", {**TINY_MODELS["mamba2"].config, **sizes}), path)
+    return path
+
+
+@pytest.mark.parametrize(("scheme", "error"), [("w8a8", 0.01), ("w4a16", 0.12)])
+def test_projections_are_quantized(scheme: str, error: float, folder: Path) -> None:
+    quantization = {"scheme": scheme, **({"group_size": 32} if scheme == "w4a16" else {})}
+    with one_thread(), LLM(folder, quantization=quantization, skip_tokenizer_init=True) as llm:
+        layers = dict(engine_of(llm).runner.model.named_modules())
+        for name in ("in_proj", "out_proj"):
+            layer = layers[f"model.layers.1.mamba.{name}"]
+            assert layer.quant_method.scheme.startswith(scheme.upper())
+            stored = load_file(folder / "model.safetensors")[f"backbone.layers.1.mixer.{name}.weight"]
+            rounding = layer.quant_method.dequantize_weight(layer) - stored
+            assert 0 < rounding.norm() / stored.norm() < error
+        together = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
