@@ -206,7 +206,6 @@ def pool(
                     progress.add(state)
                 engine.run(states, lambda: _between_steps(llm, engine, progress, guard))
         except GenerationInterrupted:
-            guard.end()
             outputs = finished()
             engine.abort(states)
             raise GenerationInterrupted(outputs) from None
@@ -221,6 +220,7 @@ def _between_steps(llm: PoolingHost, engine: Engine, progress: Progress, guard: 
     llm._abort_dropped(engine)
     progress.update()
     if guard.requested:
+        guard.end()
         raise GenerationInterrupted([])
 
 

@@ -6,6 +6,8 @@ transformers' hidden states.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from sentence_folders import hidden_states, prompts, save_model, save_modules, save_tokenizer
 from tiny_models import BASE, one_thread
 
-from llm import LLM, PoolingParams, ValidationError
+from llm import LLM, GenerationInterrupted, PoolingParams, ValidationError
 from llm.base.errors import UnsupportedModelError
 
 TOLERANCE = 1e-5
@@ -165,3 +167,15 @@ def test_files_that_mean_something_else_are_refused(embedder: tuple[Path, Any], 
     (folder / "modules.json").write_text('[{"type": "a.Pooling", "path": "../up"}]')
     with pytest.raises(Exception, match="must have a type and a folder's name"):
         load(folder)
+
+
+def test_an_interrupted_call_has_what_is_done(embedder: tuple[Path, Any], ctrl_c: None) -> None:
+    seen: list[None] = []
+    with load(embedder[0], max_num_batched_tokens=16, max_num_seqs=1) as llm:
+        with pytest.raises(GenerationInterrupted) as caught:
+            llm.embed(prompts(), use_tqdm=lambda _: seen or seen.append(os.kill(os.getpid(), signal.SIGINT)))
+        outputs = caught.value.outputs
+        assert len(outputs) == len(prompts()) and outputs[-1] is None
+        again = vectors(llm, prompts())
+        assert again.shape == (5, 48)
+        assert all(np.array_equal(one.to_numpy(), row) for one, row in zip(outputs, again, strict=True) if one)
