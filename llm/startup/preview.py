@@ -87,9 +87,8 @@ class ModelPlan:
         per_request = f", {self.state_bytes_per_request:,} bytes a sequence" if self.state_bytes_per_request else ""
         lines.append(f"KV cache           {self.kv_bytes_per_token:,} bytes a token{per_request}")
         if self.max_model_len:
-            lines.append(
-                f"  reserved         {_size(self.kv_cache_bytes)}: {self.num_blocks} blocks of {self.block_size}"
-            )
+            blocks = f"{self.num_blocks} blocks of {self.block_size} tokens"
+            lines.append(f"  reserved         {_size(self.kv_cache_bytes)}: {blocks}")
             held = (f"{count} of {length:,} tokens" for length, count in self.sequences.items())
             lines.append(f"  sequences        {' or '.join(held)}; max_num_seqs={self.max_num_seqs}")
         return "\n".join([*lines, *self._speed(), *self._verdict()])
