@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from llm.outputs_pooling import ScoringRequestOutput as ScoringRequestOutput
     from llm.pooling_params import PoolerConfig as PoolerConfig
     from llm.pooling_params import PoolingParams as PoolingParams
+    from llm.replies.calls import ToolCall as ToolCall
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
     from llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -77,6 +78,7 @@ _PUBLIC = {
     "LoglikelihoodOutput": "llm.outputs",
     "PerplexityOutput": "llm.outputs",
     "StructuredOutcome": "llm.outputs",
+    "ToolCall": "llm.replies.calls",
     "PromptType": "llm.inputs",
     "TextPrompt": "llm.inputs",
     "TokensPrompt": "llm.inputs",

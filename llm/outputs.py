@@ -25,6 +25,7 @@ from llm.outputs_pooling import PoolingRequestOutputs as PoolingRequestOutputs
 from llm.outputs_pooling import ScoringOutput as ScoringOutput
 from llm.outputs_pooling import ScoringRequestOutput as ScoringRequestOutput
 from llm.outputs_table import Exports
+from llm.replies.calls import ToolCall
 from llm.sampling_params import SamplingParams
 
 
@@ -118,6 +119,7 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended it; None for EOS and length.
         error: with finish_reason "error" or "skipped", the exception; `raise` it for the traceback.
         structured: the outcome of `structured_outputs`; None without.
+        content, reasoning, tool_calls: of `LLM.chat`, what the text holds (`ToolCall`); reasoning None: there is none.
         parsed: a complete JSON answer as data (`StructuredOutputsParams.parse`); else None.
     """
 
@@ -131,6 +133,17 @@ class CompletionOutput:
     error: Exception | None = None
     structured: StructuredOutcome | None = None
     parsed: object = field(default=None, compare=False)
+    content: str | None = field(default=None, compare=False)
+    reasoning: str | None = field(default=None, compare=False)
+    tool_calls: list[ToolCall] = field(default_factory=list, compare=False)
+
+    def to_message(self) -> JsonObject:
+        """The reply as a message for the next conversation, as OpenAI writes it."""
+        content = self.text if self.content is None else self.content
+        message: JsonObject = {"role": "assistant", "content": content}
+        if self.tool_calls:
+            message |= {"content": content or None, "tool_calls": [call.to_dict() for call in self.tool_calls]}
+        return message
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -51,6 +51,8 @@ FLOORS = {
     "llm.layers": 4,
     "llm.models": 5,
     "llm.loading": 6,
+    "llm.replies": 6,
+    "llm.replies.calls": 1,
     "llm.sampling": 6,
     "llm.chat_template": 6,
     "llm.tokenizer": 6,

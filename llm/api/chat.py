@@ -70,16 +70,14 @@ class Chat:
         on_too_long: str = "error",
         on_interrupt: str = "raise",
         on_output: OnOutput | None = None,
+        tool_parser: str | None = "auto",
     ) -> RequestOutputs:
-        """Answer one conversation (a list of `{"role", "content"}`) or many (a list of such lists).
+        """Answer one conversation (a list of `{"role", "content"}`), or each of a list of conversations.
 
-        The model's chat template renders each, with `chat_template_kwargs`, to a prompt for `generate`, which has the
-        other arguments.
-        """
-        check_asks_nothing(
-            chat_template_content_format=chat_template_content_format,
-            mm_processor_kwargs=mm_processor_kwargs,
-        )
+        The chat template renders them, with `chat_template_kwargs`, to prompts for `generate`. Replies have `content`,
+        `reasoning` and, with `tools`, `tool_calls`, in the form (`tool_parser`) that the template teaches."""
+        check_asks_nothing(mm_processor_kwargs=mm_processor_kwargs)
+        check_asks_nothing(chat_template_content_format=chat_template_content_format)
         prompts = self.render_chat(
             messages,
             chat_template=chat_template,
@@ -89,7 +87,8 @@ class Chat:
             chat_template_kwargs=chat_template_kwargs,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return self.generate(
+        reader = self._preprocessor.reply_reader(chat_template, tool_parser, tools)
+        outputs = self.generate(
             prompts,
             sampling_params,
             use_tqdm=use_tqdm,
@@ -98,8 +97,9 @@ class Chat:
             on_error=on_error,
             on_too_long=on_too_long,
             on_interrupt=on_interrupt,
-            on_output=on_output,
+            on_output=reader.before(on_output),
         )
+        return reader.read(outputs)
 
     @known_names("LLM.render_chat", CALLS)
     def render_chat(

@@ -14,7 +14,7 @@ _STRUCTURED: dict[str, str] = {
     "guided_options_request": "pass structured_outputs=StructuredOutputsParams(...)",
     "json_schema": "pass structured_outputs=StructuredOutputsParams(json=schema)",
 }
-_TOOLS = "pass tools to LLM.chat, whose template shows them, and read the call from the text"
+_TOOLS = "pass tools to LLM.chat, whose template shows them, and read outputs[0].tool_calls"
 # Keyword arguments that no method of `LLM` has, apart from the fields of SamplingParams.
 CALLS: dict[str, str] = {
     **{name: f"{instead} in SamplingParams" for name, instead in _STRUCTURED.items()},

@@ -77,7 +77,7 @@ class StructuredOutputsConfig:
 class ReasoningConfig:
     """The texts around a model's reasoning, for `thinking_token_budget`; "": the tokens <think> and </think>.
 
-    A `reasoning_parser` is not used: no reasoning is parsed out of answers.
+    `LLM.chat` reads reasoning by them; a `reasoning_parser` is not used.
     """
 
     reasoning_parser: str = ""

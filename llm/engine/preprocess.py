@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm.base.checks import refuse
@@ -19,6 +20,8 @@ from llm.engine.prompts import ParsedPrompt, check_text, list_conversations, lis
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, rows_only
 from llm.engine.tokenization import Tokenization
 from llm.inputs import TokensPrompt
+from llm.replies.history import readable
+from llm.replies.reader import ReplyReader
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.request import check_request_processors
 from llm.sampling.logits_processors.thinking import find_thinking_ids
@@ -60,6 +63,7 @@ class Preprocessor:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int] = ()) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._structures = StructureCompiler(lambda: Vocabulary(tokenizer, config.vocab_size, eos_token_ids))
         self.logits_processors: Sequence[type[LogitsProcessor]] = ()
         self.reasoning: ReasoningConfig | None = None
@@ -175,7 +179,7 @@ class Preprocessor:
         Raises:
             ValidationError: `messages` is no conversation, an argument is not the template's, or the template raises.
         """
-        conversations = list_conversations(messages)
+        conversations = [readable(conversation) for conversation in list_conversations(messages)]
         if not isinstance(template_arguments, Mapping):
             refuse("chat_template_kwargs", template_arguments, "a dict of the template's arguments, or None")
         for name in template_arguments:
@@ -185,10 +189,21 @@ class Preprocessor:
             raise _no_tokenizer("chat needs one; give generate() token ids.")
         arguments = {**options, **template_arguments}
         texts = [_render(self.tokenizer, conversation, arguments) for conversation in conversations]
+        if options.get("tools"):
+            _check_tools_are_shown(self.tokenizer, conversations[0], arguments, texts[0])
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
         encode = self.tokenizer.encode if tokenization.add_special_tokens else self.tokenizer.encode_rendered
         encoded = encode([check_text(text) for text in texts], tokenization.truncation)
         return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
+
+    def reply_reader(
+        self, chat_template: str | Path | None, tool_parser: str | None, tools: list[JsonObject] | None
+    ) -> ReplyReader:
+        """Reads the replies to conversations that were rendered with this template; None: the model's."""
+        if self.tokenizer is None:
+            raise _no_tokenizer("chat needs one; give generate() token ids.")
+        template = self.tokenizer.template_text(chat_template, tools)
+        return ReplyReader.of(self.tokenizer, self._eos_token_ids, template, tool_parser, bool(tools), self.reasoning)
 
     def tokenize(self, parsed: list[ParsedPrompt], tokenization: Tokenization) -> list[tuple[str | None, list[int]]]:
         """(text, token ids) of each prompt; one call of the tokenizer for all texts."""
@@ -322,6 +337,18 @@ def _render(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Map
         raise ValidationError(
             f"the chat template cannot render these messages ({type(error).__name__}: {reason}).", parameter="messages"
         ) from error
+
+
+def _check_tools_are_shown(
+    tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Mapping[str, object], text: str
+) -> None:
+    """Refuse tools that the template does not show to the model."""
+    try:
+        without = _render(tokenizer, conversation, {**arguments, "tools": None})
+    except ValidationError:  # it reads them
+        return
+    if without == text:
+        refuse("tools", "a list", "left out: this model's chat template does not show tools to the model")
 
 
 def _per_row_params(params: object, count: int, default: Callable[[], SamplingParams]) -> list[SamplingParams]:

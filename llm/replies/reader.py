@@ -1,0 +1,139 @@
+"""Reads replies: which form a model writes them in is found in its chat template.
+
+Owns the tables of forms. `text` stays as it was generated; what is read from it is beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from llm.base.checks import check_choice
+from llm.config.engine import ReasoningConfig
+from llm.outputs import CompletionOutput, RequestOutput
+from llm.replies.calls import Found, ToolCall
+from llm.replies.harmony import read_harmony
+from llm.replies.tagged import deepseek, hermes, llama3_json, mistral
+from llm.tokenizer import Tokenizer
+
+logger = logging.getLogger("llm")
+
+Outputs = TypeVar("Outputs", bound=Iterable[RequestOutput])
+
+# Form -> what a template that teaches it contains; the first that fits. `gpt_oss` has its own reader.
+FORMS: dict[str, tuple[str, ...]] = {
+    "gpt_oss": ("<|channel|>",),
+    "deepseek": ("<｜tool▁call▁begin｜>",),  # noqa: RUF001
+    "mistral": ("[TOOL_CALLS]",),
+    "hermes": ("<tool_call>",),
+    "llama3_json": ("<|python_tag|>", '"parameters":'),
+}
+_READERS: dict[str, Callable[[str], Found]] = {
+    "deepseek": deepseek,
+    "mistral": mistral,
+    "hermes": hermes,
+    "llama3_json": llama3_json,
+}
+# The texts around reasoning; those count whose end is in the template.
+_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+
+
+def form_of(template: str) -> str | None:
+    """The form of tool calls that a template teaches; None: it is not known here."""
+    return next((name for name, marks in FORMS.items() if any(mark in template for mark in marks)), None)
+
+
+@dataclass(frozen=True)
+class ReplyReader:
+    """Fills `content`, `reasoning` and `tool_calls` of completions.
+
+    Attributes:
+        form: of tool calls; None: they are not read.
+        around: the texts around reasoning; None: it is not read.
+    """
+
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    form: str | None
+    around: tuple[str, str] | None
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        template: str,
+        tool_parser: str | None,
+        has_tools: bool,
+        reasoning: ReasoningConfig | None,
+    ) -> ReplyReader:
+        """`tool_parser`: a form; "auto": the template's, if there are tools; None: calls are not read."""
+        if tool_parser is not None:
+            check_choice("tool_parser", tool_parser, ["auto", *FORMS])
+        form = tool_parser
+        if tool_parser == "auto":
+            form = form_of(template)
+            if form is None and has_tools:
+                logger.warning("how this model writes tool calls is not known: they stay in the text; see tool_parser.")
+            form = form if has_tools or form == "gpt_oss" else None
+        around = next((pair for pair in _REASONING if pair[1] in template), None)
+        if reasoning is not None and reasoning.reasoning_end_str:
+            around = reasoning.reasoning_start_str, reasoning.reasoning_end_str
+        return cls(tokenizer, eos_token_ids, form, around)
+
+    def read(self, outputs: Outputs) -> Outputs:
+        for output in outputs:
+            for own in output.outputs:
+                self._read(output, own)
+        return outputs
+
+    def before(self, tell: Callable[[RequestOutput], object] | None) -> Callable[[RequestOutput], object] | None:
+        """`tell`, with outputs that have been read."""
+        return None if tell is None else lambda output: tell(self.read([output])[0])
+
+    def _read(self, output: RequestOutput, own: CompletionOutput) -> None:
+        raw = self._raw(output, own)
+        reasoning: str | None = None
+        calls: list[tuple[str, dict[str, object]]] = []
+        if self.form == "gpt_oss":
+            rest, reasoning, calls = read_harmony(raw)
+        else:
+            reasoning, rest = self._split(output.prompt or "", raw)
+            if self.form is not None:
+                rest, calls = _READERS[self.form](rest)
+        own.reasoning = reasoning
+        own.tool_calls = [ToolCall(name, given, f"call{index:05d}") for index, (name, given) in enumerate(calls)]
+        own.content = own.text
+        if calls or reasoning is not None or self.form == "gpt_oss":
+            own.content = self._without_special(rest).strip()
+
+    def _raw(self, output: RequestOutput, own: CompletionOutput) -> str:
+        """The text with special tokens, which mark calls in many forms, but without the one that ended it."""
+        if isinstance(own.stop_reason, str):
+            return own.text
+        tokens = list(own.token_ids)
+        if (
+            own.finish_reason == "stop"
+            and tokens
+            and (tokens[-1] in self.eos_token_ids or tokens[-1] == own.stop_reason)
+        ):
+            tokens.pop()
+        return self.tokenizer.decode_continuation(output.prompt_token_ids, tokens, False) if tokens else ""
+
+    def _split(self, prompt: str, raw: str) -> tuple[str | None, str]:
+        """(reasoning or None, the rest). It may begin in the prompt, and may not have ended yet."""
+        if self.around is None:
+            return None, raw
+        start, end = self.around
+        inside, tag, rest = raw.partition(end)
+        begins = inside.lstrip().startswith(start) or prompt.rstrip().endswith(start)
+        if not tag and not begins:
+            return None, raw
+        return inside.lstrip().removeprefix(start).strip("\n"), rest.lstrip("\n")
+
+    def _without_special(self, text: str) -> str:
+        for token in self.tokenizer.huggingface().all_special_tokens:
+            text = text.replace(token, "")
+        return text

@@ -1,0 +1,142 @@
+"""Tool calls and reasoning: read from replies in the form of the model's template, and accepted in histories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from embedded import open_llm
+
+from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
+from llm.replies.calls import Found, ToolCall
+from llm.replies.harmony import read_harmony
+from llm.replies.reader import FORMS, form_of
+from llm.replies.tagged import deepseek, hermes, llama3_json, mistral
+
+ARGUMENTS = {"city": "Jericho", "walls": [1, {"deep": "}</tool"}]}
+CALL = json.dumps({"name": "weather", "arguments": ARGUMENTS})
+LLAMA = json.dumps({"name": "weather", "parameters": ARGUMENTS})
+BODY = json.dumps(ARGUMENTS)
+NAMES = ("calls begin", "calls end", "call begin", "call end", "sep")
+D = {name: f"<｜tool▁{name.replace(' ', '▁')}｜>" for name in NAMES}  # noqa: RUF001
+V3 = f"{D['call begin']}function{D['sep']}weather\n```json\n{BODY}\n```{D['call end']}"
+V31 = f"{D['call begin']}weather{D['sep']}{BODY}{D['call end']}"
+ONE = [("weather", ARGUMENTS)]
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "rest", "calls"),
+    [
+        (hermes, f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", ONE),
+        (hermes, f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", ONE * 2),
+        (hermes, f"<tool_call>{CALL}", "", ONE),
+        (hermes, f"<tool_call>{{bad</tool_call><tool_call>{CALL}</tool_call>", "<tool_call>{bad</tool_call>", ONE),
+        (hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
+        (hermes, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),
+        (hermes, f"<tool_call>{'[' * 100_000}</tool_call>", None, []),
+        (llama3_json, f"<|python_tag|>{LLAMA}; {LLAMA}", "", ONE * 2),
+        (llama3_json, '{"name": "Moses"}', None, []),
+        (llama3_json, f"{LLAMA} and more", None, []),
+        (mistral, f"[TOOL_CALLS][{CALL}, {CALL}]", "", ONE * 2),
+        (mistral, f"Yes.[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]weather{BODY}", "Yes.", ONE * 2),
+        (mistral, f"[TOOL_CALLS][{CALL}", None, []),
+        (mistral, f"[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]{{", "[TOOL_CALLS]{", ONE),
+        (deepseek, f"{D['calls begin']}{V3}\n{V3}{D['calls end']}", "\n", ONE * 2),
+        (deepseek, f"Well.{D['calls begin']}{V31}{D['calls end']}", "Well.", ONE),
+        (deepseek, f"{D['calls begin']}{V31[:-40]}", None, []),
+        *((read, "In the beginning { was", None, []) for read in (hermes, llama3_json, mistral, deepseek)),
+    ],
+)
+def test_calls_are_read_and_what_is_malformed_stays_in_the_text(
+    read: Callable[[str], Found], text: str, rest: str | None, calls: list[Any]
+) -> None:
+    assert read(text) == (text if rest is None else rest, calls)
+
+
+def test_harmony_has_channels_and_recipients() -> None:
+    analysis = "<|channel|>analysis<|message|>The user asks.<|end|>"
+    call = f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{BODY}"
+    assert read_harmony(analysis + call) == ("", "The user asks.", ONE)
+    early = f"<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{BODY}<|call|>"
+    assert read_harmony(analysis + early) == ("", "The user asks.", ONE)
+    final = "<|start|>assistant<|channel|>final<|message|>It rains."
+    assert read_harmony(analysis + final) == ("It rains.", "The user asks.", [])
+    assert "{bad" in read_harmony(call.replace(BODY, "{bad"))[0]
+    assert read_harmony("plain") == ("plain", None, [])
+
+
+def test_the_form_is_that_of_the_template() -> None:
+    assert {form_of(f"... {marks[0]} ...") for marks in FORMS.values()} == set(FORMS)
+    assert form_of("{{ messages }}") is None
+
+
+QWEN = (
+    "{% if tools %}{{ tools|tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+    "{% if thinks %}<think>\n{% endif %}{# </think> #}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+ASK = [{"role": "user", "content": "Does it rain?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(max_model_len=512) as opened:
+        yield opened
+
+
+def answer(llm: LLM, text: str, **options: Any) -> Any:
+    """The reply to `ASK`, which is `text` whatever the model would say."""
+    params = SamplingParams(max_tokens=300, temperature=0, structured_outputs=StructuredOutputsParams(choice=[text]))
+    given: dict[str, Any] = {"chat_template": QWEN, "tools": TOOLS, "use_tqdm": False} | options
+    return llm.chat(ASK, params, **given)[0].outputs[0]
+
+
+def test_chat_reads_calls_and_reasoning(llm: LLM) -> None:
+    text = f"<think>Rain?</think>\n\nI look.<tool_call>{CALL}</tool_call>"
+    told: list[Any] = []
+    own = answer(llm, text, on_output=lambda output: told.append(output.outputs[0].tool_calls))
+    assert own.text == text and (own.reasoning, own.content) == ("Rain?", "I look.")
+    assert own.tool_calls == [ToolCall("weather", ARGUMENTS, "call00000")] and told == [own.tool_calls]
+    assert own.to_message() == {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "weather", "arguments": BODY}}],
+    }
+    plain = answer(llm, text, tool_parser=None)
+    assert plain.tool_calls == [] and plain.content == f"I look.<tool_call>{CALL}</tool_call>"
+    assert answer(llm, text, tools=None).tool_calls == []
+    inside = answer(llm, "Rain?</think>No.", chat_template_kwargs={"thinks": True})
+    assert (inside.reasoning, inside.content) == ("Rain?", "No.")
+    unfinished = answer(llm, "Rain", chat_template_kwargs={"thinks": True})
+    assert (unfinished.reasoning, unfinished.content) == ("Rain", "")
+    neither = answer(llm, " It rains. ")
+    assert (neither.reasoning, neither.content, neither.tool_calls) == (None, " It rains. ", [])
+    named = answer(llm, LLAMA, tool_parser="llama3_json")
+    assert named.tool_calls[0].arguments == ARGUMENTS and named.to_message()["content"] is None
+    with pytest.raises(ValidationError, match="tool_parser must be 'auto' or 'gpt_oss'"):
+        answer(llm, "x", tool_parser="qwen")
+
+
+def test_a_history_as_openai_writes_it(llm: LLM) -> None:
+    reply = {"role": "assistant", "content": None, "tool_calls": [ToolCall("weather", ARGUMENTS, "a").to_dict()]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "rain"}
+    [prompt] = llm.render_chat([*ASK, reply, result], chat_template=QWEN, tools=TOOLS)
+    assert prompt["prompt"].endswith("assistant:Jerichotool:rain")
+    own = {**reply, "tool_calls": [ToolCall("weather", ARGUMENTS, "a")]}
+    assert llm.render_chat([*ASK, own, result], chat_template=QWEN, tools=TOOLS) == [prompt]
+    for message, said in (
+        ({"role": "assistant", "content": None}, "got None in one of the role 'assistant'"),
+        ({"role": "assistant", "tool_calls": "f"}, "must be a list of calls"),
+        ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "must be ToolCalls, or"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            llm.render_chat([*ASK, message], chat_template=QWEN)
+
+
+def test_tools_that_the_template_ignores_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValidationError, match="tools must be left out: this model's chat template"):
+        llm.chat(ASK, tools=TOOLS, use_tqdm=False)
+    llm.render_chat(ASK, chat_template=QWEN, tools=TOOLS)
