@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     import torch
 
 logger = init_logger("llm")
+# Of what is local in `LLM.__init__`, all but its settings.
+_NO_SETTINGS = ("self", "verbose", "kwargs")
 
 
 class LLM(
@@ -105,6 +107,8 @@ class LLM(
         kv_cache_dtype: "auto" (dtype if given, else the weights'), "float32", "bfloat16", "float16"; or "int8" or
             "fp8_e4m3" ("fp8"), with a scale per token and KV head: about twice the context in the same memory.
         enable_prefix_caching: prompts with a common prefix share its KV cache.
+        mamba_block_size: a prefix of a model with recurrent states is shared up to a multiple of so many tokens. None
+            chooses by what a copy of the states takes.
         enable_chunked_prefill: long prompts are computed over several steps.
         seed: requests without a seed get one derived from this; None: from the operating system.
         revision: of a hub model.
@@ -178,6 +182,7 @@ class LLM(
         kv_cache_memory_bytes: int | None = None,
         kv_cache_dtype: str | torch.dtype = "auto",
         enable_prefix_caching: bool | None = True,
+        mamba_block_size: int | None = None,
         enable_chunked_prefill: bool | None = True,
         enforce_eager: bool | None = False,
         seed: int | None = 0,
@@ -210,8 +215,7 @@ class LLM(
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "verbose", "kwargs")}
-        self._start(given, verbose, kwargs)
+        self._start({key: value for key, value in locals().items() if key not in _NO_SETTINGS}, verbose, kwargs)
 
     def _start(self, given: Mapping[str, Any], verbose: bool, others: Mapping[str, object]) -> None:
         """`given`: the arguments of `__init__` by name; `others`: those it has no parameter for."""

@@ -68,6 +68,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
     ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
+    _honoured("mamba_block_size"),
     _honoured("model_impl", "disable_log_stats", "use_tqdm_on_load", "calibration", "requantize"),
     _honoured("num_threads", "offload_weights", "verbose", "runner", "convert", "pooler_config"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
@@ -214,7 +215,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _accepted(
         "each group of layers manages the cache that its model declares.",
-        *("disable_hybrid_kv_cache_manager", "kv_sharing_fast_prefill", "mamba_block_size", "mamba_cache_mode"),
+        *("disable_hybrid_kv_cache_manager", "kv_sharing_fast_prefill", "mamba_cache_mode"),
         *("enable_mamba_shared_prefix_checkpoint", "replayssm_buffer_len", "use_replayssm"),
     ),
     # --- Scheduling: the order of the work, never the answers. -----------------------------------------------------

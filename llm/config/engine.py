@@ -72,6 +72,7 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str | torch.dtype = "auto"
     enable_prefix_caching: bool = True
+    mamba_block_size: int | None = None
     enable_chunked_prefill: bool = True
     seed: int | None = 0
     revision: str | None = None
@@ -118,6 +119,7 @@ class EngineArgs:
             "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",
+            "mamba_block_size",
             "kv_cache_memory_bytes",
             "num_threads",
             "max_loras",
@@ -207,8 +209,14 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The KV cache. `num_blocks`: allocatable blocks per KV cache group. `num_state_slots`: how many requests can have
-    recurrent states in memory, 0 for a model without such states."""
+    """The KV cache.
+
+    Attributes:
+        num_blocks: allocatable blocks per KV cache group.
+        num_state_slots: how many requests can have recurrent states in memory, 0 for a model without such states.
+        num_state_snapshots: how many copies of recurrent states after prefixes there can be, for prefix caching.
+        mamba_block_size: tokens between two of them, a multiple of `block_size`.
+    """
 
     block_size: int
     num_blocks: int
@@ -216,6 +224,8 @@ class CacheConfig:
     kv_cache_dtype: torch.dtype
     enable_prefix_caching: bool
     num_state_slots: int = 0
+    num_state_snapshots: int = 0
+    mamba_block_size: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,17 +21,23 @@ from llm.config.engine import (
 _BYTES_PER_ID = 4
 # Beside offloaded weights: what loading and computing need at once, besides copies of the largest tensor.
 _LEAST_HEADROOM = 128 << 20
+# The part of a KV cache that is too small for all sequences that snapshots of recurrent states get: 1 / this.
+_SNAPSHOT_SHARE = 8
+# Tokens between two snapshots.
+_LEAST_INTERVAL, _LARGEST_INTERVAL = 128, 1024
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The KV cache that fits. `num_blocks` and `num_state_slots` as in `CacheConfig`; `reasons` by field name."""
+    """The KV cache that fits. Numbers of blocks, slots and snapshots as in `CacheConfig`; `reasons` by field name."""
 
     max_model_len: int
     num_blocks: int
     num_state_slots: int
     kv_cache_memory_bytes: int
     reasons: dict[str, str]
+    num_state_snapshots: int = 0
+    mamba_block_size: int = 0
 
 
 def plan_memory(
@@ -44,6 +50,7 @@ def plan_memory(
     longest: int,
     requested_bytes: int | None,
     free_bytes: int,
+    snapshot_interval: int = 0,
 ) -> MemoryPlan:
     """Choose the size of the KV cache and, when `max_model_len` is None, the longest sequence that fits it.
 
@@ -53,6 +60,7 @@ def plan_memory(
         longest: the model's maximum number of positions.
         requested_bytes: `kv_cache_memory_bytes`, or None.
         free_bytes: memory that is free once the weights are loaded.
+        snapshot_interval: tokens between two snapshots of recurrent states; 0: there are none.
 
     Raises:
         ValidationError: `max_model_len` exceeds `longest`.
@@ -65,23 +73,58 @@ def plan_memory(
     useful = max_num_seqs * (per_sequence * block_bytes + bytes_per_request)
     budget, reason = _kv_budget(requested_bytes, useful, free_bytes)
     least = min(1, per_sequence) if max_model_len is None else per_sequence
-    slots = _state_slots(bytes_per_request, max_num_seqs, budget, useful, least * block_bytes)
-    num_blocks = max(0, min(budget, useful) - slots * bytes_per_request) // block_bytes if block_bytes else 0
+    needed = least * block_bytes + bytes_per_request
+    share = min(budget, useful) - _for_snapshots(budget, useful, needed, snapshot_interval, max_model_len or longest)
+    slots = _state_slots(bytes_per_request, max_num_seqs, share, useful, least * block_bytes)
+    num_blocks = max(0, share - slots * bytes_per_request) // block_bytes if block_bytes else 0
     if num_blocks < least or slots * bytes_per_request > budget:
         what = f"one block ({block_size} tokens)" if max_model_len is None else f"max_model_len={max_model_len}"
-        what = what if block_bytes else "any length"
-        needed = least * block_bytes + bytes_per_request
-        within_reach = requested_bytes is not None or needed <= free_bytes
+        reach = needed if requested_bytes is not None or needed <= free_bytes else None
         smaller = ", or lower block_size" if block_size > DEFAULT_BLOCK_SIZE and max_model_len is None else ""
         raise OutOfMemoryError(
-            f"a sequence of {what} needs {needed} bytes of KV cache and the budget is {budget} ({reason}); "
-            f"{_what_would_fit(num_blocks * block_size, needed if within_reach else None)}{smaller}."
+            f"a sequence of {what if block_bytes else 'any length'} needs {needed} bytes of KV cache and the budget is "
+            f"{budget} ({reason}); {_what_would_fit(num_blocks * block_size, reach)}{smaller}."
         )
     fitted, why = _sequence_length(max_model_len, longest, num_blocks * block_size if block_bytes else longest)
-    reasons = {"kv_cache_memory_bytes": f"{reason}; memory is touched when used", "max_model_len": why}
-    reasons["num_blocks"] = f"{block_bytes:,} bytes each" if block_bytes else "no layer keeps a state of each token"
-    reasons["num_state_slots"] = f"{bytes_per_request:,} bytes each" if slots else "no layer keeps a recurrent state"
-    return MemoryPlan(fitted, num_blocks, slots, num_blocks * block_bytes + slots * bytes_per_request, reasons)
+    reasons = _bytes_each(block_bytes, bytes_per_request if slots else 0)
+    reasons |= {"kv_cache_memory_bytes": f"{reason}; memory is touched when used", "max_model_len": why}
+    plan = MemoryPlan(fitted, num_blocks, slots, num_blocks * block_bytes + slots * bytes_per_request, reasons)
+    return _with_snapshots(plan, bytes_per_request, snapshot_interval, requested_bytes or free_bytes // 2)
+
+
+def _bytes_each(block_bytes: int, slot_bytes: int) -> dict[str, str]:
+    return {
+        "num_blocks": f"{block_bytes:,} bytes each" if block_bytes else "no layer keeps a state of each token",
+        "num_state_slots": f"{slot_bytes:,} bytes each" if slot_bytes else "no layer keeps a recurrent state",
+    }
+
+
+def _for_snapshots(budget: int, useful: int, needed: int, interval: int, longest: int) -> int:
+    """Bytes to leave to snapshots where `budget` is not enough for all sequences; `needed` are one sequence's."""
+    if budget >= useful or not 0 < interval <= longest:
+        return 0
+    return min(budget // _SNAPSHOT_SHARE, max(0, budget - needed))
+
+
+def _with_snapshots(plan: MemoryPlan, bytes_per_request: int, interval: int, most: int) -> MemoryPlan:
+    """With as many snapshots as the sequences can use, or as fit into `most` bytes with the rest."""
+    if not interval or not plan.num_state_slots:
+        return plan
+    useful = plan.num_state_slots * (plan.max_model_len // interval)
+    count = min(useful, max(0, most - plan.kv_cache_memory_bytes) // bytes_per_request)
+    bytes_of_all = plan.kv_cache_memory_bytes + count * bytes_per_request
+    return replace(
+        plan, num_state_snapshots=count, mamba_block_size=interval if count else 0, kv_cache_memory_bytes=bytes_of_all
+    )
+
+
+def choose_snapshot_interval(bytes_per_token: int, bytes_per_request: int, block_size: int) -> int:
+    """Tokens between two snapshots of recurrent states: as many as take the same memory in the KV cache, within
+    bounds. A prompt is computed in chunks that end at snapshots, and very short chunks are slow."""
+    blocks = -(-_LEAST_INTERVAL // block_size)
+    while 2 * blocks * block_size <= _LARGEST_INTERVAL and blocks * block_size * bytes_per_token < bytes_per_request:
+        blocks *= 2
+    return blocks * block_size
 
 
 def resident_weight_bytes(free: int, kv_cache: int, largest: int) -> int:

@@ -10,8 +10,9 @@ A block's life:   free list --allocate--> owned by 1..n requests --release--> fr
 Block 0 of every group, the null block, is never allocated: in a block table it replaces blocks that were freed because
 they are outside the sliding window.
 
-A model with recurrent states also has slots: each running request owns one, with all its recurrent states. They are
-states after the last token only, so such a model has no prefix cache.
+A model with recurrent states also has slots: each running request owns one, with all its recurrent states after its
+last token. In further slots are snapshots: copies of the states after a prefix. A cached prefix can be used up to a
+position where there is a snapshot.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from llm.engine.request import Request
@@ -45,6 +46,8 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self.by_hash: dict[bytes, int] = {}
         self.content: dict[int, tuple[bytes, bytes]] = {}  # block -> (hash, tokens)
+        # Told the hash of each block that leaves the prefix cache.
+        self.on_forget: Callable[[bytes], None] = lambda digest: None
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks from the free list; the caller has checked that there are enough."""
@@ -92,6 +95,7 @@ class BlockPool:
         content = self.content.pop(block, None)
         if content is not None:
             del self.by_hash[content[0]]
+            self.on_forget(content[0])
 
     def check_integrity(self, owners: Counter[int]) -> None:
         """`owners`: how many live requests own each block. Raises `IntegrityError` for any inconsistency."""
@@ -106,6 +110,60 @@ class BlockPool:
             raise IntegrityError("the prefix cache's two directions disagree")
 
 
+class StateSnapshots:
+    """Copies of recurrent states after prefixes, at multiples of `interval` tokens.
+
+    A snapshot is found by the chain hash of the last block before its position. It can be found once the step that
+    makes it has run, and is dropped with that block or when it is the least recently used.
+
+    Args:
+        count: how many there can be.
+        first_slot: the index of the first in the state tensors; the others follow.
+    """
+
+    def __init__(self, count: int, interval: int, first_slot: int) -> None:
+        self.interval = interval
+        self._pool = BlockPool(count + 1)
+        self._offset = first_slot - 1
+        self._taken: list[tuple[int, bytes, bytes]] = []  # in this step: snapshot, hash, tokens
+
+    def find(self, digest: bytes, tokens: bytes) -> int:
+        """The slot with the states after these tokens, -1 if there is none; it is now the most recently used."""
+        found = self._pool.find(digest, tokens)
+        if found < 0:
+            return -1
+        self._pool.free.move_to_end(found)
+        return self._offset + found
+
+    def take(self, digest: bytes, tokens: bytes) -> int:
+        """A slot for the states after the tokens of this step, -1 if they are kept already or no slot is left."""
+        if self._pool.find(digest, tokens) >= 0 or not self._pool.free:
+            return -1
+        (snapshot,) = self._pool.allocate(1)
+        self._taken.append((snapshot, digest, tokens))
+        return self._offset + snapshot
+
+    def settle(self) -> None:
+        """What was taken has been written."""
+        for snapshot, digest, tokens in self._taken:
+            self._pool.remember(snapshot, digest, tokens)
+            self._pool.release(snapshot)
+        self._taken.clear()
+
+    def drop(self, digest: bytes) -> None:
+        """Forget the snapshot behind the block with this hash."""
+        snapshot = self._pool.by_hash.pop(digest, -1)
+        if snapshot >= 0:
+            del self._pool.content[snapshot]
+            self._pool.free.move_to_end(snapshot, last=False)
+
+    def reset_cache(self) -> None:
+        self._pool.reset_cache()
+
+    def check_integrity(self) -> None:
+        self._pool.check_integrity(Counter(snapshot for snapshot, _, _ in self._taken))
+
+
 class BlockManager:
     """The blocks of all groups, allocated and freed per request.
 
@@ -114,14 +172,26 @@ class BlockManager:
         windows: the sliding window of each KV group, None for full attention.
         block_size: tokens per block.
         num_slots: of recurrent states, the null slot included; 0: the model has no such states.
+        snapshots: of recurrent states; None: requests with such states share no prefixes.
     """
 
-    def __init__(self, num_blocks: int, windows: list[int | None], block_size: int, num_slots: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        windows: list[int | None],
+        block_size: int,
+        num_slots: int = 0,
+        snapshots: StateSnapshots | None = None,
+    ) -> None:
         self.block_size = block_size
         self.windows = windows
         self._any_window = any(window is not None for window in windows)
         self.pools = [BlockPool(num_blocks) for _ in windows]
         self.slots = BlockPool(num_slots) if num_slots else None
+        self.snapshots = snapshots
+        if snapshots is not None:
+            for pool in self.pools:
+                pool.on_forget = snapshots.drop
 
     def num_free_blocks(self) -> int:
         return min((len(pool.free) for pool in self.pools), default=0)
@@ -138,8 +208,9 @@ class BlockManager:
         length = limit
         shortened = True
         while shortened:
+            length = self._last_snapshot(request, length)
             found = [self._match_group(pool, window, request, length) for pool, window in self._groups()]
-            shortest = min(len(blocks) for blocks in found)
+            shortest = min((len(blocks) for blocks in found), default=length)
             shortened, length = shortest < length, shortest
         return length * self.block_size, found
 
@@ -182,6 +253,8 @@ class BlockManager:
         request.num_findable_blocks = cached_tokens // self.block_size
         if self.slots is not None:
             (request.slot,) = self.slots.allocate(1)
+            last = cached_tokens // self.block_size - 1
+            request.restored_slot = NULL_BLOCK if last < 0 else self._snapshot(request, last)
         return self.allocate(request, num_tokens) is not None
 
     def remember(self, request: Request, num_tokens: int) -> None:
@@ -201,6 +274,26 @@ class BlockManager:
                 if blocks[index] != NULL_BLOCK:
                     pool.remember(blocks[index], request.block_hashes[index], self._tokens(request, index))
         request.num_findable_blocks = full
+
+    def next_snapshot(self, request: Request) -> int:
+        """The first position behind the computed tokens where a snapshot is to be taken; 0: none is."""
+        if self.snapshots is None or not self._shares(request):
+            return 0
+        interval = self.snapshots.interval
+        return (request.num_computed_tokens // interval + 1) * interval
+
+    def take_snapshot(self, request: Request, num_tokens: int) -> int:
+        """A slot for the request's states after `num_tokens`, which this step computes last; -1: none is taken."""
+        if self.snapshots is None or num_tokens % self.snapshots.interval or not self._shares(request):
+            return -1
+        self._extend_hashes(request)
+        last = num_tokens // self.block_size - 1
+        return self.snapshots.take(request.block_hashes[last], self._tokens(request, last))
+
+    def settle(self) -> None:
+        """The step that was scheduled last has run."""
+        if self.snapshots is not None:
+            self.snapshots.settle()
 
     def room(self, request: Request, reserve: int) -> int:
         """How many tokens the request can hold with all free blocks except `reserve`."""
@@ -223,17 +316,21 @@ class BlockManager:
         request.num_findable_blocks = 0
         if self.slots is not None:
             self.slots.release(request.slot)
-            request.slot = NULL_BLOCK
+            request.slot = request.restored_slot = NULL_BLOCK
 
     def reset_prefix_cache(self) -> None:
         for pool in self.pools:
             pool.reset_cache()
+        if self.snapshots is not None:
+            self.snapshots.reset_cache()
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Check every pool against the blocks and slots of the requests; raises `IntegrityError`."""
         requests = list(requests)
         if self.slots is not None:
             self.slots.check_integrity(Counter(request.slot for request in requests if request.slot != NULL_BLOCK))
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
         owners = [Counter[int]() for _ in self.pools]
         for request in requests:
             for count, blocks in zip(owners, request.blocks, strict=False):
@@ -242,7 +339,21 @@ class BlockManager:
             pool.check_integrity(count)
 
     def _shares(self, request: Request) -> bool:
-        return request.cache_key is not None and self.slots is None
+        return request.cache_key is not None and (self.slots is None or self.snapshots is not None)
+
+    def _snapshot(self, request: Request, last: int) -> int:
+        """The slot with the states after block `last`, -1 if there is none."""
+        if self.snapshots is None:
+            return -1
+        return self.snapshots.find(request.block_hashes[last], self._tokens(request, last))
+
+    def _last_snapshot(self, request: Request, length: int) -> int:
+        """How many of the first `length` blocks there are before the last snapshot; all, if states are not needed."""
+        if self.snapshots is None:
+            return length
+        step = self.snapshots.interval // self.block_size
+        usable = (blocks for blocks in range(length // step * step, 0, -step))
+        return next((blocks for blocks in usable if self._snapshot(request, blocks - 1) >= 0), 0)
 
     def _groups(self) -> Iterable[tuple[BlockPool, int | None]]:
         return zip(self.pools, self.windows, strict=True)

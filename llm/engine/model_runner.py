@@ -6,7 +6,7 @@ Owns the weights, the KV tensors, the persistent batch and the sampler. It gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from llm.engine.boundary import Loaded, RunnerPlan
 from llm.engine.build_model import build_model, fill_model, weight_file
 from llm.engine.extensions import held_otherwise, what_varies
 from llm.engine.inspection import ModelInspection
-from llm.engine.kv_cache import allocate_kv_caches, allocate_recurrent_states, group_states
+from llm.engine.kv_cache import SLOTS, allocate_kv_caches, allocate_recurrent_states, group_states
 from llm.engine.lines import LineReader
 from llm.engine.pooler import Pooler
 from llm.engine.proposer import Proposer, propose
@@ -141,7 +141,9 @@ class ModelRunner(ModelInspection):
             started = perf_counter()
             batch = self.prepare_batch(step)
             self.extend_context(batch, plan)
+            self._copy_states((new.restored_slot, new.slot) for new in plan.new_rows if new.restored_slot)
             hidden = self.forward(batch)
+            self._copy_states(plan.snapshots)
             result = RunnerOutput()
             if self.pooler is None:
                 self._read(hidden, step, result)
@@ -239,8 +241,16 @@ class ModelRunner(ModelInspection):
         paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
         recurrent = [spec for spec in specs if isinstance(spec, RecurrentSpec)]
         in_blocks = iter(self.allocate_kv_caches(paged, cache.num_blocks + 1, cache.block_size))
-        in_slots = iter(allocate_recurrent_states(recurrent, cache.num_state_slots + 1, self.backend))
+        slots = cache.num_state_slots + cache.num_state_snapshots
+        in_slots = iter(allocate_recurrent_states(recurrent, slots + 1, self.backend))
         return [next(in_blocks if isinstance(spec, PagedSpec) else in_slots) for spec in specs]
+
+    def _copy_states(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Copy all recurrent states of a slot to another; (from, to) pairs."""
+        for source, target in slots:
+            for state, group in zip(self.states, self._group_of_state, strict=True):
+                for tensor in state if group == SLOTS else ():
+                    tensor[target] = tensor[source]
 
     def prepare_batch(self, step: StepInput) -> ForwardBatch:
         """The step's batch, with each state and the metadata of its group."""

@@ -32,6 +32,7 @@ class Request:
         num_cached_tokens: how many prompt tokens came from the prefix cache at first admission.
         blocks: block ids per KV group, in order of position; owned by the block manager. 0: freed, outside the window.
         slot: index of its recurrent states; owned by the block manager. 0: it has none.
+        restored_slot: the snapshot that its states start from; 0: from zeros.
         block_hashes: chain hashes of the full blocks so far; owned by the block manager.
         num_findable_blocks: leading blocks that are in the prefix cache; owned by the block manager.
         cache_key: extra bytes in the hash chain, so that only requests with equal keys share blocks; None: share none.
@@ -79,7 +80,7 @@ class Request:
         self.num_preemptions = 0
         self.num_drafted_tokens = self.num_accepted_tokens = 0
         self.blocks: list[list[int]] = []
-        self.slot = 0
+        self.slot = self.restored_slot = 0
         self.block_hashes: list[bytes] = []
         self.num_findable_blocks = 0
         wanted = params.prompt_logprobs is not None and sample_index == 0

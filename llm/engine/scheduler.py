@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from llm.config.engine import SchedulerConfig
 from llm.engine.adapter_slots import AdapterSlots
-from llm.engine.block_manager import BlockManager
+from llm.engine.block_manager import BlockManager, StateSnapshots
 from llm.engine.boundary import RunnerPlan
 from llm.engine.kv_cache import group_states
 from llm.engine.request import Request, RequestStatus
@@ -49,7 +49,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            count = self._up_to_snapshot(request, min(request.num_tokens - request.num_computed_tokens, budget))
             drafts = 0
             if request.draft_token_ids:
                 drafts = self._verify(plan, request, count, budget, len(self.running) - index - 1)
@@ -78,7 +78,7 @@ class Scheduler:
             # Blocks are reserved for the whole prompt, not only for this chunk: partly admitted prompts would thrash.
             if not self.blocks.admit(request, request.num_tokens, prefix):
                 break
-            count = min(count, budget)
+            count = self._up_to_snapshot(request, min(count, budget))
             del self.waiting[place]
             self._start(plan, request)
             self._schedule(plan, request, count)
@@ -92,6 +92,7 @@ class Scheduler:
         Call it before the sampled tokens are appended to the requests.
         """
         requests, num_accepted = self.requests, 0
+        self.blocks.settle()
         for request_id, count in plan.num_scheduled_tokens.items():
             requests[request_id].num_computed_tokens += count
         for request_id, drafts in plan.draft_token_ids.items():
@@ -151,6 +152,14 @@ class Scheduler:
         """Plan `count` tokens; the last `drafts` may be rejected, so they are not added to the prefix cache."""
         plan.num_scheduled_tokens[request.request_id] = count
         self.blocks.remember(request, request.num_computed_tokens + count - drafts)
+        slot = -1 if drafts else self.blocks.take_snapshot(request, request.num_computed_tokens + count)
+        if slot >= 0:
+            plan.snapshots.append((request.slot, slot))
+
+    def _up_to_snapshot(self, request: Request, count: int) -> int:
+        """At most so many tokens that the step ends where a snapshot of the recurrent states is to be taken."""
+        position = self.blocks.next_snapshot(request) if self.config.enable_chunked_prefill else 0
+        return min(count, position - request.num_computed_tokens) if position else count
 
     def _verify(self, plan: SchedulerOutput, request: Request, count: int, budget: int, later: int) -> int:
         """Plan the request's drafts if this step computes its last known token; returns their number.
@@ -181,6 +190,7 @@ class Scheduler:
                 request.num_computed_tokens,
                 [list(blocks) for blocks in request.blocks],
                 request.slot,
+                request.restored_slot,
                 request.params,
                 request.seed,
                 request.sample_index,
@@ -215,7 +225,9 @@ def scheduler_maker(plan: RunnerPlan) -> Callable[[], Scheduler]:
     num_slots = cache.num_state_slots and cache.num_state_slots + 1
 
     def make_scheduler() -> Scheduler:
-        blocks = BlockManager(cache.num_blocks + 1, windows, cache.block_size, num_slots)
+        count, interval = cache.num_state_snapshots, cache.mamba_block_size
+        snapshots = StateSnapshots(count, interval, num_slots) if count else None
+        blocks = BlockManager(cache.num_blocks + 1, windows, cache.block_size, num_slots, snapshots)
         return Scheduler(config.scheduler_config, blocks, max_loras)
 
     return make_scheduler

@@ -46,7 +46,7 @@ class NewRow:
     """A request that enters the runner's batch: new, or resumed after preemption (then `token_ids` has outputs too).
 
     Attributes:
-        blocks, slot: as in `Request`.
+        blocks, slot, restored_slot: as in `Request`.
         prompt_logprobs_from: the first prompt position whose next token still needs a logprob; the prompt's length if
             none does.
         pooling: of a pooling model's row; None: the row generates.
@@ -59,6 +59,7 @@ class NewRow:
     num_computed_tokens: int
     blocks: list[list[int]]
     slot: int
+    restored_slot: int
     params: SamplingParams
     seed: int
     sample_index: int
@@ -78,6 +79,7 @@ class SchedulerOutput:
         new_blocks: request id -> block ids per group appended to the table of a request already in the batch.
         removed: requests that left the batch since the last step (finished, aborted or preempted).
         draft_token_ids: request id -> drafts to verify after its last known token, which is computed in this step too.
+        snapshots: (from, to) pairs of slots whose recurrent states are copied after the forward pass.
     """
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class SchedulerOutput:
     new_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass

@@ -10,7 +10,7 @@ _REASONS = {
     "this mixture of experts is not here yet": ("moe", "deepseek", "gpt_oss"),
     "it takes images, audio or video, and prompts here are text": ("conditionalgeneration", "_vl", "vision"),
     "only text generation is offered": ("bert", "forsequenceclassification", "t5"),
-    "these recurrent layers are not here yet": ("rwkv", "qwen3_next"),
+    "these recurrent layers are not here yet": ("rwkv",),
 }
 
 

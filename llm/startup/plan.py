@@ -32,7 +32,13 @@ from llm.config.engine import (
     ReasoningConfig,
     SpeculativeConfig,
 )
-from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler, resident_weight_bytes, resolve_dtype
+from llm.config.plan import (
+    MemoryPlan,
+    plan_memory,
+    plan_scheduler,
+    resident_weight_bytes,
+    resolve_dtype,
+)
 from llm.engine.boundary import RunnerPlan
 from llm.engine.extensions import kv_cache_specs
 from llm.forward import StateSpec
@@ -47,6 +53,7 @@ from llm.quantization.configs.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.startup.adapters import adapter_reasons, plan_adapters
 from llm.startup.kv_cache import check_cache, choose_cache_dtype
+from llm.startup.snapshots import snapshot_interval, snapshot_reasons
 from llm.startup.source import ReadModel
 
 _TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs logprobs_mode seed revision".split()
@@ -84,7 +91,7 @@ def make_plan(
     memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free, whole=_is_whole(model))
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": why}
-    _add_notes(reasons, model, memory)
+    _add_notes(reasons, args, model, memory)
     config = EngineConfig(
         _model_config(args, model, dtypes, memory.max_model_len, _seed(args, reasons)),
         _cache_config(args, memory, kv_dtype),
@@ -128,10 +135,9 @@ def _for_pooling(args: EngineArgs, model: ReadModel) -> EngineArgs:
     return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False)
 
 
-def _add_notes(reasons: dict[str, str], model: ReadModel, memory: MemoryPlan) -> None:
+def _add_notes(reasons: dict[str, str], args: EngineArgs, model: ReadModel, memory: MemoryPlan) -> None:
     reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
-    if memory.num_state_slots:
-        reasons["enable_prefix_caching"] = "recurrent states are those of a request's last token, not of a prefix"
+    reasons |= snapshot_reasons(args, memory, model.chosen.name)
 
 
 def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dtypes:
@@ -223,8 +229,11 @@ def _cache_config(args: EngineArgs, memory: MemoryPlan, dtype: torch.dtype) -> C
         num_blocks=memory.num_blocks,
         kv_cache_memory_bytes=memory.kv_cache_memory_bytes,
         kv_cache_dtype=dtype,
-        enable_prefix_caching=args.enable_prefix_caching and not memory.num_state_slots,
+        enable_prefix_caching=args.enable_prefix_caching
+        and (memory.mamba_block_size > 0 or not memory.num_state_slots),
         num_state_slots=memory.num_state_slots,
+        num_state_snapshots=memory.num_state_snapshots,
+        mamba_block_size=memory.mamba_block_size,
     )
 
 
@@ -319,6 +328,7 @@ def _plan_memory(
         max_model_len=args.max_model_len,
         longest=_longest(model),
         requested_bytes=args.kv_cache_memory_bytes,
+        snapshot_interval=snapshot_interval(args, specs, model.chosen.name),
     )
     if not args.offload_weights:
         try:

@@ -14,7 +14,7 @@ from llm import LLM, SamplingParams
 from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.config.compilation import CompilationMode
 from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
-from llm.config.plan import MemoryPlan, plan_memory, plan_scheduler
+from llm.config.plan import MemoryPlan, choose_snapshot_interval, plan_memory, plan_scheduler
 from llm.engine.model_runner import ModelRunner
 from llm.platforms import current_platform
 
@@ -242,3 +242,17 @@ def test_enforce_eager_wins_over_a_mode_that_compiles() -> None:
     assert reason == "enforce_eager=True: nothing is compiled" and "compiled by" not in explained
     with pytest.raises(ValidationError, match="enforce_eager must be True or False"):
         open_llm(enforce_eager="yes").__enter__()
+
+
+def test_memory_plan_leaves_room_for_snapshots_of_states() -> None:
+    """In a budget that is too small for all sequences they get an eighth of it, never what one sequence needs."""
+    decided = plan(bytes_per_request=1000, snapshot_interval=256)
+    assert (decided.num_state_snapshots, decided.mamba_block_size) == (4 * 1024 // 256, 256)
+    assert decided.kv_cache_memory_bytes == plan(bytes_per_request=1000).kv_cache_memory_bytes + 16 * 1000
+    tight = plan(bytes_per_request=1000, requested_bytes=80_000, snapshot_interval=32)
+    assert (tight.num_blocks, tight.num_state_slots, tight.num_state_snapshots) == (4, 4, 8)
+    assert plan(bytes_per_request=1000, requested_bytes=17_384, snapshot_interval=16).num_blocks == 1
+    assert plan(bytes_per_request=1000, snapshot_interval=2048).num_state_snapshots == 0, "no sequence is so long"
+    # A copy that takes as much as 512 tokens of KV cache is worth 512 tokens, within bounds.
+    assert [choose_snapshot_interval(100, size, 16) for size in (0, 51_200, 10**9)] == [128, 512, 1024]
+    assert choose_snapshot_interval(100, 0, 48) == 144
