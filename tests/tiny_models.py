@@ -720,7 +720,7 @@ SCHEDULED = [name for name in TINY_MODELS if name not in {*_REARRANGED, *_VARIAN
 # Of these the rows that meet the schedule in a way of their own: caches of other layers, windows that free blocks,
 # latent and sunk attention, positions that depend on a length, experts, floats of 16 bits.
 THOROUGH = """
-    llama llama-bf16 llama-dynamic-scaled qwen2-window gemma2 phi3-longrope-long minicpm3 gpt-oss mixtral lfm2 mamba2
+    llama llama-bf16 llama-dynamic-scaled qwen2-window gemma2 phi3-longrope-long minicpm3 gpt-oss mixtral lfm2
 """.split()
 
 
