@@ -43,6 +43,8 @@ def write_adapter(
         for part, shape in zip(parts, ((own, columns), (rows, own)), strict=True):
             values = torch.randn(shape, generator=generator) * (0.3 if is_table else 1.0) / shape[1] ** 0.5
             tensors[f"base_model.model.{name}.{part}"] = values.to(dtype)
+        if is_table or name == "lm_head":  # as PEFT does
+            tensors[f"base_model.model.{name}.base_layer.weight"] = module.weight.detach().clone()
     whole = {
         "peft_type": "LORA",
         "base_model_name_or_path": "tiny",

@@ -61,7 +61,7 @@ ADAPTERS: list[tuple[str, str, dict[str, Any], str]] = [
     ("scaled embedding", "gemma", {"r": 4, "target_modules": ["embed_tokens", "up_proj"]}, "row"),
     ("fused", "phi3", {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]}, "row merge"),
     ("conv1d", "gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}, "row merge"),
-    ("pissa converted", "llama", {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "gaussian"}, "row merge"),
+    ("gaussian start", "llama", {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "gaussian"}, "row merge"),
 ]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
 

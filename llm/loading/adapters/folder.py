@@ -76,6 +76,9 @@ class AdapterFolder:
                 raise CheckpointError(f"{folder}: the tensor {quote(name)} is not named as PEFT names an adapter's")
             self._sort(name, by_module)
         self.pairs = {module: self._pair(module, parts) for module, parts in by_module.items()}
+        # PEFT saves the embedding and the LM head that it adapts as well: a copy of the base model's.
+        copies = {f"{_PREFIX}{module}.base_layer.weight" for module in self.pairs}
+        self.replaced = {name: tensor for name, tensor in self.replaced.items() if tensor not in copies}
         if not self.pairs:
             raise CheckpointError(f"{folder} is no LoRA adapter: {WEIGHTS} has no pair of matrices")
 
