@@ -6,10 +6,16 @@ import contextlib
 import io
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tqdm import tqdm
+from tqdm import TqdmWarning, tqdm
+
+with warnings.catch_warnings():
+    # Other libraries import it later: in a notebook without ipywidgets it would advise installing them.
+    warnings.simplefilter("ignore", TqdmWarning)
+    import tqdm.auto as _imported_silently  # noqa: F401
 
 # Whether to show a bar; a callable makes it and takes tqdm's arguments, or takes a GenerationProgress.
 UseTqdm = bool | Callable[..., Any]
