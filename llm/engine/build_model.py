@@ -20,7 +20,7 @@ from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.adapters.merge import MergedTensors
 from llm.loading.loader import load_dummy_weights, load_weights
 from llm.loading.weight_file import WeightFile
-from llm.loading.weight_map import Target, rename
+from llm.loading.weight_map import Target, stored_name
 from llm.platforms.interface import Platform
 
 
@@ -36,9 +36,11 @@ def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = 
     """The model with empty weights; raises `ValidationError` for a setting of the user that matched no layer."""
     quant_config = plan.config.quant_config
     if quant_config is not None:
-        back = tuple((ours, theirs) for theirs, ours in getattr(plan.model_class, "renames", ()))
+        renames = getattr(plan.model_class, "renames", ())
+        names = plan.source.tensors().tensors if plan.has_weights else ()
+        modules = {name.rpartition(".")[0] for name in names}
         quant_config.packed_modules_mapping = getattr(plan.model_class, "packed_modules_mapping", {})
-        quant_config.apply_mapper(lambda name: rename(name, back))
+        quant_config.apply_mapper(lambda name: stored_name(name, renames, modules))
         if plan.has_weights:
             quant_config.describe_tensors({name: info.shape for name, info in plan.source.tensors().tensors.items()})
     may_round = plan.store_as is torch.bfloat16

@@ -6,7 +6,7 @@ segments, never by substring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -103,6 +103,13 @@ def rename(name: str, renames: Sequence[tuple[str, str]]) -> str:
             filled = [wild.pop(0) if part == "*" else part for part in target.split(".")]
             return ".".join([*filled, *segments[len(pattern) :]])
     return name
+
+
+def stored_name(name: str, renames: Sequence[tuple[str, str]], stored: Container[str]) -> str:
+    """The checkpoint's name of a module: of the names that become `name`, the one in `stored`, if any is."""
+    back = [(ours, theirs) for theirs, ours in renames]
+    found = (rename(name, [pair]) for pair in back)
+    return next((item for item in (*found, name) if item in stored), rename(name, back))
 
 
 def _match(pattern: list[str], segments: list[str]) -> list[str] | None:

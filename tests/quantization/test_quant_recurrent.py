@@ -40,3 +40,16 @@ def test_projections_are_quantized(scheme: str, error: float, folder: Path) -> N
     for one, other in zip(alone, together, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
+@pytest.mark.parametrize("row", ["qwen3-5", "lfm2"])
+def test_a_saved_hybrid_is_the_same_model(row: str, tmp_path: Path) -> None:
+    """Two of the checkpoint's names, of a mixer and of attention, become one of the model's."""
+    write_checkpoint(TINY_MODELS[row], tmp_path / "float")
+    with one_thread():
+        with LLM(tmp_path / "float", quantization="w8a8", skip_tokenizer_init=True) as llm:
+            expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            llm.save_quantized(tmp_path / "saved")
+        with LLM(tmp_path / "saved", skip_tokenizer_init=True) as llm:
+            again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].logprobs for output in again] == [output.outputs[0].logprobs for output in expected]
