@@ -1,22 +1,21 @@
-"""The notebooks: each runs from top to bottom on the embedded model, and is stored without outputs."""
+"""The notebooks: each runs from top to bottom on the embedded model, and is stored with what its cells show."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import nbclient
 import nbformat
 import pytest
-from jupyter_client import AsyncKernelManager
+from embedded import ROOT
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-
-
-def execute(notebook: Any, folder: Path) -> Any:
-    """Run every cell in a kernel of this interpreter; raises `CellExecutionError` at the first that fails."""
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "kernel"))
-    return nbclient.NotebookClient(notebook, km=kernel, timeout=300).execute(cwd=str(folder))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+_spec = importlib.util.spec_from_file_location("run_notebooks", ROOT / "notebooks" / "run.py")
+assert _spec is not None and _spec.loader is not None
+run = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(run)
 
 
 def streams(notebook: Any, name: str) -> str:
@@ -27,22 +26,35 @@ def streams(notebook: Any, name: str) -> str:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_warns_of_nothing(path: Path, tmp_path: Path) -> None:
-    done = execute(nbformat.read(path, as_version=4), tmp_path)
+    before = run.kinds(nbformat.read(path, as_version=4))
+    done = run.execute(nbformat.read(path, as_version=4), tmp_path)
     assert streams(done, "stdout").strip()
     assert "Warning" not in streams(done, "stderr")
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("kernel")] == []  # so it can run again
+    assert run.kinds(run.stored(done)) == before
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
+def test_a_notebook_is_stored_as_its_cells_ran(path: Path) -> None:
+    """`python notebooks/run.py` stores what the cells of now show."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.cells[0].cell_type == "markdown"
-    for cell in notebook.cells:
-        assert not cell.get("outputs") and cell.get("execution_count") is None, cell.source
+    assert run.recorded(notebook) == run.digest(notebook)
+    assert streams(notebook, "stdout") and not streams(notebook, "stderr")
+    assert not [word for word in ("/tmp/", "/home/", "/root/", str(ROOT)) if word in path.read_text("utf-8")]
+
+
+def test_a_changed_cell_and_a_lost_output_are_seen() -> None:
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
+    before = run.kinds(notebook)
+    next(cell for cell in notebook.cells if any("name" in output for output in cell.get("outputs", []))).outputs.clear()
+    assert run.kinds(notebook) != before and run.digest(notebook) == run.recorded(notebook)
+    notebook.cells[1].source += "\nllm.config"
+    assert run.digest(notebook) != run.recorded(notebook)
 
 
 def test_a_cell_that_fails_is_noticed(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell("from llm import LLM\nLLM(max_model_len=-5)")]
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="max_model_len"):
-        execute(nbformat.v4.new_notebook(cells=cells), tmp_path)
+        run.execute(nbformat.v4.new_notebook(cells=cells), tmp_path)

@@ -42,12 +42,15 @@ class StepTimes:
         self._measured: list[int] = []  # the keys of `_least`, sorted
         self._steps = 0
         self._per_line: deque[float] = deque(maxlen=_SAMPLES)
+        self._is_warm = False  # the first large step touches weights and memory for the first time
 
     def add(self, tokens: int, lines: int, seconds: float) -> None:
         """A step has been measured; with more `tokens` than `lines` it computed prompts too."""
         self._steps += 1
         if tokens >= _LARGE_STEP:
-            self._per_line.append(seconds / tokens)
+            if self._is_warm:
+                self._per_line.append(seconds / tokens)
+            self._is_warm = True
         if tokens != lines:
             return
         times = self._of.get(lines)
