@@ -1,4 +1,4 @@
-"""Decode attention over a long context, quantized against bfloat16: `python tests/bench/bench_kv_cache.py [--tokens N]`.
+"""Decode attention over a long context, quantized against bfloat16: `python tests/bench/bench_kv_cache.py`.
 
 Per shape, caches of all types are filled and read in turn, layer after layer, so that they come from memory. Prints the
 median time of a layer, and how many times as fast as bfloat16 it is.
