@@ -1,4 +1,4 @@
-"""The README says the truth about the tree, the steps and the places it names."""
+"""README and docs/architecture.md say the truth about the tree, the steps and the places they name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from llm.quantize.overview import overview
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 ROOMS = ("llm", "layers", "quantization", "platforms", "kernels")
 
 
-def tree_of(readme: str) -> list[str]:
+def tree_of(page: str) -> list[str]:
     """The paths of the section "The tree": folders end with "/", a * stands for any letters."""
-    section = readme.split("## The tree\n", 1)[1].split("\n## ", 1)[0]
+    section = page.split("## The tree\n", 1)[1].split("\n## ", 1)[0]
     paths, room = [], ""
     for line in section.splitlines():
         if not line.startswith("    ") or not line.strip():
@@ -51,22 +52,23 @@ def unnamed_sources(paths: list[str]) -> list[str]:
 
 
 def test_every_path_of_the_tree_exists() -> None:
-    paths = tree_of(README)
+    paths = tree_of(ARCHITECTURE)
     assert len(paths) > 60
     assert [path for path in paths if not list(ROOT.glob(path))] == []
 
 
 def test_the_tree_names_every_source_file_or_its_folder() -> None:
-    assert unnamed_sources(tree_of(README)) == []
+    assert unnamed_sources(tree_of(ARCHITECTURE)) == []
 
 
 @pytest.mark.parametrize("lost", ["llm/cli.py", "layers/attention/", "quantization/packing.py", "kernels/backend.py"])
 def test_a_lost_line_is_seen(lost: str) -> None:
-    assert unnamed_sources([path for path in tree_of(README) if path != lost]) != []
+    assert unnamed_sources([path for path in tree_of(ARCHITECTURE) if path != lost]) != []
 
 
 def test_every_file_that_is_named_in_passing_exists() -> None:
-    named = re.findall(r"`((?:llm|layers|quantization|platforms|kernels|tests|notebooks)/[\w./]*)`", README)
+    rooms = "|".join((*ROOMS, "tests", "notebooks", "docs"))
+    named = re.findall(rf"`((?:{rooms})/[\w./]*)`", README + ARCHITECTURE)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / path).exists()] == []
 

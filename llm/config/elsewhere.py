@@ -111,7 +111,7 @@ _ENGINE = "an LLM drives its engine itself; pass all prompts to one call of LLM.
 _ONE_DEVICE = "an LLM runs in this process, on one device"
 _ADAPTERS = "adapters are enabled by LLM(enable_lora=True), and llm.layers.lora adds them to a layer"
 _EXPERTS = "a layer of experts is an llm.layers.moe.FusedMoE, and its router an llm.layers.moe.TopKRouter"
-_MIXERS = "recurrent and latent attention are not here yet"
+_MIXERS = "mixers are in llm.layers.attention.latent, llm.layers.linear_attention and llm.layers.mamba"
 _ROPE = "make an llm.layers.rotary.RotaryEmbedding with RopeParameters, which computes every scaling"
 _TEXT = "prompts are text or token ids"
 _NO_MODEL = "no model here needs it; derive your own from llm.layers.custom_op.CustomOp"
