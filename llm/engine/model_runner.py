@@ -266,7 +266,9 @@ class ModelRunner(ModelInspection):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [N, H] of the step's tokens; the next step may overwrite them."""
         hidden = None if self.replay is None else self.replay.run(batch)
-        return self._compute(batch) if hidden is None else hidden
+        if hidden is not None:
+            return hidden
+        return self.model.forward(batch) if self.adapters is None else self._compute(batch)
 
     def _compute(self, batch: ForwardBatch) -> torch.Tensor:
         """`model.forward`; its layers read the batch's adapters meanwhile."""

@@ -71,8 +71,7 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
 def _read_mlp(reader: ConfigReader) -> PartConfig:
     ignore_training(reader)
     size, activation = reader.positive("shared_intermediate_size", 1024), reader.string("hidden_act", "silu")
-    experts = reader.integer("num_local_experts", 8)
     inner, top_k = reader.positive("intermediate_size"), reader.integer("num_experts_per_tok", 2)
-    if experts == 0:
+    if reader.integer("num_local_experts", 8) == 0:
         return GatedMLPConfig(size, activation)
-    return MoEConfig(experts, top_k, inner, activation, shared_size=size)
+    return MoEConfig(reader.positive("num_local_experts", 8), top_k, inner, activation, shared_size=size)

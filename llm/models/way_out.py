@@ -9,7 +9,8 @@ from collections.abc import Iterable
 _REASONS = {
     "this mixture of experts is not here yet": ("moe", "deepseek", "gpt_oss"),
     "it takes images, audio or video, and prompts here are text": ("conditionalgeneration", "_vl", "vision"),
-    "only text generation is offered": ("bert", "forsequenceclassification", "t5"),
+    "encoders with a decoder are not here": ("t5", "bart", "pegasus"),
+    "this encoder is not here yet": ("bert", "electra"),
     "these recurrent layers are not here yet": ("rwkv",),
 }
 
@@ -41,6 +42,6 @@ def of_head(architecture: str, supported: str) -> str:
     name = architecture.lower()
     instead = next((use for part, use in _USES.items() if part in name), _OTHER_USE)
     return (
-        f": only text generation is offered, for which the nearest supported architecture is {supported}; {instead}, "
+        f": this use of the layers is not offered, the nearest supported architecture is {supported}; {instead}, "
         f"and if the weights are a causal language model's, pass hf_overrides={{'architectures': ['{supported}']}}"
     )

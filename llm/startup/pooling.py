@@ -53,6 +53,12 @@ def choose_purpose(args: EngineArgs, reader: ConfigReader, source: ModelSource) 
         if args.convert in ("embed", "classify"):
             refuse("convert", args.convert, "'none' or 'auto' with runner='generate'")
         return Purpose("none", "asked for")
+    ahead = [name for name in reader.names("architectures") or [] if _sees_ahead(name)]
+    if ahead and (args.runner == "pooling" or args.convert != "auto") and not is_encoder(reader.family):
+        raise UnsupportedModelError(
+            f"{ahead[0]} attends to tokens in both directions, and the layers of {reader.family} to those before only; "
+            "use sentence-transformers."
+        )
     if args.convert in ("embed", "classify"):
         return Purpose(args.convert, "asked for")
     found = _of_checkpoint(reader, source)
@@ -69,9 +75,13 @@ def _of_checkpoint(reader: ConfigReader, source: ModelSource) -> Purpose:
         return Purpose("none", "config.json")
     if any(name.endswith(_CLASSIFIERS) for name in architectures):
         return Purpose("classify", f"config.json says {architectures[0]}")
-    if is_encoder(reader.family) or any(name.endswith("Model") for name in architectures):
+    if is_encoder(reader.family) or any(name.endswith("Model") and not _sees_ahead(name) for name in architectures):
         return Purpose("embed", f"config.json says {architectures[0] if architectures else reader.family}")
     return Purpose("none", "config.json")
+
+
+def _sees_ahead(architecture: str) -> bool:
+    return "bidirectional" in architecture.lower()
 
 
 def plan_pooling(

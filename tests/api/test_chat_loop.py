@@ -74,6 +74,7 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_the_answer_and_keeps_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = ChatLoop(llm)
     loop.params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

@@ -287,7 +287,7 @@ def test_a_reader_that_goes_away_ends_it_quietly() -> None:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_is_no_traceback() -> None:
-    process = started("--max-tokens", "2000", "--temperature", "2")
+    process = started("--max-tokens", "2000", "--temperature", "2", "--seed", "1")
     assert process.stdout and process.stderr
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)

@@ -26,7 +26,7 @@ from llm.layers.norm import RMSNorm
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with open_llm() as llm:
+    with open_llm(speculative_config="auto") as llm:
         yield llm
 
 

@@ -33,7 +33,15 @@ def parts(config: EngineConfig) -> dict[str, Any]:
     values = {field.name: getattr(part, field.name) for part in whole for field in dataclasses.fields(part)}
     whole_engine = {"device": config.device, "invariant": config.invariant}
     values["offload_weights"] = config.offload_config.offload_weights
-    return values | whole_engine | {"num_threads": config.num_threads, "speculative_config": config.speculative_config}
+    return (
+        values
+        | whole_engine
+        | {
+            "num_threads": config.num_threads,
+            "speculative_config": config.speculative_config,
+            "lora_config": config.lora_config,
+        }
+    )
 
 
 def test_every_choice_has_its_reason(llm: LLM) -> None:

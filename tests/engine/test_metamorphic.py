@@ -63,8 +63,8 @@ PREEMPTED: dict[str, Mapping[str, Any]] = {
 }
 SPARE_TOKENS = 8
 SPARE_SLOTS = 4
-# Settings of every row: batches, chunks that cut prompts anywhere, preemption.
-EVERYWHERE = ("one-batch", "chunks-of-7", "preempted-in-chunks-no-prefix-caching")
+# Settings of every row: a batch, and preemption with chunks that cut prompts anywhere.
+EVERYWHERE = ("one-batch", "preempted-in-chunks-no-prefix-caching")
 CASES = [*SCHEDULED, *QUANTIZED, *QUANTIZED_CACHES, *(f"toy {name}" for name in TOYS)]
 IN_ALL_SETTINGS = [
     name

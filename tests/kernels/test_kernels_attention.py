@@ -124,13 +124,14 @@ def test_decode_chunk_and_whole_prefill_give_the_same_bits(
     assert torch.equal(one_sequence(other_blocks, isa, seed, [length]), whole)
 
 
-@settings(max_examples=25)
-@given(shape=shapes(causal=False), lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4), seed=seeds)
+@settings(max_examples=12)
+@given(shape=shapes(causal=False), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3), seed=seeds)
 def test_tokens_see_what_follows_them(shape: Shape, lengths: list[int], seed: int) -> None:
     rows = [(0, length) for length in lengths]
     twin, actual = Pages(shape, rows, seed), attend(shape, rows, seed)
-    assert_close(actual, twin.expected())
-    assert_close(actual, twin.attend())
+    tolerance = TOLERANCES.get(shape.dtype, TOLERANCE)
+    assert_close(actual, twin.expected(), tolerance)
+    assert_close(actual, twin.attend(), tolerance)
     alone = Pages(shape, rows[-1:], seed, kernel_set(ISAS[-1]))
     batched = Pages(shape, rows, seed, kernel_set(ISAS[-1]))
     alone.query, alone.keys, alone.values = batched.query[-lengths[-1] :], batched.keys[-1:], batched.values[-1:]

@@ -168,7 +168,7 @@ def test_a_native_family_on_transformers_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "attends to tokens in both directions"),
+        ({"model_type": "electra", "architectures": ["ElectraForCausalLM"]}, "attends to tokens in both directions"),
         (
             {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
             "code from a model folder",

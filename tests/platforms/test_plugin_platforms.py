@@ -147,7 +147,7 @@ def test_the_cpu_after_a_plugins_platform(tmp_path_factory: pytest.TempPathFacto
     result = in_plugin_process(target, TWO_PLATFORMS.replace("sys.argv[1]", repr(json.dumps(PROMPTS))))
     assert result.returncode == 0, result.stderr
     acme, cpu, again = json.loads(result.stdout)
-    with open_llm(kv_cache_dtype="float32", max_model_len=64) as llm:
+    with open_llm(kv_cache_dtype="float32", max_model_len=64, speculative_config="auto") as llm:
         classes = sorted({part.implementation for part in llm.explain().parts[3:]})
         alone = {"tokens": tokens(run(llm, PROMPTS, GREEDY)), "classes": classes}
     assert cpu == alone

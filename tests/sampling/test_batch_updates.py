@@ -85,7 +85,7 @@ class Driver:
         # A row that comes back after preemption has outputs already.
         outputs = [900 + self.count] * (self.count % 3)
         self.tokens[name] = list(outputs)
-        return NewRow(name, [self.count, 7, *outputs], 2, 0, [[1]], 0, SamplingParams(seed=self.count), 0, 0, 2)
+        return NewRow(name, [self.count, 7, *outputs], 2, 0, [[1]], 0, 0, SamplingParams(seed=self.count), 0, 0, 2)
 
     def _grow(self) -> None:
         """Every other row draws a token."""

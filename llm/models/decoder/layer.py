@@ -86,10 +86,6 @@ class DecoderLayer(nn.Module):
             self.add_module(name, part.build(context, f"{prefix}.{name}"))
         self.mixer_name = "self_attn" if layer.attention is None else layer.attention.module_name
 
-    def mix(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The output of the part that mixes tokens."""
-        return getattr(self, self.mixer_name)(hidden, batch)
-
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         raise NotImplementedError
 
@@ -112,7 +108,7 @@ class PreNormLayer(DecoderLayer):
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = add_norm(self.input_layernorm, hidden, residual)
-        hidden = self.mix(hidden, batch)
+        hidden = getattr(self, self.mixer_name)(hidden, batch)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden, batch), residual
 
@@ -135,7 +131,7 @@ class OnePartLayer(DecoderLayer):
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = add_norm(self.input_layernorm, hidden, residual)
-        return self.mix(hidden, batch), residual
+        return getattr(self, self.mixer_name)(hidden, batch), residual
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class ScaledPreNormLayer(PreNormLayer):
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = add_norm(self.input_layernorm, hidden, residual)
-        hidden = self.mix(hidden, batch) * self.multiplier
+        hidden = getattr(self, self.mixer_name)(hidden, batch) * self.multiplier
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden, batch) * self.multiplier, residual
 

@@ -47,6 +47,6 @@ class SideBySideLayer(PreNormLayer):
         hidden, residual = add_norm(self.input_layernorm, hidden, residual)
         (first, last), (before, after) = self.norms.mamba, self.norms.attention
         states = self.mamba(hidden * first, batch) * last
-        hidden = states + self.mix(hidden * before, batch) * after
+        hidden = states + getattr(self, self.mixer_name)(hidden * before, batch) * after
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden, batch), residual
