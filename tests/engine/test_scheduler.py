@@ -328,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, sampled in result.sampled_token_ids.items():
             self._append(self.scheduler.requests[request_id], sampled)
         self.scheduler.remove_finished()
-        self._check_blocks()
+        self._check_blocks(set(result.sampled_token_ids))
         self.sound = True
 
     def _check_plan(self, plan: SchedulerOutput, unfinished: list[Request], before: dict[str, int]) -> None:
@@ -359,12 +359,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return
         assert request.num_computed_tokens == request.num_tokens - 1
 
-    def _check_blocks(self) -> None:
-        """After a step nobody can tell that there were drafts, and the runner's tables are the scheduler's."""
+    def _check_blocks(self, drew: set[str]) -> None:
+        """After a step nobody can tell that there were drafts, and the runner's tables are the scheduler's.
+
+        `drew`: the requests that drew a token. Another one, computed again after a preemption, may hold a block more:
+        it was admitted with blocks for all of its tokens.
+        """
         for request in self.scheduler.running:
             lengths = {len(blocks) for blocks in request.blocks}
             assert {len(table) for table in self.runner.rows[request.request_id].tables} == lengths
-            if request.num_computed_tokens == request.num_tokens - 1 >= request.num_prompt_tokens:
+            if request.request_id in drew and request.num_tokens > request.num_prompt_tokens:
+                assert request.num_computed_tokens == request.num_tokens - 1
                 assert lengths == {-(-request.num_computed_tokens // self.scheduler.blocks.block_size)}
 
 
