@@ -26,9 +26,9 @@ enum Channel : int64_t { KEY_SCALE, KEY_OFFSET, VALUE_SCALE, VALUE_OFFSET };
 struct Layer {
     int64_t heads, kv_heads, head_size, window;  // window 0: none
     int64_t ahead;                               // how many positions after its own a token sees; 0: causal
-    int64_t rope_size;                           // static_scales of a latent key that are no value; 0: no latent attention
-    float scale, soft_cap;                       // soft_cap 0: none
-    const float* sinks;                          // per head, or null
+    int64_t rope_size;           // static_scales of a latent key that are no value; 0: no latent attention
+    float scale, soft_cap;       // soft_cap 0: none
+    const float* sinks;          // per head, or null
     const float* static_scales;  // of a quantized KV cache with static scales (quantized_cache.h), or null
     int64_t group() const { return heads / kv_heads; }
     int64_t value_size() const { return head_size - rope_size; }
@@ -60,7 +60,8 @@ struct AttentionTasks {
     const Layer& layer;
     int64_t tile, parts, count;
 
-    AttentionTasks(const Step& step, const Layer& layer, int64_t threads) : step(step), layer(layer), parts(1), count(0) {
+    AttentionTasks(const Step& step, const Layer& layer, int64_t threads)
+        : step(step), layer(layer), parts(1), count(0) {
         tile = max(1, TASK_ROWS / layer.group());
         for (int64_t row = 0; row < step.rows; ++row) count += tiles(row) * layer.kv_heads;
         if (count && count < threads) parts = min(layer.group(), ceil_div(threads, count));
@@ -71,8 +72,8 @@ struct AttentionTasks {
     int64_t rows() const { return tile * ceil_div(layer.group(), parts); }
     int64_t per_tile() const { return layer.kv_heads * parts; }
 
-    // `first_task[row]`: the number of tasks before those of batch row `row`. AttentionTasks go head by head, so that a head's
-    // keys stay in cache. A row's last tile, which sees most keys, comes first.
+    // `first_task[row]`: the number of tasks before those of batch row `row`. AttentionTasks go head by head, so that a
+    // head's keys stay in cache. A row's last tile, which sees most keys, comes first.
     Task task(int64_t index, const int64_t* first_task) const {
         int64_t low = 0, high = step.rows;
         while (high - low > 1) {

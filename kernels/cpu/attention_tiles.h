@@ -66,8 +66,8 @@ struct Work {
     int64_t out_stride;
 };
 
-// Sets the softmax, the output and the span of a query row in `head` at `position` of `length` to those before its first
-// key.
+// Sets the softmax, the output and the span of a query row in `head` at `position` of `length` to those before its
+// first key.
 void start_row(const Work& work, int64_t row, const Layer& layer, int64_t head, int64_t position, int64_t length) {
     for (int64_t i = 0; i < work.out_stride; ++i) work.out[row * work.out_stride + i] = 0.0f;
     for (int64_t i = 0; i < LANES; ++i) work.sums[row * LANES + i] = 0.0f;
@@ -76,8 +76,7 @@ void start_row(const Work& work, int64_t row, const Layer& layer, int64_t head, 
         work.maxima[row] = layer.sinks[head] * 0x1.715476p+0f;
         work.sums[row * LANES] = 1.0f;
     }
-    work.spans[row] = {layer.window ? max(0, position + 1 - layer.window) : 0,
-                       min(length, position + 1 + layer.ahead)};
+    work.spans[row] = {layer.window ? max(0, position + 1 - layer.window) : 0, min(length, position + 1 + layer.ahead)};
 }
 
 // The positions that all query rows see become work.common; returns those that any of them sees.

@@ -83,7 +83,8 @@ LLM_EXPORT int64_t llm_write_kv_cache(const float* key, int64_t key_stride, cons
     const Tokens step{key, value, key_stride, value_stride, tokens, kv_heads, head_size, slot_mapping};
     if (has_scales(kind)) {
         auto *keys = static_cast<uint8_t*>(key_cache), *values = static_cast<uint8_t*>(value_cache);
-        if (kind == Kind::FLOAT8) step.write(QuantizedCache<F8>{keys, values, kv_heads, head_size, static_scales}, threads);
+        if (kind == Kind::FLOAT8)
+            step.write(QuantizedCache<F8>{keys, values, kv_heads, head_size, static_scales}, threads);
         else step.write(QuantizedCache<int8_t>{keys, values, kv_heads, head_size, static_scales}, threads);
         return -1;
     }
