@@ -41,10 +41,11 @@ class Speculator(Proposer):
             for source in self._sources:
                 source.forget(request_id)
 
-    def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
+    def looks(self) -> bool:
         self._vain += 1
-        if self._vain > _PATIENCE and self._vain % _SELDOM:
-            return {}
+        return self._vain <= _PATIENCE or self._vain % _SELDOM == 0
+
+    def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
         self._learn(step)
         batch, rows = step.batch, step.rows.tolist()
         if not rows or len(rows) > MOST_ROWS or (len(rows) > 1 and not self._counts(len(rows), _BEST_CASE)):
