@@ -37,7 +37,7 @@ def give_adapters(engine: Engine, rows: Sequence[R], given: LoRARequests) -> Seq
 
 def adapters_of(engine: Engine, given: LoRARequests, count: int) -> list[Adapter | None]:
     """The checked adapter of each of `count` prompts."""
-    per_row = _per_row(given, count)
+    per_row = requests_per_row(given, count)
     known: dict[str, Adapter] = {}
     found: list[Adapter | None] = []
     for request in per_row:
@@ -48,7 +48,8 @@ def adapters_of(engine: Engine, given: LoRARequests, count: int) -> list[Adapter
     return found
 
 
-def _per_row(given: LoRARequests, count: int) -> Sequence[LoRARequest | None]:
+def requests_per_row(given: LoRARequests, count: int) -> Sequence[LoRARequest | None]:
+    """The request of each of `count` prompts; raises `ValidationError` if `given` is wrong, or of another length."""
     if given is None or isinstance(given, LoRARequest):
         return [given] * count
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):

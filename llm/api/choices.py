@@ -5,6 +5,7 @@ Owns the method, as a base class of `LLM` without state.
 
 from __future__ import annotations
 
+from llm.api.adapters import LoRARequests, give_adapters, requests_per_row
 from llm.api.host import Host
 from llm.api.scoring import score_rows
 from llm.base.bar import UseTqdm
@@ -26,6 +27,7 @@ class Choices:
         *,
         normalize: str | None = None,
         delimiter: str = " ",
+        lora_request: LoRARequests = None,
         use_tqdm: UseTqdm = True,
     ) -> list[ChoiceOutput]:
         """The likeliest of some answers to each prompt, and the probability of each answer.
@@ -45,6 +47,7 @@ class Choices:
                 choices are less likely because they are long. Such probabilities rank choices, but are not those of
                 the model.
             delimiter: between prompt and choice, the harness's `target_delimiter`.
+            lora_request: as for `generate`.
             use_tqdm: as for `generate`.
 
         Raises:
@@ -57,9 +60,12 @@ class Choices:
         if not isinstance(delimiter, str):
             refuse("delimiter", delimiter, "a text")
         with InterruptGuard() as guard, self._exclusive():
-            self._begin()
+            engine = self._begin()
             asked = questions(prompts, choices)
             rows = question_rows(self._preprocessor, asked, delimiter)
+            adapters = requests_per_row(lora_request, len(asked))
+            per_choice = [own for own, item in zip(adapters, asked, strict=True) for _ in item.choices]
+            give_adapters(engine, rows, per_choice)
             outputs = score_rows(self, rows, use_tqdm, guard)
         scored = iter([likelihood(row, output) for row, output in zip(rows, outputs, strict=True)])
         return [choice_output(question, [next(scored) for _ in question.choices], normalize) for question in asked]

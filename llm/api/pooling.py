@@ -12,7 +12,7 @@ from typing import Protocol, TypedDict, TypeVar
 import numpy as np
 import torch
 
-from llm.api.checks import check_asks_nothing
+from llm.api.adapters import LoRARequests, give_adapters
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice
@@ -48,6 +48,8 @@ class AboutPrompt(TypedDict):
 
 R = TypeVar("R", bound=PoolingRequestOutput[AnyOutput])
 Params = PoolingParams | list[PoolingParams] | None
+MakeRows = Callable[[PoolingRows], list[Row]]
+NO_PREFIX = Prefix()
 
 
 class PoolingHost(Host, Protocol):
@@ -66,7 +68,7 @@ class Pooling:
         *,
         use_tqdm: UseTqdm = True,
         pooling_params: Params = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         prompt_name: str | None = None,
         prompt: str | None = None,
@@ -77,6 +79,7 @@ class Pooling:
             prompts: as for `generate`.
             use_tqdm: a progress bar in tokens; False prints nothing; a callable makes the bar.
             pooling_params: `dimensions`, `use_activation`, `truncate_prompt_tokens`; one, or one per prompt.
+            lora_request: as for `generate`.
             tokenization_kwargs: as for `generate`.
             prompt_name: the name of the model's prompt that precedes each text, such as "query"; None: its default.
             prompt: that prompt itself.
@@ -85,13 +88,8 @@ class Pooling:
             ValidationError: names every bad prompt, before any work starts; or the model has no vectors.
             GenerationInterrupted: Ctrl-C; with the outputs so far.
         """
-        check_asks_nothing(lora_request=lora_request)
-        prefix = Prefix(prompt_name, prompt)
-
-        def rows(maker: PoolingRows) -> list[Row]:
-            return maker.texts(prompts, pooling_params, tokenization_kwargs, prefix=prefix)
-
-        return pool(self, "embed", rows, _embedding, use_tqdm)
+        rows = rows_of(prompts, pooling_params, tokenization_kwargs, Prefix(prompt_name, prompt))
+        return pool(self, "embed", rows, _embedding, use_tqdm, lora_request)
 
     @known_names("LLM.classify")
     def classify(
@@ -100,16 +98,12 @@ class Pooling:
         *,
         use_tqdm: UseTqdm = True,
         pooling_params: Params = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> PoolingRequestOutputs[ClassificationRequestOutput]:
         """The probability of each class, per prompt. Arguments and errors are those of `embed`."""
-        check_asks_nothing(lora_request=lora_request)
-
-        def rows(maker: PoolingRows) -> list[Row]:
-            return maker.texts(prompts, pooling_params, tokenization_kwargs, prefix=Prefix())
-
-        return pool(self, "classify", rows, _classification, use_tqdm)
+        rows = rows_of(prompts, pooling_params, tokenization_kwargs)
+        return pool(self, "classify", rows, _classification, use_tqdm, lora_request)
 
     @known_names("LLM.encode")
     def encode(
@@ -118,7 +112,7 @@ class Pooling:
         pooling_params: Params = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> PoolingRequestOutputs[PoolingRequestOutput[PoolingOutput]]:
@@ -130,16 +124,11 @@ class Pooling:
 
         Further arguments and errors are those of `embed`.
         """
-        check_asks_nothing(lora_request=lora_request)
         plan = plan_of(self, None)
         task = f"token_{plan.task}" if pooling_task is None else pooling_task
         check_choice("pooling_task", task, (plan.task, f"token_{plan.task}"))
-
-        def rows(maker: PoolingRows) -> list[Row]:
-            by_token = task.startswith("token_")
-            return maker.texts(prompts, pooling_params, tokenization_kwargs, prefix=Prefix(), by_token=by_token)
-
-        return pool(self, plan.task, rows, _data, use_tqdm)
+        rows = rows_of(prompts, pooling_params, tokenization_kwargs, by_token=task.startswith("token_"))
+        return pool(self, plan.task, rows, _data, use_tqdm, lora_request)
 
     @known_names("LLM.reward")
     def reward(
@@ -147,20 +136,26 @@ class Pooling:
         prompts: object,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> PoolingRequestOutputs[PoolingRequestOutput[PoolingOutput]]:
         """The reward of each prompt, a conversation with its answer: `outputs.data` are the logits, [classes].
 
         Arguments and errors are those of `embed`.
         """
-        check_asks_nothing(lora_request=lora_request)
+        rows = rows_of(prompts, PoolingParams(use_activation=False), tokenization_kwargs)
+        return pool(self, "classify", rows, _data, use_tqdm, lora_request)
 
-        def rows(maker: PoolingRows) -> list[Row]:
-            params = PoolingParams(use_activation=False)
-            return maker.texts(prompts, params, tokenization_kwargs, prefix=Prefix())
 
-        return pool(self, "classify", rows, _data, use_tqdm)
+def rows_of(
+    prompts: object, params: Params, tokenization_kwargs: object, prefix: Prefix = NO_PREFIX, *, by_token: bool = False
+) -> MakeRows:
+    """A row per prompt of a call, made once it holds the lock."""
+
+    def make(maker: PoolingRows) -> list[Row]:
+        return maker.texts(prompts, params, tokenization_kwargs, prefix=prefix, by_token=by_token)
+
+    return make
 
 
 def plan_of(llm: PoolingHost, task: str | None) -> PoolingPlan:
@@ -186,16 +181,18 @@ def plan_of(llm: PoolingHost, task: str | None) -> PoolingPlan:
 def pool(
     llm: PoolingHost,
     task: str,
-    make_rows: Callable[[PoolingRows], list[Row]],
+    make_rows: MakeRows,
     output_of: Callable[[PromptState, PoolingPlan], R],
     use_tqdm: UseTqdm,
+    lora_request: LoRARequests = None,
 ) -> PoolingRequestOutputs[R]:
     """Run a call; raises as `LLM.embed` says."""
     check_use_tqdm(use_tqdm)
     with InterruptGuard() as guard, llm._exclusive():
         plan = plan_of(llm, task)
         engine = llm._begin()
-        states = [engine.add(row) for row in make_rows(PoolingRows(llm._preprocessor, plan))]
+        rows = give_adapters(engine, make_rows(PoolingRows(llm._preprocessor, plan)), lora_request)
+        states = [engine.add(row) for row in rows]
 
         def finished() -> list[R | None]:
             return [None if _pooled(state) is None else output_of(state, plan) for state in states]

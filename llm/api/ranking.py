@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from llm.api.checks import check_asks_nothing
+from llm.api.adapters import LoRARequests, requests_per_row
 from llm.api.pooling import Params, Pooling, PoolingHost, about, plan_of, pool, values_of
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_integer
@@ -41,7 +41,7 @@ class Ranking:
         *,
         use_tqdm: UseTqdm = True,
         pooling_params: Params = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         instruction: str | None = None,
     ) -> PoolingRequestOutputs[ScoringRequestOutput]:
@@ -56,10 +56,9 @@ class Ranking:
 
         Further arguments and errors are those of `embed`.
         """
-        check_asks_nothing(lora_request=lora_request)
         plan, pairs = plan_of(self, None), pair_texts(data_1, data_2)
         if plan.task == "embed":
-            return _cosines(self, pairs, pooling_params, tokenization_kwargs, use_tqdm)
+            return _cosines(self, pairs, pooling_params, tokenization_kwargs, use_tqdm, lora_request)
         if plan.size != 1:
             raise ValidationError(
                 f"score needs a classifier of one class, and this model has {plan.size}; call classify.",
@@ -72,7 +71,7 @@ class Ranking:
                 return maker.pairs(pairs, pooling_params, tokenization_kwargs)
             return maker.whole([_asked(*pair, instruction) for pair in pairs], pooling_params, tokenization_kwargs)
 
-        return pool(self, "classify", rows, _score, use_tqdm)
+        return pool(self, "classify", rows, _score, use_tqdm, lora_request)
 
     @known_names("LLM.rerank")
     def rerank(
@@ -83,6 +82,7 @@ class Ranking:
         top_n: int | None = None,
         use_tqdm: UseTqdm = True,
         pooling_params: Params = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         instruction: str | None = None,
     ) -> list[RerankResult]:
@@ -101,6 +101,7 @@ class Ranking:
             documents,
             use_tqdm=use_tqdm,
             pooling_params=pooling_params,
+            lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             instruction=instruction,
         )
@@ -129,20 +130,32 @@ def _cosines(
     params: Params,
     tokenization_kwargs: Mapping[str, object] | None,
     use_tqdm: UseTqdm,
+    lora_request: LoRARequests,
 ) -> PoolingRequestOutputs[ScoringRequestOutput]:
-    """Every text is computed once, however many pairs it is in."""
+    """Every text is computed once with each adapter of its pairs, however many these are."""
     if isinstance(params, list):
         raise ValidationError("pooling_params must be one PoolingParams to score vectors.", parameter="pooling_params")
     given = PoolingParams() if params is None else params
     own = PoolingParams(given.truncate_prompt_tokens, given.dimensions, use_activation=True)
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    requests = requests_per_row(lora_request, len(pairs))
+    paths = ["" if request is None else request.lora_path for request in requests]
+    wanted = {
+        (text, path): request for pair, path, request in zip(pairs, paths, requests, strict=True) for text in pair
+    }
     outputs = Pooling.embed(
-        llm, texts, use_tqdm=use_tqdm, pooling_params=own, tokenization_kwargs=tokenization_kwargs, prompt=""
+        llm,
+        [text for text, _ in wanted],
+        use_tqdm=use_tqdm,
+        pooling_params=own,
+        lora_request=list(wanted.values()),
+        tokenization_kwargs=tokenization_kwargs,
+        prompt="",
     )
-    found = dict(zip(texts, outputs, strict=True))
-    vectors = {text: output.to_numpy().astype(np.float64) for text, output in found.items()}
+    found = dict(zip(wanted, outputs, strict=True))
+    vectors = {key: output.to_numpy().astype(np.float64) for key, output in found.items()}
     scores = PoolingRequestOutputs[ScoringRequestOutput]()
-    for index, (first, second) in enumerate(pairs):
+    for index, (pair, path) in enumerate(zip(pairs, paths, strict=True)):
+        first, second = ((text, path) for text in pair)
         ids = [*found[first].prompt_token_ids, *found[second].prompt_token_ids]
         cosine = float(np.add.reduce(vectors[first] * vectors[second]))
         scores.append(ScoringRequestOutput(found[second].request_id, ScoringOutput(cosine), ids, index=index))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llm.api.adapters import LoRARequests, adapters_of
+from llm.api.adapters import LoRARequests, adapters_of, give_adapters
 from llm.api.checks import check_priority
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
@@ -19,6 +19,7 @@ from llm.engine.interrupt import InterruptGuard
 from llm.engine.progress import check_use_tqdm
 from llm.engine.rows import Row
 from llm.engine.scoring import continuation_rows, likelihood, perplexity_of, perplexity_rows
+from llm.inputs import LoRARequest
 from llm.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
 
 
@@ -62,7 +63,12 @@ class Scoring:
 
     @known_names("LLM.loglikelihood")
     def loglikelihood(
-        self: Host, prompts: object, continuations: object, *, use_tqdm: UseTqdm = True
+        self: Host,
+        prompts: object,
+        continuations: object,
+        *,
+        lora_request: LoRARequests = None,
+        use_tqdm: UseTqdm = True,
     ) -> list[LoglikelihoodOutput]:
         """The log-likelihood of each continuation after its prompt.
 
@@ -72,6 +78,7 @@ class Scoring:
         Args:
             prompts: as for `generate`.
             continuations: one per prompt, texts or token ids; or several for one prompt.
+            lora_request: the adapter of all pairs, or a list with one or None for each.
             use_tqdm: as for `generate`.
 
         Raises:
@@ -81,12 +88,18 @@ class Scoring:
         check_use_tqdm(use_tqdm)
         with InterruptGuard() as guard, self._exclusive():
             rows = continuation_rows(self._preprocessor, prompts, continuations)
+            give_adapters(self._begin(), rows, lora_request)
             outputs = score_rows(self, rows, use_tqdm, guard)
         return [likelihood(row, output) for row, output in zip(rows, outputs, strict=True)]
 
     @known_names("LLM.perplexity")
     def perplexity(
-        self: Host, texts: object, *, stride: int | None = None, use_tqdm: UseTqdm = True
+        self: Host,
+        texts: object,
+        *,
+        stride: int | None = None,
+        lora_request: LoRARequest | None = None,
+        use_tqdm: UseTqdm = True,
     ) -> PerplexityOutput:
         """exp of the mean negative logprob per token. The first token of a text has no context and is not scored.
 
@@ -94,6 +107,7 @@ class Scoring:
             texts: as prompts of `generate`.
             stride: texts longer than the context are scored in overlapping windows, each of which scores this many
                 further tokens; None: such texts are refused.
+            lora_request: the adapter of all texts.
             use_tqdm: as for `generate`.
 
         Raises:
@@ -103,6 +117,7 @@ class Scoring:
         check_use_tqdm(use_tqdm)
         with InterruptGuard() as guard, self._exclusive():
             rows, owners = perplexity_rows(self._preprocessor, texts, stride)
+            give_adapters(self._begin(), rows, lora_request)
             outputs = score_rows(self, rows, use_tqdm, guard)
         return perplexity_of(rows, owners, outputs)
 

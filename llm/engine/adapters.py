@@ -64,7 +64,7 @@ class ModelAdapters:
             return known[1]
         with AdapterFolder(folder_path) as folder:
             check_switchable(folder, self._config.max_lora_rank)
-            for pair in folder.pairs.values():
+            for pair in self._targets.computed(folder):
                 self._targets.find(folder, pair)
                 folder.matrices(pair)  # values that are not finite are told before any work starts
             digest = folder.digest()
@@ -79,7 +79,7 @@ class ModelAdapters:
             raise CheckpointError(f"the adapter {adapter.request.lora_path} was changed while a call was using it.")
         before = self._slots.pop(slot, _Loaded("", [])).terms
         with AdapterFolder(resolve_folder(adapter.request.lora_path, weights=False, argument="lora_path")) as folder:
-            terms = [self._term(slot, folder, pair) for pair in folder.pairs.values()]
+            terms = [self._term(slot, folder, pair) for pair in self._targets.computed(folder)]
         self._slots[slot] = _Loaded(adapter.digest, terms)
         self._update({layer for layer, _ in (*before, *terms)})
         return True

@@ -126,3 +126,20 @@ def test_steps_with_adapters_are_replayed(llm: LLM, adapters: list[LoRARequest])
     llm.generate(prompts, PARAMS, lora_request=[adapters[1], None], use_tqdm=False)
     assert runner.replay is before and any(key[3] for key in before._steps)
     assert runner.replay.refusal is None
+
+
+def test_texts_are_scored_with_the_adapter_of_their_row(
+    llm: LLM, checkpoint: Path, adapters: list[LoRARequest]
+) -> None:
+    prompts, continuation = make_prompts(ROW)[1:4], [9, 10, 11]
+    requests = [adapters[0], None, adapters[1]]
+    scored = llm.loglikelihood(prompts, [continuation] * 3, lora_request=requests, use_tqdm=False)
+    models = [with_adapter(checkpoint, adapters[0]), reference_model(checkpoint), with_adapter(checkpoint, adapters[1])]
+    for prompt, model, output in zip(prompts, models, scored, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *continuation]])).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(output.logprobs), expected, rtol=0, atol=1e-4)
+    text = [*prompts[0], *continuation]
+    (own, plain) = (llm.perplexity([text], lora_request=one, use_tqdm=False).logprob for one in (adapters[0], None))
+    assert own != plain

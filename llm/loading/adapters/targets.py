@@ -51,6 +51,10 @@ class Targets:
         blocks = [module for module in model.modules() if isinstance(module, FusedMoE)]
         self._of_experts = {id(layer) for block in blocks for layer in block.modules()}
 
+    def computed(self, folder: AdapterFolder) -> list[Pair]:
+        """The pairs of layers that are computed: not of what the model leaves out, such as an encoder's unused head."""
+        return [pair for pair in folder.pairs.values() if not self._map.ignores(f"{pair.name}.weight")]
+
     def find(self, folder: AdapterFolder, pair: Pair) -> LayerTarget:
         """The target of a pair whose shapes are checked; raises `CheckpointError` if there is none."""
         target = self._map.target(f"{pair.name}.weight")
