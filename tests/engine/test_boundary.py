@@ -19,7 +19,7 @@ from documented_processors import DummyLogitsProcessor
 from embedded import GREEDY, PROMPTS, assert_idle, engine_of, open_llm, run
 from remote_runner import METHODS, RemoteRunner, runner_process
 from test_metamorphic import EVERYWHERE, PREEMPTED, SETTINGS, Case, check_orders, made_case
-from tiny_models import THOROUGH, TINY_MODELS, one_thread
+from tiny_models import TINY_MODELS, one_thread
 
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
@@ -58,9 +58,9 @@ def behind(pipe: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llm.startup.build.make_runner", lambda platform: RemoteRunner(pipe, platform))
 
 
-# Not the toys: their classes are made while the tests run, and another process cannot import them. That every other row
-# has a plan that crosses is `models/test_models.py`'s.
-@pytest.fixture(scope="module", params=[*THOROUGH, "llama+w8a8", "llama+w4a16"])
+# One row for each kind of cache, and packed weights. Not the toys: their classes are made while the tests run, and
+# another process cannot import them. That every other row has a plan that crosses is `models/test_models.py`'s.
+@pytest.fixture(scope="module", params=["llama", "gemma2", "minicpm3", "lfm2", "llama+w8a8"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     with made_case(request.param, tmp_path_factory) as case, one_thread():
         yield case
