@@ -40,7 +40,7 @@ from llm.models.decoder import (
     PartConfig,
     PreNorms,
 )
-from llm.models.decoder.layer import DecoderLayer, PreNormLayer, Stream, add_norm
+from llm.models.decoder.layer import DecoderLayer, OnePart, PreNormLayer, Stream
 from llm.models.interface import BuildOptions
 
 HIDDEN = 48
@@ -171,32 +171,11 @@ class ThreePartLayer(PreNormLayer):
         return self.last(hidden, batch), residual
 
 
-@dataclass(frozen=True)
-class OneNorm(Norms):
-    """x + part(norm(x)) for a layer of one part."""
-
-    norm: NormConfig
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return OnePartLayer(layer, self.norm, context, prefix)
-
-
-class OnePartLayer(DecoderLayer):
-    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
-        super().__init__(layer, context, prefix)
-        (self.name,) = layer.parts
-        self.norm = norm.build(context.hidden_size, context)
-
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
-        hidden, residual = add_norm(self.norm, hidden, residual)
-        return getattr(self, self.name)(hidden, batch), residual
-
-
 NORM = NormConfig(1e-3)
 MLP = GatedMLPConfig(91)
 ATTENTION = AttentionConfig(Heads(6, 2, 10), RopeParameters())
 WINDOWED = AttentionConfig(Heads(6, 2, 10), RopeParameters(), sliding_window=7)
-PRE, ONE, PARALLEL, THREE = PreNorms(NORM), OneNorm(NORM), ParallelNorms(NORM), ThreeNorms(NORM)
+PRE, ONE, PARALLEL, THREE = PreNorms(NORM), OnePart(NORM), ParallelNorms(NORM), ThreeNorms(NORM)
 PARALLEL_LAYER = LayerConfig(attention=ATTENTION, mlp=MLP, norms=PARALLEL)
 RECURRENT_LAYER = LayerConfig(attention=RecurrentConfig(20), mlp=MLP, norms=PRE)
 
