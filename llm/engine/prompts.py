@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from llm.base.checks import refuse
 from llm.base.errors import ValidationError
@@ -49,18 +49,28 @@ def iterate_prompts(prompts: object) -> Iterator[object]:
 
 def list_conversations(messages: object) -> list[list[JsonObject]]:
     """One conversation or many, as a list of them; raises `ValidationError`."""
-    if isinstance(messages, Sequence) and messages and not isinstance(messages, str):
-        listed = [messages] if all(isinstance(message, Mapping) for message in messages) else messages
-        if all(_is_conversation(item) for item in listed):
-            return [[dict(message) for message in item] for item in listed]
-    refuse("messages", type(messages).__name__, "a list of {'role': ..., 'content': ...}, or a list of such lists")
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        _refuse_messages(f"it is of type {type(messages).__name__!r}")
+    listed = [messages] if messages and all(isinstance(message, Mapping) for message in messages) else messages
+    return [_read_conversation(item, index) for index, item in enumerate(listed)]
 
 
-def _is_conversation(item: object) -> bool:
-    return (
-        isinstance(item, list | tuple)
-        and bool(item)
-        and all(isinstance(message, Mapping) and "role" in message for message in item)
+def _read_conversation(item: object, index: int) -> list[JsonObject]:
+    if not isinstance(item, list | tuple) or not all(isinstance(message, Mapping) for message in item):
+        _refuse_messages(f"number {index} is of type {type(item).__name__!r}")
+    if not item:
+        _refuse_messages(f"conversation {index} is empty")
+    for message in item:
+        for key in ("role", "content") if message.get("role") in ("user", "system") else ("role",):
+            if key not in message:
+                _refuse_messages(f"a message of conversation {index} has no {key!r}")
+    return [dict(message) for message in item]
+
+
+def _refuse_messages(fault: str) -> NoReturn:
+    raise ValidationError(
+        f"messages must be a list of {{'role': ..., 'content': ...}}, or a list of such lists: {fault}.",
+        parameter="messages",
     )
 
 

@@ -487,6 +487,16 @@ def test_content_that_is_not_text_is_refused(llm: LLM, part: Any) -> None:
         llm.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
 
 
+def test_no_conversation_has_no_answer(llm: LLM) -> None:
+    assert list(llm.chat([])) == [] == list(llm.generate([]))
+    for messages, fault in (
+        ([[]], "conversation 0 is empty"),
+        ([[{"role": "user"}]], "conversation 0 has no 'content'"),
+    ):
+        with pytest.raises(ValidationError, match=fault):
+            llm.chat(messages)
+
+
 def test_chat_template_kwargs_are_a_dict(llm: LLM) -> None:
     with pytest.raises(ValidationError, match="chat_template_kwargs must be a dict"):
         llm.chat(CONVERSATION, GREEDY, chat_template_kwargs=["mark"], use_tqdm=False)  # type: ignore[arg-type]

@@ -169,7 +169,7 @@ def test_one_error_tells_of_all_bad_rows(llm: LLM) -> None:
         (lambda llm: llm.perplexity(["In the beginning", ""]), "texts: number 1"),
         (lambda llm: llm.loglikelihood("In the", ""), "continuations: number 0"),
         (lambda llm: llm.loglikelihood(["a", "b"], ["c"]), "1 continuations for 2 prompts"),
-        (lambda llm: llm.chat([]), "messages"),
+        (lambda llm: llm.chat([[]]), "messages"),
         (lambda llm: llm.chat(SECRET), "messages"),
         (lambda llm: llm.chat([{"content": SECRET}]), "messages"),
         (lambda llm: llm.chat([[{"role": "user", "content": SECRET}], SECRET]), "messages"),
