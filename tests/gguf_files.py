@@ -6,6 +6,7 @@ Owns no tests. What a file holds is returned as a Hugging Face checkpoint too: t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ def encoded(values: torch.Tensor, kind: Type, seed: int) -> tuple[np.ndarray, to
     """(what the file holds, the values it stands for); a type that the package cannot write gets random ones."""
     array = values.float().numpy()
     if kind in _HALVES:
-        data = random_blocks(kind, *array.shape, float(array.std()), seed)
+        data = random_blocks(kind, math.prod(array.shape[:-1]), array.shape[-1], float(array.std()), seed)
+        data = data.reshape(*array.shape[:-1], -1)
     else:
         data = gguf.quantize(array, kind)
     return data, torch.from_numpy(gguf.dequantize(data, kind).astype(np.float32)).view(values.shape)

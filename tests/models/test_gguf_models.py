@@ -275,7 +275,8 @@ def test_arguments_that_do_not_fit(
 @pytest.mark.parametrize(
     ("extra", "error", "message"),
     [
-        ({"llama.expert_count": 8}, UnsupportedModelError, "llama.expert_count .*it is a mixture of experts"),
+        ({"llama.attention.temperature_scale": 0.1}, UnsupportedModelError, "its attention is scaled by position"),
+        ({"llama.expert_count": 8}, CheckpointError, "llama.expert_used_count is None, must be an integer"),
         ({"llama.rope.scaling.type": "ntk"}, CheckpointError, "rope.scaling.type is 'ntk', must be none, linear"),
         ({"llama.attention.value_length": 3}, CheckpointError, "value_length"),
         ({"tokenizer.ggml.model": "t5"}, UnsupportedModelError, "of the kind 't5', which is not known"),

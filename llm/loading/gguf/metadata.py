@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from llm.base.errors import CheckpointError, UnsupportedModelError
-from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.loading.gguf.container import Value
+from llm.loading.gguf.experts import WITH_EXPERTS, granite
+from llm.loading.gguf.keys import Metadata
 from llm.loading.gguf.names import Family, family_of
 
-_MOST_LISTED = 1 << 14
 # Keys behind the architecture's name that would change what is computed, whatever they hold.
 _REFUSED = {
-    "expert_count": "it is a mixture of experts",
     "attention.temperature_scale": "its attention is scaled by position",
-    "logit_scale": "its logits are scaled",
 }
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
@@ -49,66 +45,44 @@ class Header:
     dtype: str = "float32"
 
 
-class Metadata:
-    """The keys of one architecture, typed; raises `CheckpointError` for a value of another type."""
-
-    def __init__(self, metadata: Mapping[str, Value]) -> None:
-        self.all = metadata
-        self.architecture = metadata.get("general.architecture")
-
-    def get(self, key: str) -> Value | None:
-        return self.all.get(f"{self.architecture}.{key}")
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A number, or a list of one number for every layer."""
-        value = self.get(key)
-        if isinstance(value, np.ndarray) and 0 < value.size <= _MOST_LISTED and (value == value[0]).all():
-            value = value[0].item()
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, value, "an integer, the same for all layers")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, value, "a number")
-        # A float32 of a decimal number: 1e-05 rather than 9.999999747378752e-06, as config.json has it.
-        return float(str(np.float32(value))) if isinstance(value, float) else float(value)
-
-    def error(self, key: str, value: object, right: str) -> CheckpointError:
-        shown = "an array" if isinstance(value, np.ndarray | list) else show(value)
-        return CheckpointError(f"GGUF metadata: {self.architecture}.{key} is {shown}, must be {right}.")
-
-
 def config_of(header: Header) -> JsonObject:
     """config.json's content; raises `UnsupportedModelError` for an architecture or an option that is not computed."""
     metadata = Metadata(header.metadata)
     family = family_of(metadata.architecture)
-    for key, why in _REFUSED.items():
+    with_experts = WITH_EXPERTS.get(family.architecture) if metadata.get("expert_count") else None
+    _refuse_others(metadata, family, with_experts is not None)
+    config = _common(metadata, family, header) | _OF_FAMILY.get(family.model_type, _nothing)(metadata)
+    if not family.model_type.startswith("qwen2"):  # where config.json has no such keys
+        config |= {key: True for key in ("attention_bias", "mlp_bias") if getattr(header, key)}
+    config |= _rope(metadata, header, config) | _token_ids(header.metadata)
+    return config if with_experts is None else with_experts(metadata, config)
+
+
+def _refuse_others(metadata: Metadata, family: Family, has_experts: bool) -> None:
+    """Keys that would change what is computed, of architectures that do not have them."""
+    refused = dict(_REFUSED)
+    if not has_experts:
+        refused["expert_count"] = "it is a mixture of experts"
+    if not family.architecture.startswith("granite"):
+        refused["logit_scale"] = "its logits are scaled"
+    for key, why in refused.items():
         if metadata.get(key):
             raise UnsupportedModelError(
                 f"{metadata.architecture}.{key} of this GGUF file: {why}, which is not computed."
             )
-    config = _common(metadata, family, header) | _OF_FAMILY.get(family.model_type, _nothing)(metadata)
-    if family.model_type != "qwen2":  # where config.json has no such keys
-        config |= {key: True for key in ("attention_bias", "mlp_bias") if getattr(header, key)}
-    return config | _rope(metadata, header, config) | _token_ids(header.metadata)
 
 
 def _common(metadata: Metadata, family: Family, header: Header) -> JsonObject:
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", hidden // heads if heads > 0 else 0)
-    if metadata.integer("attention.value_length", head_dim) != head_dim:
+    is_latent = metadata.get("attention.kv_lora_rank") is not None  # whose sizes `experts.py` reads
+    if not is_latent and metadata.integer("attention.value_length", head_dim) != head_dim:
         raise metadata.error("attention.value_length", metadata.get("attention.value_length"), "the key_length")
     return {
         "model_type": family.model_type,
         "vocab_size": header.rows,
         "hidden_size": hidden,
-        "intermediate_size": metadata.integer("feed_forward_length"),
+        "intermediate_size": metadata.integer("feed_forward_length", metadata.integer("expert_feed_forward_length", 0)),
         "num_hidden_layers": metadata.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
@@ -192,6 +166,7 @@ def _gemma_scalar(metadata: Metadata, layers_of_27b: int) -> int:
 
 
 _OF_FAMILY: Mapping[str, Callable[[Metadata], JsonObject]] = {
+    "granite": granite,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "phi3": _windowed,

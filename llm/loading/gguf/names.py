@@ -20,6 +20,7 @@ _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output
 _ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
 _MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_GPT_OSS_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 _AROUND = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -34,9 +35,29 @@ _PHI3 = _PRE_NORMS | {
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
+    f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
+}
+# Of Qwen 2, whose shared expert is a layer of one expert here; of DeepSeek, where it is a feed-forward.
+_ONE_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.0.{part}_proj" for part in ("gate", "up", "down")}
+_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_LATENT = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "attn_output": "self_attn.o_proj",
+}
 _IN_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", re.ASCII)
 _OF_LAYER = re.compile(r"model\.layers\.(\d{1,5})\.([\w.]+)\.(weight|bias)", re.ASCII)
 _AT_TOP = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
+# Tensors whose Hugging Face's name has no "weight" or "bias".
+_WHOLE = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 # Divisors of rotary frequencies, which the configuration takes up.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -46,12 +67,14 @@ class Family:
     """What an architecture of GGUF is here.
 
     Attributes:
-        model_type: as config.json has it.
+        architecture: GGUF's name.
+        model_type: as config.json has it; of experts, `experts.py` may say another.
         names: parts of the names of a layer's tensors.
         permuted: rows of queries and keys are in GPT-J's order.
         norm_offset: what the converter added to norms.
     """
 
+    architecture: str
     model_type: str
     names: Mapping[str, str]
     permuted: bool = False
@@ -60,12 +83,26 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "llama": Family("llama", _LLAMA, permuted=True),
-        "qwen2": Family("qwen2", _LLAMA),
-        "qwen3": Family("qwen3", _LLAMA | _QK_NORMS),
-        "gemma2": Family("gemma2", _ATTENTION | _MLP | _AROUND, norm_offset=1.0),
-        "gemma3": Family("gemma3_text", _ATTENTION | _MLP | _AROUND | _QK_NORMS, norm_offset=1.0),
-        "phi3": Family("phi3", _PHI3),
+        family.architecture: family
+        for family in (
+            Family("llama", "llama", _LLAMA | _EXPERTS, permuted=True),
+            Family("qwen2", "qwen2", _LLAMA),
+            Family(
+                "qwen2moe",
+                "qwen2_moe",
+                _LLAMA | _EXPERTS | _ONE_SHARED | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+            ),
+            Family("qwen3", "qwen3", _LLAMA | _QK_NORMS),
+            Family("qwen3moe", "qwen3_moe", _LLAMA | _QK_NORMS | _EXPERTS),
+            Family("olmoe", "olmoe", _LLAMA | _QK_NORMS | _EXPERTS),
+            Family("deepseek2", "deepseek_v2", _LATENT | _MLP | _PRE_NORMS | _EXPERTS | _SHARED),
+            Family("gpt-oss", "gpt_oss", _ATTENTION | _GPT_OSS_NORMS | _EXPERTS),
+            Family("granite", "granite", _LLAMA, permuted=True),
+            Family("granitemoe", "granitemoe", _LLAMA | _EXPERTS, permuted=True),
+            Family("gemma2", "gemma2", _ATTENTION | _MLP | _AROUND, norm_offset=1.0),
+            Family("gemma3", "gemma3_text", _ATTENTION | _MLP | _AROUND | _QK_NORMS, norm_offset=1.0),
+            Family("phi3", "phi3", _PHI3),
+        )
     }
 )
 
@@ -86,6 +123,8 @@ def hugging_face_name(name: str, family: Family) -> str:
     in_layer = _IN_LAYER.fullmatch(name)
     if in_layer is not None and in_layer[2] in family.names:
         return f"model.layers.{in_layer[1]}.{family.names[in_layer[2]]}.{in_layer[3]}"
+    if in_layer is not None and (whole := f"{in_layer[2]}.{in_layer[3]}") in _WHOLE:
+        return f"model.layers.{in_layer[1]}.{_WHOLE[whole]}"
     at_top = _AT_TOP.fullmatch(name)
     return f"{_TOP[at_top[1]]}.{at_top[2]}" if at_top is not None and at_top[1] in _TOP else name
 

@@ -14,12 +14,14 @@ from types import MappingProxyType
 import torch
 
 from llm.base.errors import CheckpointError
-from llm.base.text import list_names, quote
+from llm.base.text import list_names
 from llm.base.types import JsonObject
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.container import GgufFile, GgufTensor, read_header
+from llm.loading.gguf.keys import Metadata
 from llm.loading.gguf.metadata import Header, config_of
-from llm.loading.gguf.names import ROPE_TENSORS, Family, as_trained, family_of, hugging_face_name
+from llm.loading.gguf.names import ROPE_TENSORS, Family, as_trained, family_of
+from llm.loading.gguf.places import Place, placed, raw_values
 from llm.loading.gguf.tokenizer import read_tokenizer
 from llm.quantization.storage.gguf_blocks import BLOCKS
 from llm.tokenizer_backends import TokenizerDefinition
@@ -34,29 +36,26 @@ class GgufTensors:
     A tensor is a view into a private mapping of its file, as those of `llm.loading.checkpoint`.
     """
 
-    def __init__(self, files: list[GgufFile], family: Family, heads: int, kv_heads: int) -> None:
+    def __init__(self, places: Mapping[str, Place], family: Family, heads: int, kv_heads: int) -> None:
         self._family, self._heads, self._kv_heads = family, heads, kv_heads
-        self._placed: dict[str, GgufTensor] = {}
-        for file in files:
-            for tensor in file.tensors:
-                if tensor.name in ROPE_TENSORS:
-                    continue
-                name = hugging_face_name(tensor.name, family)
-                if name in self._placed:
-                    raise CheckpointError(f"{file.path} has the tensor {quote(tensor.name)} twice.")
-                self._placed[name] = tensor
+        self._places = places
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
-            {name: _info(name, tensor) for name, tensor in self._placed.items()}
+            {name: place.info(name) for name, place in places.items()}
         )
-        self.total_bytes = sum(tensor.nbytes for tensor in self._placed.values())
+        self.total_bytes = sum(info.nbytes for info in self.tensors.values())
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, file by file."""
-        mapped: tuple[Path, torch.Tensor] | None = None
-        for name, tensor in self._placed.items():
-            if mapped is None or mapped[0] != tensor.file:
-                mapped = tensor.file, _mapping(tensor.file)
-            values = _values(tensor, mapped[1])
+        mapped: dict[Path, torch.Tensor] = {}
+
+        def mapping(file: Path) -> torch.Tensor:
+            if file not in mapped:
+                mapped.clear()  # of one file at a time
+                mapped[file] = _mapping(file)
+            return mapped[file]
+
+        for name, place in self._places.items():
+            values = place.read(name, mapping)
             yield name, as_trained(name, values, self._family, self._heads, self._kv_heads)
 
 
@@ -86,7 +85,7 @@ class GgufSource:
         header = Header(files[0].metadata, table.shape[0], "output.weight" in tensors, *biases, ropes, dtype)
         config = config_of(header)
         family = family_of(files[0].metadata.get("general.architecture"))
-        types = {hugging_face_name(name, family): tensor.type for name, tensor in tensors.items()}
+        types = {name: place.type for name, place in placed(files, family, _experts(files[0])).items()}
         if any(BLOCKS[kind].dtype is None for kind in types.values()):
             config["quantization_config"] = {"quant_method": "gguf", "types": types}
         return {**config, **self._overrides}
@@ -95,7 +94,8 @@ class GgufSource:
         files = self._opened()
         config = self.config()
         family = family_of(files[0].metadata.get("general.architecture"))
-        return GgufTensors(files, family, config["num_attention_heads"], config["num_key_value_heads"])
+        heads = (config["num_attention_heads"], config["num_key_value_heads"])
+        return GgufTensors(placed(files, family, _experts(files[0])), family, *heads)
 
     def tokenizer(self) -> TokenizerDefinition:
         return read_tokenizer(self._opened()[0].metadata, self.path)
@@ -155,10 +155,9 @@ def _check_parts(files: list[GgufFile]) -> None:
         raise CheckpointError(f"{files[0].path} promises {expected} tensors, and the parts hold {held}.")
 
 
-def _info(name: str, tensor: GgufTensor) -> TensorInfo:
-    dtype = BLOCKS[tensor.type].dtype
-    shape = tensor.shape if dtype is not None else (*tensor.shape[:-1], tensor.row_bytes)
-    return TensorInfo(name, dtype or torch.uint8, shape, tensor.file)
+def _experts(file: GgufFile) -> int:
+    """Of a layer; 0: it has none."""
+    return Metadata(file.metadata).integer("expert_count", 0)
 
 
 def _mapping(file: Path) -> torch.Tensor:
@@ -169,23 +168,11 @@ def _mapping(file: Path) -> torch.Tensor:
         raise CheckpointError(f"{file} cannot be mapped into memory.") from error
 
 
-def _values(tensor: GgufTensor, mapping: torch.Tensor) -> torch.Tensor:
-    raw = mapping[tensor.start : tensor.start + tensor.nbytes]
-    if raw.numel() != tensor.nbytes:
-        raise CheckpointError(f"{tensor.file} has become shorter since its header was read.")
-    dtype = BLOCKS[tensor.type].dtype
-    if dtype is None:
-        return raw.view(*tensor.shape[:-1], tensor.row_bytes)
-    if raw.data_ptr() % dtype.itemsize:
-        raw = raw.clone()
-    return raw.view(dtype).view(tensor.shape)
-
-
 def _small(tensor: GgufTensor) -> list[float]:
     """The values of a rope tensor."""
     if BLOCKS[tensor.type].dtype is None or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_ROPE_VALUES:
         raise CheckpointError(f"{tensor.file}: {tensor.name} must be at most {_MOST_ROPE_VALUES} floats.")
-    values: list[float] = _values(tensor, _mapping(tensor.file)).float().tolist()
+    values: list[float] = raw_values(tensor, _mapping).float().tolist()
     return values
 
 
