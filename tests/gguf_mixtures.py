@@ -1,4 +1,4 @@
-"""Writes GGUF files of mixtures of experts, and of Granite, with the `gguf` package, the way llama.cpp's converter lays them out.
+"""Writes GGUF files of Granite and of mixtures of experts with the `gguf` package, as the converter lays them out.
 
 Owns no tests. What a file holds is written as a Hugging Face checkpoint too, as in `gguf_files.py`.
 """
