@@ -157,7 +157,11 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "RequestOutput.metrics always counts drafted and accepted tokens.",
         "per_request_spec_decode_metrics",
     ),
-    _accepted("answers come as plain text; no reasoning is parsed out.", "reasoning_parser", "reasoning_parser_plugin"),
+    _accepted(
+        "the chat template says how a reply marks its reasoning, and LLM.chat reads it out.",
+        "reasoning_parser",
+        "reasoning_parser_plugin",
+    ),
     # --- Adapters. -------------------------------------------------------------------------------------------------
     _honoured("enable_lora", "max_loras", "max_lora_rank", "merge_lora", "prefix_cache"),
     _accepted("adapters are kept in the memory that they compute in, max_loras of them.", "max_cpu_loras"),
