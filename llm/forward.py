@@ -13,6 +13,7 @@ this file computes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,13 +88,23 @@ class LatentCacheSpec(PagedSpec):
 
 @dataclass(frozen=True)
 class RecurrentSpec(StateSpec):
-    """State of a fixed size per request: tensor i is [slots, *shapes[i]] of `dtypes[i]`."""
+    """State of a fixed size per request: tensor i is [slots, *shapes[i]] of `dtypes[i]`.
+
+    Attributes:
+        rolls_back: the layer changes it in calls of `RecurrentMetadata.run` alone, so it never sees a rejected draft.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    rolls_back: bool = False
 
     def bytes_per_request(self) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+def all_roll_back(specs: Sequence[StateSpec]) -> bool:
+    """True if no state of these sees a rejected draft."""
+    return all(spec.rolls_back for spec in specs if isinstance(spec, RecurrentSpec))
 
 
 @dataclass
@@ -132,6 +143,9 @@ class RecurrentMetadata:
     Attributes:
         slots: int64 [R], the row's index into the tensors of each layer; all are different.
         query_start_loc, seq_lens, query_lens_list, seq_lens_list: as in `AttentionMetadata`.
+        counts: int32 [R], how many tokens a row has; None: they end where the next row's start.
+        stored: int32 [R], how many of a row's tokens its stored state sees: those behind them are drafts. None: all.
+        calls: what changes the states in this step, if it has drafts.
     """
 
     slots: torch.Tensor
@@ -139,6 +153,27 @@ class RecurrentMetadata:
     seq_lens: torch.Tensor
     query_lens_list: list[int]
     seq_lens_list: list[int]
+    counts: torch.Tensor | None = None
+    stored: torch.Tensor | None = None
+    calls: list[Callable[[RecurrentMetadata], torch.Tensor]] = field(default_factory=list)
+
+    def run(self, call: Callable[[RecurrentMetadata], torch.Tensor]) -> torch.Tensor:
+        """`call(self)`, an operation on a state, which is called again for the drafts that are accepted."""
+        if self.stored is not None:
+            self.calls.append(call)
+        return call(self)
+
+    def store_accepted(self, accepted: torch.Tensor) -> None:
+        """Let each row's stored state see so many of its drafts, int32 [R], after a step that had some."""
+        if self.stored is None or not accepted.any():
+            return
+        counts = self.query_start_loc.diff()
+        starts = self.query_start_loc.clone()
+        starts[:-1] += self.stored
+        lengths = self.seq_lens - counts + self.stored + accepted
+        further = RecurrentMetadata(self.slots, starts, lengths, accepted.tolist(), lengths.tolist(), accepted)
+        for call in self.calls:
+            call(further)
 
 
 @dataclass

@@ -76,7 +76,7 @@ struct Slice {
         }
     }
 
-    // `state` may be read and written: its old values are in `before`.
+    // The state after the first `tokens` tokens; its old values are in `before`.
     void roll(float* state, int64_t tokens) const {
         for (int64_t j = 0; j < conv.taps - 1; ++j) {
             const float* from = input(tokens - (conv.taps - 1) + j);
@@ -95,7 +95,7 @@ void convolve_slice(const Convolution& conv, int64_t row, int64_t begin, char* s
     else gather(state, conv.state_channel, conv.state_tap, conv.taps - 1, slice.count, slice.before);
     with_type(conv.kind, [&](auto type) { slice.template gather_parameters<typename decltype(type)::Value>(); });
     for (int64_t t = 0; t < tokens; ++t) slice.convolve(t);
-    slice.roll(state, tokens);
+    slice.roll(state, conv.rows.stored(row));
 }
 
 }  // namespace
@@ -105,12 +105,13 @@ using namespace llm;
 
 // x: tokens `x_stride` apart; weight [channels][taps] and state [num_slots][channels][taps - 1] of any strides -> out
 // [tokens][channels]. Returns -1; or, having written nothing, the first row whose slot or tokens do not exist.
-LLM_EXPORT int64_t llm_causal_conv1d(const int64_t* slots, const int32_t* starts, const int32_t* lengths, int64_t rows,
-                                     int64_t num_slots, const float* x, int64_t x_stride, int64_t tokens, Kind kind,
-                                     const void* weight, int64_t weight_channel, int64_t weight_tap, const void* bias,
-                                     float* state, int64_t state_slot, int64_t state_channel, int64_t state_tap,
-                                     int64_t channels, int64_t taps, int64_t silu, float* out, int64_t threads) {
-    const StateRows of{slots, starts, lengths, rows};
+LLM_EXPORT int64_t llm_causal_conv1d(const int64_t* slots, const int32_t* starts, const int32_t* lengths,
+                                     const int32_t* counts, const int32_t* stored, int64_t rows, int64_t num_slots,
+                                     const float* x, int64_t x_stride, int64_t tokens, Kind kind, const void* weight,
+                                     int64_t weight_channel, int64_t weight_tap, const void* bias, float* state,
+                                     int64_t state_slot, int64_t state_channel, int64_t state_tap, int64_t channels,
+                                     int64_t taps, int64_t silu, float* out, int64_t threads) {
+    const StateRows of{slots, starts, lengths, counts, stored, rows};
     const int64_t bad = first_bad_row(of, num_slots, tokens);
     if (bad >= 0) return bad;
     const Convolution conv{of,    x,          x_stride,      kind,      weight,   weight_channel, weight_tap, bias,

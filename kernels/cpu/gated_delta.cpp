@@ -135,8 +135,10 @@ void run_columns(const DeltaRule& rule, int64_t row, int64_t head, int64_t begin
     float* state = rule.state + (rule.rows.slots[row] * rule.heads + head) * rule.keys * rule.values + begin;
     if (rule.rows.is_new(row)) std::memset(columns.state, 0, rule.keys * COLUMNS * sizeof(float));
     else columns.fetch(state);
-    for (int64_t t = 0; t < count; ++t) columns.step(first + t);
+    const int64_t stored = rule.rows.stored(row);
+    for (int64_t t = 0; t < stored; ++t) columns.step(first + t);
     columns.put_back(state);
+    for (int64_t t = stored; t < count; ++t) columns.step(first + t);
 }
 
 }  // namespace
@@ -148,14 +150,14 @@ using namespace llm;
 // [heads]; state [num_slots][heads][keys][values] -> out [tokens][heads][values]. Returns -1; or, having written
 // nothing, the first row whose slot or tokens do not exist.
 LLM_EXPORT int64_t llm_gated_delta_rule(const int64_t* slots, const int32_t* starts, const int32_t* lengths,
-                                        int64_t rows, int64_t num_slots, int64_t tokens, const float* query,
-                                        int64_t query_stride, const float* key, int64_t key_stride, const float* value,
-                                        int64_t value_stride, const float* decay, int64_t decay_stride,
-                                        int64_t decay_per_channel, const float* beta, int64_t beta_stride,
-                                        float beta_scale, const float* a_log, const float* dt_bias, float* state,
-                                        int64_t key_heads, int64_t heads, int64_t keys, int64_t values, float* out,
-                                        int64_t threads) {
-    const StateRows of{slots, starts, lengths, rows};
+                                        const int32_t* counts, const int32_t* stored, int64_t rows, int64_t num_slots,
+                                        int64_t tokens, const float* query, int64_t query_stride, const float* key,
+                                        int64_t key_stride, const float* value, int64_t value_stride,
+                                        const float* decay, int64_t decay_stride, int64_t decay_per_channel,
+                                        const float* beta, int64_t beta_stride, float beta_scale, const float* a_log,
+                                        const float* dt_bias, float* state, int64_t key_heads, int64_t heads,
+                                        int64_t keys, int64_t values, float* out, int64_t threads) {
+    const StateRows of{slots, starts, lengths, counts, stored, rows};
     const int64_t bad = first_bad_row(of, num_slots, tokens);
     if (bad >= 0) return bad;
     const DeltaRule rule{of,

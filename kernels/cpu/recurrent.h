@@ -10,10 +10,14 @@ namespace {
 struct StateRows {
     const int64_t* slots;
     const int32_t *starts, *lengths;
+    const int32_t* counts;         // null: a row's tokens end where the next row's start
+    const int32_t* stored_counts;  // null: `counts`
     int64_t rows;
 
     int64_t first(int64_t row) const { return starts[row]; }
-    int64_t count(int64_t row) const { return starts[row + 1] - starts[row]; }
+    int64_t count(int64_t row) const { return counts ? counts[row] : starts[row + 1] - starts[row]; }
+    // After so many of its tokens the state is stored; the tokens behind them change a copy.
+    int64_t stored(int64_t row) const { return stored_counts ? stored_counts[row] : count(row); }
     // Its first token is at position 0: its slot has what an earlier request left.
     bool is_new(int64_t row) const { return lengths[row] == count(row); }
 };
@@ -22,7 +26,8 @@ struct StateRows {
 inline int64_t first_bad_row(const StateRows& rows, int64_t num_slots, int64_t tokens) {
     for (int64_t r = 0; r < rows.rows; ++r) {
         if (rows.slots[r] < 0 || rows.slots[r] >= num_slots || rows.starts[r] < 0 || rows.count(r) < 0) return r;
-        if (rows.starts[r + 1] > tokens || rows.lengths[r] < rows.count(r)) return r;
+        if (rows.first(r) + rows.count(r) > tokens || rows.lengths[r] < rows.count(r)) return r;
+        if (rows.stored(r) < 0 || rows.stored(r) > rows.count(r)) return r;
     }
     return -1;
 }

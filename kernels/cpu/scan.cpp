@@ -78,9 +78,13 @@ struct SelectiveScan {
             for (int64_t n = 0; n < states; ++n)
                 std::memcpy(own + n * SLICE, kept + n * channels, count * sizeof(float));
         gather_rates(begin, count, rates);
-        for (int64_t token = first; token < first + tokens; ++token)
-            for (int64_t i = 0; i < count; i += LANES) advance(token, begin + i, count - i, own + i, rates + i);
+        const auto pass = [&](int64_t from, int64_t to) {
+            for (int64_t token = first + from; token < first + to; ++token)
+                for (int64_t i = 0; i < count; i += LANES) advance(token, begin + i, count - i, own + i, rates + i);
+        };
+        pass(0, rows.stored(row));
         for (int64_t n = 0; n < states; ++n) std::memcpy(kept + n * channels, own + n * SLICE, count * sizeof(float));
+        pass(rows.stored(row), tokens);
     }
 };
 
@@ -140,9 +144,10 @@ struct Mamba2Scan {
         }
     }
 
-    template <int V, bool WHOLE> void tile(int64_t row, int64_t head, int64_t channel, float* own) const {
-        const int64_t end = rows.first(row) + rows.count(row), left = channels - channel;
-        for (int64_t token = rows.first(row); token < end; token += STEPS) {
+    template <int V, bool WHOLE>
+    void tile(int64_t head, int64_t begin, int64_t end, int64_t channel, float* own) const {
+        const int64_t left = channels - channel;
+        for (int64_t token = begin; token < end; token += STEPS) {
             const int64_t count = min(STEPS, end - token);
             alignas(64) float step[STEPS], decay[STEPS];
             steps(head, token, count, step, decay);
@@ -151,15 +156,29 @@ struct Mamba2Scan {
         }
     }
 
-    void run(int64_t row, int64_t head) const {
-        if (!rows.count(row)) return;
+    // The tokens [begin, end) change the state `own` of one head.
+    void pass(int64_t head, int64_t begin, int64_t end, float* own) const {
+        int64_t channel = 0;
+        for (; channel + VECTORS * LANES <= channels; channel += VECTORS * LANES)
+            tile<VECTORS, true>(head, begin, end, channel, own);
+        for (; channel < channels; channel += LANES) tile<1, false>(head, begin, end, channel, own);
+    }
+
+    // Per thread: a copy of a head's state, if tokens may have to be forgotten.
+    int64_t scratch_bytes() const {
+        return rows.stored_counts ? states * channels * static_cast<int64_t>(sizeof(float)) : 0;
+    }
+
+    void run(int64_t row, int64_t head, float* scratch) const {
+        const int64_t count = rows.count(row), stored = rows.stored(row), first = rows.first(row);
+        if (!count) return;
         const int64_t size = states * channels;
         float* own = state + (rows.slots[row] * heads + head) * size;
         if (rows.is_new(row)) std::memset(own, 0, size * sizeof(float));
-        int64_t channel = 0;
-        for (; channel + VECTORS * LANES <= channels; channel += VECTORS * LANES)
-            tile<VECTORS, true>(row, head, channel, own);
-        for (; channel < channels; channel += LANES) tile<1, false>(row, head, channel, own);
+        pass(head, first, first + stored, own);
+        if (stored == count) return;
+        std::memcpy(scratch, own, size * sizeof(float));
+        pass(head, first + stored, first + count, scratch);
     }
 };
 
@@ -176,13 +195,14 @@ using namespace llm;
 // x, dt, gate (or null): tokens of `channels` values; b and c of `states`; a_log [channels][states]; state
 // [num_slots][states][channels] -> out [tokens][channels]. Returns -1; or, having written nothing, the first row whose
 // slot or tokens do not exist.
-LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, int64_t rows,
-                                      int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride,
-                                      const float* dt, int64_t dt_stride, const float* b, int64_t b_stride,
-                                      const float* c, int64_t c_stride, const float* gate, int64_t gate_stride,
-                                      const float* a_log, const float* d, const float* dt_bias, float* state,
-                                      int64_t channels, int64_t states, float* out, int64_t threads) {
-    const StateRows of{slots, starts, lengths, rows};
+LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths,
+                                      const int32_t* counts, const int32_t* stored, int64_t rows, int64_t num_slots,
+                                      int64_t tokens, const float* x, int64_t x_stride, const float* dt,
+                                      int64_t dt_stride, const float* b, int64_t b_stride, const float* c,
+                                      int64_t c_stride, const float* gate, int64_t gate_stride, const float* a_log,
+                                      const float* d, const float* dt_bias, float* state, int64_t channels,
+                                      int64_t states, float* out, int64_t threads) {
+    const StateRows of{slots, starts, lengths, counts, stored, rows};
     const int64_t bad = first_bad_row(of, num_slots, tokens);
     if (bad >= 0) return bad;
     const SelectiveScan scan{of,
@@ -208,13 +228,14 @@ LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* start
 
 // x: tokens of heads * channels values; dt of `heads`; b and c of groups * states; d [heads], or [heads][channels];
 // state [num_slots][heads][states][channels] -> out [tokens][heads][channels]. Returns as above.
-LLM_EXPORT int64_t llm_mamba2_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, int64_t rows,
-                                   int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride, const float* dt,
-                                   int64_t dt_stride, const float* b, int64_t b_stride, const float* c,
-                                   int64_t c_stride, const float* a_log, const float* d, int64_t d_by_channel,
-                                   const float* dt_bias, float lowest, float highest, float* state, int64_t heads,
-                                   int64_t groups, int64_t states, int64_t channels, float* out, int64_t threads) {
-    const StateRows of{slots, starts, lengths, rows};
+LLM_EXPORT int64_t llm_mamba2_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths,
+                                   const int32_t* counts, const int32_t* stored, int64_t rows, int64_t num_slots,
+                                   int64_t tokens, const float* x, int64_t x_stride, const float* dt, int64_t dt_stride,
+                                   const float* b, int64_t b_stride, const float* c, int64_t c_stride,
+                                   const float* a_log, const float* d, int64_t d_by_channel, const float* dt_bias,
+                                   float lowest, float highest, float* state, int64_t heads, int64_t groups,
+                                   int64_t states, int64_t channels, float* out, int64_t threads) {
+    const StateRows of{slots, starts, lengths, counts, stored, rows};
     const int64_t bad = first_bad_row(of, num_slots, tokens);
     if (bad >= 0) return bad;
     const Mamba2Scan scan{of,
@@ -235,7 +256,9 @@ LLM_EXPORT int64_t llm_mamba2_scan(const int64_t* slots, const int32_t* starts, 
                           channels,
                           out};
     const int64_t shared = threads_for(tokens, heads * states * channels, threads);
-    parallel_for(rows * heads, shared, 0, [&](int64_t index, char*) { scan.run(index / heads, index % heads); });
+    parallel_for(rows * heads, shared, scan.scratch_bytes(), [&](int64_t index, char* scratch) {
+        scan.run(index / heads, index % heads, reinterpret_cast<float*>(scratch));
+    });
     return -1;
 }
 

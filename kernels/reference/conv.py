@@ -32,15 +32,15 @@ def causal_conv1d(
     check_convolution(x, weight, bias, conv_state, activation)
     taps = weight.shape[1]
     out = torch.empty(x.shape)
-    for slot, tokens, is_new in state_rows(metadata, len(conv_state)):
-        before = torch.zeros_like(conv_state[slot]) if is_new else conv_state[slot]
-        inputs = torch.cat([before.t(), x[tokens]])
+    for row in state_rows(metadata, len(conv_state)):
+        kept = conv_state[row.slot]
+        inputs = torch.cat([(torch.zeros_like(kept) if row.is_new else kept).t(), x[row.tokens]])
         count = len(inputs) - (taps - 1)
         y = x.new_zeros(x.shape[1]) if bias is None else bias.float()
         for k in range(taps):
             y = y + inputs[k : k + count] * weight[:, k].float()
-        conv_state[slot] = inputs[count:].t()
-        out[tokens] = y if activation is None else F.silu(y)
+        conv_state[row.slot] = inputs[row.stored : row.stored + taps - 1].t()
+        out[row.tokens] = y if activation is None else F.silu(y)
     return out
 
 

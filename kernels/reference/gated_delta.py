@@ -51,14 +51,15 @@ def gated_delta_rule(
     kept = kept[..., None, None] if decay.dim() == 2 else kept[..., None]
     share = beta.sigmoid()[..., None] * beta_scale
     out = torch.empty(value.shape)
-    for slot, tokens, is_new in state_rows(metadata, len(state)):
-        now = torch.zeros_like(state[slot]) if is_new else state[slot].clone()
-        for t in range(tokens.start, tokens.stop):
+    for row in state_rows(metadata, len(state)):
+        now = torch.zeros_like(state[row.slot]) if row.is_new else state[row.slot].clone()
+        for seen, t in enumerate(range(row.tokens.start, row.tokens.stop), 1):
             now = now * kept[t]
             known = (now * key[t][..., None]).sum(-2)
             now = now + key[t][..., None] * ((value[t] - known) * share[t])[:, None]
             out[t] = (now * query[t][..., None]).sum(-2)
-        state[slot] = now
+            if seen == row.stored:
+                state[row.slot] = now
     return out
 
 

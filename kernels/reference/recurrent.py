@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from llm.forward import RecurrentMetadata
 
 
-def state_rows(metadata: RecurrentMetadata, num_slots: int) -> Iterator[tuple[int, slice, bool]]:
-    """(slot, tokens, True if the first of them is at position 0) of each row; IndexError: no such slot."""
-    first = 0
-    for slot, count, length in zip(
-        metadata.slots.tolist(), metadata.query_lens_list, metadata.seq_lens_list, strict=True
-    ):
+@dataclass(frozen=True)
+class StateRow:
+    """A batch row that has tokens in this step.
+
+    Attributes:
+        tokens: its tokens among the step's.
+        stored: how many of them the stored state has seen.
+        is_new: the first of them is at position 0.
+    """
+
+    slot: int
+    tokens: slice
+    stored: int
+    is_new: bool
+
+
+def state_rows(metadata: RecurrentMetadata, num_slots: int) -> Iterator[StateRow]:
+    """IndexError: no such slot."""
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    ends = starts[1:]
+    if metadata.counts is not None:
+        ends = [start + count for start, count in zip(starts, metadata.counts.tolist(), strict=False)]
+    counts = [end - start for start, end in zip(starts, ends, strict=False)]
+    stored = counts if metadata.stored is None else metadata.stored.tolist()
+    for row, slot in enumerate(metadata.slots.tolist()):
         if not 0 <= slot < num_slots:
             raise IndexError(f"slot {slot} does not exist: there are {num_slots}")
-        yield slot, slice(first, first + count), length == count
-        first += count
+        if counts[row]:
+            yield StateRow(slot, slice(starts[row], ends[row]), stored[row], lengths[row] == counts[row])

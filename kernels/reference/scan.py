@@ -49,13 +49,14 @@ def selective_scan(
     out = torch.empty(x.shape)
     rates = -torch.exp(a_log).t()
     dt = F.softplus(dt if dt_bias is None else dt + dt_bias)
-    for slot, tokens, is_new in state_rows(metadata, len(state)):
-        current = torch.zeros_like(state[slot]) if is_new else state[slot].clone()
-        for token in range(tokens.start, tokens.stop):
+    for row in state_rows(metadata, len(state)):
+        current = torch.zeros_like(state[row.slot]) if row.is_new else state[row.slot].clone()
+        for seen, token in enumerate(range(row.tokens.start, row.tokens.stop), 1):
             step = dt[token]
             current = torch.exp(rates * step) * current + b[token].unsqueeze(1) * (step * x[token])
             out[token] = (c[token].unsqueeze(1) * current).sum(0) + d * x[token]
-        state[slot] = current
+            if seen == row.stored:
+                state[row.slot] = current
     return out if gate is None else out * F.silu(gate)
 
 
@@ -94,14 +95,15 @@ def mamba2_scan(
     dt = F.softplus(dt if dt_bias is None else dt + dt_bias).clamp(*dt_limit)
     b, c = (part.unflatten(1, (-1, states)).repeat_interleave(heads * states // part.shape[1], 1) for part in (b, c))
     x, d = x.unflatten(1, (heads, channels)), d.view(heads, -1)
-    for slot, tokens, is_new in state_rows(metadata, len(state)):
-        current = torch.zeros_like(state[slot]) if is_new else state[slot].clone()
-        for token in range(tokens.start, tokens.stop):
+    for row in state_rows(metadata, len(state)):
+        current = torch.zeros_like(state[row.slot]) if row.is_new else state[row.slot].clone()
+        for seen, token in enumerate(range(row.tokens.start, row.tokens.stop), 1):
             step = dt[token]
             added = b[token].unsqueeze(2) * (step.unsqueeze(1) * x[token]).unsqueeze(1)
             current = torch.exp(rates * step).view(-1, 1, 1) * current + added
             out[token] = (c[token].unsqueeze(2) * current).sum(1) + d * x[token]
-        state[slot] = current
+            if seen == row.stored:
+                state[row.slot] = current
     return out.flatten(1)
 
 

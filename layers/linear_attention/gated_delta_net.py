@@ -126,10 +126,9 @@ class GatedDeltaNetAttention(PluggableLayer):
         sizes = [heads.keys // ranks, heads.keys // ranks, heads.values // ranks]
         query, key, value = self.conv1d(qkv, window, metadata).split_with_sizes(sizes, dim=-1)
         by_key, by_value = (-1, heads.key_size), (-1, heads.value_size)
-        y = self._rule(
-            *(query.unflatten(1, by_key), key.unflatten(1, by_key), value.unflatten(1, by_value), decay, beta),
-            *(self.A_log, self.dt_bias, state, metadata, self.beta_scale),
-        )
+        inputs = query.unflatten(1, by_key), key.unflatten(1, by_key), value.unflatten(1, by_value), decay, beta
+        constants = self.A_log, self.dt_bias, state
+        y = metadata.run(lambda rows: self._rule(*inputs, *constants, rows, self.beta_scale))
         normed = getattr(self, self.norm_name)(y, gate.unflatten(1, by_value))
         return getattr(self, self.out_name)(normed.flatten(1))
 

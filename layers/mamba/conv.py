@@ -80,7 +80,7 @@ class CausalConv1d(nn.Module):
     def forward(self, x: torch.Tensor, state: torch.Tensor, metadata: RecurrentMetadata) -> torch.Tensor:
         """`state`: [slots, *state_shape], written in place."""
         weight, window = self.weight.squeeze(1), state.transpose(1, 2)
-        return self._convolve(x, weight, self.bias, window, metadata, self.activation)
+        return metadata.run(lambda rows: self._convolve(x, weight, self.bias, window, rows, self.activation))
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, kernel_size={self.kernel_size}, activation={self.activation}"

@@ -82,7 +82,7 @@ class MambaMixer(PluggableLayer):
     def state_spec(conv_kernel_size: int, intermediate_size: int, ssm_state_size: int) -> RecurrentSpec:
         """The last inputs of the convolution, and the states of the recurrence."""
         shapes = (conv_kernel_size - 1, intermediate_size), (ssm_state_size, intermediate_size)
-        return RecurrentSpec(shapes, (torch.float32, torch.float32))
+        return RecurrentSpec(shapes, (torch.float32, torch.float32), rolls_back=True)
 
     def forward(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """float [N, hidden_size] of the step's tokens -> the same shape."""
@@ -93,7 +93,7 @@ class MambaMixer(PluggableLayer):
         dt, b, c = self.x_proj(x).split_with_sizes(self.sizes, dim=-1)
         dt = self.dt_proj(_normed(self.dt_layernorm, dt))
         b, c = _normed(self.b_layernorm, b), _normed(self.c_layernorm, c)
-        y = self._scan(x, dt, self.A_log, b, c, self.D, None, gate, state, metadata)
+        y = metadata.run(lambda rows: self._scan(x, dt, self.A_log, b, c, self.D, None, gate, state, rows))
         return self.out_proj(y)
 
 

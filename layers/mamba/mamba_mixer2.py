@@ -87,7 +87,7 @@ class MambaMixer2(PluggableLayer):
         """The last inputs of the convolution, and the states of the recurrence."""
         channels = num_heads * head_dim + 2 * n_groups * ssm_state_size
         shapes = (conv_kernel_size - 1, channels), (num_heads, ssm_state_size, head_dim)
-        return RecurrentSpec(shapes, (torch.float32, torch.float32))
+        return RecurrentSpec(shapes, (torch.float32, torch.float32), rolls_back=True)
 
     def forward(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """float [N, hidden_size] of the step's tokens -> the same shape."""
@@ -98,5 +98,6 @@ class MambaMixer2(PluggableLayer):
         metadata = batch.metadata[self.layer_index]
         gate, inputs, dt = projected.split_with_sizes(self.sizes, dim=-1)
         x, b, c = self.conv1d(inputs, conv_state, metadata).split_with_sizes(self.conv_sizes, dim=-1)
-        y = self._scan(x, dt, self.A_log, b, c, self.D, self.dt_bias, state, metadata, self.dt_limit)
+        constants = self.D, self.dt_bias, state
+        y = metadata.run(lambda rows: self._scan(x, dt, self.A_log, b, c, *constants, rows, self.dt_limit))
         return self.out_proj(self.norm(y, gate))

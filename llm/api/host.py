@@ -22,7 +22,6 @@ class Host(Protocol):
     """The attributes and methods of `LLM` that its base classes use."""
 
     _preprocessor: Preprocessor
-    _may_have_changed: bool
 
     def _exclusive(self) -> AbstractContextManager[object]: ...
     def _begin(self) -> Engine: ...

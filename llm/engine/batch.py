@@ -74,12 +74,14 @@ class StepInput:
     Attributes:
         rows: int64 [R], the batch row of each scheduled request, increasing.
         counts: int64 [R], its tokens this step, drafts included.
+        recurrent: of the model's recurrent states; None: it has none.
     """
 
     rows: np.ndarray
     counts: np.ndarray
     lines: Lines
     forward_batch: ForwardBatch
+    recurrent: RecurrentMetadata | None = None
 
 
 class InputBatch:
@@ -90,6 +92,8 @@ class InputBatch:
 
     Args:
         upload: copies an array to a tensor on the device.
+        has_slots: the model has recurrent states.
+        rolls_back: they do not see rejected drafts.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class InputBatch:
         upload: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy,
         *,
         has_slots: bool = False,
+        rolls_back: bool = False,
     ) -> None:
         self.block_size = block_size
         self._upload = upload
@@ -117,6 +122,7 @@ class InputBatch:
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.adapter_slots = np.zeros(max_num_seqs, dtype=np.int64)  # 0: no adapter
         self.has_slots = has_slots
+        self.takes_drafts = rolls_back or not has_slots
         self.slots = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling = SamplingRows(max_num_seqs)
         self.params: list[SamplingParams] = []
@@ -164,8 +170,9 @@ class InputBatch:
             self._attention(group, rows, row_of_token, positions, ends, counts, lengths)
             for group in range(len(self.block_tables))
         ]
-        if self.has_slots:  # last, which is index `SLOTS` (kv_cache.py)
-            metadata.append(self._recurrent(rows, ends, counts, lengths))
+        recurrent = self._recurrent(rows, ends, counts, lengths, plan.draft_token_ids) if self.has_slots else None
+        if recurrent is not None:  # last, which is index `SLOTS` (kv_cache.py)
+            metadata.append(recurrent)
         batch = ForwardBatch(
             input_ids=self._upload(self.token_ids[row_of_token, positions].astype(np.int64)),
             positions=self._upload(positions),
@@ -176,7 +183,7 @@ class InputBatch:
         )
         if any(self.pooling):
             batch.token_types = self._upload((positions >= self.second_text[row_of_token]).astype(np.int64))
-        return StepInput(rows, counts, lines, batch)
+        return StepInput(rows, counts, lines, batch, recurrent)
 
     def adapters_of(self, rows: np.ndarray) -> torch.Tensor | None:
         """The slot of each row's adapter, int64; None if no row has one."""
@@ -198,6 +205,11 @@ class InputBatch:
             self.num_computed[drafted] = self.num_tokens[drafted] - 1
             # The same as in `BlockManager.trim`.
             self.num_blocks[:, drafted] = -(-self.num_computed[drafted] // self.block_size)
+            if step.recurrent is not None:
+                own = np.zeros(len(self.request_ids), dtype=np.int64)
+                own[step.lines.sampled_rows] = step.lines.num_drafts()
+                accepted = own[step.rows] + self.num_computed[step.rows] - step.recurrent.seq_lens_list
+                step.recurrent.store_accepted(self._upload(np.maximum(0, accepted).astype(np.int32)))
 
     def clear(self) -> None:
         """Remove every row, even after an interrupted update."""
@@ -282,14 +294,21 @@ class InputBatch:
         )
 
     def _recurrent(
-        self, rows: np.ndarray, ends: np.ndarray, counts: np.ndarray, lengths: np.ndarray
+        self,
+        rows: np.ndarray,
+        ends: np.ndarray,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+        drafts: dict[str, list[int]],
     ) -> RecurrentMetadata:
+        own = [len(drafts.get(self.request_ids[row], ())) for row in rows.tolist()] if drafts else []
         return RecurrentMetadata(
             slots=self._upload(self.slots[rows]),
             query_start_loc=self._upload(_starts(ends)),
             seq_lens=self._upload(lengths.astype(np.int32)),
             query_lens_list=counts.tolist(),
             seq_lens_list=lengths.tolist(),
+            stored=self._upload((counts - own).astype(np.int32)) if own else None,
         )
 
     def _add(self, new: NewRow) -> None:

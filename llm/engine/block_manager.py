@@ -297,6 +297,8 @@ class BlockManager:
 
     def room(self, request: Request, reserve: int) -> int:
         """How many tokens the request can hold with all free blocks except `reserve`."""
+        if not self.pools:
+            return request.max_total_tokens
         held = len(request.blocks[0]) if request.blocks else 0
         return (held + max(0, self.num_free_blocks() - reserve)) * self.block_size
 

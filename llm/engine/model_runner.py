@@ -21,7 +21,6 @@ from llm.engine.adapters import ModelAdapters
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.boundary import Loaded, RunnerPlan
 from llm.engine.build_model import build_model, fill_model, weight_file
-from llm.engine.cache_rows import CacheRows
 from llm.engine.extensions import held_otherwise, what_varies
 from llm.engine.inspection import ModelInspection
 from llm.engine.kv_cache import SLOTS, allocate_kv_caches, allocate_recurrent_states, group_states
@@ -31,7 +30,7 @@ from llm.engine.proposer import Proposer, propose
 from llm.engine.replay import DecodeReplay
 from llm.engine.speculation.make import make_proposer
 from llm.engine.step import RunnerOutput, SchedulerOutput
-from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec
+from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec, all_roll_back
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform
@@ -44,7 +43,7 @@ R = TypeVar("R")
 _LOGITS_BYTES = 64 << 20
 
 
-class ModelRunner(ModelInspection, CacheRows):
+class ModelRunner(ModelInspection):
     """Runs a model (see `llm.models.interface.CausalLM`) on this process's device; `load` builds the model.
 
     A platform may name a subclass in `Platform.get_model_runner_cls`. A subclass may override each of `place_model`,
@@ -114,6 +113,7 @@ class ModelRunner(ModelInspection, CacheRows):
             cache.block_size,
             self.backend.upload,
             has_slots=cache.num_state_slots > 0,
+            rolls_back=all_roll_back(specs),
         )
         if config.lora_config is not None:
             self.adapters = ModelAdapters(self.model, config.lora_config, self.backend)

@@ -92,7 +92,7 @@ def propose(
 
     Raises:
         ValueError: a draft is for no row of the batch, or no token of the vocabulary, or the model has recurrent
-            states, from which a rejected draft cannot be taken back.
+            states that are not rolled back.
     """
     # Describing a step takes tens of microseconds, a few percent of a small model's.
     if not proposer.looks():
@@ -101,7 +101,7 @@ def propose(
     if not drafts:
         return {}
     name = type(proposer).__name__
-    if batch.has_slots and any(drafts.values()):
+    if not batch.takes_drafts and any(drafts.values()):
         raise ValueError(f"{name}.propose drafted for a model with recurrent states, which cannot be rolled back.")
     for request_id, tokens in drafts.items():
         if request_id not in batch.index:

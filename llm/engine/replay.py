@@ -32,7 +32,8 @@ _MAX_SEEN = 64
 Forward = Callable[[ForwardBatch], torch.Tensor]
 
 
-_Key = tuple[int, int, int, bool]  # rows, lines per row, threads, whether a row has an adapter
+# Rows, lines per row, threads, whether a row has an adapter, whether recurrent states are not to see drafts.
+_Key = tuple[int, int, int, bool, bool]
 
 
 @dataclass
@@ -75,14 +76,18 @@ class DecodeReplay:
         lines = self._lines_per_row(batch)
         if not lines:
             return None
-        key = (len(batch.input_ids) // lines, lines, torch.get_num_threads(), batch.adapter_ids is not None)
+        rows, stores_less = len(batch.input_ids) // lines, lines > 1 and any(map(_stores_less, batch.metadata))
+        key = (rows, lines, torch.get_num_threads(), batch.adapter_ids is not None, stores_less)
         step = self._steps.pop(key, None)
         if step is None:
             return self._record(key, batch) if self._came_before(key) else None
         self._steps[key] = step
         _fill(step.batch, batch, step.first_layers)
         # If a kernel refuses its arguments, the caller runs the model, which raises the error.
-        return step.hidden if step.program.run() else None
+        if not step.program.run():
+            return None
+        _share_calls(step.batch, batch)
+        return step.hidden
 
     def _came_before(self, key: _Key) -> bool:
         """True from the second step of this kind on: more are likely to follow."""
@@ -130,6 +135,7 @@ class DecodeReplay:
         if len(self._steps) == _MAX_STEPS:
             del self._steps[next(iter(self._steps))]
         self._steps[key] = _Step(program, own, hidden, first_layers)
+        _share_calls(own, batch)
         return hidden
 
     def _own_batch(self, batch: ForwardBatch) -> ForwardBatch:
@@ -150,6 +156,8 @@ class DecodeReplay:
         if isinstance(own, AttentionMetadata):
             own.block_table = own.block_table.new_zeros(len(own.block_table), self._max_blocks)
             own.plan = None
+        else:
+            own.calls = []
         return own
 
 
@@ -164,6 +172,17 @@ def _fill(own: ForwardBatch, batch: ForwardBatch, first_layers: list[int]) -> No
         for name, source in _tensors(batch.metadata[layer]).items():
             # The step's block table is only as wide as its longest request needs.
             (target[name][:, : source.shape[1]] if source.dim() == 2 else target[name]).copy_(source)
+
+
+def _stores_less(metadata: Metadata) -> bool:
+    return isinstance(metadata, RecurrentMetadata) and metadata.stored is not None
+
+
+def _share_calls(own: ForwardBatch, batch: ForwardBatch) -> None:
+    """Drafts that are accepted are in the tensors of the recorded step."""
+    for ours, theirs in zip(own.metadata, batch.metadata, strict=True):
+        if _stores_less(ours):
+            theirs.calls = ours.calls
 
 
 def _tensors(metadata: Metadata) -> dict[str, torch.Tensor]:

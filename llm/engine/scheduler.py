@@ -17,6 +17,9 @@ from llm.engine.kv_cache import group_states
 from llm.engine.request import Request, RequestStatus
 from llm.engine.step import NewRow, RunnerOutput, SchedulerOutput
 
+# Tokens of a step with drafts, of a model with recurrent states.
+_MOST_WITH_DRAFTS = 128
+
 
 class Scheduler:
     """First come, first served, with at most `max_num_batched_tokens` tokens and `max_num_seqs` batch rows per step.
@@ -84,6 +87,8 @@ class Scheduler:
             self._schedule(plan, request, count)
             budget -= count
         plan.removed, self._removed = self._removed, []
+        if self.blocks.slots is not None and sum(plan.num_scheduled_tokens.values()) > _MOST_WITH_DRAFTS:
+            self._drop_drafts(plan)
         return plan
 
     def settle(self, plan: SchedulerOutput, result: RunnerOutput) -> int:
@@ -171,10 +176,21 @@ class Scheduler:
             return 0
         most = min(budget - count - later, request.max_total_tokens - request.num_tokens - 1)
         most = min(most, self.blocks.room(request, later) - request.num_tokens)
+        if position := self.blocks.next_snapshot(request):  # none is taken of a state that drafts may change
+            most = min(most, position - 1 - request.num_tokens)
         drafts, request.draft_token_ids = request.draft_token_ids[: max(0, most)], []
         if drafts:
             plan.draft_token_ids[request.request_id] = drafts
         return len(drafts)
+
+    def _drop_drafts(self, plan: SchedulerOutput) -> None:
+        """A step with drafts keeps what every layer with a recurrent state got of every token, until they are verified.
+
+        The blocks that were allocated for the drafts are the requests' next ones.
+        """
+        for request_id, drafts in plan.draft_token_ids.items():
+            plan.num_scheduled_tokens[request_id] -= len(drafts)
+        plan.draft_token_ids = {}
 
     def _start(self, plan: SchedulerOutput, request: Request) -> None:
         request.status = RequestStatus.RUNNING

@@ -64,8 +64,8 @@ def with_draft(
     drafting = make_plan(args, draft, platform, plan.config.compilation_config, backend, ())
     if drafting.config.cache_config.num_state_slots:
         raise ValidationError(
-            f"speculative_config model={str(args.model)!r} has recurrent states, from which a rejected draft cannot be "
-            "taken back; use a model with attention only.",
+            f"speculative_config model={str(args.model)!r} has recurrent states, which it would compute again from a "
+            "cached prefix for every draft; use a model with attention only.",
             parameter="speculative_config",
         )
     return replace(plan, draft=drafting)

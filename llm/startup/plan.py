@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from llm.base.checks import refuse
-from llm.base.errors import OutOfMemoryError, ValidationError
+from llm.base.errors import OutOfMemoryError
 from llm.config import env
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import (
@@ -30,7 +30,6 @@ from llm.config.engine import (
     ModelConfig,
     OffloadConfig,
     ReasoningConfig,
-    SpeculativeConfig,
 )
 from llm.config.plan import (
     MemoryPlan,
@@ -52,6 +51,7 @@ from llm.quantization.configs.online import OnlineConfig
 from llm.quantization.configs.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.startup.adapters import adapter_reasons, plan_adapters
+from llm.startup.drafts import choose_speculation
 from llm.startup.kv_cache import check_cache, choose_cache_dtype
 from llm.startup.snapshots import snapshot_interval, snapshot_reasons
 from llm.startup.source import ReadModel
@@ -103,7 +103,7 @@ def make_plan(
         model.quantization.config,
         _num_threads(args, platform, reasons),
         ReasoningConfig.of(args.reasoning_config),
-        _speculation(args, memory, backend, reasons),
+        choose_speculation(args, specs, backend, reasons),
         offload,
         adapters,
     )
@@ -162,27 +162,6 @@ def _num_threads(args: EngineArgs, platform: Platform, reasons: dict[str, str]) 
     who = "torch.get_num_threads()" if args.num_threads is None else "asked for"
     reasons["num_threads"] = who if wanted <= most else f"{wanted}, {who}, but this process may use {most} processors"
     return min(wanted, most) if args.num_threads is not None or wanted > most else None
-
-
-def _speculation(
-    args: EngineArgs, memory: MemoryPlan, backend: Backend, reasons: dict[str, str]
-) -> SpeculativeConfig | None:
-    """What drafts tokens. By default nothing does where drafts could change an answer."""
-    config = SpeculativeConfig.of(args.speculative_config)
-    reasons["speculative_config"] = args.why("speculative_config") + "; answers do not depend on it"
-    if config is None:
-        return None
-    if memory.num_state_slots and not config.is_default:
-        raise ValidationError(
-            "speculative_config cannot be used with this model: it has recurrent states, from which a rejected draft "
-            "cannot be taken back; leave it out.",
-            parameter="speculative_config",
-        )
-    if not memory.num_state_slots and (backend.invariant[0] or not config.is_default):
-        return config
-    why = "the model has recurrent states" if memory.num_state_slots else "answers depend on the batch"
-    reasons["speculative_config"] = f"default; {why}"
-    return None
 
 
 def warn_of_offload(args: EngineArgs, plan: RunnerPlan) -> None:

@@ -61,7 +61,7 @@ def test_repeated_steps_give_the_bits_of_computed_ones(llm: LLM) -> None:
     expected = eagerly(llm, PROMPTS, wanted)
     assert answers(llm, PROMPTS, wanted) == expected
     assert replays(llm).refusal is None
-    assert set(replays(llm)._steps) == {(rows, 1, torch.get_num_threads(), False) for rows in (1, 2, 3, 4)}
+    assert set(replays(llm)._steps) == {(rows, 1, torch.get_num_threads(), False, False) for rows in (1, 2, 3, 4)}
     assert answers(llm, PROMPTS, wanted) == expected
     assert answers(llm, PROMPTS[::-1], wanted[::-1]) == expected[::-1]
 
@@ -86,7 +86,7 @@ def test_steps_with_k_lines_per_row_are_repeated(llm: LLM, kind: str) -> None:
     vocab = llm.config.model_config.vocab_size
     with drafting(llm, FakeProposer(kind, recorder.answers, vocab, most=3)):
         assert answers(llm, PROMPTS[:2], wanted) == expected
-        assert (2, 4, torch.get_num_threads(), False) in replays(llm)._steps
+        assert (2, 4, torch.get_num_threads(), False, False) in replays(llm)._steps
         assert eagerly(llm, PROMPTS[:2], wanted) == expected
     replays(llm)._steps.clear()
     with drafting(llm, OneRowDrafts("wrong", recorder.answers, vocab, most=3)):
@@ -119,7 +119,7 @@ def test_recording_imports_no_compiler() -> None:
 
 def test_memory_of_what_was_let_go_is_used_again(llm: LLM) -> None:
     answers(llm, PROMPTS, params(8))
-    program = replays(llm)._steps[(4, 1, torch.get_num_threads(), False)].program
+    program = replays(llm)._steps[(4, 1, torch.get_num_threads(), False, False)].program
     layers = len(engine_of(llm).runner.states)
     assert len(program) > 4 * layers
     assert program._pool.made < 15
@@ -134,7 +134,7 @@ def test_no_more_than_a_few_steps_are_kept(llm: LLM) -> None:
 def test_what_a_repeated_kernel_refuses_is_an_error(llm: LLM) -> None:
     """A token id out of range cannot come from a request; a defect that makes one is not passed over."""
     answers(llm, PROMPTS[:1], params(8))
-    step = replays(llm)._steps[(1, 1, torch.get_num_threads(), False)]
+    step = replays(llm)._steps[(1, 1, torch.get_num_threads(), False, False)]
     assert step.program.run()
     with torch.inference_mode():
         step.batch.input_ids.fill_(10**6)

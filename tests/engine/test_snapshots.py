@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafts import FakeProposer, Recorder, drafting
 from embedded import engine_of
 from kernel_sets import has_kernels
 from tiny_models import one_thread, tiny_checkpoint
@@ -83,6 +84,22 @@ def test_no_schedule_shows(folder: Path, alone: list[Any], settings: dict[str, A
         first = answers(llm, PROMPTS[:2], several)
         llm.reset_prefix_cache()
         assert answers(llm, PROMPTS[1::-1], several) == first[::-1]
+
+
+def test_drafts_skip_no_snapshot(folder: Path) -> None:
+    """An answer is found in the cache as far as without drafts, at any place of the drafts before a snapshot."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with load(folder) as llm:
+        with drafting(llm, recorder := Recorder()):
+            (expected,) = llm.generate([PREFIX[:7]], params, use_tqdm=False)
+        tokens = PREFIX[:7] + expected.outputs[0].token_ids
+        assert cached(llm, tokens) == 32
+        for most in (1, 2, 5):
+            llm.reset_prefix_cache()
+            with drafting(llm, FakeProposer("right", recorder.answers, 256, most)) as proposer:
+                assert llm.generate([PREFIX[:7]], params, use_tqdm=False)[0].outputs[0].token_ids == tokens[7:]
+            assert cached(llm, tokens) == 32
+            assert proposer.accepted == proposer.drafted > 0
 
 
 def late(copy: Callable[..., None]) -> Callable[..., None]:

@@ -40,7 +40,7 @@ class ShortConvConfig(PartConfig):
         )
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> tuple[RecurrentSpec, ...]:
-        return (RecurrentSpec(((self.kernel_size - 1, self.channels // tp.size),), (torch.float32,)),)
+        return (RecurrentSpec(((self.kernel_size - 1, self.channels // tp.size),), (torch.float32,), rolls_back=True),)
 
 
 _DELTA_NETS: dict[str, type[GatedDeltaNetAttention]] = {
@@ -92,4 +92,4 @@ class GatedDeltaConfig(PartConfig):
         heads = self.heads
         window = self.kernel_size - 1, (2 * heads.keys + heads.values) // tp.size
         matrices = heads.heads // tp.size, heads.key_size, heads.value_size
-        return (RecurrentSpec((window, matrices), (torch.float32, torch.float32)),)
+        return (RecurrentSpec((window, matrices), (torch.float32, torch.float32), rolls_back=True),)
