@@ -76,7 +76,7 @@ def test_every_file_that_is_named_in_passing_exists() -> None:
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
     """In order, in a fresh interpreter: the last block replaces an operation for good."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     done = python("-c", "\n".join(blocks), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("In the beginning ") and "max_model_len" in done.stdout and "rms_norm" in done.stdout

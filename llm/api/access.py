@@ -69,6 +69,7 @@ class Access:
                 return [engine.runner.apply_model(func)]
             finally:
                 engine.scheduler.blocks.reset_prefix_cache()
+                self._may_have_changed = True
 
     @known_names("LLM.collective_rpc")
     def collective_rpc(

@@ -22,6 +22,7 @@ from llm.api.iteration import Iteration
 from llm.api.jobs import Jobs
 from llm.api.planning import Planning
 from llm.api.pooling import Pooling
+from llm.api.prefix_caching import PrefixCaching, check_prefix_cache
 from llm.api.processors import Processors
 from llm.api.ranking import Ranking
 from llm.api.reports import Reports
@@ -79,6 +80,7 @@ class LLM(
     Ranking,
     Processors,
     Planning,
+    PrefixCaching,
     Reports,
     Verifying,
     Access,
@@ -119,7 +121,6 @@ class LLM(
             installed transformers, with the layers and the KV cache of this package; "auto": native if there is one.
         skip_tokenizer_init: no tokenizer; prompts are token ids and outputs have no text.
         chat_template: replaces the model's; text, or the path of a file.
-        disable_log_stats: without effect: `RequestOutput.metrics`, `stats()` and `get_metrics()` are always there.
         use_tqdm_on_load: show a bar if loading takes more than two seconds.
         max_logprobs: most logprobs that a request may set; -1: no limit.
         logprobs_mode: what logprobs report: the model's "raw_logprobs" or "raw_logits", or "processed_logprobs" or
@@ -154,6 +155,8 @@ class LLM(
         max_loras: how many adapters are in memory at a time; rows with further ones wait, least recently used ones go.
         max_lora_rank: the largest rank of an adapter.
         merge_lora: the folder of an adapter that is added to the weights while they are loaded, before `quantization`.
+        prefix_cache: a folder of `save_prefix_cache`, of this model and these settings: what it has of a prompt is not
+            computed again. All weights are read once more, to compare their fingerprint.
         verbose: log all decisions and the arguments that have no effect here.
         **kwargs: vLLM's other arguments; `llm.config.arguments.ARGUMENTS` says how each is handled.
 
@@ -193,7 +196,6 @@ class LLM(
         skip_tokenizer_init: bool = False,
         chat_template: str | Path | None = None,
         use_tqdm_on_load: bool = True,
-        disable_log_stats: bool = True,
         max_logprobs: int = -1,
         logprobs_mode: str = "raw_logprobs",
         num_threads: int | None = None,
@@ -212,6 +214,7 @@ class LLM(
         max_loras: int = DEFAULT_MAX_LORAS,
         max_lora_rank: int = DEFAULT_MAX_LORA_RANK,
         merge_lora: str | Path | None = None,
+        prefix_cache: str | Path | None = None,
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -227,7 +230,9 @@ class LLM(
         set_log_level(verbose)
         notes = [*check_arguments(others), *compilation.notes(given["compilation_config"])]
         self._args = EngineArgs.from_user(**given)
+        check_prefix_cache(self._args.prefix_cache)
         self._take(build_engine(self._args))
+        self._fill_prefix_cache()
         for note in (*notes, f"resolved configuration\n{self.config}") if verbose else ():
             logger.info(note)
 
@@ -260,15 +265,6 @@ class LLM(
     def get_default_sampling_params(self) -> SamplingParams:
         """The params that `generate` uses if it gets none; a copy."""
         return self._default_params.clone()
-
-    def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache. While a stream is suspended, does nothing and returns False."""
-        with self._exclusive():
-            engine = self._begin()
-            if engine.scheduler.has_unfinished():
-                return False
-            engine.scheduler.blocks.reset_prefix_cache()
-            return True
 
     def close(self) -> None:
         """Free weights and KV cache even while this object is referenced. May be called again."""
@@ -304,7 +300,8 @@ class LLM(
             raise AttributeError(f"LLM has no {name!r}{hint}", name=name, obj=self)
 
     def _open_another(self, args: EngineArgs) -> LLM:
-        return type(self)(**{item.name: getattr(args, item.name) for item in fields(args)})
+        """It begins without a prompt cache, which is this model's."""
+        return type(self)(**{item.name: getattr(args, item.name) for item in fields(args)} | {"prefix_cache": None})
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM cannot be pickled or copied; build one in each process that needs one.")

@@ -22,6 +22,7 @@ class Host(Protocol):
     """The attributes and methods of `LLM` that its base classes use."""
 
     _preprocessor: Preprocessor
+    _may_have_changed: bool
 
     def _exclusive(self) -> AbstractContextManager[object]: ...
     def _begin(self) -> Engine: ...

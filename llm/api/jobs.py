@@ -32,6 +32,7 @@ class JobsHost(FlowHost, Protocol):
     _weights: str
 
     def _identity(self) -> JsonObject: ...
+    def _fingerprint(self) -> str: ...
 
 
 class Jobs:
@@ -79,9 +80,15 @@ class Jobs:
         return run_job(self, files, options, self._identity(), Path(self._args.model).name)
 
     def _identity(self: JobsHost) -> JsonObject:
-        from llm.jobs.identity import fingerprint, identity
+        from llm.jobs.identity import identity
 
         config = self._open_engine().config
+        return identity(self._args, config, self._fingerprint(), self._preprocessor.logits_processors)
+
+    def _fingerprint(self: JobsHost) -> str:
+        """Of the weights; they are read for it once."""
+        from llm.jobs.identity import fingerprint
+
         if not self._weights:
             self._weights = "random" if self._source is None else fingerprint(self._source)
-        return identity(self._args, config, self._weights, self._preprocessor.logits_processors)
+        return self._weights

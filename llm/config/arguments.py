@@ -49,8 +49,8 @@ def _refused(note: str, **harmless: object) -> dict[str, Argument]:
 _UNSET: tuple[object, ...] = (None, {})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
-    # --- Parameters of our LLM; device, calibration, requantize, num_threads, offload_weights, merge_lora, verbose are
-    # not vLLM's.
+    # --- Parameters of our LLM; device, calibration, requantize, num_threads, offload_weights, merge_lora,
+    # prefix_cache and verbose are not vLLM's.
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
     _honoured(
         "dtype",
@@ -69,8 +69,9 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
     _honoured("mamba_block_size"),
-    _honoured("model_impl", "disable_log_stats", "use_tqdm_on_load", "calibration", "requantize"),
+    _honoured("model_impl", "use_tqdm_on_load", "calibration", "requantize"),
     _honoured("num_threads", "offload_weights", "verbose", "runner", "convert", "pooler_config"),
+    _accepted("`RequestOutput.metrics`, `stats()` and `get_metrics()` are always there.", "disable_log_stats"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
     _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
     _accepted(
@@ -156,9 +157,13 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "RequestOutput.metrics always counts drafted and accepted tokens.",
         "per_request_spec_decode_metrics",
     ),
-    _accepted("answers come as plain text; no reasoning is parsed out.", "reasoning_parser", "reasoning_parser_plugin"),
+    _accepted(
+        "the chat template says how a reply marks its reasoning, and LLM.chat reads it out.",
+        "reasoning_parser",
+        "reasoning_parser_plugin",
+    ),
     # --- Adapters. -------------------------------------------------------------------------------------------------
-    _honoured("enable_lora", "max_loras", "max_lora_rank", "merge_lora"),
+    _honoured("enable_lora", "max_loras", "max_lora_rank", "merge_lora", "prefix_cache"),
     _accepted("adapters are kept in the memory that they compute in, max_loras of them.", "max_cpu_loras"),
     _accepted(
         "it changes how a GPU computes adapters, not what.",
@@ -337,4 +342,5 @@ DIFFERENT: dict[str, str] = {
     "compilation_config": "switches operations on and off; no graph is captured",
     "max_loras": "4; vLLM: 1",
     "device, num_threads, calibration, requantize, offload_weights, merge_lora, verbose": "not vLLM's; see `LLM`",
+    "prefix_cache": "not vLLM's; a folder of `LLM.save_prefix_cache`",
 }

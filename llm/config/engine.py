@@ -102,6 +102,7 @@ class EngineArgs:
     max_loras: int = DEFAULT_MAX_LORAS
     max_lora_rank: int = DEFAULT_MAX_LORA_RANK
     merge_lora: str | Path | None = None
+    prefix_cache: str | Path | None = None
 
     @classmethod
     def from_user(cls, **given: Any) -> EngineArgs:

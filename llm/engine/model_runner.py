@@ -21,6 +21,7 @@ from llm.engine.adapters import ModelAdapters
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.boundary import Loaded, RunnerPlan
 from llm.engine.build_model import build_model, fill_model, weight_file
+from llm.engine.cache_rows import CacheRows
 from llm.engine.extensions import held_otherwise, what_varies
 from llm.engine.inspection import ModelInspection
 from llm.engine.kv_cache import SLOTS, allocate_kv_caches, allocate_recurrent_states, group_states
@@ -43,7 +44,7 @@ R = TypeVar("R")
 _LOGITS_BYTES = 64 << 20
 
 
-class ModelRunner(ModelInspection):
+class ModelRunner(ModelInspection, CacheRows):
     """Runs a model (see `llm.models.interface.CausalLM`) on this process's device; `load` builds the model.
 
     A platform may name a subclass in `Platform.get_model_runner_cls`. A subclass may override each of `place_model`,

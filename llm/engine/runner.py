@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from llm.engine.boundary import Loaded, RunnerPlan
+from llm.engine.cache_rows import CachePart
 from llm.engine.cost import ModelCost
 from llm.engine.inspection import LayerReport
 from llm.engine.observe import Captured
@@ -43,6 +44,12 @@ class Runner(Protocol):
     def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None: ...
     def end_call(self) -> None: ...
     def reset(self) -> None: ...
+
+    # --- Rows of its caches, between steps. ---
+
+    def cache_parts(self) -> list[CachePart]: ...
+    def read_cache(self, part: int, rows: Sequence[int]) -> torch.Tensor: ...
+    def write_cache(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None: ...
 
     # --- Queries about the model. ---
 

@@ -62,6 +62,16 @@ def identity(
         raise ValidationError(
             "a job that can be resumed needs LLM(seed=...): without it every process draws its own.", parameter="seed"
         )
+    return {
+        **model_identity(args, config, weights),
+        "logits_processors": [qualified_name(kind) for kind in processors],
+        "logprobs_mode": args.logprobs_mode,
+        "seed": config.model_config.seed,
+    }
+
+
+def model_identity(args: EngineArgs, config: EngineConfig, weights: str) -> JsonObject:
+    """What the model's hidden states depend on besides the tokens and a row's adapter."""
     adapter = None
     if args.merge_lora is not None:
         with AdapterFolder(resolve_folder(args.merge_lora, weights=False, argument="merge_lora")) as folder:
@@ -76,12 +86,10 @@ def identity(
         "kv_cache_dtype": str(config.cache_config.kv_cache_dtype),
         "quantization": plain(args.quantization),
         "calibration": calibration,
+        **({} if args.requantize is None else {"requantize": plain(args.requantize)}),
         **({} if adapter is None else {"merge_lora": adapter}),
         "hf_overrides": show(args.hf_overrides) if callable(args.hf_overrides) else plain(args.hf_overrides),
         "compilation_config": plain(config.compilation_config),
-        "logits_processors": [qualified_name(kind) for kind in processors],
-        "logprobs_mode": args.logprobs_mode,
-        "seed": config.model_config.seed,
     }
 
 

@@ -193,7 +193,7 @@ def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, object
 
 def _checked_name(asked: object, user: object) -> str:
     """`user` if it names a known format or scheme; raises `ValidationError` otherwise."""
-    known = (*quantization_methods(), *RECIPES)
+    known = tuple(dict.fromkeys((*quantization_methods(), *RECIPES)))
     if not isinstance(user, str) or user not in known:
         if isinstance(user, str) and user not in _OTHER_NAMES and (schemes := schemes_instead(user)):
             raise ValidationError(

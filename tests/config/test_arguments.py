@@ -70,7 +70,16 @@ video_pruning_rate watermark watermark_config weight_transfer_config worker_cls 
 """
 VLLM_NAMES = VLLM_SIGNATURE.split()
 
-OURS = {"device", "calibration", "requantize", "num_threads", "offload_weights", "verbose", "merge_lora"}
+OURS = {
+    "device",
+    "calibration",
+    "requantize",
+    "num_threads",
+    "offload_weights",
+    "verbose",
+    "merge_lora",
+    "prefix_cache",
+}
 DROPPED_BY_VLLM = {
     *("swap_space", "max_seq_len_to_capture", "use_v2_block_manager", "num_scheduler_steps"),
     *("task", "rope_scaling", "rope_theta", "guided_decoding_backend"),

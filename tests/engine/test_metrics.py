@@ -11,6 +11,7 @@ import torch
 from embedded import GREEDY, PROMPTS, open_llm, run
 
 from llm import LLM, SamplingParams, ValidationError
+from llm.config.engine import EMBEDDED_MODEL, EngineArgs
 from llm.v1.metrics.reader import Counter, Gauge, Histogram, Metric
 
 
@@ -46,7 +47,7 @@ def test_metrics_of_several_completions_are_the_firsts() -> None:
 
 def test_it_is_a_flag() -> None:
     with pytest.raises(ValidationError, match="disable_log_stats must be True or False"):
-        LLM(disable_log_stats="no")  # type: ignore[arg-type]
+        EngineArgs(EMBEDDED_MODEL, disable_log_stats="no")  # type: ignore[arg-type]
 
 
 def metrics_of(llm: LLM) -> dict[str, Metric]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from embedded import engine_of, open_llm, run
-from tiny_models import TINY_MODELS, write_checkpoint
+from tiny_models import TINY_MODELS, TinyModel, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.api import EMBEDDED_MODEL
@@ -61,6 +61,17 @@ def test_odd_sizes_biases_experts_and_latent_attention(name: str, tmp_path: Path
     plan = LLM.plan(folder, **arguments)
     with open_llm(folder, **arguments) as llm:
         assert_agrees(plan, llm, tolerance=0.08)  # kernels hold 91 rows as 96
+
+
+def test_biases_are_counted_as_they_are_held(tmp_path: Path) -> None:
+    """In float32 beside bf16 weights; no kernel pads these sizes, so that every byte is counted."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "head_dim": None}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    write_checkpoint(TinyModel("Qwen2Config", {**sizes, **heads}, dtype=torch.bfloat16), tmp_path / "model")
+    arguments: Any = {"max_model_len": 64, "max_num_seqs": 2, "skip_tokenizer_init": True}
+    plan = LLM.plan(tmp_path / "model", **arguments)
+    with open_llm(tmp_path / "model", **arguments) as llm:
+        assert_agrees(plan, llm)
 
 
 def test_no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,108 @@
+"""Reading and writing blocks and slots of the KV cache and of recurrent states, for the prompt cache on disk.
+
+Owns where a block is in a tensor. An attention backend lays out its tensors as it likes, as long as one dimension
+grows with the number of blocks and has them in order: the shapes for several numbers of blocks show which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from llm.base.errors import ValidationError
+from llm.engine.boundary import RunnerPlan
+from llm.engine.kv_cache import SLOTS
+from llm.forward import KVCacheSpec, LatentCacheSpec, PagedSpec
+from llm.layers.attention import attention_backend
+from llm.platforms.interface import Platform
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class CachePart:
+    """One tensor of a state, as rows.
+
+    Attributes:
+        group: whose blocks a row is of; `SLOTS`: a row is of a slot.
+        shape: of a row.
+        dtype: an integer type of the same width: rows are copied as bits.
+    """
+
+    group: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class CacheRows:
+    """The base class of `ModelRunner` that copies rows of its states."""
+
+    platform: Platform
+    plan: RunnerPlan
+    states: list[tuple[torch.Tensor, ...]]
+    _group_of_state: list[int]
+
+    def cache_parts(self) -> list[CachePart]:
+        """Every tensor of every state, in the order of the layers.
+
+        Raises:
+            ValidationError: a block of some tensor is no row of it.
+        """
+        parts = []
+        for index, state in enumerate(self.states):
+            for number in range(len(state)):
+                rows = self._rows(index, number)
+                parts.append(CachePart(self._group_of_state[index], tuple(rows.shape[1:]), rows.dtype))
+        return parts
+
+    def read_cache(self, part: int, rows: Sequence[int]) -> torch.Tensor:
+        """A copy of these blocks or slots, [rows, *shape]; `part` counts the tensors as `cache_parts` does."""
+        return self._rows(*self._place(part))[torch.tensor(rows, dtype=torch.int64)].cpu().contiguous()
+
+    def write_cache(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None:
+        """Set these blocks or slots."""
+        target = self._rows(*self._place(part))
+        target[torch.tensor(rows, dtype=torch.int64)] = values.to(target.device)
+
+    def _place(self, part: int) -> tuple[int, int]:
+        places = [(index, number) for index, state in enumerate(self.states) for number in range(len(state))]
+        return places[part]
+
+    def _rows(self, index: int, number: int) -> torch.Tensor:
+        """A view of a tensor's bits, [blocks or slots, *shape of one]."""
+        tensor = self.states[index][number]
+        bits = tensor.view(_BITS[tensor.itemsize])
+        if self._group_of_state[index] == SLOTS:
+            return bits
+        cache, spec = self.plan.config.cache_config, self.plan.kv_cache_specs[index]
+        dim, width = self._block_in(spec, number)
+        count = cache.num_blocks + 1
+        return bits.narrow(dim, 0, count * width).unflatten(dim, (count, width)).movedim(dim, 0)
+
+    def _block_in(self, spec: object, number: int) -> tuple[int, int]:
+        """(the dimension that has the blocks, how much of it a block is)."""
+        shapes = [self._shape(spec, number, blocks) for blocks in (1, 2, 16, 32)]
+        grown = [dim for dim, (one, two) in enumerate(zip(shapes[0], shapes[1], strict=True)) if two > one]
+        if len(grown) == 1:
+            (dim,) = grown
+            width = shapes[1][dim] - shapes[0][dim]
+            if shapes[3][dim] - shapes[2][dim] == 16 * width:
+                return dim, width
+        size = self.plan.config.cache_config.block_size
+        raise ValidationError(
+            f"a prompt cache needs blocks that the kernels keep apart, and those of block_size={size} share memory; "
+            "pass a block_size that is a multiple of 16.",
+            parameter="block_size",
+            value=size,
+        )
+
+    def _shape(self, spec: object, number: int, blocks: int) -> tuple[int, ...]:
+        size = self.plan.config.cache_config.block_size
+        if isinstance(spec, LatentCacheSpec):
+            return spec.shape(blocks, size)
+        if not isinstance(spec, KVCacheSpec):
+            raise TypeError(f"{type(spec).__name__} is no {PagedSpec.__name__} of this package")
+        backend = attention_backend(self.platform, spec.head_size)
+        return backend.kv_cache_shapes(self.platform, spec, blocks, size)[number]
