@@ -49,6 +49,8 @@ OPERATIONS: dict[str, str] = {
     "relu": "activation",
     "relu2": "activation",
     "soft_cap": "activation",
+    "xielu": "activation",
+    "gelu_and_mul_sparse": "activation",
     "select_rows": "elementwise",
     "multiply": "elementwise",
     "select_experts": "routing",

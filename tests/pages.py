@@ -21,8 +21,8 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 @dataclass
 class Shape:
-    """The arguments of an attention layer. `sinks`: True if every head has a sink; `static`: the scales of a quantized
-    cache are given, and offsets if it is int8; not `causal`: rows have no cached tokens."""
+    """The arguments of an attention layer. `sinks`, `alibi`: every head has a sink, a slope; `static`: the scales of a
+    quantized cache are given, and offsets if it is int8; not `causal`: rows have no cached tokens."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -32,8 +32,13 @@ class Shape:
     soft_cap: float | None = None
     dtype: torch.dtype = torch.float32
     sinks: bool = False
+    alibi: bool = False
+    chunk: int | None = None  # where there is no window
     static: bool = False
     causal: bool = True
+
+    def __post_init__(self) -> None:
+        self.chunk = None if self.window is not None else self.chunk
 
     @property
     def scale(self) -> float:
@@ -66,6 +71,7 @@ class Pages:
             kernels.op(name) for name in ("kv_cache_shapes", "write_kv_cache", "paged_attention")
         )
         self.sinks = normal(seed - 1, shape.heads) if shape.sinks else None
+        self.slopes = 0.5 ** torch.linspace(1, 8, shape.heads) if shape.alibi else None
         self.static_scales = shape.static_scales(seed)
         tokens = sum(new for _, new in rows)
         self.query = normal(seed, tokens, shape.heads, shape.head_size)
@@ -94,8 +100,10 @@ class Pages:
             metadata or self.metadata(),
             scale=self.shape.scale,
             sliding_window=self.shape.window,
+            attention_chunk=self.shape.chunk,
             soft_cap=self.shape.soft_cap,
             sinks=self.sinks,
+            alibi_slopes=self.slopes,
             **self._more(),
             causal=self.shape.causal,
         )
@@ -139,6 +147,11 @@ class Pages:
         return int(self.table[row, position // size]) * size + position % size
 
     def first_seen(self, position: int) -> int:
+        chunk = self.shape.chunk
+        return max(self.first_kept(position), 0 if chunk is None else position // chunk * chunk)
+
+    def first_kept(self, position: int) -> int:
+        """Chunks free no blocks."""
         return 0 if self.shape.window is None else max(0, position - self.shape.window + 1)
 
     def rounded(self, x: torch.Tensor, part: int) -> torch.Tensor:
@@ -181,6 +194,8 @@ class Pages:
             scores = keys[:, head // ratio] @ query[head] * self.shape.scale
             if self.shape.soft_cap is not None:
                 scores = self.shape.soft_cap * torch.tanh(scores / self.shape.soft_cap)
+            if self.slopes is not None:
+                scores = scores + self.slopes[head].double() * torch.arange(1 - len(keys), 1)
             if self.sinks is not None:
                 scores = torch.cat((scores, self.sinks[head : head + 1].double()))
             weights = torch.exp(scores - scores.max())
@@ -209,7 +224,7 @@ class Pages:
     def _fill(self) -> None:
         """Write the keys and values of earlier steps that some token of this step attends to."""
         for row, (cached, _) in enumerate(self.rows):
-            seen = range(self.first_seen(cached), cached)
+            seen = range(self.first_kept(cached), cached)
             slots = torch.tensor([self.slot(row, position) for position in seen], dtype=torch.int64)
             kept = slice(seen.start, seen.stop)
             self.write(self.keys[row][kept], self.values[row][kept], slots)
@@ -217,7 +232,7 @@ class Pages:
     def _drop_blocks_out_of_window(self, seed: int) -> None:
         for row, (cached, _) in enumerate(self.rows):
             if (seed + row) % 2:
-                self.table[row, : self.first_seen(cached) // self.shape.block_size] = 0
+                self.table[row, : self.first_kept(cached) // self.shape.block_size] = 0
 
 
 def _all_nan(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

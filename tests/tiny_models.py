@@ -516,6 +516,25 @@ TINY_MODELS = TINY_MODELS | {
     ),
 }
 
+# ALiBi: six heads, whose slopes are those of four and every second one of eight.
+_ALIBI: dict[str, Any] = {
+    **dict.fromkeys(("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings"), None),
+    **{"rms_norm_eps": None, "layer_norm_epsilon": 1e-3, "num_hidden_layers": 2, "tie_word_embeddings": True},
+}
+TINY_MODELS = TINY_MODELS | {
+    "bloom": TinyModel("BloomConfig", {**_ALIBI, "tie_word_embeddings": False}),
+    "mpt": TinyModel(
+        "MptConfig",
+        {**_ALIBI, "attn_config": {"clip_qkv": 0.9}},
+        control={"attn_config": {"clip_qkv": 1.2}},
+    ),
+    "falcon-alibi": TinyModel(
+        "FalconConfig",
+        {**_ALIBI, "alibi": True, "bias": True, "parallel_attn": False, "multi_query": False},
+        control={"alibi": False},
+    ),
+}
+
 # Seven experts of odd size; the last layers of a hybrid are dense.
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 37}
 TINY_MODELS = TINY_MODELS | {
@@ -707,6 +726,7 @@ TINY_MODELS = TINY_MODELS | {
 # Families that are other arrangements of parts which the other rows have: they are held against transformers alone and
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
+    mpt falcon-alibi
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
     falcon-mamba granitemoehybrid-dense bamba nemotron-h jamba qwen3-5 qwen3-5-moe olmo-hybrid

@@ -13,6 +13,8 @@ _SILU, _GELU, _GELU_TANH, _QUICK_GELU, _RELU, _RELU_SQUARED = range(6)
 _GELUS = {"none": _GELU, "tanh": _GELU_TANH}
 _ACTIVATION = KERNELS["llm_activation"]
 _SOFT_CAP = KERNELS["llm_soft_cap"]
+_XIELU = KERNELS["llm_xielu"]
+_GELU_SPARSE = KERNELS["llm_gelu_sparse"]
 _FLOAT_BYTES = 4
 
 
@@ -64,11 +66,48 @@ def soft_cap(library: Library, x: torch.Tensor, cap: float) -> torch.Tensor:
     return x
 
 
-def _gated(library: Library, function: int, x: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
+def xielu(
+    library: Library, x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """float [...] -> [...]: as the definition, whose parameters are float32 here."""
+    wide = as_float32(x)
+    out = library.empty_like(wide)
+    slopes = [as_float32(parameter) for parameter in (alpha_p, alpha_n, beta)]
+    addresses = [slope.data_ptr() for slope in slopes]
+    library.call(_XIELU, wide.data_ptr(), *addresses, eps, out.data_ptr(), out.numel(), torch.get_num_threads())
+    return in_type(out, x.dtype)
+
+
+def gelu_and_mul_sparse(library: Library, x: torch.Tensor, deviations: float, approximate: str) -> torch.Tensor:
+    """float [..., 2d] -> [..., d]: the gate keeps what exceeds mean + deviations * std of its row, then gelu."""
+    *shape, width = _halved(x)
+    wide = as_float32(x)
+    out = library.empty(*shape, width)
+    rows = out.numel() // width if width else 0
+    library.call(
+        _GELU_SPARSE,
+        wide.data_ptr(),
+        int(approximate == "tanh"),
+        deviations,
+        out.data_ptr(),
+        rows,
+        width,
+        torch.get_num_threads(),
+    )
+    return in_type(out, x.dtype)
+
+
+def _halved(x: torch.Tensor) -> list[int]:
+    """The shape of a gated activation's result."""
     *shape, both = x.shape
     if both % 2:
         raise ValueError(f"a gated activation needs an even last dimension, got shape {list(x.shape)}.")
-    wide, width = as_float32(x), both // 2
+    return [*shape, both // 2]
+
+
+def _gated(library: Library, function: int, x: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
+    *shape, width = _halved(x)
+    wide = as_float32(x)
     out = library.empty(*shape, width)
     first = wide.data_ptr()
     second = first + width * _FLOAT_BYTES

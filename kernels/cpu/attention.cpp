@@ -37,9 +37,9 @@ template <class T> class Attention {
     int64_t staged_size() const { return KEYS * (layer.head_size + layer.value_size()) + LANES; }
 
     int64_t scratch_bytes(int64_t rows) const {
-        const int64_t per_row = layer.head_size + padded() + LANES + 1 + LANES;
+        const int64_t per_row = layer.head_size + padded() + LANES + 2 + LANES;
         const int64_t staged = is_staged() ? staged_size() : 0;
-        return (rows * per_row + MAX_TILE_ROWS * KEYS + staged) * sizeof(float) + rows * sizeof(Span) + 64 * 8;
+        return (rows * per_row + MAX_TILE_ROWS * KEYS + staged) * sizeof(float) + rows * sizeof(Span) + 64 * 9;
     }
 
     void run(const Task& task, char* scratch) const {
@@ -75,6 +75,7 @@ template <class T> class Attention {
         work.out = floats(rows * padded());
         work.sums = floats(rows * LANES);
         work.maxima = floats(rows);
+        work.slopes = layer.slopes ? floats(rows) : nullptr;
         work.staged = is_staged() ? floats(staged_size()) : nullptr;
         work.spans = reinterpret_cast<Span*>(take(rows, sizeof(Span)));
         return work;
@@ -197,17 +198,18 @@ template <class T> class Attention {
         for (int64_t row = 0, share; row < rows; row += share) {
             share = tile_rows(rows - row);
             if (!whole) advance_edge(work, row, share, start, block);
-            else if (row == fetches) advance_tile<true>(work, row, share, block, next);
-            else advance_tile<false>(work, row, share, block, next);
+            else if (row == fetches) advance_tile<true>(work, row, share, start, block, next);
+            else advance_tile<false>(work, row, share, start, block, next);
         }
     }
 
     // Query rows that all see the whole block.
     template <bool FETCH>
-    void advance_tile(const Work& work, int64_t row, int64_t rows, const Block& block, const Block& next) const {
+    void advance_tile(const Work& work, int64_t row, int64_t rows, int64_t start, const Block& block,
+                      const Block& next) const {
         score_rows<FETCH>(rows, work, row, KEYS, block, next, layer.head_size);
         for (int64_t r = 0; r < rows; ++r)
-            advance_softmax(work, row + r, work.scores + r * KEYS, {0, KEYS}, layer.log2_cap());
+            advance_softmax(work, row + r, work.scores + r * KEYS, start, {0, KEYS}, layer.log2_cap());
         value_rows<FETCH>(rows, work, row, work.scores, Span{0, KEYS}, block, next, layer.value_size());
     }
 
@@ -225,7 +227,7 @@ template <class T> class Attention {
         const auto scores = [&](int64_t r) { return work.scores + (r - row) * KEYS; };
         for (int64_t r = row; r < row + rows; ++r) {
             const Span seen = seen_in_block(work, r, start);
-            if (!seen.empty()) advance_softmax(work, r, scores(r), seen, layer.log2_cap());
+            if (!seen.empty()) advance_softmax(work, r, scores(r), start, seen, layer.log2_cap());
         }
         // Keys that all rows see are added for the whole tile, the others row by row. Each row's keys stay in order,
         // and a key that a row does not see is not multiplied by 0 (0 * inf is NaN).
@@ -284,18 +286,21 @@ template <class Call> LLM_INLINE void with_cache_type(Kind kind, const Call& cal
 using namespace llm;
 
 // query [tokens][heads][head_size], tokens `query_stride` floats apart -> out, contiguous. A token sees `window`
-// positions up to its own (0: all) and `ahead` after it, of those in the cache. `static_scales`: static scales
-// and offsets [4][kv_heads][head_size] of a KV cache in 8 bits (offsets: of int8), or null. Returns -1; or, having
-// computed nothing, the first batch row whose numbers or block ids are out of range.
+// positions up to its own (0: all), of those only what is in its own chunk of `chunk` positions (0: all), and
+// `ahead` after it, of those in the cache. `slopes` of ALiBi per head, or null;
+// with them `ahead` is 0. `static_scales`: static scales and offsets [4][kv_heads][head_size] of a KV cache in 8 bits
+// (offsets: of int8), or null. Returns -1; or, having computed nothing, the first batch row whose numbers or block ids
+// are out of range.
 LLM_EXPORT int64_t llm_paged_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths,
                                        int64_t rows, int64_t table_width, int64_t block_size, int64_t slots,
                                        const float* query, int64_t query_stride, int64_t tokens, Kind kind,
                                        const void* key_cache, const void* value_cache, float* out, int64_t heads,
-                                       int64_t kv_heads, int64_t head_size, int64_t window, int64_t ahead, float scale,
-                                       float soft_cap, const float* sinks, const float* static_scales,
-                                       int64_t threads) {
+                                       int64_t kv_heads, int64_t head_size, int64_t window, int64_t chunk,
+                                       int64_t ahead, float scale, float soft_cap, const float* sinks,
+                                       const float* slopes, const float* static_scales, int64_t threads) {
     const Step step{table, starts, lengths, rows, table_width, block_size, slots};
-    const Layer layer{heads, kv_heads, head_size, window, ahead, 0, scale, soft_cap, sinks, static_scales};
+    const Layer layer{heads, kv_heads, head_size, window, chunk,  ahead,
+                      0,     scale,    soft_cap,  sinks,  slopes, static_scales};
     const int64_t bad = first_bad_row(step, tokens, window);
     if (bad >= 0) return bad;
     if (kind == Kind::INT8) {
@@ -318,7 +323,7 @@ LLM_EXPORT int64_t llm_latent_attention(const int32_t* table, const int32_t* sta
                                         const void* cache, float* out, int64_t heads, int64_t latent_size,
                                         int64_t rope_size, float scale, int64_t threads) {
     const Step step{table, starts, lengths, rows, table_width, block_size, slots};
-    const Layer layer{heads, 1, latent_size + rope_size, 0, 0, rope_size, scale, 0.0f, nullptr, nullptr};
+    const Layer layer{heads, 1, latent_size + rope_size, 0, 0, 0, rope_size, scale, 0.0f, nullptr, nullptr, nullptr};
     const int64_t bad = first_bad_row(step, tokens, 0);
     if (bad >= 0) return bad;
     with_type(kind, [&](auto type) {

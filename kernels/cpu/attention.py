@@ -82,8 +82,10 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     static_scales: torch.Tensor | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
@@ -112,10 +114,12 @@ def paged_attention(
         kv_heads,
         head_size,
         sliding_window or 0,
+        attention_chunk or 0,
         0 if causal else (sliding_window or slots) - 1,
         scale,
         soft_cap or 0.0,
         pointer(sinks),
+        pointer(alibi_slopes),
         pointer(static_scales),
         torch.get_num_threads(),
     )

@@ -157,9 +157,9 @@ class Int8Attention {
     float* out;
 
     int64_t scratch_bytes(int64_t rows) const {
-        const int64_t floats = query_size() + rows * (width() + LANES + 1 + 2) + INT8_ROWS * KEYS;
+        const int64_t floats = query_size() + rows * (width() + LANES + 2 + 2) + INT8_ROWS * KEYS;
         const int64_t fours = rows * query_size() / 2 + INT8_ROWS * KEYS / 2;
-        return floats * 4 + fours * 4 + rows * sizeof(Span) + staged_bytes() + 64 * 10;
+        return floats * 4 + fours * 4 + rows * sizeof(Span) + staged_bytes() + 64 * 11;
     }
 
     void run(const Task& task, char* scratch) const {
@@ -215,6 +215,7 @@ class Int8Attention {
         work.common.out = floats(rows * width());
         work.common.sums = floats(rows * LANES);
         work.common.maxima = floats(rows);
+        work.common.slopes = layer.slopes ? floats(rows) : nullptr;
         work.common.spans = reinterpret_cast<Span*>(take(rows * sizeof(Span)));
         work.units = floats(rows), work.shifts = floats(rows), work.row = floats(query_size());
         work.fours = fours(rows * query_size()), work.weights = fours(INT8_ROWS * KEYS);
@@ -360,7 +361,7 @@ class Int8Attention {
         if (seen.empty()) {
             for (int64_t key = 0; key < KEYS; ++key) scores[key] = 0.0f;
         } else {
-            advance_softmax(work.common, row, scores, seen, layer.log2_cap());
+            advance_softmax(work.common, row, scores, start, seen, layer.log2_cap());
             for (int panel = 0; panel < PANELS; ++panel) {
                 float* at = scores + panel * LANES;
                 store(at, load(at) * scales_of(records.values[panel]));

@@ -25,10 +25,12 @@ enum Channel : int64_t { KEY_SCALE, KEY_OFFSET, VALUE_SCALE, VALUE_OFFSET };
 
 struct Layer {
     int64_t heads, kv_heads, head_size, window;  // window 0: none
+    int64_t chunk;                               // a token sees those of its own chunk of so many positions; 0: all
     int64_t ahead;                               // how many positions after its own a token sees; 0: causal
     int64_t rope_size;           // static_scales of a latent key that are no value; 0: no latent attention
     float scale, soft_cap;       // soft_cap 0: none
     const float* sinks;          // per head, or null
+    const float* slopes;         // of ALiBi, per head, or null
     const float* static_scales;  // of a quantized KV cache with static scales (quantized_cache.h), or null
     int64_t group() const { return heads / kv_heads; }
     int64_t value_size() const { return head_size - rope_size; }

@@ -61,6 +61,7 @@ struct Block { const float *keys[PANELS], *values[PANELS]; };
 // What a task works on, in the thread's scratch memory.
 struct Work {
     float *query, *scores, *out, *sums, *maxima, *staged;  // scores: of one tile of query rows
+    float* slopes;                                         // of each query row, in powers of two; null: no ALiBi
     Span* spans;                                           // positions that each query row sees
     Span common;                                           // positions that all query rows see
     int64_t out_stride;
@@ -76,7 +77,10 @@ void start_row(const Work& work, int64_t row, const Layer& layer, int64_t head, 
         work.maxima[row] = layer.sinks[head] * 0x1.715476p+0f;
         work.sums[row * LANES] = 1.0f;
     }
-    work.spans[row] = {layer.window ? max(0, position + 1 - layer.window) : 0, min(length, position + 1 + layer.ahead)};
+    if (layer.slopes) work.slopes[row] = layer.slopes[head] * 0x1.715476p+0f;
+    const int64_t first = layer.window ? max(0, position + 1 - layer.window) : 0;
+    const int64_t chunk = layer.chunk ? position / layer.chunk * layer.chunk : 0;
+    work.spans[row] = {max(first, chunk), min(length, position + 1 + layer.ahead)};
 }
 
 // The positions that all query rows see become work.common; returns those that any of them sees.
@@ -183,11 +187,25 @@ LLM_INLINE void value_rows(int64_t rows, const Rest&... rest) {
     if constexpr (ROWS > 1) value_rows<FETCH, ROWS - 1>(rows, rest...);
 }
 
+// ALiBi (arXiv:2108.12409): adds the slope times the distance from the query to each key, which is at most 0 for the
+// keys that it sees. Such a layer is causal: the query is at the last position of its span.
+void add_distances(const Work& work, int64_t row, float* scores, int64_t start) {
+    alignas(64) static constexpr float lanes[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t position = work.spans[row].end - 1;
+    const F32 slope = set1(work.slopes[row]);
+    for (int v = 0; v < KEYS; v += LANES) {
+        const F32 distances = set1(static_cast<float>(start + v - position)) + load(lanes);
+        store(scores + v, fma(slope, distances, load(scores + v)));
+    }
+}
+
 // One step of the online softmax (arXiv:1805.02867) for one query row, in powers of two. Scores become probabilities;
-// sum and output so far are rescaled when the maximum grew. `seen` is relative to the block and not empty.
-void advance_softmax(const Work& work, int64_t row, float* scores, Span seen, float soft_cap) {
+// sum and output so far are rescaled when the maximum grew. `seen` is relative to the block, which begins at position
+// `start`, and not empty.
+void advance_softmax(const Work& work, int64_t row, float* scores, int64_t start, Span seen, float soft_cap) {
     if (soft_cap != 0.0f)
         for (int v = 0; v < KEYS; v += LANES) store(scores + v, tanh(load(scores + v)) * set1(soft_cap));
+    if (work.slopes) add_distances(work, row, scores, start);
     for (int64_t key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
     for (int64_t key = seen.end; key < KEYS; ++key) scores[key] = -INFINITY;
     F32 best = load(scores);

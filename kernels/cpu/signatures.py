@@ -32,6 +32,10 @@ void llm_layer_norm(const float* x, const float* residual, Kind kind, const void
     float eps, float* out, float* total, int64_t rows, int64_t width, int64_t threads)
 void llm_activation(int64_t function, const float* gate, const float* up, int64_t stride, float* out, int64_t rows,
     int64_t width, int64_t threads)
+void llm_xielu(const float* x, const float* alpha_p, const float* alpha_n, const float* beta, float eps, float* out,
+    int64_t count, int64_t threads)
+void llm_gelu_sparse(const float* x, int64_t is_tanh, float deviations, float* out, int64_t rows, int64_t width,
+    int64_t threads)
 void llm_soft_cap(float* x, float cap, int64_t count, int64_t threads)
 void llm_select_experts(const float* logits, const float* bias, float* weights, int64_t* ids, int64_t rows,
     int64_t experts, int64_t top_k, int64_t sigmoid, int64_t renormalize, int64_t groups, int64_t topk_groups,
@@ -48,8 +52,8 @@ int64_t llm_write_kv_cache(const float* key, int64_t key_stride, const float* va
 int64_t llm_paged_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths, int64_t rows,
     int64_t table_width, int64_t block_size, int64_t slots, const float* query, int64_t query_stride, int64_t tokens,
     Kind kind, const void* key_cache, const void* value_cache, float* out, int64_t heads, int64_t kv_heads,
-    int64_t head_size, int64_t window, int64_t ahead, float scale, float soft_cap, const float* sinks,
-    const float* static_scales, int64_t threads)
+    int64_t head_size, int64_t window, int64_t chunk, int64_t ahead, float scale, float soft_cap, const float* sinks,
+    const float* slopes, const float* static_scales, int64_t threads)
 void llm_heads_linear(Kind kind, const void* weight, const float* x, int64_t x_stride, int64_t x_head_stride, float* y,
     int64_t tokens, int64_t heads, int64_t n, int64_t k, int64_t threads)
 int64_t llm_write_latent_cache(const float* latent, int64_t latent_stride, const float* rope, int64_t rope_stride,

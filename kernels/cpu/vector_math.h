@@ -23,16 +23,16 @@ LLM_INLINE F32 times_power_of_two(F32 x, F32 n) {
 #endif
 }
 
-// e^r for |r| <= ln(2) / 2: the degree-6 minimax polynomial.
-LLM_INLINE F32 exp_reduced(F32 r) {
+// (e^r - 1) / r for |r| <= ln(2) / 2, of which e^r is the degree-6 minimax polynomial.
+LLM_INLINE F32 exp_slope(F32 r) {
     F32 p = set1(0x1.6a50bep-10f);
     p = fma(p, r, set1(0x1.123976p-7f));
     p = fma(p, r, set1(0x1.5558acp-5f));
     p = fma(p, r, set1(0x1.555492p-3f));
     p = fma(p, r, set1(0x1.fffffcp-2f));
-    p = fma(p, r, set1(1.0f));
     return fma(p, r, set1(1.0f));
 }
+LLM_INLINE F32 exp_reduced(F32 r) { return fma(exp_slope(r), r, set1(1.0f)); }
 
 // e^x.
 LLM_INLINE F32 exp(F32 x) {
@@ -41,6 +41,11 @@ LLM_INLINE F32 exp(F32 x) {
     F32 r = fma(n, set1(-0x1.62e400p-1f), x);
     r = fma(n, set1(-0x1.7f7d1cp-20f), r);
     return times_power_of_two(exp_reduced(r), n);
+}
+
+// e^x - 1 for x <= 0.
+LLM_INLINE F32 expm1_of_negative(F32 x) {
+    return select_less(x, set1(-0.34375f), exp(x) - set1(1.0f), exp_slope(x) * x);
 }
 
 // 2^x for x <= 0; exactly 0 from -126.5 down. Adding 1.5 * 2^23 + 127 rounds x to an integer and leaves that integer's

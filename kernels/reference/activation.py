@@ -94,15 +94,18 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     return x.div_(cap).tanh_().mul_(cap)
 
 
-def xielu(x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: float, eps: float) -> torch.Tensor:
-    """float [...] -> [...]: alpha_p x^2 + beta x for x > 0, else alpha_n (expm1(min(x, eps)) - x) + beta x.
+def xielu(
+    x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """float [...] -> [...]: p x^2 + beta x for x > 0, else n (expm1(min(x, eps)) - x) + beta x.
 
-    alpha_p and alpha_n are float [1], the slopes themselves. eps is a small negative number, where the exponential of
-    the paper is cut off for its gradient.
+    p = softplus(alpha_p) and n = softplus(alpha_n) + beta; all three are of one element. eps is a small negative
+    number, where the exponential of the paper is cut off for its gradient.
     """
-    wide = x.float()
-    negative = (torch.expm1(wide.clamp(max=eps)) - wide) * alpha_n.float()
-    return (torch.where(wide > 0, alpha_p.float() * wide.square(), negative) + beta * wide).to(x.dtype)
+    wide, slope = x.float(), beta.float()
+    p, n = F.softplus(alpha_p.float()), F.softplus(alpha_n.float()) + slope
+    negative = (torch.expm1(wide.clamp(max=eps)) - wide) * n
+    return (torch.where(wide > 0, p * wide.square(), negative) + slope * wide).to(x.dtype)
 
 
 def _clamped_glu(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float, beta: float) -> torch.Tensor:

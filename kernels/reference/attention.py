@@ -58,8 +58,10 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     static_scales: torch.Tensor | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
@@ -68,10 +70,13 @@ def paged_attention(
     Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shapes`; returns [N, heads, head_size]. Values may
     have fewer channels than keys; the result then has as many as they.
     A token at position p sees positions max(0, p - sliding_window + 1) to p; if not `causal`, also those to
-    p + sliding_window - 1, or all, of a row whose tokens are all in this step. With `soft_cap` a score s becomes
+    p + sliding_window - 1, or all, of a row whose tokens are all in this step. `attention_chunk`, if there is no window: it
+    sees those of its own chunk of so many positions, the first of which begins at 0. With `soft_cap` a score s becomes
     soft_cap * tanh(s / soft_cap) before the softmax. `sinks` float32 [heads] are scores of one more key, whose value
-    is zero (attention sinks as gpt-oss trains them). `static_scales` as in `write_kv_cache`.
+    is zero (attention sinks as gpt-oss trains them). `alibi_slopes` float32 [heads], if `causal`: to a score, after the
+    soft cap, slope * (position of the key - position of the query) is added. `static_scales` as in `write_kv_cache`.
     """
+    scoring = _Scoring(scale, soft_cap, sinks, alibi_slopes, attention_chunk)
     if metadata.plan is None:
         metadata.plan = _plan(metadata, sliding_window, key_cache.shape[0] * key_cache.shape[2])
     key_scales, value_scales = (None, None) if static_scales is None else (static_scales[:2], static_scales[2:])
@@ -81,21 +86,47 @@ def paged_attention(
     for group in metadata.plan.decode:
         key = _gather_into(key_buffer, key_cache, group.slots, key_scales)
         value = _gather_into(value_buffer, value_cache, group.slots, value_scales)
-        out[group.tokens] = _attend_decode(query[group.tokens], key, value, group.mask, scale, soft_cap, sinks)
+        out[group.tokens] = _attend_decode(query[group.tokens], key, value, group, scoring)
     for row in metadata.plan.prefill:
         key, value = _gather(key_cache, row.slots, key_scales), _gather(value_cache, row.slots, value_scales)
         part = query[row.start : row.end]
-        out[row.start : row.end] = _attend_row(part, key, value, scale, sliding_window, soft_cap, sinks, causal)
+        out[row.start : row.end] = _attend_row(part, key, value, scoring, sliding_window, causal)
     return out
 
 
 @dataclass
+class _Scoring:
+    """How scores are computed: the arguments of `paged_attention`."""
+
+    scale: float
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    attention_chunk: int | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.soft_cap is None and self.sinks is None and self.alibi_slopes is None
+
+    def in_chunk(self, mask: torch.Tensor, distances: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Of the keys that `mask` lets the queries at `positions` see, those of the query's own chunk."""
+        if self.attention_chunk is None:
+            return mask
+        return mask & (distances >= -(positions % self.attention_chunk))
+
+
+@dataclass
 class _DecodeGroup:
-    """Batch rows with one query token. tokens int64 [R], slots int64 [R * L], mask bool [R, 1, L] (True: seen)."""
+    """Batch rows with one query token. tokens int64 [R], slots int64 [R * L], mask bool [R, 1, L] (True: seen).
+
+    distances: float32 [R, 1, L], of each key from the query: negative before it. positions: int32 [R, 1, 1].
+    """
 
     tokens: torch.Tensor
     slots: torch.Tensor
     mask: torch.Tensor
+    distances: torch.Tensor
+    positions: torch.Tensor
 
 
 @dataclass
@@ -162,7 +193,9 @@ def _decode_group(
         mask &= positions >= lengths - sliding_window
     slots.masked_fill_(~mask, 0)  # slot 0 is never written
     tokens = torch.tensor([starts[row] for row, _, _ in rows], device=device)
-    return _DecodeGroup(tokens, slots.view(-1), mask.unsqueeze(1))
+    distances = (positions - (lengths - 1)).float()
+    own = (lengths - 1).unsqueeze(1)
+    return _DecodeGroup(tokens, slots.view(-1), mask.unsqueeze(1), distances.unsqueeze(1), own)
 
 
 def _slots(blocks: torch.Tensor, size: int) -> torch.Tensor:
@@ -191,21 +224,16 @@ def _gather_into(
 
 
 def _attend_decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: _DecodeGroup, scoring: _Scoring
 ) -> torch.Tensor:
-    """query [R, heads, d], key and value [kv_heads, R * L, d or other], mask [R, 1, L] -> [R, heads, d of value]."""
+    """query [R, heads, d], key and value [kv_heads, R * L, d or other] -> [R, heads, d of value]."""
     rows, heads, size = query.shape
     kv_heads = key.shape[0]
     grouped = query.view(rows, kv_heads, -1, size).transpose(0, 1)
     key, value = (tensor.unflatten(1, (rows, -1)) for tensor in (key, value))
-    sinks = None if sinks is None else sinks.view(kv_heads, 1, -1, 1)
-    out = _attend_explicitly(grouped, key, value, mask, scale, soft_cap, sinks)
+    of_heads = (kv_heads, 1, -1, 1)
+    mask = scoring.in_chunk(group.mask, group.distances, group.positions)
+    out = _attend_explicitly(grouped, key, value, mask, group.distances, scoring, of_heads)
     return out.transpose(0, 1).reshape(rows, heads, -1)
 
 
@@ -213,17 +241,15 @@ def _attend_row(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scale: float,
+    scoring: _Scoring,
     sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor:
     """query [count, heads, d], the last `count` of the keys; key and value [kv_heads, keys, d] -> [count, heads, d]."""
     count, keys = query.shape[0], key.shape[1]
     query = query.transpose(0, 1)
-    if causal and count == keys and sliding_window is None and soft_cap is None and sinks is None:
-        return _sdpa(query, key, value, scale, None).transpose(0, 1)
+    if causal and count == keys and sliding_window is None and scoring.attention_chunk is None and scoring.is_plain:
+        return _sdpa(query, key, value, scoring.scale, None).transpose(0, 1)
     seen = torch.arange(keys, device=query.device)
     chunks = []
     for start in range(0, count, _QUERY_CHUNK):
@@ -233,7 +259,9 @@ def _attend_row(
         if sliding_window is not None:
             mask &= seen > positions - sliding_window
             mask &= seen < positions + sliding_window
-        chunks.append(_attend_masked(query[:, start:end], key, value, mask, scale, soft_cap, sinks))
+        distances = (seen - positions).float()
+        mask = scoring.in_chunk(mask, distances, positions)
+        chunks.append(_attend_masked(query[:, start:end], key, value, mask, distances, scoring))
     return torch.cat(chunks, dim=1).transpose(0, 1)
 
 
@@ -242,18 +270,16 @@ def _attend_masked(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
-    scale: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
+    distances: torch.Tensor,
+    scoring: _Scoring,
 ) -> torch.Tensor:
-    """query [heads, q, d], key and value [kv_heads, k, d], mask [q, k] -> [heads, q, d]."""
-    if soft_cap is None and sinks is None:
-        return _sdpa(query, key, value, scale, mask)
+    """query [heads, q, d], key and value [kv_heads, k, d], mask and distances [q, k] -> [heads, q, d]."""
+    if scoring.is_plain:
+        return _sdpa(query, key, value, scoring.scale, mask)
     grouped = query.unflatten(0, (key.shape[0], -1))
     groups = grouped.shape[1]
-    sinks = None if sinks is None else sinks.view(-1, groups, 1, 1)
     key, value = (tensor.unsqueeze(1).expand(-1, groups, -1, -1) for tensor in (key, value))
-    return _attend_explicitly(grouped, key, value, mask, scale, soft_cap, sinks).flatten(0, 1)
+    return _attend_explicitly(grouped, key, value, mask, distances, scoring, (-1, groups, 1, 1)).flatten(0, 1)
 
 
 def _attend_explicitly(
@@ -261,18 +287,23 @@ def _attend_explicitly(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
-    scale: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
+    distances: torch.Tensor,
+    scoring: _Scoring,
+    of_heads: tuple[int, int, int, int],
 ) -> torch.Tensor:
-    """query [a, b, q, d], key and value [a, b, k, d], mask to [a, b, q, k], sinks to [a, b, q, 1]: -> [a, b, q, d]."""
-    scores = torch.matmul(query * scale, key.transpose(2, 3))
-    if soft_cap is not None:
-        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    """query [a, b, q, d], key and value [a, b, k, d], mask and distances to [a, b, q, k]: -> [a, b, q, d].
+
+    of_heads: the shape of what each head has one of, which expands to [a, b, q, 1].
+    """
+    scores = torch.matmul(query * scoring.scale, key.transpose(2, 3))
+    if scoring.soft_cap is not None:
+        scores = scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
+    if scoring.alibi_slopes is not None:
+        scores += scoring.alibi_slopes.view(of_heads) * distances
     scores.masked_fill_(~mask, float("-inf"))
-    if sinks is None:
+    if scoring.sinks is None:
         return torch.matmul(scores.softmax(dim=-1), value)
-    column = sinks.expand(*scores.shape[:-1], 1)
+    column = scoring.sinks.view(of_heads).expand(*scores.shape[:-1], 1)
     return torch.matmul(torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1], value)
 
 

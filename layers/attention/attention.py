@@ -20,8 +20,11 @@ class Attention(nn.Module):
         layer_index: position of this layer's state among the model's.
         scale: factor on the scores before the softmax.
         sliding_window: how many positions a token sees, itself included; None: all.
+        attention_chunk: a token sees only its own chunk of so many positions; None: all. Without a window.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: no cap.
         sinks: float32 [num_heads], scores of one more key, whose value is zero; None: there is none.
+        alibi_slopes: float32 [num_heads]: slope * (position of the key - position of the query) is added to a score,
+            after the soft cap; None: nothing is. Only if `causal`.
         causal: False: a token also sees the positions after it, of which `sliding_window` bounds the distance likewise.
     """
 
@@ -36,7 +39,9 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         causal: bool = True,
+        attention_chunk: int | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -44,7 +49,18 @@ class Attention(nn.Module):
         self.head_size = head_size
         self.layer_index = layer_index
         self.sliding_window = sliding_window
-        params = AttentionParams(num_heads, num_kv_heads, head_size, scale, sliding_window, soft_cap, sinks, causal)
+        params = AttentionParams(
+            num_heads,
+            num_kv_heads,
+            head_size,
+            scale,
+            sliding_window,
+            soft_cap,
+            sinks,
+            alibi_slopes,
+            causal,
+            attention_chunk,
+        )
         self.backend = attention_backend(construction().platform, head_size)(params)
 
     @property

@@ -29,7 +29,9 @@ class AttentionParams:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
     causal: bool = True
+    attention_chunk: int | None = None
 
 
 class AttentionBackend:
@@ -120,8 +122,10 @@ class PagedAttention(AttentionBackend):
             metadata,
             scale=self.params.scale,
             sliding_window=self.params.sliding_window,
+            attention_chunk=self.params.attention_chunk,
             soft_cap=self.params.soft_cap,
             sinks=self.params.sinks,
+            alibi_slopes=self.params.alibi_slopes,
             causal=self.params.causal,
             static_scales=self._scales(kv_cache),
         )

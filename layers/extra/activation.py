@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import NormalDist
-
 import torch
-from torch import nn
 
 from llm.base.custom_op import CustomOp
-from llm.base.errors import ValidationError
 from llm.kernels.reference import activation
-from llm.layers.activation import check_approximate
 from llm.layers.kernel_op import KernelOp
 
 
@@ -21,37 +16,6 @@ class MulAndSilu(KernelOp):
     operations = ("mul_and_silu",)
 
 
-@CustomOp.register("gelu_and_mul_sparse")
-class GeluAndMulSparse(CustomOp):
-    """`GeluAndMul` with a sparse gate (Gemma 3n): gelu(relu(gate - cut)) * up.
-
-    cut = mean + z std of the gate's row (std biased), with z the quantile of the normal distribution at
-    `activation_sparsity`.
-
-    Args:
-        activation_sparsity: expected share of zeros, in (0, 1).
-        approximate: "none" or "tanh".
-    """
-
-    def __init__(self, activation_sparsity: float, approximate: str = "none", *, enforce_enable: bool = False) -> None:
-        super().__init__(enforce_enable=enforce_enable)
-        if not 0.0 < activation_sparsity < 1.0:
-            raise ValidationError(
-                f"activation_sparsity={activation_sparsity!r} is out of range; use a share between 0 and 1, or "
-                "GeluAndMul for no sparsity.",
-                parameter="activation_sparsity",
-                value=activation_sparsity,
-            )
-        self.approximate = check_approximate(approximate)
-        self.std_multiplier = NormalDist().inv_cdf(activation_sparsity)
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.gelu_and_mul_sparse(x, self.std_multiplier, self.approximate)
-
-    def extra_repr(self) -> str:
-        return f"std_multiplier={self.std_multiplier:.4g}, approximate={self.approximate!r}"
-
-
 @CustomOp.register("gelu_fast")
 class FastGELU(KernelOp):
     """0.5 x (1 + tanh(0.7978845608 x (1 + 0.044715 x^2))).
@@ -60,45 +24,6 @@ class FastGELU(KernelOp):
     """
 
     operations = ("gelu_new",)
-
-
-@CustomOp.register("xielu")
-class XIELU(CustomOp):
-    """xIELU (arXiv:2411.13010), the activation of Apertus, with two trained slopes; see `kernels/reference`.
-
-    Args:
-        alpha_p_init, alpha_n_init: initial slopes for positive and negative x. The parameters alpha_p and alpha_n [1]
-            hold them before softplus, as checkpoints do (alpha_n: minus `beta`).
-        beta: slope at zero.
-        eps: negative; the exponential is cut off above it.
-        dtype: of the parameters; None: torch's default.
-    """
-
-    def __init__(
-        self,
-        alpha_p_init: float = 0.8,
-        alpha_n_init: float = 0.8,
-        beta: float = 0.5,
-        eps: float = -1e-6,
-        dtype: torch.dtype | None = None,
-        *,
-        enforce_enable: bool = False,
-    ) -> None:
-        super().__init__(enforce_enable=enforce_enable)
-        self.alpha_p = self._slope(alpha_p_init, dtype)
-        self.alpha_n = self._slope(alpha_n_init - beta, dtype)
-        self.beta = beta
-        self.eps = eps
-
-    @staticmethod
-    def _slope(value: float, dtype: torch.dtype | None) -> nn.Parameter:
-        before_softplus = torch.tensor([value], dtype=torch.float64).expm1().log()
-        return nn.Parameter(before_softplus.to(dtype or torch.get_default_dtype()), requires_grad=False)
-
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        alpha_p = nn.functional.softplus(self.alpha_p.float())
-        alpha_n = self.beta + nn.functional.softplus(self.alpha_n.float())
-        return activation.xielu(x, alpha_p, alpha_n, self.beta, self.eps)
 
 
 @CustomOp.register("swigluoai_and_mul")

@@ -1,8 +1,10 @@
-"""Falcon 7B, 40B, 180B and Falcon 2: parallel residual, a fused QKV tensor."""
+"""Falcon: parallel residual and a fused QKV tensor; falcon-rw has ALiBi and no parallel residual."""
 
 from __future__ import annotations
 
 from typing import ClassVar
+
+import torch
 
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import (
@@ -16,6 +18,7 @@ from llm.models.decoder import (
     ParallelNorms,
     PlainMLPConfig,
     PreNorms,
+    alibi_slopes,
     longest_sequence,
     read_decoder,
     read_layer_norm,
@@ -42,15 +45,22 @@ class FalconForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        reader.expect("alibi", False)  # falcon-rw alone
         reader.expect("apply_residual_connection_post_layernorm", False)
         hidden, bias = reader.positive("hidden_size"), reader.boolean("bias", False)
         rope, norm = reader.rope(), read_layer_norm(reader, "layer_norm_epsilon")
         is_new = reader.boolean("new_decoder_architecture", False)
         inner = reader.positive("ffn_hidden_size", 4 * hidden)
         reader.expect("ff_factor", inner // hidden)
+        heads, has_alibi = _heads(reader, is_new), reader.boolean("alibi", False)
         layer = LayerConfig(
-            attention=AttentionConfig(_heads(reader, is_new), rope, qkv_bias=bias, out_bias=bias, qkv_by_key_head=True),
+            attention=AttentionConfig(
+                heads,
+                None if has_alibi else rope,
+                qkv_bias=bias,
+                out_bias=bias,
+                qkv_by_key_head=True,
+                alibi_slopes=_slopes(heads) if has_alibi else None,
+            ),
             mlp=PlainMLPConfig(inner, reader.string("activation", "gelu"), bias),
             norms=_norms(reader, norm, is_new),
         )
@@ -62,6 +72,12 @@ def _heads(reader: ConfigReader, is_new: bool) -> Heads:
     query = reader.positive("num_attention_heads")
     is_multi_query, named = reader.boolean("multi_query", True), reader.positive("num_kv_heads", query)
     return Heads(query, named if is_new or not is_multi_query else 1, reader.positive("hidden_size") // query)
+
+
+def _slopes(heads: Heads) -> tuple[float, ...]:
+    """The bias is scaled as the scores are. Its slopes are bfloat16 (in transformers so is slope times position)."""
+    rounded = torch.tensor(alibi_slopes(heads.query), dtype=torch.float64).bfloat16()
+    return tuple(slope * heads.size**-0.5 for slope in rounded.tolist())
 
 
 def _norms(reader: ConfigReader, norm: NormConfig, is_new: bool) -> Norms:

@@ -17,6 +17,7 @@ from llm.models.way_out import of_architecture, of_head
 _FAMILIES = {
     "arcee": "ArceeForCausalLM",
     "bamba": "BambaForCausalLM",
+    "bloom": "BloomForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -58,6 +59,7 @@ _FAMILIES = {
     "mistral": "MistralForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
+    "mpt": "MptForCausalLM",
     "nemotron": "NemotronForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "olmo": "OlmoForCausalLM",

@@ -38,7 +38,7 @@ void attention(Kind kind, int64_t heads, int64_t kv_heads, int64_t size, int64_t
     const int64_t panels = (slots + 15) / 16 + 1, elements = panels * kv_heads * record;
     Exactly<T> keys(elements), values(elements);
     Exactly<float> k(length * kv_heads * size, 0.5f), v(length * kv_heads * size, 0.25f), q(fresh * heads * size, 0.1f);
-    Exactly<float> out(fresh * heads * size), sinks(heads, 0.5f);
+    Exactly<float> out(fresh * heads * size), sinks(heads, 0.5f), slopes(heads, 0.5f);
     Exactly<int64_t> mapping(length);
     Exactly<int32_t> table(blocks), starts(2), lengths(1);
     for (int64_t i = 0; i < blocks; ++i) table.data[i] = static_cast<int32_t>(blocks - i);  // 1 ... blocks, backwards
@@ -48,20 +48,21 @@ void attention(Kind kind, int64_t heads, int64_t kv_heads, int64_t size, int64_t
     need(llm_write_kv_cache(k.data, stride, v.data, stride, kind, keys.data, values.data, mapping.data, slots, length,
                             kv_heads, size, nullptr, 1) == -1,
          "a good slot was refused");
-    const auto attend = [&](float cap, const float* sink) {
+    const auto attend = [&](float cap, const float* sink, const float* slope = nullptr) {
         return llm_paged_attention(table.data, starts.data, lengths.data, 1, blocks, block, slots, q.data, heads * size,
-                                   fresh, kind, keys.data, values.data, out.data, heads, kv_heads, size, window,
-                                   cap != 0.0f ? 2 : 0, 0.3f, cap, sink, nullptr, 1);
+                                   fresh, kind, keys.data, values.data, out.data, heads, kv_heads, size, window, 0,
+                                   cap != 0.0f ? 2 : 0, 0.3f, cap, sink, slope, nullptr, 1);
     };
     need(attend(0.0f, nullptr) == -1 && std::fabs(out.data[0] - 0.25f) < 2e-3f, "attention is wrong");
     need(attend(3.0f, sinks.data) == -1, "a good step was refused");
+    need(attend(0.0f, nullptr, slopes.data) == -1, "a step with slopes was refused");
     table.data[blocks - 1] = static_cast<int32_t>(blocks + 1);
     need(attend(0.0f, nullptr) == 0, "a block outside of the cache was read");
     mapping.data[length - 1] = slots;
     need(llm_write_kv_cache(k.data, stride, v.data, stride, kind, keys.data, values.data, mapping.data, slots, length,
                             kv_heads, size, nullptr, 1) == length - 1,
          "a slot outside of the cache was written");
-    calls += 5;
+    calls += 6;
 }
 
 // As `attention`, of latents with `rope` channels behind them, and the GEMMs around it.

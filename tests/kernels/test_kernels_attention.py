@@ -50,6 +50,8 @@ def shapes(draw: st.DrawFn, **fixed: Any) -> Shape:
         "soft_cap": draw(st.sampled_from([None, None, 2.0])),
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, *QUANTIZED_CACHE_DTYPES])),
         "sinks": draw(st.booleans()),
+        "alibi": draw(st.booleans()),
+        "chunk": draw(st.sampled_from([None, None, 7, 70])),
     }
     shape = Shape(**{**drawn, **fixed})
     return replace(shape, static=draw(st.booleans())) if shape.is_quantized else shape
@@ -125,7 +127,11 @@ def test_decode_chunk_and_whole_prefill_give_the_same_bits(
 
 
 @settings(max_examples=12)
-@given(shape=shapes(causal=False), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3), seed=seeds)
+@given(
+    shape=shapes(causal=False, alibi=False, chunk=None),
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3),
+    seed=seeds,
+)
 def test_tokens_see_what_follows_them(shape: Shape, lengths: list[int], seed: int) -> None:
     rows = [(0, length) for length in lengths]
     twin, actual = Pages(shape, rows, seed), attend(shape, rows, seed)

@@ -113,6 +113,18 @@ def of_x(name: str, *rest: Any) -> Callable[[Backend, torch.Tensor], Any]:
     return lambda kernels, x: kernels.op(name)(x, *rest)
 
 
+def sparse_64(x: torch.Tensor) -> torch.Tensor:
+    gate, up = halves(x)
+    cut = gate.mean(-1, keepdim=True) + 0.5 * gate.std(-1, keepdim=True, correction=0)
+    return gelu_tanh_64((gate - cut).clamp(min=0)) * up
+
+
+def xielu_64(x: torch.Tensor) -> torch.Tensor:
+    positive, negative = torch.nn.functional.softplus(torch.tensor([0.3, -0.4]).double())
+    below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (negative + 0.5)
+    return torch.where(x > 0, positive * x * x, below) + 0.5 * x
+
+
 CASES = (
     Case("rms_norm", with_weight("rms_norm"), rms_64),
     Case("gemma_rms_norm", with_weight("rms_norm", None, 1.0), lambda x: rms_64(x, 1.0)),
@@ -141,6 +153,12 @@ CASES = (
     Case("quick_gelu", of_x("quick_gelu"), lambda x: x * torch.sigmoid(1.702 * x)),
     Case("relu", of_x("relu"), lambda x: x.clamp(min=0)),
     Case("relu2", of_x("relu2"), lambda x: x.clamp(min=0).square()),
+    Case("gelu_and_mul_sparse", of_x("gelu_and_mul_sparse", 0.5, "tanh"), sparse_64, 2),
+    Case(
+        "xielu",
+        lambda kernels, x: kernels.op("xielu")(x, *(torch.tensor([n]) for n in (0.3, -0.4, 0.5)), -1e-6),
+        xielu_64,
+    ),
     Case("soft_cap", lambda kernels, x: kernels.op("soft_cap")(x.clone(), 3.0), lambda x: 3 * torch.tanh(x / 3)),
     Case("gated_rms_norm", gated(1), lambda x: gated_64(x, 1, gate_first=True), 2),
     Case("gated_rms_norm of groups", gated(3, True, "sigmoid"), lambda x: gated_64(x, 3, gate_first=False), 6),

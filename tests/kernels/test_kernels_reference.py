@@ -191,6 +191,8 @@ def shapes(draw: st.DrawFn) -> Shape:
         soft_cap=draw(st.sampled_from([None, None, 2.0])),
         dtype=draw(dtypes),
         sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        chunk=draw(st.sampled_from([None, None, 7, 20])),
     )
 
 
@@ -249,7 +251,10 @@ def test_poison_and_reference_see_defects(window: int | None) -> None:
         assert_close(swapped.attend_again(), expected)
 
 
-@pytest.mark.parametrize("change", [{"window": 6}, {"window": 8}, {"soft_cap": 2.0}, {"sinks": True}])
+@pytest.mark.parametrize(
+    "change",
+    [{"window": 6}, {"window": 8}, {"soft_cap": 2.0}, {"sinks": True}, {"alibi": True}, {"window": None, "chunk": 5}],
+)
 def test_reference_tells_shapes_apart(change: dict[str, Any]) -> None:
     pages, other = Pages(Shape(window=7), MIXED, seed=0), Pages(Shape(**{"window": 7, **change}), MIXED, seed=0)
     with pytest.raises(AssertionError):

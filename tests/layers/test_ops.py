@@ -247,9 +247,9 @@ def test_a_planted_defect_is_caught(name: str) -> None:
     ("build", "parameter"),
     [
         (lambda: activation.GeluAndMul("erf"), "approximate"),
-        (lambda: extra_activation.GeluAndMulSparse(0.5, "erf"), "approximate"),
-        (lambda: extra_activation.GeluAndMulSparse(0.0), "activation_sparsity"),
-        (lambda: extra_activation.GeluAndMulSparse(1.0), "activation_sparsity"),
+        (lambda: activation.GeluAndMulSparse(0.5, "erf"), "approximate"),
+        (lambda: activation.GeluAndMulSparse(0.0), "activation_sparsity"),
+        (lambda: activation.GeluAndMulSparse(1.0), "activation_sparsity"),
         (lambda: norm.RMSNorm(8, var_hidden_size=9), "var_hidden_size"),
         (lambda: gated_norm.RMSNormGated(8, group_size=3), "group_size"),
         (lambda: gated_norm.RMSNormGated(8, activation="relu"), "activation"),

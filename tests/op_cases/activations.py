@@ -55,7 +55,7 @@ def xielu_reference(op: Any, x: torch.Tensor) -> torch.Tensor:
     """transformers.activations.XIELUActivation with our parameters."""
     from transformers.activations import XIELUActivation
 
-    module = XIELUActivation(beta=op.beta, eps=op.eps, dtype=torch.float64)
+    module = XIELUActivation(beta=op.beta.item(), eps=op.eps, dtype=torch.float64)
     module.alpha_p.data.copy_(op.alpha_p)
     module.alpha_n.data.copy_(op.alpha_n)
     return module._xielu_python(x).detach()
@@ -108,8 +108,8 @@ ACTIVATIONS: dict[str, list[Case]] = {
         act(lambda _: activation.GeluAndMul("tanh"), gated_transformers_activation("gelu_pytorch_tanh")),
     ],
     "gelu_and_mul_sparse": [
-        act(lambda _: extra_activation.GeluAndMulSparse(0.95), gemma3n_reference),
-        act(lambda _: extra_activation.GeluAndMulSparse(0.3, "tanh"), gemma3n_reference),
+        act(lambda _: activation.GeluAndMulSparse(0.95), gemma3n_reference),
+        act(lambda _: activation.GeluAndMulSparse(0.3, "tanh"), gemma3n_reference),
     ],
     "gelu": [act(lambda _: activation.GELU(), lambda op, x: erf_gelu(x))],
     "gelu_tanh": [act(lambda _: activation.GELUTanh(), transformers_activation("gelu_pytorch_tanh"))],
@@ -118,7 +118,7 @@ ACTIVATIONS: dict[str, list[Case]] = {
     "quick_gelu": [act(lambda _: activation.QuickGELU(), transformers_activation("quick_gelu"))],
     "relu": [act(lambda _: activation.ReLU(), transformers_activation("relu"))],
     "relu2": [act(lambda _: activation.ReLUSquaredActivation(), transformers_activation("relu2"))],
-    "xielu": [act(lambda dtype: extra_activation.XIELU(dtype=dtype), xielu_reference)],
+    "xielu": [act(lambda dtype: activation.XIELU(dtype=dtype), xielu_reference)],
     "swigluoai_and_mul": [act(lambda _: extra_activation.SwigluOAIAndMul(), gpt_oss_reference)],
     "silu_and_mul_with_clamp": [
         act(lambda _: extra_activation.SiluAndMulWithClamp(2.0), clamped_reference),

@@ -3,12 +3,20 @@
 from typing import TYPE_CHECKING
 
 from llm.base.missing import missing_names
-from llm.layers.activation import GELU, GeluAndMul, GELUTanh, NewGELU, QuickGELU, ReLUSquaredActivation, SiluAndMul
-from llm.layers.extra.activation import (
+from llm.layers.activation import (
+    GELU,
     XIELU,
+    GeluAndMul,
+    GeluAndMulSparse,
+    GELUTanh,
+    NewGELU,
+    QuickGELU,
+    ReLUSquaredActivation,
+    SiluAndMul,
+)
+from llm.layers.extra.activation import (
     FastGELU,
     FatreluAndMul,
-    GeluAndMulSparse,
     MulAndSilu,
     SiluAndMulWithClamp,
     SwigluOAIAndMul,

@@ -5,6 +5,7 @@
 `reading.py` reads the keys that families share.
 """
 
+from llm.models.decoder.alibi import alibi_slopes
 from llm.models.decoder.attention import AttentionConfig, Heads, QueryScale
 from llm.models.decoder.config import DecoderConfig, LearnedPositions
 from llm.models.decoder.latent import LatentAttentionConfig, read_latent_attention
@@ -68,6 +69,7 @@ __all__ = [
     "PreNorms",
     "QueryScale",
     "ScaledPreNorms",
+    "alibi_slopes",
     "layer_windows",
     "longest_sequence",
     "read_activation",

@@ -69,6 +69,7 @@ class AttentionConfig(PartConfig):
         query_scale: factor on the queries that depends on the position; None: none.
         scale: factor on the scores; None: head size ** -0.5.
         soft_cap: scores become cap * tanh(score / cap).
+        alibi_slopes: of all heads, see `alibi_slopes()`; only if `causal`.
         sinks: each head has a score for a key without a value, that takes a part of the softmax.
         causal: False: a token also sees those after it. All layers then share one state, which no later step reads.
         gated: the query projection has a gate for each head, whose sigmoid multiplies the head's output.
@@ -88,6 +89,7 @@ class AttentionConfig(PartConfig):
     query_scale: QueryScale | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
     sinks: bool = False
     causal: bool = True
     gated: bool = False
@@ -108,6 +110,8 @@ class AttentionConfig(PartConfig):
 
 class DecoderAttention(nn.Module):
     """Projections, norms of queries and keys, rotary embedding and attention of one layer."""
+
+    alibi_slopes: torch.Tensor | None
 
     def __init__(self, config: AttentionConfig, context: BuildContext, prefix: str) -> None:
         super().__init__()
@@ -139,6 +143,7 @@ class DecoderAttention(nn.Module):
         )
         self.query_scale = None if config.query_scale is None else _query_scale(config.query_scale, context)
         self.sinks = new_parameter(torch.zeros(num_heads), self._load_sinks) if config.sinks else None
+        self._build_alibi(config.alibi_slopes, num_heads)
         self.attn = Attention(
             num_heads,
             num_kv_heads,
@@ -148,8 +153,15 @@ class DecoderAttention(nn.Module):
             sliding_window=config.sliding_window,
             soft_cap=config.soft_cap,
             sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
             causal=config.causal,
         )
+
+    def _build_alibi(self, slopes: tuple[float, ...] | None, num_heads: int) -> None:
+        """The slopes of this rank's heads, float32 [heads]."""
+        first = self.tp.rank * num_heads
+        own = None if slopes is None else torch.tensor(slopes[first : first + num_heads], dtype=torch.float32)
+        self.register_buffer("alibi_slopes", own, persistent=False)
 
     def _build_qk_norms(self, config: AttentionConfig, context: BuildContext) -> None:
         heads, size = config.heads, config.heads.size

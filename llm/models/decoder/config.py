@@ -36,6 +36,7 @@ class DecoderConfig:
             of no; None: the checkpoint has `score`.
         embedding_size: width of the embedding and of the LM head's input, between which and hidden_size a matrix each
             maps; None: hidden_size.
+        embedding_norm: of what enters the first layer; None: no such norm.
         learned_positions: None: no position embeddings.
         embedding_multiplier, logits_divisor: constants that multiply the embedding and divide the logits.
         layers_left_out: how many layers for multi-token prediction a checkpoint may have behind these; not loaded.
@@ -49,6 +50,7 @@ class DecoderConfig:
     max_position_embeddings: int
     layers: tuple[LayerConfig, ...]
     final_norm: NormConfig | None
+    embedding_norm: NormConfig | None = None
     learned_positions: LearnedPositions | None = None
     embedding_multiplier: float = 1.0
     logits_divisor: float = 1.0

@@ -40,6 +40,9 @@ class DecoderStack(nn.Module):
             self.embed_positions = VocabParallelEmbedding(
                 config.learned_positions.rows, config.hidden_size, prefix=f"{prefix}.embed_positions", **context.common
             )
+        self.embed_norm: nn.Module | None = None
+        if config.embedding_norm is not None:
+            self.embed_norm = config.embedding_norm.build(config.hidden_size, context)
         self.layers = nn.ModuleList(
             layer.build(context, f"{prefix}.layers.{index}") for index, layer in enumerate(config.layers)
         )
@@ -140,7 +143,7 @@ class DecoderForCausalLM(nn.Module):
         hidden = self.embed(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
         if model.embed_positions is not None and positions is not None:
             hidden = hidden + model.embed_positions(batch.positions + positions.offset)
-        return hidden
+        return hidden if model.embed_norm is None else model.embed_norm(hidden)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         model, residual = self.model, None
