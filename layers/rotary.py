@@ -35,6 +35,7 @@ class RopeParameters:
         short_mscale, long_mscale: its attention factors with either; None: `attention_factor`.
         mrope_section: how many pairs follow the temporal, the vertical and the horizontal position (Qwen2-VL,
             arXiv:2409.12191); empty: one position per token.
+        reverse: rotate the other way round (NanoChat).
         mrope_interleaved: the three alternate (Qwen3-VL) instead of taking one run of pairs each.
     """
 
@@ -58,11 +59,13 @@ class RopeParameters:
     long_mscale: float | None = None
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
+    reverse: bool = False
 
 
 def frequencies(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
     """(radians per position of each channel pair, float32 [rotary_dim / 2]; factor on cosine and sine)."""
-    return RECIPES[rope.rope_type](rope, rotary_dim, max_model_len)
+    per_position, factor = RECIPES[rope.rope_type](rope, rotary_dim, max_model_len)
+    return -per_position if rope.reverse else per_position, factor
 
 
 def base_wavelengths(theta: float, rotary_dim: int) -> torch.Tensor:

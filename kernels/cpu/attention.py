@@ -99,20 +99,17 @@ def paged_attention(
     tokens, heads, head_size = query.shape
     out = library.empty(tokens, heads, head_size)
     slots, kv_heads = _slots(key_cache), key_cache.shape[1]
+    queries = query.data_ptr(), query.stride()[0], tokens
     bad = library.call(
         _ATTENTION,
         *plan,
         slots,
-        query.data_ptr(),
-        query.stride()[0],
-        tokens,
+        *queries,
         _CACHE_KINDS[key_cache.dtype],
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         out.data_ptr(),
-        heads,
-        kv_heads,
-        head_size,
+        *(heads, kv_heads, head_size),
         sliding_window or 0,
         attention_chunk or 0,
         0 if causal else (sliding_window or slots) - 1,

@@ -70,11 +70,12 @@ def paged_attention(
     Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shapes`; returns [N, heads, head_size]. Values may
     have fewer channels than keys; the result then has as many as they.
     A token at position p sees positions max(0, p - sliding_window + 1) to p; if not `causal`, also those to
-    p + sliding_window - 1, or all, of a row whose tokens are all in this step. `attention_chunk`, if there is no window: it
-    sees those of its own chunk of so many positions, the first of which begins at 0. With `soft_cap` a score s becomes
-    soft_cap * tanh(s / soft_cap) before the softmax. `sinks` float32 [heads] are scores of one more key, whose value
-    is zero (attention sinks as gpt-oss trains them). `alibi_slopes` float32 [heads], if `causal`: to a score, after the
-    soft cap, slope * (position of the key - position of the query) is added. `static_scales` as in `write_kv_cache`.
+    p + sliding_window - 1, or all, of a row whose tokens are all in this step. With `attention_chunk`, and no window,
+    it sees those of its own chunk of so many positions, the first of which begins at 0. With `soft_cap` a score s
+    becomes soft_cap * tanh(s / soft_cap) before the softmax. `sinks` float32 [heads] are scores of one more key, whose
+    value is zero (attention sinks as gpt-oss trains them). `alibi_slopes` float32 [heads], if `causal`: to a score,
+    after the soft cap, slope * (position of the key - position of the query) is added. `static_scales` as in
+    `write_kv_cache`.
     """
     scoring = _Scoring(scale, soft_cap, sinks, alibi_slopes, attention_chunk)
     if metadata.plan is None:

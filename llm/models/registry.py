@@ -15,9 +15,11 @@ from llm.models.way_out import of_architecture, of_head
 
 # model_type -> the class in the file of that name. Architectures are known by the class's name.
 _FAMILIES = {
+    "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
     "bamba": "BambaForCausalLM",
     "bloom": "BloomForCausalLM",
+    "codegen": "CodeGenForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -60,6 +62,7 @@ _FAMILIES = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
     "mpt": "MptForCausalLM",
+    "nanochat": "NanoChatForCausalLM",
     "nemotron": "NemotronForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "olmo": "OlmoForCausalLM",

@@ -115,8 +115,8 @@ def of_x(name: str, *rest: Any) -> Callable[[Backend, torch.Tensor], Any]:
 
 def sparse_64(x: torch.Tensor) -> torch.Tensor:
     gate, up = halves(x)
-    cut = gate.mean(-1, keepdim=True) + 0.5 * gate.std(-1, keepdim=True, correction=0)
-    return gelu_tanh_64((gate - cut).clamp(min=0)) * up
+    centred = gate - gate.mean(-1, keepdim=True)
+    return gelu_tanh_64((centred - 0.5 * centred.square().mean(-1, keepdim=True).sqrt()).clamp(min=0)) * up
 
 
 def xielu_64(x: torch.Tensor) -> torch.Tensor:

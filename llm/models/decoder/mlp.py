@@ -11,7 +11,16 @@ from torch import nn
 from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
 from llm.forward import ForwardBatch
-from llm.layers.activation import GELU, GeluAndMul, GELUTanh, NewGELU, ReLU, ReLUSquaredActivation, SiluAndMul
+from llm.layers.activation import (
+    GELU,
+    XIELU,
+    GeluAndMul,
+    GELUTanh,
+    NewGELU,
+    ReLU,
+    ReLUSquaredActivation,
+    SiluAndMul,
+)
 from llm.layers.factors import ColumnFactors
 from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from llm.models.decoder.part import BuildContext, PartConfig
@@ -28,6 +37,7 @@ PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": GELU,
     "gelu_new": NewGELU,
     "gelu_pytorch_tanh": GELUTanh,
+    "xielu": lambda: XIELU(dtype=torch.float32),
 }
 
 
