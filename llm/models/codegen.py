@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from llm.base.errors import CheckpointError
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig
 from llm.models.gptj import GPTJForCausalLM
+from llm.models.interface import BuildOptions
 
 _FUSED = ".attn.qkv_proj."
 _PARTS = 4
@@ -30,16 +32,20 @@ class CodeGenForCausalLM(GPTJForCausalLM):
         reader.ignore("n_ctx")  # `n_positions` is the longest sequence
         return super().read_config(reader)
 
-    @staticmethod
-    def merge_weights(
-        tensors: Iterator[tuple[str, torch.Tensor]], names: Collection[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The fused tensors with all queries, all keys, all values."""
-        for name, tensor in tensors:
-            yield name, _in_order(name, tensor) if _FUSED in name else tensor
+    def __init__(self, config: DecoderConfig, options: BuildOptions) -> None:
+        super().__init__(config, options)
+        self.merge_weights = partial(_in_order)
 
 
-def _in_order(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _in_order(
+    tensors: Iterator[tuple[str, torch.Tensor]], names: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors, the fused ones with all queries, all keys, all values."""
+    for name, tensor in tensors:
+        yield name, _separated(name, tensor) if _FUSED in name else tensor
+
+
+def _separated(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not name.endswith(".weight") or tensor.dim() != 2 or tensor.shape[0] % (3 * _PARTS):
         raise CheckpointError(
             f"tensor {name} has shape {list(tensor.shape)}: of CodeGen's fused tensors only weights [3 * hidden_size, "
