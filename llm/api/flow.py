@@ -46,6 +46,7 @@ class Flow:
         ordered: give the outputs in the order of the rows, not of their ends.
         on_step: called after each step, outside the call.
         on_admit: called with each prompt that is queued.
+        on_end: called with each prompt that has ended, before its output is given out.
         guard: of a job, which sees Ctrl-C between the steps too.
     """
 
@@ -57,12 +58,14 @@ class Flow:
         ordered: bool = False,
         on_step: Callable[[Flow], None] | None = None,
         on_admit: Callable[[PromptState], None] | None = None,
+        on_end: Callable[[PromptState], None] | None = None,
         guard: InterruptGuard | None = None,
     ) -> None:
         self._llm = llm
         self._batches = batches
         self._on_step = on_step
         self._on_admit = on_admit
+        self._on_end = on_end
         self._guard = guard
         self._ordered = ordered
         self._size = llm._open_engine().config.scheduler_config.max_num_seqs
@@ -106,6 +109,7 @@ class Flow:
                 self._batches,
                 self._on_step,
                 self._on_admit,
+                self._on_end,
             )  # kept for `outputs`, this must not keep the model alive
         if self._error is not None:
             raise self._error
@@ -145,6 +149,8 @@ class Flow:
                 number = self._numbers.pop(state.request_id)
                 del self._states[number]
                 self._ready[number] = state.output()
+                if self._on_end is not None:
+                    self._on_end(state)
         self._ended[:] = [state for state in self._ended if _is_dropped(state)]  # in place: the engine has this list
 
     def _requeue_dropped(self) -> None:

@@ -69,7 +69,7 @@ class Ranking:
         def rows(maker: PoolingRows) -> list[Row]:
             if plan.recipe != QWEN3_RERANKER:
                 return maker.pairs(pairs, pooling_params, tokenization_kwargs)
-            return maker.whole([_asked(*pair, instruction) for pair in pairs], pooling_params, tokenization_kwargs)
+            return maker.whole([asked_text(*pair, instruction) for pair in pairs], pooling_params, tokenization_kwargs)
 
         return pool(self, "classify", rows, _score, use_tqdm, lora_request)
 
@@ -112,7 +112,7 @@ class Ranking:
         return sorted(found, key=lambda result: -result.relevance_score)[:top_n]
 
 
-def _asked(query: str, document: str, instruction: str | None) -> str:
+def asked_text(query: str, document: str, instruction: str | None) -> str:
     """The question to a Qwen3 reranker, unless the texts have it already, as scripts for vLLM write them."""
     if query.startswith("<|im_start|>"):
         return query + document

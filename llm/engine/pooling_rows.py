@@ -60,48 +60,77 @@ class PoolingRows:
         self, prompts: object, params: object, tokenization_kwargs: object, *, prefix: Prefix, by_token: bool = False
     ) -> list[Row]:
         """A row per prompt; `by_token`: every token has its own result."""
+        rows = self.checked_texts(list_prompts(prompts), params, tokenization_kwargs, prefix=prefix, by_token=by_token)
+        raise_refused(rows)
+        return rows_only(rows)
+
+    def checked_texts(
+        self,
+        prompts: Sequence[object],
+        params: object,
+        tokenization_kwargs: object = None,
+        *,
+        prefix: Prefix,
+        by_token: bool = False,
+        indices: Sequence[int] | None = None,
+    ) -> list[AnyRow]:
+        """As `texts`, with a `RefusedRow` in the place of each bad prompt, which may be the error itself.
+
+        Args:
+            indices: of the rows; None: 0, 1, ...
+        """
         before = prefix.of(self._plan)
-        parsed = [self._parsed(prompt, before) for prompt in list_prompts(prompts)]
+        parsed = [self._parsed(prompt, before) for prompt in prompts]
         asked = self._per_row(params, len(parsed))
         tokenization = Tokenization.of(tokenization_kwargs, self._limit + 1)
         first = self._tokens_of_prefix(before) if not self._plan.modules.includes_prompt else 0
         whole = [item if isinstance(item, ParsedPrompt) else ParsedPrompt(None, [0]) for item in parsed]
         encoded = self._preprocessor.tokenize(whole, tokenization)
         rows: list[AnyRow] = []
-        for index, (text, token_ids) in enumerate(encoded):
-            found = parsed[index]
+        for place, (text, token_ids) in enumerate(encoded):
+            found, own, index = parsed[place], asked[place], place if indices is None else indices[place]
             try:
                 if isinstance(found, ValidationError):
                     raise found
-                pooling = replace(self._pooling(asked[index], by_token), first=first)
-                kept = self._cut(token_ids, text, asked[index], tokenization)
-                row = self._row(text, kept, asked[index], pooling, index, len(token_ids) - len(kept))
+                pooling = replace(self._pooling(own, by_token), first=first)
+                kept = self._cut(token_ids, text, own, tokenization)
+                row = self._row(text, kept, own, pooling, index, len(token_ids) - len(kept))
                 rows.append(replace(row, cache_salt=found.cache_salt))
             except ValidationError as error:
                 rows.append(RefusedRow(index, error, text))
-        raise_refused(rows)
-        return rows_only(rows)
+        return rows
 
     def pairs(self, pairs: Sequence[tuple[str, str]], params: object, tokenization_kwargs: object) -> list[Row]:
         """A row per pair of texts, which the tokenizer joins."""
+        rows = self.checked_pairs(pairs, params, tokenization_kwargs)
+        raise_refused(rows)
+        return rows_only(rows)
+
+    def checked_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        params: object,
+        tokenization_kwargs: object = None,
+        indices: Sequence[int] | None = None,
+    ) -> list[AnyRow]:
+        """As `pairs`, with a `RefusedRow` in the place of each bad one; `indices`: of the rows."""
         tokenizer = self._preprocessor.tokenizer
         if tokenizer is None:
             raise ValidationError("pairs of texts need a tokenizer: skip_tokenizer_init=True.", parameter="prompts")
         asked = self._per_row(params, len(pairs))
         tokenization = Tokenization.of(tokenization_kwargs, self._limit + 1)
         rows: list[AnyRow] = []
-        for index, (ids, second) in enumerate(tokenizer.encode_pairs(pairs, None)):
-            cut, text = self._truncation(asked[index], tokenization), " ".join(pairs[index])
-            kept, start = ids, second
+        for place, (ids, second) in enumerate(tokenizer.encode_pairs(pairs, None)):
+            cut, text = self._truncation(asked[place], tokenization), " ".join(pairs[place])
+            kept, start, index = ids, second, place if indices is None else indices[place]
             try:
                 if cut is not None and len(ids) > cut.limit:
-                    ((kept, start),) = tokenizer.encode_pairs([pairs[index]], cut)
-                pooling = replace(self._pooling(asked[index], False), second_text=start)
-                rows.append(self._row(text, kept, asked[index], pooling, index, len(ids) - len(kept)))
+                    ((kept, start),) = tokenizer.encode_pairs([pairs[place]], cut)
+                pooling = replace(self._pooling(asked[place], False), second_text=start)
+                rows.append(self._row(text, kept, asked[place], pooling, index, len(ids) - len(kept)))
             except ValidationError as error:
                 rows.append(RefusedRow(index, error, text))
-        raise_refused(rows)
-        return rows_only(rows)
+        return rows
 
     def whole(self, texts: Sequence[str], params: object, tokenization_kwargs: object) -> list[Row]:
         """A row per text that has its special tokens already."""
@@ -109,6 +138,8 @@ class PoolingRows:
         return self.texts(list(texts), params, given, prefix=Prefix(text=""))
 
     def _parsed(self, prompt: object, before: str) -> ParsedPrompt | ValidationError:
+        if isinstance(prompt, ValidationError):
+            return prompt
         try:
             parsed = parse_prompt(prompt)
         except ValidationError as error:

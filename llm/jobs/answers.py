@@ -6,10 +6,42 @@ runs far ahead of its first unfinished row, few records wait for their turn: mem
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from llm.base.types import JsonObject
+from llm.outputs import RequestOutput
+from llm.outputs_json import output_as_json
+from llm.outputs_read import output_from_json
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A row that has ended.
+
+    Attributes:
+        key: see `llm.jobs.identity.row_key`.
+        values: what a pooling model made of it, float32 [size]; None: it generated, or has an error.
+    """
+
+    key: str
+    output: RequestOutput
+    values: np.ndarray | None = None
+
+    def record(self) -> JsonObject:
+        """The journal's record."""
+        record: JsonObject = {"i": self.output.index, "k": self.key, "o": output_as_json(self.output)}
+        if self.values is not None:
+            record["v"] = base64_of(self.values)
+        return record
+
+
+def base64_of(values: np.ndarray) -> str:
+    """float32 in little-endian order, as OpenAI encodes vectors too."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
 @dataclass
@@ -20,11 +52,20 @@ class Answer:
         key: of the row; see `llm.jobs.identity.row_key`.
         output: as `llm.outputs_json` writes it; None: the row has not ended.
         tokens: of each completion, so far.
+        values: of `Ended`, in base64; None: there are none.
     """
 
     key: str
     output: JsonObject | None = None
     tokens: list[list[int]] = field(default_factory=list)
+    values: str | None = None
+
+    def ended(self) -> Ended | None:
+        """The row, if it has ended."""
+        if self.output is None:
+            return None
+        values = None if self.values is None else np.frombuffer(base64.b64decode(self.values), dtype="<f4")
+        return Ended(self.key, output_from_json(self.output, None), values)
 
     def extend(self, parts: list[tuple[int, list[int]]]) -> None:
         """Add the tokens of a record. A part that starts after what is known follows a damaged line: it is left out."""
@@ -59,6 +100,7 @@ class Answers:
         answer = self._found.setdefault(record["i"], Answer(record["k"]))
         if "o" in record:
             answer.key, answer.output, answer.tokens = record["k"], record["o"], []
+            answer.values = record.get("v")
         elif answer.output is None:
             answer.extend(record["p"])
 

@@ -11,11 +11,19 @@ import json
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llm.base.errors import JobInterrupted, ValidationError
 from llm.base.types import Commands, JsonObject
+from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from llm.jobs.job import JobSummary
+
+# --task -> (runner, convert) of `LLM`.
+_TASKS = {"auto": ("auto", "auto"), "generate": ("generate", "auto")}
+_TASKS |= {name: ("pooling", name) for name in ("embed", "classify")}
 _INTERRUPTED = 128  # plus the signal's number: the exit status by the shells' convention
 
 
@@ -24,7 +32,8 @@ def add_commands(commands: Commands) -> None:
         "run",
         help="answer the rows of a file into another; can be interrupted and resumed",
         description="Answer the rows of a file into another: OpenAI's batch format, or JSONL, CSV or Parquet with a "
-        "prompt per row. Ctrl-C, SIGTERM, a crash or a full disk loses nothing that was finished: --resume goes on.",
+        "prompt per row. Ctrl-C, SIGTERM, a crash or a full disk loses nothing that was finished: --resume goes on. A "
+        "model for embeddings or classes answers with vectors, classes, or scores of pairs (columns text_1, text_2).",
         epilog="Exit status: 0: complete; 1: an error; 130 or 143: Ctrl-C or SIGTERM, go on with --resume.",
     )
     command.set_defaults(run=_run)
@@ -35,7 +44,19 @@ def add_commands(commands: Commands) -> None:
     command.add_argument("--shard", metavar="I/N", help="answer every N-th row from the I-th on (from 0); see merge")
     command.add_argument("--column", metavar="NAME", help="the column of the prompts (default: prompt, or messages)")
     command.add_argument("--template", metavar="TEXT", help='makes prompts from columns: "Translate: {text}"')
-    command.add_argument("--params", metavar="JSON", help='sampling params: {"temperature": 0, "max_tokens": 64}')
+    command.add_argument(
+        "--params", metavar="JSON", help='sampling params: {"temperature": 0, "max_tokens": 64}; or pooling params'
+    )
+    command.add_argument("--task", choices=(*_TASKS,), default="auto", help="auto: what the checkpoint is for")
+    command.add_argument("--lora", metavar="FOLDER", help="the adapter of all rows")
+    command.add_argument(
+        "--lora-modules",
+        metavar="NAME=FOLDER",
+        nargs="+",
+        default=[],
+        help="adapters that rows name: a batch as its model, other rows in a column lora_name",
+    )
+    command.add_argument("--max-lora-rank", metavar="N", type=int, help="the largest rank of an adapter (default: 16)")
     command.add_argument("--on-error", choices=("return", "raise"), default="return", help="raise: refuse bad rows")
     command.add_argument(
         "--on-too-long", choices=("error", "truncate_left", "truncate_middle", "skip"), default="error"
@@ -54,48 +75,60 @@ def add_commands(commands: Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llm.api import EMBEDDED_MODEL, LLM
+    from llm.config.engine import DEFAULT_MAX_LORA_RANK
+    from llm.inputs import LoRARequest
     from llm.jobs.run import JobFiles, RunOptions
 
-    given = _params(args.params)
-    options = RunOptions(
-        SamplingParams(**given),
-        args.column,
-        args.template,
-        args.resume,
-        args.shard,
-        args.on_error,
-        args.on_too_long,
-        True,
-    )
+    given, modules = _params(args.params), _modules(args.lora_modules)
+    _check_params(given, args.task)
+    options = RunOptions(args.column, args.template, args.resume, args.shard, args.on_error, args.on_too_long)
     JobFiles.of(args.input, args.output, options)  # wrong paths are told before the model is loaded
+    runner, convert = _TASKS[args.task]
     with LLM(
         EMBEDDED_MODEL if args.model is None else args.model,
         quantization=args.quantization,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
+        runner=runner,
+        convert=convert,
+        enable_lora=bool(modules or args.lora),
+        max_lora_rank=args.max_lora_rank or DEFAULT_MAX_LORA_RANK,
     ) as llm:
+        is_pooling = llm.config.model_config.runner_type == "pooling"
         try:
             summary = llm.run(
                 args.input,
                 args.output,
-                dataclasses.replace(llm.get_default_sampling_params(), **given),
-                column=args.column,
-                template=args.template,
-                resume=args.resume,
-                shard=args.shard,
-                on_error=args.on_error,
-                on_too_long=args.on_too_long,
+                None if is_pooling else dataclasses.replace(llm.get_default_sampling_params(), **given),
+                pooling_params=PoolingParams(**given) if is_pooling else None,
+                lora_request=LoRARequest(Path(args.lora).name, 1, args.lora) if args.lora else None,
+                lora_modules=modules,
+                **vars(options),
             )
         except JobInterrupted as interrupted:
             print(f"{interrupted}: --resume", file=sys.stderr)
             return _INTERRUPTED + (interrupted.signal or signal.SIGINT)
+    _report(summary, is_pooling)
+    return 0
+
+
+def _report(summary: JobSummary, is_pooling: bool) -> None:
     print(summary.output)
+    tokens = f"{summary.num_prompt_tokens} prompt" if is_pooling else f"{summary.num_generated_tokens}"
     print(
         f"[{summary.num_rows} rows, {summary.num_resumed} of them from an earlier run, {summary.num_errors} with an "
-        f"error; {summary.num_generated_tokens} tokens, {summary.seconds:.1f} s]",
+        f"error; {tokens} tokens, {summary.seconds:.1f} s]",
         file=sys.stderr,
     )
-    return 0
+
+
+def _modules(given: list[str]) -> dict[str, str]:
+    """--lora-modules as a dict."""
+    pairs = [item.partition("=") for item in given]
+    for name, _, folder in pairs:
+        if not name or not folder:
+            raise ValidationError(f"--lora-modules takes NAME=FOLDER, got {name!r}.", parameter="lora_modules")
+    return {name: folder for name, _, folder in pairs}
 
 
 def _params(text: str | None) -> JsonObject:
@@ -107,6 +140,18 @@ def _params(text: str | None) -> JsonObject:
     if not isinstance(given, dict):
         raise ValidationError(f"--params must be a JSON object, got {text!r}.", parameter="params", value=text)
     return given
+
+
+def _check_params(given: JsonObject, task: str) -> None:
+    """Raise `ValidationError` for params that no model of the task takes, before it is loaded."""
+    if task != "generate":
+        try:
+            PoolingParams(**given)
+            return
+        except (TypeError, ValidationError):
+            if task != "auto":
+                raise
+    SamplingParams(**given)
 
 
 def _merge(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs, EngineConfig
 from llm.engine.interrupt import InterruptGuard
+from llm.engine.pooler import PoolingPlan
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.resolve import resolve_folder
@@ -93,6 +95,18 @@ def model_identity(args: EngineArgs, config: EngineConfig, weights: str) -> Json
     }
 
 
+def pooling_identity(plan: PoolingPlan | None) -> JsonObject:
+    """What answers of a model that pools depend on besides; {}: it generates."""
+    if plan is None:
+        return {}
+    digest = hashlib.sha256(_json(replace(plan, modules=replace(plan.modules, dense=()))))
+    for module in plan.modules.dense:
+        digest.update(_json([module.inputs, module.outputs, module.bias, module.activation]))
+        for path in sorted(module.folder.glob("*.safetensors")):
+            digest.update(path.read_bytes())
+    return {"pooling": digest.hexdigest()}
+
+
 def row_key(row: AnyRow, model: Mapping[str, object]) -> str:
     """SHA-256 over the tokens of a row, its parameters and the model's identity.
 
@@ -116,7 +130,11 @@ def row_key(row: AnyRow, model: Mapping[str, object]) -> str:
             parameter="extra_args",
         ) from error
     of_row = [row.token_ids, row.seed, params, model]
-    return hashlib.sha256(_json(of_row if row.adapter is None else [*of_row, row.adapter.digest])).hexdigest()
+    if row.adapter is not None:
+        of_row.append(row.adapter.digest)
+    if row.pooling is not None:
+        of_row.append(plain(row.pooling))
+    return hashlib.sha256(_json(of_row)).hexdigest()
 
 
 def _json(value: object) -> bytes:

@@ -13,23 +13,23 @@ from itertools import islice
 from pathlib import Path
 from time import monotonic
 
+import numpy as np
+
 from llm.api.flow import Entry, Flow, FlowHost
 from llm.base.bar import UseTqdm
-from llm.base.errors import GenerationInterrupted, JobError, JobInterrupted, ValidationError
+from llm.base.errors import GenerationInterrupted, JobError, JobInterrupted
 from llm.base.types import JsonObject
 from llm.engine.interrupt import InterruptGuard
-from llm.engine.preprocess import Place
+from llm.engine.output import PromptState
 from llm.engine.progress import Progress
 from llm.engine.rows import AnyRow, RefusedRow, Row
-from llm.jobs.answers import Answer, Answers, Partials
+from llm.jobs.answers import Answer, Answers, Ended, Partials
 from llm.jobs.identity import row_key
 from llm.jobs.journal import Journal
-from llm.jobs.requests import Rows
+from llm.jobs.making import Maker, Rows
 from llm.jobs.shard import Shard
 from llm.jobs.tables import read_rows, write_rows
 from llm.outputs import RequestOutput
-from llm.outputs_json import output_as_json
-from llm.outputs_read import output_from_json
 
 _BATCH = 256
 _PARTIALS_SECONDS = 10.0
@@ -44,7 +44,7 @@ class JobSummary:
         num_rows: rows of the output.
         num_resumed: of these, answered before this run.
         num_errors: rows answered with an error.
-        num_generated_tokens: of all rows.
+        num_prompt_tokens, num_generated_tokens: of all rows.
         seconds: of this run.
     """
 
@@ -52,6 +52,7 @@ class JobSummary:
     num_rows: int
     num_resumed: int
     num_errors: int
+    num_prompt_tokens: int
     num_generated_tokens: int
     seconds: float
 
@@ -87,6 +88,7 @@ class _Count:
     resumed: int = 0
     done: int = 0
     errors: int = 0
+    prompt_tokens: int = 0
     tokens: int = 0
 
 
@@ -98,6 +100,8 @@ class Job:
         self._plan = plan
         self._journal = journal
         self._keys: dict[int, str] = {}  # of the rows in flight
+        self._pooled: dict[int, np.ndarray | None] = {}  # of the rows that have ended and are not in the journal
+        self._maker = Maker(plan.rows, plan.on_too_long, plan.shard.count)
         self._partials = Partials()
         self._partials_at = monotonic() + _PARTIALS_SECONDS
         self._count = _Count()
@@ -107,7 +111,14 @@ class Job:
         """Raises `JobInterrupted` at Ctrl-C and SIGTERM, once the journal has everything."""
         started = monotonic()
         with InterruptGuard(terminable=True) as guard, closing(self._progress):
-            flow = Flow(self._llm, self._batches(), on_step=self._after_step, on_admit=self._progress.add, guard=guard)
+            flow = Flow(
+                self._llm,
+                self._batches(),
+                on_step=self._after_step,
+                on_admit=self._progress.add,
+                on_end=self._note_pooled,
+                guard=guard,
+            )
             try:
                 for output in flow:
                     self._keep(output)
@@ -122,7 +133,13 @@ class Job:
         write_rows(self._plan.target, self._answered())
         seconds = monotonic() - started
         return JobSummary(
-            self._plan.target, count.done + count.resumed, count.resumed, count.errors, count.tokens, seconds
+            self._plan.target,
+            count.done + count.resumed,
+            count.resumed,
+            count.errors,
+            count.prompt_tokens,
+            count.tokens,
+            seconds,
         )
 
     def _batches(self) -> Iterator[list[Entry]]:
@@ -130,30 +147,8 @@ class Job:
         numbered = self._plan.numbered()
         while batch := list(islice(numbered, _BATCH)):
             with self._llm._exclusive():
-                self._llm._open_engine()
-                rows = self._rows(batch)
+                rows = self._maker.make(self._llm, self._llm._open_engine(), batch)
             yield [row for row in rows if not self._is_answered(row, answers.take(row.index))]
-
-    def _rows(self, batch: list[tuple[int, JsonObject]]) -> list[AnyRow]:
-        preprocessor, plan = self._llm._preprocessor, self._plan
-        prompts: list[object] = []
-        params = []
-        for _, row in batch:
-            try:
-                asked = plan.rows.asked(row)
-                prompt = asked.prompt
-                if asked.messages is not None:
-                    options = {name: value for name, value in asked.chat.items() if name != "chat_template_kwargs"}
-                    arguments = asked.chat.get("chat_template_kwargs") or {}
-                    (prompt,) = preprocessor.render_chat(asked.messages, options, arguments)
-                prompts.append(prompt)
-                params.append(asked.params)
-            except ValidationError as error:
-                prompts.append(error)
-                params.append(plan.rows.params)
-        place = Place(0, batch[0][0], plan.shard.count)
-        default = self._llm.get_default_sampling_params
-        return preprocessor.checked_rows(prompts, params, default, None, plan.on_too_long, place)
 
     def _is_answered(self, row: AnyRow, known: Answer | None) -> bool:
         """True if the journal has the row's answer; else the row continues from what the journal has of it."""
@@ -178,9 +173,12 @@ class Job:
     def _keep(self, output: RequestOutput) -> None:
         key = self._keys.pop(output.index)
         self._partials.written.pop(output.index, None)
-        self._journal.add({"i": output.index, "k": key, "o": output_as_json(output)})
+        self._journal.add(Ended(key, output, self._pooled.pop(output.index, None)).record())
         self._journal.flush()
         self._count.done += 1
+
+    def _note_pooled(self, state: PromptState) -> None:
+        self._pooled[state.row.index] = state.completions[0].request.pooled
 
     def _after_step(self, flow: Flow) -> None:
         self._progress.update()
@@ -203,11 +201,12 @@ class Job:
         plan, answers = self._plan, Answers(self._journal.records(self._journal.end))
         for index, row in plan.numbered():
             known = answers.take(index)
-            if known is None or known.output is None:
+            ended = None if known is None else known.ended()
+            if ended is None:
                 raise JobError(
                     f"the journal {self._journal.path} lost row {index}; run the job again with resume=True."
                 )
-            output = output_from_json(known.output, None)
-            self._count.errors += output.error is not None
-            self._count.tokens += sum(len(own.token_ids) for own in output.outputs)
-            yield plan.rows.answer(row, output, known.key, plan.model)
+            self._count.errors += ended.output.error is not None
+            self._count.prompt_tokens += len(ended.output.prompt_token_ids)
+            self._count.tokens += sum(len(own.token_ids) for own in ended.output.outputs)
+            yield plan.rows.answer(row, ended, plan.model)

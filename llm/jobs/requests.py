@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import string
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from llm.base.errors import JobError, ValidationError, nearest
 from llm.base.text import quote
 from llm.base.types import JsonObject
+from llm.inputs import LoRARequest
+from llm.jobs.adapters import COLUMN, JobAdapters
+from llm.jobs.answers import Ended
 from llm.jobs.bodies import chat_body, completion_body, error_code, sampling_fields
-from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
 
 URLS = ("/v1/chat/completions", "/v1/completions")
@@ -31,22 +33,24 @@ class Asked(NamedTuple):
     params: SamplingParams
     messages: object = None
     chat: JsonObject = {}  # noqa: RUF012  never changed
+    adapter: LoRARequest | None = None
 
 
-@dataclass(frozen=True)
-class PlainRows:
+@dataclass(frozen=True, kw_only=True)
+class PlainForm:
     """Rows whose prompt is in a column, or made from columns by a template.
 
-    A column `messages` has conversations. The output has the row's columns and `ANSWER_COLUMNS`.
+    A column `messages` has conversations. The output has the row's columns and `added`.
     """
 
-    params: SamplingParams
+    adapters: JobAdapters
+    added: tuple[str, ...]
     column: str | None = None
     template: str | None = None
 
     def check(self, row: JsonObject) -> None:
         """Raise `JobError` if the columns do not fit."""
-        clash = [name for name in ANSWER_COLUMNS if name in row]
+        clash = [name for name in self.added if name in row]
         if clash:
             raise JobError(f"the input has a column {quote(clash[0])}, which the output would replace; rename it.")
         for name in self._columns(row):
@@ -56,27 +60,15 @@ class PlainRows:
     def identifier(self, row: JsonObject) -> str | None:
         return None
 
-    def asked(self, row: JsonObject) -> Asked:
+    def prompt_of(self, row: JsonObject) -> tuple[object, object]:
+        """(prompt, messages), one of which is None."""
         if self.template is not None:
-            return Asked(self.template.format_map(row), self.params)
+            return self.template.format_map(row), None
         (column,) = self._columns(row)
-        if column == "messages":
-            return Asked(None, self.params, row[column], {"add_generation_prompt": True})
-        return Asked(row[column], self.params)
+        return (None, row[column]) if column == "messages" else (row[column], None)
 
-    def answer(self, row: JsonObject, output: RequestOutput, key: str, model: str) -> JsonObject:
-        texts = [own.text for own in output.outputs]
-        reasons = [own.finish_reason for own in output.outputs]
-        error = output.error
-        several = self.params.n > 1
-        values = (
-            texts if several else texts[0],
-            reasons if several else reasons[0],
-            len(output.prompt_token_ids),
-            sum(len(own.token_ids) for own in output.outputs),
-            None if error is None else f"{error_code(error)}: {error}",
-        )
-        return row | dict(zip(ANSWER_COLUMNS, values, strict=True))
+    def adapter_of(self, row: JsonObject) -> LoRARequest | None:
+        return self.adapters.named(row.get(COLUMN), COLUMN)
 
     def _columns(self, row: JsonObject) -> list[str]:
         if self.template is not None:
@@ -84,6 +76,40 @@ class PlainRows:
         if self.column is not None:
             return [self.column]
         return ["messages"] if "messages" in row and "prompt" not in row else ["prompt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainRows(PlainForm):
+    """Plain rows of a model that generates."""
+
+    params: SamplingParams
+    added: tuple[str, ...] = ANSWER_COLUMNS
+
+    def asked(self, row: JsonObject) -> Asked:
+        """Raises `ValidationError` for an adapter that is not there."""
+        prompt, messages = self.prompt_of(row)
+        chat: JsonObject = {} if messages is None else {"add_generation_prompt": True}
+        return Asked(prompt, self.params, messages, chat, self.adapter_of(row))
+
+    def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
+        output = ended.output
+        texts = [own.text for own in output.outputs]
+        reasons = [own.finish_reason for own in output.outputs]
+        several = self.params.n > 1
+        values = (
+            texts if several else texts[0],
+            reasons if several else reasons[0],
+            len(output.prompt_token_ids),
+            sum(len(own.token_ids) for own in output.outputs),
+            told_error(ended),
+        )
+        return row | dict(zip(self.added, values, strict=True))
+
+
+def told_error(ended: Ended) -> str | None:
+    """What a plain row says of its error."""
+    error = ended.output.error
+    return None if error is None else f"{error_code(error)}: {error}"
 
 
 def template_columns(template: str) -> list[str]:
@@ -105,11 +131,11 @@ def template_columns(template: str) -> list[str]:
     return names
 
 
-@dataclass(frozen=True)
-class BatchRows:
-    """OpenAI's batch format; `params` are the defaults of a body's fields."""
+@dataclass(frozen=True, kw_only=True)
+class BatchForm:
+    """Lines of OpenAI's batch format."""
 
-    params: SamplingParams
+    adapters: JobAdapters
 
     def check(self, row: JsonObject) -> None:
         """Raise `JobError` if the row has no id to answer to."""
@@ -119,39 +145,54 @@ class BatchRows:
     def identifier(self, row: JsonObject) -> str | None:
         return row["custom_id"]
 
-    def asked(self, row: JsonObject) -> Asked:
-        """Raises `ValidationError` for unknown fields and wrong values."""
+    def body_of(self, row: JsonObject, urls: Collection[str]) -> JsonObject:
+        """The body of a row to one of `urls`; raises `ValidationError` for unknown fields and wrong values."""
         _check_keys("a row of a batch", row, _BATCH_KEYS)
         if row.get("method", "POST") != "POST":
             raise ValidationError("method must be 'POST'.", parameter="method", value=row.get("method"))
-        if row.get("url") not in URLS:
-            raise ValidationError(f"url must be {' or '.join(URLS)}.", parameter="url", value=row.get("url"))
+        if row.get("url") not in urls:
+            raise ValidationError(f"url must be {' or '.join(urls)}.", parameter="url", value=row.get("url"))
         body = row.get("body")
         if not isinstance(body, dict):
             raise ValidationError("body must be an object.", parameter="body", value=body)
+        return body
+
+    def line(self, row: JsonObject, ended: Ended, body: JsonObject | None) -> JsonObject:
+        """The line of the output; `body`: of the response, None: the row has an error."""
+        key, error = ended.key[:24], ended.output.error
+        line: JsonObject = {"id": f"batch_req_{key}", "custom_id": row["custom_id"]}
+        if error is not None:
+            return {**line, "response": None, "error": {"code": error_code(error), "message": str(error)}}
+        return {**line, "response": {"status_code": 200, "request_id": f"req_{key}", "body": body}, "error": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRows(BatchForm):
+    """Completions and chat completions; `params` are the defaults of a body's fields."""
+
+    params: SamplingParams
+
+    def asked(self, row: JsonObject) -> Asked:
+        """Raises `ValidationError` for unknown fields and wrong values."""
+        body = self.body_of(row, URLS)
         is_chat = row["url"] == URLS[0]
         fields, chat, prompt = sampling_fields(body, is_chat)
         params = dataclasses.replace(self.params, **fields)
-        return Asked(None, params, prompt, chat) if is_chat else Asked(prompt, params)
+        adapter = self.adapters.named(body.get("model"), "model")
+        return Asked(None, params, prompt, chat, adapter) if is_chat else Asked(prompt, params, adapter=adapter)
 
-    def answer(self, row: JsonObject, output: RequestOutput, key: str, model: str) -> JsonObject:
-        line: JsonObject = {"id": f"batch_req_{key[:24]}", "custom_id": row["custom_id"]}
-        error = output.error
-        if error is not None:
-            return {**line, "response": None, "error": {"code": error_code(error), "message": str(error)}}
+    def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
+        if ended.output.error is not None:
+            return self.line(row, ended, None)
         make = chat_body if row["url"] == URLS[0] else completion_body
-        body = make(output, key, row["body"].get("model") or model)
-        return {**line, "response": {"status_code": 200, "request_id": f"req_{key[:24]}", "body": body}, "error": None}
-
-
-Rows = PlainRows | BatchRows
+        return self.line(row, ended, make(ended.output, ended.key, row["body"].get("model") or model))
 
 
 def is_batch(row: JsonObject) -> bool:
     return "custom_id" in row and "body" in row
 
 
-def _check_keys(what: str, given: Mapping[str, object], known: set[str]) -> None:
+def _check_keys(what: str, given: Mapping[str, object], known: Collection[str]) -> None:
     for name in given:
         if name not in known:
             raise ValidationError(f"{what} has no field {quote(name)}.{nearest(name, known)}", parameter=name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,18 @@ from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.errors import JobError, ValidationError
 from llm.base.text import quote
 from llm.base.types import JsonObject
+from llm.engine.pooler import PoolingPlan
 from llm.engine.progress import check_use_tqdm
 from llm.engine.rows import ON_TOO_LONG
+from llm.jobs.adapters import JobAdapters
 from llm.jobs.job import Job, JobPlan, JobSummary
 from llm.jobs.journal import Journal
-from llm.jobs.requests import BatchRows, PlainRows, Rows, is_batch, template_columns
+from llm.jobs.making import Rows
+from llm.jobs.requests import BatchRows, PlainRows, is_batch, template_columns
 from llm.jobs.shard import Shard
 from llm.jobs.tables import read_rows, suffix_of
+from llm.jobs.vectors import BatchVectors, PlainVectors
+from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
 
 _MAX_LISTED = 10
@@ -36,14 +41,13 @@ _MAX_LISTED = 10
 class RunOptions:
     """The arguments of `LLM.run` but its files, checked."""
 
-    params: SamplingParams
-    column: str | None
-    template: str | None
-    resume: bool
-    shard: str | None
-    on_error: str
-    on_too_long: str
-    use_tqdm: UseTqdm
+    column: str | None = None
+    template: str | None = None
+    resume: bool = False
+    shard: str | None = None
+    on_error: str = "return"
+    on_too_long: str = "error"
+    use_tqdm: UseTqdm = True
 
     def __post_init__(self) -> None:
         check_flag("resume", self.resume)
@@ -90,36 +94,78 @@ class JobFiles:
         return self.target.with_name(f"{self.target.name}.journal")
 
 
-def run_job(llm: FlowHost, files: JobFiles, options: RunOptions, identity: JsonObject, model: str) -> JobSummary:
+@dataclass(frozen=True)
+class Asks:
+    """What the rows of a job ask for where they do not say.
+
+    Attributes:
+        sampling: of a model that generates.
+        pooling, plan: of one that pools; `plan` is None where the model generates.
+    """
+
+    sampling: SamplingParams
+    pooling: PoolingParams
+    plan: PoolingPlan | None
+    adapters: JobAdapters
+
+    @classmethod
+    def of(
+        cls,
+        plan: PoolingPlan | None,
+        sampling: SamplingParams | None,
+        pooling: PoolingParams | None,
+        adapters: JobAdapters,
+        default: Callable[[], SamplingParams],
+    ) -> Asks:
+        """Raises `ValidationError` for params that are not the model's."""
+        if plan is not None and sampling is not None:
+            refuse("sampling_params", type(sampling).__name__, "None: the model pools; pass pooling_params")
+        if plan is None and pooling is not None:
+            refuse("pooling_params", type(pooling).__name__, "None: the model generates; pass sampling_params")
+        return cls(sampling or default(), pooling or PoolingParams(), plan, adapters)
+
+    def rows(self, first: JsonObject, options: RunOptions) -> Rows:
+        """The form of a file's rows, by the first one."""
+        if self.plan is not None and options.on_too_long.startswith("truncate"):
+            right = "'error' or 'skip' for a model that pools; PoolingParams(truncate_prompt_tokens=-1) cuts texts"
+            refuse("on_too_long", options.on_too_long, right)
+        adapters = self.adapters
+        if is_batch(first):
+            for name in ("column", "template"):
+                if getattr(options, name) is not None:
+                    refuse(
+                        name, getattr(options, name), "None for OpenAI's batch format, whose bodies have the prompts"
+                    )
+            if self.plan is None:
+                return BatchRows(params=self.sampling, adapters=adapters)
+            return BatchVectors(params=self.pooling, plan=self.plan, adapters=adapters)
+        column, template = options.column, options.template
+        if self.plan is None:
+            return PlainRows(params=self.sampling, adapters=adapters, column=column, template=template)
+        return PlainVectors.of(first, self.plan, self.pooling, adapters, column, template)
+
+
+def run_job(
+    llm: FlowHost, files: JobFiles, options: RunOptions, asks: Asks, identity: JsonObject, model: str
+) -> JobSummary:
     """Check the whole input, then run what is left to do.
 
     Raises:
         JobError, ValidationError: a file, a row's form or an argument is wrong.
         JobInterrupted: Ctrl-C or SIGTERM.
     """
-    rows = _rows_of(files.source, options)
+    first = next(read_rows(files.source), None)
+    if first is None:
+        raise JobError(f"{files.source} has no rows.")
+    rows = asks.rows(first, options)
     count = _check_input(files, rows, options.on_error == "raise")
     plan = JobPlan(files.source, files.target, rows, files.shard, count, options.on_too_long, identity, model)
     if files.target.exists():  # and resume=True
-        return JobSummary(files.target, count, count, 0, 0, 0.0)
+        return JobSummary(files.target, count, count, 0, 0, 0, 0.0)
     with closing(Journal(files.journal, {**identity, "input": files.source.suffix, "shard": options.shard})) as journal:
         summary = Job(llm, plan, journal, options.use_tqdm).run()
         files.journal.unlink()
     return summary
-
-
-def _rows_of(source: Path, options: RunOptions) -> Rows:
-    first = next(read_rows(source), None)
-    if first is None:
-        raise JobError(f"{source} has no rows.")
-    if not is_batch(first):
-        return PlainRows(options.params, options.column, options.template)
-    for name in ("column", "template"):
-        if getattr(options, name) is not None:
-            raise ValidationError(
-                f"{name} must be None for OpenAI's batch format, whose bodies have the prompts.", parameter=name
-            )
-    return BatchRows(options.params)
 
 
 def _check_input(files: JobFiles, rows: Rows, strict: bool) -> int:

@@ -1,0 +1,190 @@
+"""Rows of a file for a model that pools: plain ones, OpenAI's `/v1/embeddings`, vLLM's `/classify` and `/score`.
+
+Owns which fields there are, and what a vector, classes or a score become in the output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from llm.base.checks import check_choice
+from llm.base.errors import ValidationError, nearest
+from llm.base.text import quote
+from llm.base.types import JsonObject
+from llm.engine.pooler import PoolingPlan
+from llm.inputs import LoRARequest
+from llm.jobs.adapters import JobAdapters
+from llm.jobs.answers import Ended, base64_of
+from llm.jobs.requests import BatchForm, PlainForm, told_error
+from llm.pooling_params import PoolingParams
+
+# Columns of a pair of texts, of a plain row and of a body.
+PAIR = ("text_1", "text_2")
+_URLS = {
+    "embed": ("/v1/embeddings",),
+    "classify": ("/classify", "/v1/classify"),
+    "score": ("/score", "/v1/score"),
+}
+_FIELDS = ("dimensions", "truncate_prompt_tokens", "use_activation", "normalize")
+_NO_EFFECT = ("model", "user")
+# Columns that an answer adds to its row.
+_ADDED = {
+    "embed": ("embedding", "num_prompt_tokens", "error"),
+    "classify": ("label", "probabilities", "num_prompt_tokens", "error"),
+    "score": ("score", "num_prompt_tokens", "error"),
+}
+
+
+class Wanted(NamedTuple):
+    """What a row asks for: a prompt, or with `second` a pair of texts."""
+
+    prompt: object
+    params: PoolingParams
+    second: str | None = None
+    adapter: LoRARequest | None = None
+
+
+def tasks_of(plan: PoolingPlan) -> tuple[str, ...]:
+    """What the model does with a row; "score" of a pair of texts."""
+    if plan.task == "embed":
+        return ("embed",)
+    return ("classify", "score") if plan.size == 1 else ("classify",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainVectors(PlainForm):
+    """Plain rows. Those of a cross-encoder are pairs of texts, in columns `text_1` and `text_2`, if they have these."""
+
+    params: PoolingParams
+    plan: PoolingPlan
+    task: str
+
+    @classmethod
+    def of(
+        cls,
+        first: JsonObject,
+        plan: PoolingPlan,
+        params: PoolingParams,
+        adapters: JobAdapters,
+        column: str | None,
+        template: str | None,
+    ) -> PlainVectors:
+        """`first`: a row, whose columns say whether there are pairs."""
+        pairs = "score" in tasks_of(plan) and all(name in first for name in PAIR)
+        task = "score" if pairs else tasks_of(plan)[0]
+        return cls(
+            params=params,
+            plan=plan,
+            task=task,
+            added=_ADDED[task],
+            adapters=adapters,
+            column=column,
+            template=template,
+        )
+
+    def asked(self, row: JsonObject) -> Wanted:
+        """Raises `ValidationError` for what is no text, and for an adapter that is not there."""
+        adapter = self.adapter_of(row)
+        if self.task == "score":
+            first, second = (_text(name, row[name]) for name in PAIR)
+            return Wanted(first, self.params, second, adapter)
+        prompt, messages = self.prompt_of(row)
+        if messages is not None:
+            raise ValidationError("messages are for models that generate; name a column of texts.", parameter="column")
+        return Wanted(prompt, self.params, None, adapter)
+
+    def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
+        told = _told(self.task, ended.values, self.plan)
+        values = (*told, len(ended.output.prompt_token_ids), told_error(ended))
+        return row | dict(zip(self.added, values, strict=True))
+
+    def _columns(self, row: JsonObject) -> list[str]:
+        return [*PAIR] if self.task == "score" else super()._columns(row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchVectors(BatchForm):
+    """Embeddings, classes or scores; `params` are the defaults of a body's fields."""
+
+    params: PoolingParams
+    plan: PoolingPlan
+
+    def asked(self, row: JsonObject) -> Wanted:
+        """Raises `ValidationError` for unknown fields and wrong values."""
+        body = self.body_of(row, [url for task in tasks_of(self.plan) for url in _URLS[task]])
+        task = _task(row)
+        own = PAIR if task == "score" else ("input", *(["encoding_format"] if task == "embed" else []))
+        _check_fields(body, (*own, *_FIELDS, *_NO_EFFECT))
+        check_choice("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
+        given = {name: body[name] for name in _FIELDS if body.get(name) is not None}
+        params = dataclasses.replace(self.params, **given)
+        adapter = self.adapters.named(body.get("model"), "model")
+        if task == "score":
+            first, second = (_text(name, body.get(name)) for name in PAIR)
+            return Wanted(first, params, second, adapter)
+        return Wanted(_one_input(body.get("input")), params, None, adapter)
+
+    def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
+        if ended.values is None:
+            return self.line(row, ended, None)
+        task, body = _task(row), row["body"]
+        told = _told(task, ended.values, self.plan)
+        if task == "embed":
+            is_text = body.get("encoding_format") == "base64"
+            name, item = "embd", {"object": "embedding", "embedding": base64_of(ended.values) if is_text else told[0]}
+        elif task == "score":
+            name, item = "score", {"object": "score", "score": told[0]}
+        else:
+            name, item = "classify", {"label": told[0], "probs": told[1], "num_classes": len(ended.values)}
+        count = len(ended.output.prompt_token_ids)
+        response: JsonObject = {
+            "id": f"{name}-{ended.key[:24]}",
+            "object": "list",
+            "created": 0,
+            "model": body.get("model") or model,
+            "data": [{"index": 0, **item}],
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+        }
+        return self.line(row, ended, response)
+
+
+def _task(row: JsonObject) -> str:
+    return next(task for task, urls in _URLS.items() if row["url"] in urls)
+
+
+def _told(task: str, values: np.ndarray | None, plan: PoolingPlan) -> tuple[object, ...]:
+    """What the output has of a result; None for each where there is none."""
+    if values is None:
+        return (None,) * (2 if task == "classify" else 1)
+    if task == "embed":
+        return (values.tolist(),)
+    return (float(values[0]),) if task == "score" else (plan.labels[int(values.argmax())], values.tolist())
+
+
+def _text(name: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise ValidationError(f"{name} must be a text; write a row for each pair.", parameter=name, value=given)
+    return given
+
+
+def _one_input(given: object) -> object:
+    """One text or one list of token ids; a list may have one of them."""
+    if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
+        (given,) = given
+    is_ids = isinstance(given, list) and all(isinstance(item, int) for item in given)
+    if not isinstance(given, str) and not is_ids:
+        raise ValidationError(
+            "input must be one text or one list of token ids; write a row for each.", parameter="input", value=given
+        )
+    return given
+
+
+def _check_fields(body: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for name in body:
+        if name not in known:
+            raise ValidationError(f"body has no field {quote(name)} here.{nearest(name, known)}", parameter=name)
