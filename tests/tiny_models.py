@@ -704,6 +704,19 @@ TINY_MODELS = TINY_MODELS | {
         },
         control={"num_experts_per_tok": 2},
     ),
+    # Three uses of two shared blocks: the third is of the first block, with adapters of its own.
+    "zamba2": TinyModel(
+        "Zamba2Config",
+        {
+            **{"head_dim": None, "num_key_value_heads": None, "n_mamba_heads": 4, "mamba_ngroups": 2},
+            **{"mamba_d_state": 5, "mamba_d_conv": 3, "chunk_size": 8, "num_mem_blocks": 2, "adapter_rank": 5},
+            **{"layers_block_type": ["hybrid", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 4},
+            **{"use_shared_attention_adapter": True, "use_mem_rope": True, "tie_word_embeddings": True},
+            "time_step_min": 1e-9,  # where transformers clamps the steps of prompts
+        },
+        seed=3,
+        control={"use_mem_rope": False},
+    ),
 }
 
 # The gated delta rule.
@@ -806,6 +819,8 @@ def randomise(model: Any, seed: int) -> None:
             parameter.copy_(noise)  # transformers draws them from its own generator
         elif parameter.dim() == 1:
             parameter += 0.3 * noise + (0 if of_a_layer or name.endswith("bias") else 2)
+        elif "shared_transformer" in name:  # adapters add to its queries and keys, whose scores would be too sharp
+            parameter.copy_(0.7 * noise / parameter.shape[-1] ** 0.5)
         else:
             parameter.copy_(noise * (GAIN if of_a_layer else 1) / parameter.shape[-1] ** 0.5)
 

@@ -91,6 +91,7 @@ _FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
 }
 
 # The same for models that do not generate: tokens see those after them. Architectures are any that their class reads.
