@@ -47,7 +47,10 @@ EMULATED: dict[str, tuple[str, ...]] = {
     "neon_i8mm": (),
 }
 REMOTE = ("neon", "neon_i8mm")
-PARTS = "cpu codes attention quantized_cache conv experts fused latent routing scan vocabulary".split()
+PARTS = (
+    *("cpu", "codes", "attention", "quantized_cache", "latent", "conv", "scan", "gated_delta", "drafts"),
+    *("experts", "routing", "lora", "fused", "vocabulary"),
+)
 TESTS = tuple(f"tests/kernels/test_kernels_{name}.py" for name in PARTS)
 compile_natively = build.compile_library
 CHOSEN = "EMULATED_TARGETS"  # the environment variable that tells the plugin

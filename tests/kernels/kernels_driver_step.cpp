@@ -137,72 +137,82 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     calls += 27;
 }
 
-// Two rows, the second of which goes on: slots of strides that leave nothing over.
+// Two rows of 3 and 2 tokens, the second of which goes on; `stored`: some of them are drafts.
+struct TwoRows {
+    Exactly<int64_t> slots{2};
+    Exactly<int32_t> starts{3}, lengths{2}, counts{2}, stored{2, 1};
+    TwoRows() {
+        slots.data[0] = 1, slots.data[1] = 0, starts.data[0] = 0, starts.data[1] = 3, starts.data[2] = 5;
+        lengths.data[0] = 3, lengths.data[1] = 9, counts.data[0] = 3, counts.data[1] = 2;
+    }
+    const int32_t* counts_if(bool has_drafts) const { return has_drafts ? counts.data : nullptr; }
+    const int32_t* stored_if(bool has_drafts) const { return has_drafts ? stored.data : nullptr; }
+};
+
+// Slots of strides that leave nothing over.
 template <class T> void convolution(Kind kind, int64_t channels, int64_t taps, bool columns) {
     Exactly<T> weight(channels * taps), bias(channels);
     Exactly<float> x(5 * channels, 0.5f), out(5 * channels), state(2 * channels * (taps - 1), 0.25f);
-    Exactly<int64_t> slots(2);
-    Exactly<int32_t> starts(3), lengths(2);
-    slots.data[0] = 1, slots.data[1] = 0, starts.data[0] = 0, starts.data[1] = 3, starts.data[2] = 5;
-    lengths.data[0] = 3, lengths.data[1] = 9;
-    const auto convolve = [&](const void* with) {
-        return llm_causal_conv1d(slots.data, starts.data, lengths.data, 2, 2, x.data, channels, 5, kind, weight.data,
-                                 columns ? 1 : taps, columns ? channels : 1, with, state.data, channels * (taps - 1),
+    const TwoRows of;
+    const auto convolve = [&](const void* with, bool drafts = false) {
+        return llm_causal_conv1d(of.slots.data, of.starts.data, of.lengths.data, of.counts_if(drafts),
+                                 of.stored_if(drafts), 2, 2, x.data, channels, 5, kind, weight.data, columns ? 1 : taps,
+                                 columns ? channels : 1, with, state.data, channels * (taps - 1),
                                  columns ? 1 : taps - 1, columns ? channels : 1, channels, taps, 1, out.data, 1);
     };
-    need(convolve(bias.data) == -1 && convolve(nullptr) == -1, "a good row was refused");
-    slots.data[1] = 2;
+    need(convolve(bias.data) == -1 && convolve(nullptr, true) == -1, "a good row was refused");
+    of.slots.data[1] = 2;
     need(convolve(nullptr) == 1, "a slot that does not exist was read");
-    slots.data[1] = 0, starts.data[2] = 6;
+    of.slots.data[1] = 0, of.starts.data[2] = 6;
     need(convolve(nullptr) == 1, "tokens that do not exist were read");
-    calls += 4;
+    of.counts.data[1] = 3;
+    need(convolve(nullptr, true) == 1, "tokens that do not exist were counted");
+    of.counts.data[1] = 2, of.stored.data[1] = 3;
+    need(convolve(nullptr, true) == 1, "a state was stored after tokens that do not exist");
+    calls += 6;
 }
 
-// The same two rows.
 void delta_rule(int64_t key_heads, int64_t heads, int64_t keys, int64_t values, bool per_channel) {
     const int64_t decays = per_channel ? heads * keys : heads;
     Exactly<float> query(5 * key_heads * keys, 0.5f), key(5 * key_heads * keys, 0.25f), value(5 * heads * values, 1.0f);
     Exactly<float> decay(5 * decays), beta(5 * heads), a_log(heads), dt_bias(decays), out(5 * heads * values);
     Exactly<float> state(2 * heads * keys * values, 0.5f);
-    Exactly<int64_t> slots(2);
-    Exactly<int32_t> starts(3), lengths(2);
-    slots.data[0] = 1, slots.data[1] = 0, starts.data[0] = 0, starts.data[1] = 3, starts.data[2] = 5;
-    lengths.data[0] = 3, lengths.data[1] = 9;
-    const auto apply = [&] {
-        return llm_gated_delta_rule(slots.data, starts.data, lengths.data, 2, 2, 5, query.data, key_heads * keys,
-                                    key.data, key_heads * keys, value.data, heads * values, decay.data, decays,
-                                    per_channel, beta.data, heads, 1.0f, a_log.data, dt_bias.data, state.data,
-                                    key_heads, heads, keys, values, out.data, 1);
+    const TwoRows of;
+    const auto apply = [&](bool drafts) {
+        return llm_gated_delta_rule(of.slots.data, of.starts.data, of.lengths.data, of.counts_if(drafts),
+                                    of.stored_if(drafts), 2, 2, 5, query.data, key_heads * keys, key.data,
+                                    key_heads * keys, value.data, heads * values, decay.data, decays, per_channel,
+                                    beta.data, heads, 1.0f, a_log.data, dt_bias.data, state.data, key_heads, heads,
+                                    keys, values, out.data, 1);
     };
-    need(apply() == -1, "a good row was refused");
-    slots.data[0] = -1;
-    need(apply() == 0, "a slot that does not exist was read");
-    calls += 2;
+    need(apply(false) == -1 && apply(true) == -1, "a good row was refused");
+    of.slots.data[0] = -1;
+    need(apply(false) == 0, "a slot that does not exist was read");
+    calls += 3;
 }
 
-// The same two rows.
 void scans(int64_t channels, int64_t states, int64_t heads) {
     const int64_t width = heads * channels;
     Exactly<float> x(5 * width, 0.5f), dt(5 * width, 0.25f), b(5 * states), c(5 * states), a_log(width * states);
     Exactly<float> d(width), bias(width), out(5 * width), state(2 * width * states, 0.5f);
-    Exactly<int64_t> slots(2);
-    Exactly<int32_t> starts(3), lengths(2);
-    slots.data[0] = 1, slots.data[1] = 0, starts.data[0] = 0, starts.data[1] = 3, starts.data[2] = 5;
-    lengths.data[0] = 3, lengths.data[1] = 9;
-    const auto mamba = [&](const float* gate) {
-        return llm_selective_scan(slots.data, starts.data, lengths.data, 2, 2, 5, x.data, width, dt.data, width, b.data,
-                                  states, c.data, states, gate, width, a_log.data, d.data, bias.data, state.data, width,
-                                  states, out.data, 1);
+    const TwoRows of;
+    const auto mamba = [&](const float* gate, bool drafts = false) {
+        return llm_selective_scan(of.slots.data, of.starts.data, of.lengths.data, of.counts_if(drafts),
+                                  of.stored_if(drafts), 2, 2, 5, x.data, width, dt.data, width, b.data, states, c.data,
+                                  states, gate, width, a_log.data, d.data, bias.data, state.data, width, states,
+                                  out.data, 1);
     };
-    const auto mamba2 = [&](int64_t by_channel) {
-        return llm_mamba2_scan(slots.data, starts.data, lengths.data, 2, 2, 5, x.data, width, dt.data, heads, b.data,
-                               states, c.data, states, a_log.data, d.data, by_channel, bias.data, 0.0f, 1.0f,
-                               state.data, heads, 1, states, channels, out.data, 1);
+    const auto mamba2 = [&](int64_t by_channel, bool drafts = false) {
+        return llm_mamba2_scan(of.slots.data, of.starts.data, of.lengths.data, of.counts_if(drafts),
+                               of.stored_if(drafts), 2, 2, 5, x.data, width, dt.data, heads, b.data, states, c.data,
+                               states, a_log.data, d.data, by_channel, bias.data, 0.0f, 1.0f, state.data, heads, 1,
+                               states, channels, out.data, 1);
     };
     need(mamba(x.data) == -1 && mamba(nullptr) == -1 && mamba2(0) == -1 && mamba2(1) == -1, "a good row was refused");
-    slots.data[1] = 2;
+    need(mamba(x.data, true) == -1 && mamba2(0, true) == -1, "a row with drafts was refused");
+    of.slots.data[1] = 2;
     need(mamba(nullptr) == 1 && mamba2(0) == 1, "a slot that does not exist was read");
-    calls += 6;
+    calls += 8;
 }
 
 // A row is cut into chunks by the number of threads; the kernels' own threads share the chunks.
