@@ -41,7 +41,11 @@ def add_commands(commands: Commands) -> None:
     command.add_argument("output", metavar="OUT", help="a .jsonl, .csv or .parquet file, which appears when complete")
     command.add_argument("--model", metavar="NAME", help="model folder or hub name (default: the embedded model)")
     command.add_argument("--resume", action="store_true", help="go on where a run was interrupted, if one was")
-    command.add_argument("--shard", metavar="I/N", help="answer every N-th row from the I-th on (from 0); see merge")
+    command.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="answer every N-th row from the I-th on (from 0); auto: as torchrun, SLURM or Kubernetes say; see merge",
+    )
     command.add_argument("--column", metavar="NAME", help="the column of the prompts (default: prompt, or messages)")
     command.add_argument("--template", metavar="TEXT", help='makes prompts from columns: "Translate: {text}"')
     command.add_argument(

@@ -162,7 +162,8 @@ def run_job(
     plan = JobPlan(files.source, files.target, rows, files.shard, count, options.on_too_long, identity, model)
     if files.target.exists():  # and resume=True
         return JobSummary(files.target, count, count, 0, 0, 0, 0.0)
-    with closing(Journal(files.journal, {**identity, "input": files.source.suffix, "shard": options.shard})) as journal:
+    of_job = {**identity, "input": files.source.suffix, "shard": files.shard.name}
+    with closing(Journal(files.journal, of_job)) as journal:
         summary = Job(llm, plan, journal, options.use_tqdm).run()
         files.journal.unlink()
     return summary

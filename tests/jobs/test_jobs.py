@@ -21,6 +21,7 @@ from llm.base.errors import JobError, JobInterrupted
 from llm.cli import main
 from llm.jobs.identity import fingerprint
 from llm.jobs.journal import Journal, decode, encode
+from llm.jobs.shard import Shard
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
 COUNT = 12
@@ -108,6 +109,45 @@ def test_the_shards_of_a_job_are_the_job(llm: LLM, source: Path) -> None:
     for wrong in ("3/3", "1", "-1/3"):
         with pytest.raises(ValidationError, match="shard must be 'i/n'"):
             run(llm, source, "wrong.jsonl", shard=wrong)
+
+
+@pytest.mark.parametrize(
+    ("environment", "shard"),
+    [
+        ("RANK=2 WORLD_SIZE=4 SLURM_PROCID=0 SLURM_NTASKS=1", "2/4"),
+        ("RANK=0 WORLD_SIZE=1", None),
+        ("SLURM_PROCID=1 SLURM_NTASKS=3", "1/3"),
+        ("SLURM_ARRAY_TASK_ID=5 SLURM_ARRAY_TASK_COUNT=3 SLURM_ARRAY_TASK_MIN=1 SLURM_ARRAY_TASK_STEP=2", "2/3"),
+        ("SLURM_ARRAY_TASK_ID=1 SLURM_ARRAY_TASK_COUNT=2 SLURM_PROCID=2 SLURM_NTASKS=4", "6/8"),
+        ("JOB_COMPLETION_INDEX=7 JOB_COMPLETIONS=8", "7/8"),
+    ],
+)
+def test_the_launcher_says_which_shard(monkeypatch: pytest.MonkeyPatch, environment: str, shard: str | None) -> None:
+    set_environment(monkeypatch, environment)
+    assert Shard.of("auto").name == shard
+
+
+@pytest.mark.parametrize(
+    ("environment", "what"),
+    [
+        ("", "finds none of RANK"),
+        ("RANK=1", "needs WORLD_SIZE, a number, got None"),
+        ("RANK=4 WORLD_SIZE=4", r"needs RANK from 0 to WORLD_SIZE-1, got 4 of 4"),
+        ("JOB_COMPLETION_INDEX=0", "needs JOB_COMPLETIONS.*spec.completions"),
+        ("SLURM_PROCID=-1 SLURM_NTASKS=2", "needs SLURM_PROCID, a number"),
+    ],
+)
+def test_half_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch, environment: str, what: str) -> None:
+    set_environment(monkeypatch, environment)
+    with pytest.raises(ValidationError, match=what):
+        Shard.of("auto")
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, environment: str) -> None:
+    for name in "RANK WORLD_SIZE SLURM_PROCID SLURM_ARRAY_TASK_ID JOB_COMPLETION_INDEX JOB_COMPLETIONS".split():
+        monkeypatch.delenv(name, raising=False)
+    for pair in environment.split():
+        monkeypatch.setenv(*pair.split("="))
 
 
 def merge(source: Path) -> Path:
