@@ -30,7 +30,7 @@ AROUND: Mapping[str, str] = {
     "embeddings.word_embeddings": "model.embed_tokens",
     "embeddings.position_embeddings": "model.embed_positions",
     "embeddings.token_type_embeddings": "token_types",
-    "embeddings.LayerNorm": "embed_norm",
+    "embeddings.LayerNorm": "model.embed_norm",
 }
 # Keys of the first config.json files, about a head that was never published.
 _OLD = (

@@ -1,7 +1,7 @@
 """Encoders made of a decoder's parts: tokens see those after them, and hidden states are the result.
 
-Owns what stands around the layers: token types and the norm of the embedding, and the classifier. A family maps its
-config.json onto the parts and gives its tensors' names.
+Owns what stands around the layers: token types and the classifier. A family maps its config.json onto the parts and
+gives its tensors' names.
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ class EncoderConfig(DecoderConfig):
     """An encoder.
 
     Attributes:
-        embedding_norm: of the sum of embeddings; None: there is none.
         token_types: rows of the token type table; 0: there is none.
         classifier: what a checkpoint with classes has after pooling.
         pooling_type: of a classifier, and of an embedder that does not say.
     """
 
-    embedding_norm: NormConfig | None = None
     token_types: int = 0
     classifier: ClassifierConfig = ClassifierConfig("tanh")
     pooling_type: str = "CLS"
@@ -73,8 +71,6 @@ class EncoderModel(DecoderForCausalLM):
             self.token_types = VocabParallelEmbedding(
                 config.token_types, config.hidden_size, prefix="token_types", **context.common
             )
-        norm = config.embedding_norm
-        self.embed_norm = None if norm is None else norm.build(config.hidden_size, context)
 
     def _build_score(self, classes: int, context: BuildContext) -> None:
         self.left_out = (*self.other_heads, *(() if classes else self.heads))
@@ -93,7 +89,7 @@ class EncoderModel(DecoderForCausalLM):
             hidden = hidden + self.token_types(types)
         if model.embed_positions is not None and positions is not None:
             hidden = hidden + model.embed_positions(batch.positions + positions.offset)
-        return hidden if self.embed_norm is None else self.embed_norm(hidden)
+        return hidden if model.embed_norm is None else model.embed_norm(hidden)
 
 
 class _Classifier(nn.Module):

@@ -36,7 +36,7 @@ _LAYER = {
 }
 _AROUND = {
     "embeddings.tok_embeddings": "model.embed_tokens",
-    "embeddings.norm": "embed_norm",
+    "embeddings.norm": "model.embed_norm",
     "final_norm": "model.norm",
 }
 _WITHOUT_EFFECT = (

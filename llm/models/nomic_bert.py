@@ -22,7 +22,7 @@ _LAYER = {
 _AROUND = {
     "embeddings.word_embeddings": "model.embed_tokens",
     "embeddings.token_type_embeddings": "token_types",
-    "emb_ln": "embed_norm",
+    "emb_ln": "model.embed_norm",
 }
 # The keys of the published files -> transformers' keys.
 _PUBLISHED = {
