@@ -190,6 +190,7 @@ class ForwardBatch:
         adapter_ids: int64 [N], the slot of each token's adapter, 0: it has none; None: no token has one.
         token_types: int64 [N], 1 in the second text of a pair, else 0; None: no row is pooled.
         extensions: what a plugin's runner adds for its own layers.
+        taps: hidden states [N, hidden] between layers, which a forward appends if the model is told to.
     """
 
     input_ids: torch.Tensor
@@ -201,3 +202,4 @@ class ForwardBatch:
     adapter_ids: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
     extensions: dict[str, Any] = field(default_factory=dict)
+    taps: list[torch.Tensor] = field(default_factory=list)

@@ -12,7 +12,10 @@ from typing import Any
 from llm.base.checks import check_integer, refuse
 from llm.base.errors import ValidationError, nearest
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "mtp")
+# vLLM's older names, one per family.
+_ALIASES = {f"{family}_mtp": "mtp" for family in ("deepseek", "glm4_moe", "qwen3_next", "qwen3_5")}
+_WITH_MODEL = ("draft_model",)
 # A step with eight tokens of a row reads the weights once, as one with a single token does.
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 MOST_SPECULATIVE_TOKENS = 63  # with the row's last token, as many as a recorded step has
@@ -27,9 +30,8 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "attention_backend": ((None, "auto"), "the platform chooses the kernels"),
 }
 _ELSEWHERE = {
-    "mtp": "multi-token prediction heads are not read",
-    "eagle": "EAGLE heads are not read",
-    "eagle3": "EAGLE heads are not read",
+    "eagle": "heads of EAGLE 1 and 2 are not read",
+    "eagle3": "EAGLE-3 heads are not read",
     "medusa": "Medusa heads are not read",
     "suffix": "method='ngram' finds the longest repeated suffix",
 }
@@ -41,7 +43,8 @@ class SpeculativeConfig:
 
     Attributes:
         method: "ngram": the tokens that followed the longest earlier occurrence of the last tokens, and the tokens that
-            a grammar forces. "draft_model": a smaller model with the same tokenizer.
+            a grammar forces. "draft_model": a smaller model with the same tokenizer. "mtp": the layer for multi-token
+            prediction of the model's own checkpoint.
         num_speculative_tokens: most drafts of a request in a step. Fewer are drafted where the times of the steps so
             far and the request's accepted drafts say that more would cost more than they give.
         prompt_lookup_min: shortest repeated suffix that is continued.
@@ -57,6 +60,11 @@ class SpeculativeConfig:
     model: str | None = None
     quantization: str | None = None
     is_default: bool = False
+
+    @property
+    def has_head(self) -> bool:
+        """A head reads the target's hidden states."""
+        return self.method == "mtp"
 
     def __str__(self) -> str:
         who = self.method if self.model is None else f"{self.method} {self.model}"
@@ -86,6 +94,7 @@ class SpeculativeConfig:
             if given.pop(name) not in harmless:
                 raise ValidationError(f"speculative_config[{name!r}] is refused: {instead}.", value=name)
         given.setdefault("method", "draft_model" if given.get("model") is not None else "ngram")
+        given["method"] = _ALIASES.get(str(given["method"]), given["method"])
         config = cls(**given)
         config._check()
         return config
@@ -93,13 +102,12 @@ class SpeculativeConfig:
     def _check(self) -> None:
         if self.method not in METHODS:
             instead = _ELSEWHERE.get(str(self.method), "it is unknown")
-            choice = " or ".join(map(repr, METHODS))
+            choice = ", ".join(map(repr, METHODS[:-1])) + f" or {METHODS[-1]!r}"
             raise ValidationError(f"speculative_config method={self.method!r}: {instead}; use {choice}.")
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_SPECULATIVE_TOKENS)
         check_integer("prompt_lookup_min", self.prompt_lookup_min, 1)
         if self.prompt_lookup_max is not None:
             check_integer("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
-        if (self.method == "draft_model") != (self.model is not None):
-            refuse(
-                "speculative_config['model']", self.model, "the draft model's folder, with method='draft_model' only"
-            )
+        if (self.method in _WITH_MODEL) != (self.model is not None):
+            right = "the folder of what drafts, with method='draft_model' only"
+            refuse("speculative_config['model']", self.model, right)

@@ -16,7 +16,7 @@ import torch
 from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.base.phases import PhaseTimes
 from llm.config.defaults import library_defaults
-from llm.config.engine import CacheConfig, EngineConfig
+from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from llm.engine.adapters import ModelAdapters
 from llm.engine.batch import InputBatch, StepInput
 from llm.engine.boundary import Loaded, RunnerPlan
@@ -29,6 +29,7 @@ from llm.engine.lines import LineReader
 from llm.engine.pooler import Pooler
 from llm.engine.proposer import Proposer, propose
 from llm.engine.replay import DecodeReplay
+from llm.engine.speculation.head import HeadSource, PlacedHead, own_blocks
 from llm.engine.speculation.make import make_proposer
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec, all_roll_back
@@ -125,8 +126,10 @@ class ModelRunner(ModelInspection, CacheRows):
             self.replay = self._new_replay()
         device, custom = self.platform.device, self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)
-        self.proposer = make_proposer(config.speculative_config, self.plan, lambda: type(self)(self.platform))
         self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
+        self.proposer = make_proposer(
+            config.speculative_config, self.plan, lambda: type(self)(self.platform), self._make_head
+        )
         self._vocab_size = config.model_config.vocab_size
         self._lines_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
 
@@ -231,7 +234,7 @@ class ModelRunner(ModelInspection, CacheRows):
     def allocate_kv_caches(
         self, specs: Sequence[PagedSpec], num_blocks: int, block_size: int
     ) -> list[tuple[torch.Tensor, ...]]:
-        """The tensors of each paged state, in the attention backend's layout; called once."""
+        """The tensors of each paged state, in the attention backend's layout; called once, and again for a head."""
 
         def shapes(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
             backend = attention_backend(self.platform, spec.head_size)
@@ -239,10 +242,30 @@ class ModelRunner(ModelInspection, CacheRows):
 
         return allocate_kv_caches(specs, num_blocks, block_size, shapes, self.backend)
 
+    def _make_head(self, config: SpeculativeConfig) -> HeadSource:
+        """What drafts with the model's head, which has the last of the states."""
+        head = PlacedHead(
+            self.model.mtp,
+            self.model.embed,
+            self.compute_logits,
+            self.states,
+            self._group_of_state[-1],
+            first_own_block=self.plan.config.cache_config.num_blocks + 1,
+            reads_taps=False,
+        )
+        most = config.num_speculative_tokens
+        return HeadSource(head, self.sampler, self.backend.upload, most, f"of the {config.method} head")
+
     def _allocate_states(self, specs: Sequence[StateSpec], cache: CacheConfig) -> list[tuple[torch.Tensor, ...]]:
         paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
         recurrent = [spec for spec in specs if isinstance(spec, RecurrentSpec)]
-        in_blocks = iter(self.allocate_kv_caches(paged, cache.num_blocks + 1, cache.block_size))
+        config, blocks, size = self.plan.config.speculative_config, cache.num_blocks + 1, cache.block_size
+        own = own_blocks(config.num_speculative_tokens, size) if config is not None and config.has_head else 0
+        last = len(paged) - (own > 0)
+        tensors = self.allocate_kv_caches(paged[:last], blocks, size)
+        if own:
+            tensors += self.allocate_kv_caches(paged[last:], blocks + own, size)
+        in_blocks = iter(tensors)
         slots = cache.num_state_slots + cache.num_state_snapshots
         in_slots = iter(allocate_recurrent_states(recurrent, slots + 1, self.backend))
         return [next(in_blocks if isinstance(spec, PagedSpec) else in_slots) for spec in specs]

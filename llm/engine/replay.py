@@ -87,6 +87,7 @@ class DecodeReplay:
         if not step.program.run():
             return None
         _share_calls(step.batch, batch)
+        batch.taps = step.batch.taps
         return step.hidden
 
     def _came_before(self, key: _Key) -> bool:
@@ -132,6 +133,7 @@ class DecodeReplay:
         except NotRecordable as reason:
             self.refusal = str(reason)
             return None
+        batch.taps = own.taps
         if len(self._steps) == _MAX_STEPS:
             del self._steps[next(iter(self._steps))]
         self._steps[key] = _Step(program, own, hidden, first_layers)
@@ -147,6 +149,7 @@ class DecodeReplay:
             positions=batch.positions.clone(),
             adapter_ids=None if batch.adapter_ids is None else batch.adapter_ids.clone(),
             metadata=[groups[id(metadata)] for metadata in batch.metadata],
+            taps=[],
         )
 
     def _own_metadata(self, metadata: Metadata) -> Metadata:

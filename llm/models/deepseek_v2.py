@@ -17,6 +17,7 @@ from llm.models.decoder import (
     read_latent_attention,
     read_rms_norm,
 )
+from llm.models.decoder.multi_token import MultiTokenConfig
 from llm.models.reading_experts import ignore_training
 
 _MOST_FURTHER_LAYERS = 64
@@ -81,6 +82,7 @@ def deepseek_decoder(
         raise reader.error("num_nextn_predict_layers", further, f"an integer from 0 to {_MOST_FURTHER_LAYERS}")
     norm = read_rms_norm(reader, eps)
     dense = GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+    predicting = LayerConfig(attention=attention, mlp=experts, norms=PreNorms(norm))
     return read_decoder(
         reader,
         [
@@ -90,4 +92,5 @@ def deepseek_decoder(
         norm,
         positions=longest_sequence(reader, rope),
         layers_left_out=further,
+        multi_token=MultiTokenConfig(predicting, norm, f"model.layers.{len(is_sparse)}", True) if further else None,
     )

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1: DeepSeek V2 with sigmoid scores and a bias for choosing; multi-token prediction is left out."""
+"""DeepSeek V3 and R1: DeepSeek V2 with sigmoid scores and a bias for choosing; multi-token prediction drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM 4.5 and 4.6: experts by DeepSeek V3's rules under grouped attention; multi-token prediction is left out."""
+"""GLM 4.5 and 4.6: experts by DeepSeek V3's rules under grouped attention; multi-token prediction drafts."""
 
 from __future__ import annotations
 

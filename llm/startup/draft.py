@@ -7,7 +7,7 @@ from dataclasses import replace
 from llm.base.errors import ValidationError
 from llm.config.engine import EngineArgs
 from llm.engine.boundary import RunnerPlan
-from llm.engine.speculation.speculator import MOST_ROWS
+from llm.engine.speculation.pace import MOST_ROWS
 from llm.kernels.backend import Backend
 from llm.platforms import Platform
 from llm.startup.plan import make_plan

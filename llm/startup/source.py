@@ -29,6 +29,7 @@ from llm.loading.resolve import resolve_folder
 from llm.loading.source import FolderSource, ModelSource
 from llm.models.config_reader import ConfigReader
 from llm.sampling_params import SamplingParams
+from llm.startup.draft_head import with_draft_head
 from llm.startup.implementation import Implementation, choose_implementation
 from llm.startup.pooling import Purpose, choose_purpose, plan_pooling, with_head
 from llm.tokenizer import Tokenizer
@@ -82,6 +83,7 @@ def read_model(args: EngineArgs) -> ReadModel:
     pools, is_gguf = purpose.runner == "pooling", isinstance(source, GgufSource)
     chosen = choose_implementation(reader, args.model_impl, is_gguf=is_gguf, pools=pools)
     architecture = with_head(chosen.model_class.read_config(reader), purpose, reader, source)
+    architecture = with_draft_head(args, architecture, source, has_weights)
     pooling = plan_pooling(args, purpose, reader, source, architecture)
     is_quantized = quantization.config is not None and not quantization.on_load
     if has_weights:

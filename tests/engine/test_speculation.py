@@ -267,11 +267,11 @@ def test_what_was_drafted_and_accepted_is_counted() -> None:
     ("wrong", "sentence"),
     [
         ("fast", "speculative_config must be 'auto', None, or a dict"),
-        ({"method": "eagle3", "num_speculative_tokens": 2}, "EAGLE heads are not read; use 'ngram' or 'draft_model'"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, "heads of EAGLE 1 and 2 are not read; use 'ngram', "),
         ({"num_speculative_token": 2}, "Did you mean 'num_speculative_tokens'?"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 63, got 0"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_max must be an integer of at least 4"),
-        ({"method": "draft_model"}, "must be the draft model's folder"),
+        ({"method": "draft_model"}, "must be the folder of what drafts"),
         ({"draft_tensor_parallel_size": 2}, "a model runs on one device"),
     ],
 )

@@ -17,16 +17,22 @@ from llm.engine.speculation.speculator import Speculator
 
 
 def make_proposer(
-    config: SpeculativeConfig | None, plan: RunnerPlan, make_runner: Callable[[], Runner]
+    config: SpeculativeConfig | None,
+    plan: RunnerPlan,
+    make_runner: Callable[[], Runner],
+    make_head: Callable[[SpeculativeConfig], Source],
 ) -> Proposer | None:
     """Args:
     plan: the target model's; its `draft` is the draft model's.
     make_runner: makes a runner for the draft model.
+    make_head: makes the source of a head that reads the target's hidden states.
     """
     if config is None:
         return None
     source: Source = NgramSource(config.prompt_lookup_min)
-    if plan.draft is not None:
+    if config.has_head:
+        source = make_head(config)
+    elif plan.draft is not None:
         runner = make_runner()
         runner.load(plan.draft)
         longest = plan.draft.config.model_config.max_model_len

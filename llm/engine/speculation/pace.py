@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+# With more rows a step's arithmetic takes as long as reading the weights, on every processor: drafts cannot pay.
+MOST_ROWS = 32
 _SAMPLES = 9
 _ENOUGH = 3  # of one size, to go by
 _WARM_UP = 2  # a step is recorded when its like has come before; both are slower than those that follow

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llm.engine.batch import InputBatch
+from llm.engine.proposer import ComputedStep
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Source(ABC):
 
     #: Seconds that a draft costs besides its line in the next step.
     seconds_per_draft = 0.0
+    #: It must see every step.
+    follows = False
+
+    def observe(self, step: ComputedStep) -> None:
+        """A step has been computed; `offer` and `draft` may follow."""
 
     @abstractmethod
     def offer(self, batch: InputBatch, row: int, most: int) -> Offer | None:

@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from llm.engine.batch import InputBatch
 from llm.engine.proposer import ComputedStep, Proposer
-from llm.engine.speculation.pace import Chances, Choice, StepTimes, choose
+from llm.engine.speculation.pace import MOST_ROWS, Chances, Choice, StepTimes, choose
 from llm.engine.speculation.source import Offer, Source
 from llm.engine.step import SchedulerOutput
 
-# With more rows a step's arithmetic takes as long as reading the weights, on every processor: drafts cannot pay.
-MOST_ROWS = 32
 # After so many steps without drafts, only every fourth is looked at: a step of a small model is soon over.
 _PATIENCE, _SELDOM = 16, 4
 _BEST_CASE = {0: Choice(most=7, chance=0.95)}
@@ -28,6 +26,7 @@ class Speculator(Proposer):
 
     def __init__(self, sources: Sequence[Source], most: int) -> None:
         self._sources = sources
+        self._following = [source for source in sources if source.follows]
         self._most = most
         self._times = StepTimes()
         self._chances = Chances()
@@ -43,10 +42,12 @@ class Speculator(Proposer):
 
     def looks(self) -> bool:
         self._vain += 1
-        return self._vain <= _PATIENCE or self._vain % _SELDOM == 0
+        return bool(self._following) or self._vain <= _PATIENCE or self._vain % _SELDOM == 0
 
     def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
         self._learn(step)
+        for source in self._following:
+            source.observe(step)
         batch, rows = step.batch, step.rows.tolist()
         if not rows or len(rows) > MOST_ROWS or (len(rows) > 1 and not self._counts(len(rows), _BEST_CASE)):
             return {}

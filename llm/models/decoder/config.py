@@ -11,6 +11,7 @@ from llm.forward import StateSpec
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters
 from llm.models.decoder.layer import LayerConfig
+from llm.models.decoder.multi_token import MultiTokenConfig
 from llm.models.decoder.part import NormConfig
 
 
@@ -39,7 +40,9 @@ class DecoderConfig:
         embedding_norm: of what enters the first layer; None: no such norm.
         learned_positions: None: no position embeddings.
         embedding_multiplier, logits_divisor: constants that multiply the embedding and divide the logits.
-        layers_left_out: how many layers for multi-token prediction a checkpoint may have behind these; not loaded.
+        layers_left_out: how many layers for multi-token prediction a checkpoint may have behind these.
+        multi_token: what the first of them is; None: the family has none.
+        draft_head: the same if it is built, to draft tokens; None: it is not loaded.
         logits_soft_cap: logits become cap * tanh(logits / cap).
         tie_word_embeddings: the embedding is also the LM head.
         lm_head_bias: the LM head has a bias; not with tied embeddings.
@@ -55,6 +58,8 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     logits_divisor: float = 1.0
     layers_left_out: int = 0
+    multi_token: MultiTokenConfig | None = None
+    draft_head: MultiTokenConfig | None = None
     logits_soft_cap: float | None = None
     tie_word_embeddings: bool = False
     lm_head_bias: bool = False
@@ -65,6 +70,8 @@ class DecoderConfig:
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[StateSpec]:
         """All states of all layers on one rank, in the order in which the parts number them."""
         specs = [spec for layer in self.layers for spec in layer.states(dtype, tp)]
+        if self.draft_head is not None:
+            specs += self.draft_head.states(dtype, tp)
         if self.is_causal:
             return specs
         if len(set(specs)) > 1:

@@ -18,6 +18,7 @@ from llm.models.config_reader import ConfigReader
 from llm.models.decoder.config import DecoderConfig
 from llm.models.decoder.layer import add_norm
 from llm.models.decoder.moe import down, gate_and_up
+from llm.models.decoder.multi_token import MultiTokenHead
 from llm.models.decoder.part import BuildContext
 from llm.models.interface import BuildOptions, Cut
 
@@ -84,12 +85,13 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: DecoderConfig, options: BuildOptions) -> None:
         super().__init__()
         self.config = config
-        if config.layers_left_out:
-            first = len(config.layers)
-            further = tuple(f"model.layers.{index}" for index in range(first, first + config.layers_left_out))
-            self.left_out = (*getattr(self, "left_out", ()), *further)
         context = BuildContext(options, config.hidden_size)
         self.model = DecoderStack(config, context, "model")
+        # Drafts tokens; `forward` does not run it.
+        self.mtp = None if config.draft_head is None else MultiTokenHead(config.draft_head, context)
+        self._leave_out_further_layers(config)
+        # The layers whose input `forward` appends to `ForwardBatch.taps`.
+        self.tapped: tuple[int, ...] = ()
         declared = len(config.states(options.params_dtype, options.tp))
         if context.num_states != declared:
             raise RuntimeError(f"the layers' configs declare {declared} states and built {context.num_states}")
@@ -100,6 +102,17 @@ class DecoderForCausalLM(nn.Module):
         self.logits_processor = LogitsLayer(
             config.vocab_size, scale=1.0 / config.logits_divisor, soft_cap=config.logits_soft_cap
         )
+
+    def _leave_out_further_layers(self, config: DecoderConfig) -> None:
+        """Leave out the layers for multi-token prediction that are not built."""
+        first, last = len(config.layers), len(config.layers) + config.layers_left_out
+        left_out: tuple[str, ...] = ()
+        if config.draft_head is not None:
+            left_out, first = config.draft_head.left_out, first + 1
+            self.further_renames = config.draft_head.renames
+        left_out += tuple(f"model.layers.{index}" for index in range(first, last))
+        if left_out:
+            self.left_out = (*getattr(self, "left_out", ()), *left_out)
 
     def _build_lm_head(self, config: DecoderConfig, context: BuildContext) -> None:
         self.lm_head = self.model.embed_tokens
@@ -148,7 +161,9 @@ class DecoderForCausalLM(nn.Module):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         model, residual = self.model, None
         hidden = self.embed_batch(batch)
-        for layer in model.layers:
+        for index, layer in enumerate(model.layers):
+            if index in self.tapped:
+                batch.taps.append(hidden if residual is None else hidden + residual)
             hidden, residual = layer(hidden, residual, batch)
         if model.norm is not None:
             hidden, _ = add_norm(model.norm, hidden, residual)
