@@ -22,6 +22,7 @@ constexpr int64_t SPIN_NS = 300'000;          // longer than Python's gap betwee
 constexpr int64_t CONTENDED_SPIN_NS = 2'000;  // while other processes run on these cores
 constexpr int64_t PREEMPTED_NS = 200'000;     // between two looks at the clock: the core was taken away
 constexpr int64_t CONTENDED_NS = 50'000'000;  // how long a sign of contention counts
+constexpr int64_t CONTENDED_REGION_NS = 100'000;  // what a region costs then: a worker inside may lose its core
 constexpr int64_t HAND_OFFS = 15, LONGEST_HAND_OFF_NS = 20'000;
 
 // state: region number << 16 | OPEN | number of workers inside.
@@ -187,7 +188,10 @@ void measure_region() {
 
 }  // namespace
 
-bool is_worth_sharing(int64_t ns) { return ns > 2 * pool.region_ns.load(std::memory_order_relaxed); }
+bool is_worth_sharing(int64_t ns) {
+    if (ns <= 2 * pool.region_ns.load(std::memory_order_relaxed)) return false;
+    return ns > 2 * CONTENDED_REGION_NS || now_ns() >= pool.contended_until.load(std::memory_order_relaxed);
+}
 
 void on_threads(void (*work)(void*), void* argument, int64_t threads) {
     if (threads <= 1 || is_worker || pool.taken.test_and_set(std::memory_order_acquire)) return work(argument);

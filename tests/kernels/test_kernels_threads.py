@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -71,6 +72,32 @@ def test_what_a_region_costs_is_measured_once_and_small_gemms_open_none() -> Non
     assert regions_of(64, 512, 512) == 1
     assert regions_of(1, 16, 16) == 0
     assert cost() == measured
+
+
+def soon(regions: int) -> bool:
+    """Whether a GEMM of a tenth of a millisecond opens so many within some seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if regions_of(32, 256, 512) == regions:
+            return True
+    return False
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
+def test_on_cores_that_others_use_only_long_gemms_are_shared() -> None:
+    """Three threads on one core are in each other's way, as other programs are."""
+    library, cores = library_of(), os.sched_getaffinity(0)
+    end_threads(library)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        for _ in range(20):
+            ran_by(library, 3, turns=200_000)
+        assert soon(0)
+        assert regions_of(128, 512, 512) == 1
+    finally:
+        end_threads(library)  # they have the affinity of the thread that created them
+        os.sched_setaffinity(0, cores)
+    assert soon(1)
 
 
 def test_workers_take_part() -> None:

@@ -1,0 +1,97 @@
+"""What other programs on the cores cost a call: one busy loop per core, the embedded model and the 0.5B shape.
+
+`python tests/bench/busy_cores.py [embedded | qwen2.5-0.5b] [rounds]`. Each round times calls without and then with the
+busy loops, ours and `transformers.generate` in turn, and prints both ratios of the medians. The fair share of as many
+threads as busy loops is half of each core: a ratio of 2.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm import LLM, SamplingParams
+from llm.api import EMBEDDED_MODEL
+from llm.bench import shapes
+from llm.loading.resolve import resolve_folder
+
+CALLS = 7
+# name -> (rows, new tokens of each)
+WORKLOADS = {"embedded": (16, 64), "qwen2.5-0.5b": (4, 24)}
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    command = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
+    time.sleep(0.5)
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+        time.sleep(0.5)
+
+
+def models(name: str, folder: Path) -> tuple[LLM, Any]:
+    """Ours and transformers', which has random weights where ours has."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if name == "embedded":
+        return LLM(), AutoModelForCausalLM.from_pretrained(resolve_folder(EMBEDDED_MODEL, None), dtype=torch.float32)
+    shapes.write_config(name, "bfloat16", folder)
+    ours = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, speculative_config=None)
+    return ours, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+
+
+def calls(name: str, llm: LLM, theirs: Any) -> dict[str, Callable[[int], object]]:
+    rows, tokens = WORKLOADS[name]
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def prompts(start: int) -> list[list[int]]:
+        return [[(start + 7 * row + 3 * place) % 500 + 10 for place in range(16)] for row in range(rows)]
+
+    def generate(start: int) -> object:
+        ids = torch.tensor(prompts(start))
+        lengths = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+        with torch.inference_mode():
+            return theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
+
+    return {"ours": lambda start: llm.generate(prompts(start), params, use_tqdm=False), "transformers": generate}
+
+
+def median_seconds(call: Callable[[int], object]) -> float:
+    times = []
+    for start in range(CALLS):
+        begun = time.perf_counter()
+        call(start)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def main(name: str, rounds: int) -> None:
+    with ExitStack() as stack:
+        llm, theirs = models(name, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        timed = calls(name, stack.enter_context(llm), theirs)
+        for call in timed.values():
+            call(0)
+        for _ in range(rounds):
+            idle = {who: median_seconds(call) for who, call in timed.items()}
+            with busy_cores():
+                busy = {who: median_seconds(call) for who, call in timed.items()}
+            print(", ".join(f"{who} {idle[who]:.3f} s idle, {busy[who] / idle[who]:.2f}x busy" for who in timed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "embedded", int(sys.argv[2]) if len(sys.argv) > 2 else 3)
