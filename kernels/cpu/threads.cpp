@@ -18,10 +18,10 @@ namespace llm {
 namespace {
 
 constexpr int MOST_WORKERS = 255;
-constexpr int64_t SPIN_NS = 300'000;          // longer than Python's gap between two kernels of a prefill
-constexpr int64_t CONTENDED_SPIN_NS = 2'000;  // while other processes run on these cores
-constexpr int64_t PREEMPTED_NS = 200'000;     // between two looks at the clock: the core was taken away
-constexpr int64_t CONTENDED_NS = 50'000'000;  // how long a sign of contention counts
+constexpr int64_t SPIN_NS = 300'000;              // longer than Python's gap between two kernels of a prefill
+constexpr int64_t CONTENDED_SPIN_NS = 2'000;      // while other processes run on these cores
+constexpr int64_t PREEMPTED_NS = 200'000;         // between two looks at the clock: the core was taken away
+constexpr int64_t CONTENDED_NS = 50'000'000;      // how long a sign of contention counts
 constexpr int64_t CONTENDED_REGION_NS = 100'000;  // what a region costs then: a worker inside may lose its core
 constexpr int64_t HAND_OFFS = 15, LONGEST_HAND_OFF_NS = 20'000;
 
