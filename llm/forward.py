@@ -73,17 +73,26 @@ class KVCacheSpec(PagedSpec):
 @dataclass(frozen=True)
 class LatentCacheSpec(PagedSpec):
     """One vector per token, in one tensor [blocks, block_size, size]: latent attention computes keys and values of
-    every head from it."""
+    every head from it.
+
+    Attributes:
+        scales: of a token with a dtype of `QUANTIZED_CACHE_DTYPES`, behind its codes; 0: it has no such form.
+    """
 
     size: int
     dtype: torch.dtype
     sliding_window: int | None = None
+    scales: int = 0
 
     def bytes_per_token(self) -> int:
-        return self.size * self.dtype.itemsize
+        return self._width * self.dtype.itemsize
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        return num_blocks, block_size, self.size
+        return num_blocks, block_size, self._width
+
+    @property
+    def _width(self) -> int:
+        return self.size + (self.scales * SCALE_BYTES if self.dtype in QUANTIZED_CACHE_DTYPES else 0)
 
 
 @dataclass(frozen=True)

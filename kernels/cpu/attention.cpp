@@ -8,7 +8,8 @@
 // In 8 bits a panel has scales beside it (quantized_cache.h), and int8 is multiplied as integers (attention_int8.h).
 //
 // The KV cache of latent attention (latent.cpp writes it) is [slots][head_size]: one row is a token's key for every
-// head, and all but its last `rope_size` channels are the value. A block of it is staged: keys are transposed.
+// head, and all but its last `rope_size` channels are the value. A block of it is staged: keys are transposed. In 8
+// bits two scales are behind a row, and both types are widened to floats.
 //
 // The bits do not depend on the batch, the chunks or the threads. The softmax advances KEYS positions at a time,
 // counted from position 0. One thread reduces scores over channels in order and outputs over keys in order. A key that
@@ -112,6 +113,7 @@ template <class T> class Attention {
         }
     }
 
+    static constexpr bool IS_CODE = sizeof(T) == 1;
     static constexpr bool HAS_SCALES = std::is_same_v<T, F8>;
     const T* at(const T* cache, int64_t panel, int64_t kv_head) const {
         const int64_t record = panel * layer.kv_heads + kv_head;
@@ -145,7 +147,12 @@ template <class T> class Attention {
         float* values = work.staged + PANELS * panel_size + panel * LANES * layer.value_size();
         block.keys[panel] = keys, block.values[panel] = values;
         if (seen.empty()) return;  // stale scratch, read but not used
-        if (layer.is_latent()) return stage_latent(task, seen, first, keys, values);
+        if (layer.is_latent()) stage_latent(task, seen, first, keys, values);
+        else if constexpr (!std::is_same_v<T, int8_t>) stage_panel(task, seen, first, keys, values);
+    }
+
+    void stage_panel(const Task& task, Span seen, int64_t first, float* keys, float* values) const {
+        const int64_t panel_size = LANES * layer.head_size;
         if (step.block_size % LANES == 0) {
             const int64_t at = step.slot(task.row, first) / LANES;
             const T *from_keys = keys_at(at, task.kv_head), *from_values = values_at(at, task.kv_head);
@@ -180,11 +187,17 @@ template <class T> class Attention {
 
     void stage_latent(const Task& task, Span seen, int64_t first, float* keys, float* values) const {
         const int64_t size = layer.head_size, value_size = layer.value_size();
+        const int64_t stride = size + (IS_CODE ? LATENT_SCALE_BYTES : 0);
         for (int64_t position = seen.first; position < seen.end; ++position) {
-            const T* from = key_cache + step.slot(task.row, position) * size;
-            float* value = values + (position - first) * value_size;
-            for (int64_t i = 0; i < size; ++i) keys[i * LANES + position - first] = widen(from[i]);
-            for (int64_t i = 0; i < value_size; ++i) value[i] = widen(from[i]);
+            const T* from = key_cache + step.slot(task.row, position) * stride;
+            float *value = values + (position - first) * value_size, *key = keys + position - first;
+            LatentScales scales{};
+            if constexpr (IS_CODE) std::memcpy(&scales, from + size, LATENT_SCALE_BYTES);
+            const float latent = widen(scales.latent), rope = widen(scales.rope);
+            for (int64_t i = 0; i < value_size; ++i) value[i] = IS_CODE ? widen(from[i]) * latent : widen(from[i]);
+            for (int64_t i = 0; i < value_size; ++i) key[i * LANES] = value[i];
+            for (int64_t i = value_size; i < size; ++i)
+                key[i * LANES] = IS_CODE ? widen(from[i]) * rope : widen(from[i]);
         }
     }
 
@@ -316,7 +329,8 @@ LLM_EXPORT int64_t llm_paged_attention(const int32_t* table, const int32_t* star
 }
 
 // Latent attention: query [tokens][heads][latent_size] and query_rope [tokens][heads][rope_size], rope_size > 0, over
-// cache [slots][latent_size + rope_size] -> out [tokens][heads][latent_size]. Returns as llm_paged_attention.
+// cache [slots][latent_size + rope_size], in 8 bits with LatentScales behind a row -> out [tokens][heads][latent_size].
+// Returns as llm_paged_attention.
 LLM_EXPORT int64_t llm_latent_attention(const int32_t* table, const int32_t* starts, const int32_t* lengths,
                                         int64_t rows, int64_t table_width, int64_t block_size, int64_t slots,
                                         const float* query, const float* query_rope, int64_t tokens, Kind kind,
@@ -326,10 +340,12 @@ LLM_EXPORT int64_t llm_latent_attention(const int32_t* table, const int32_t* sta
     const Layer layer{heads, 1, latent_size + rope_size, 0, 0, 0, rope_size, scale, 0.0f, nullptr, nullptr, nullptr};
     const int64_t bad = first_bad_row(step, tokens, 0);
     if (bad >= 0) return bad;
-    with_type(kind, [&](auto type) {
+    const auto call = [&](auto type) {
         attend<typename decltype(type)::Value>(step, layer, cache, nullptr, query, heads * latent_size, query_rope, out,
                                                threads);
-    });
+    };
+    if (kind == Kind::INT8) call(Type<int8_t>{});
+    else with_cache_type(kind, call);
     return -1;
 }
 

@@ -19,7 +19,7 @@ from llm.kernels.weight import SCALED_KINDS
 PANEL = 16
 _ATTENTION = KERNELS["llm_paged_attention"]
 _WRITE = KERNELS["llm_write_kv_cache"]
-_CACHE_KINDS = {**KINDS, **{SCALED_KINDS[name]: KIND_NAMES.index(name) for name in ("int8", "float8")}}
+CACHE_KINDS = {**KINDS, **{SCALED_KINDS[name]: KIND_NAMES.index(name) for name in ("int8", "float8")}}
 
 
 def kv_cache_shapes(
@@ -58,7 +58,7 @@ def write_kv_cache(
         key.stride()[0],
         value.data_ptr(),
         value.stride()[0],
-        _CACHE_KINDS[key_cache.dtype],
+        CACHE_KINDS[key_cache.dtype],
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         slot_mapping.data_ptr(),
@@ -105,7 +105,7 @@ def paged_attention(
         *plan,
         slots,
         *queries,
-        _CACHE_KINDS[key_cache.dtype],
+        CACHE_KINDS[key_cache.dtype],
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         out.data_ptr(),

@@ -1,6 +1,7 @@
 // What latent attention has beside the attention itself (attention.cpp): GEMMs with a matrix per head, and writing its
 // KV cache.
 #include "kinds.h"
+#include "quantized_cache.h"
 #include "rows.h"
 #include "vector_math.h"
 
@@ -64,6 +65,17 @@ template <class T> struct Heads {
     }
 };
 
+// A token's row of a KV cache in 8 bits; T: int8_t or F8.
+template <class T>
+void store_row(const float* latent, int64_t latent_size, const float* rope, int64_t rope_size, uint8_t* to) {
+    T* codes = reinterpret_cast<T*>(to);
+    const LatentScales scales{token_scale<T>(latent, latent_size, false), token_scale<T>(rope, rope_size, false)};
+    quantize_head<T>(latent, latent_size, scales.latent, nullptr, nullptr, [&](int64_t i, T code) { codes[i] = code; });
+    quantize_head<T>(rope, rope_size, scales.rope, nullptr, nullptr,
+                     [&](int64_t i, T code) { codes[latent_size + i] = code; });
+    std::memcpy(to + latent_size + rope_size, &scales, LATENT_SCALE_BYTES);
+}
+
 }  // namespace
 }  // namespace llm
 
@@ -84,7 +96,8 @@ LLM_EXPORT void llm_heads_linear(Kind kind, const void* weight, const float* x, 
     });
 }
 
-// latent [tokens][latent_size] and rope [tokens][rope_size], side by side -> cache [slots][latent_size + rope_size].
+// latent [tokens][latent_size] and rope [tokens][rope_size], side by side -> cache [slots][latent_size + rope_size], in
+// 8 bits with LatentScales behind a row.
 // Returns -1; or, having written nothing, the first token whose slot is outside the KV cache.
 LLM_EXPORT int64_t llm_write_latent_cache(const float* latent, int64_t latent_stride, const float* rope,
                                           int64_t rope_stride, Kind kind, void* cache, const int64_t* slot_mapping,
@@ -92,6 +105,15 @@ LLM_EXPORT int64_t llm_write_latent_cache(const float* latent, int64_t latent_st
                                           int64_t threads) {
     const int64_t bad = first_outside(slot_mapping, tokens, slots), size = latent_size + rope_size;
     if (bad >= 0) return bad;
+    if (has_scales(kind)) {
+        for_rows(tokens, size, threads, [&](int64_t token) {
+            uint8_t* to = static_cast<uint8_t*>(cache) + slot_mapping[token] * (size + LATENT_SCALE_BYTES);
+            const float *first = latent + token * latent_stride, *second = rope + token * rope_stride;
+            if (kind == Kind::FLOAT8) store_row<F8>(first, latent_size, second, rope_size, to);
+            else store_row<int8_t>(first, latent_size, second, rope_size, to);
+        });
+        return -1;
+    }
     with_type(kind, [&](auto type) {
         using T = typename decltype(type)::Value;
         for_rows(tokens, size, threads, [&](int64_t token) {

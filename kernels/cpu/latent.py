@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llm.forward import AttentionMetadata
-from llm.kernels.cpu.attention import no_such_slot, out_of_range, plan_of
+from llm.forward import QUANTIZED_CACHE_DTYPES, SCALE_BYTES, AttentionMetadata
+from llm.kernels.cpu.attention import CACHE_KINDS, no_such_slot, out_of_range, plan_of
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import KINDS, as_float32
@@ -49,7 +49,7 @@ def write_latent_cache(
     """As `kernels.reference.latent.write_latent_cache`; IndexError: no such slot."""
     latent, rope = _rows(latent), _rows(rope)
     (tokens, latent_size), rope_size = latent.shape, rope.shape[1]
-    if rope.shape[0] != tokens or cache.shape[-1] != latent_size + rope_size:
+    if rope.shape[0] != tokens or cache.shape[-1] != _width(cache, latent_size + rope_size):
         raise ValueError(f"a cache {list(cache.shape)} does not hold {list(latent.shape)} and {list(rope.shape)}")
     slots = cache.shape[0] * cache.shape[1]
     bad = library.call(
@@ -58,7 +58,7 @@ def write_latent_cache(
         latent.stride(0),
         rope.data_ptr(),
         rope.stride(0),
-        KINDS[cache.dtype],
+        CACHE_KINDS[cache.dtype],
         cache.data_ptr(),
         slot_mapping.data_ptr(),
         slots,
@@ -87,7 +87,8 @@ def latent_attention(
     """
     query, query_rope = as_float32(query), as_float32(query_rope)
     (tokens, heads, latent_size), rope_size = query.shape, query_rope.shape[2]
-    if query_rope.shape[:2] != (tokens, heads) or not rope_size or cache.shape[-1] != latent_size + rope_size:
+    fits = query_rope.shape[:2] == (tokens, heads) and rope_size
+    if not fits or cache.shape[-1] != _width(cache, latent_size + rope_size):
         raise ValueError(f"a cache {list(cache.shape)} is not of {list(query.shape)} and {list(query_rope.shape)}")
     out = library.empty(tokens, heads, latent_size)
     slots = cache.shape[0] * cache.shape[1]
@@ -98,7 +99,7 @@ def latent_attention(
         query.data_ptr(),
         query_rope.data_ptr(),
         tokens,
-        KINDS[cache.dtype],
+        CACHE_KINDS[cache.dtype],
         cache.data_ptr(),
         out.data_ptr(),
         heads,
@@ -110,6 +111,11 @@ def latent_attention(
     if bad >= 0:
         raise out_of_range(metadata, bad, slots)
     return out
+
+
+def _width(cache: torch.Tensor, channels: int) -> int:
+    """Of a row: in 8 bits with two scales."""
+    return channels + (2 * SCALE_BYTES if cache.dtype in QUANTIZED_CACHE_DTYPES else 0)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

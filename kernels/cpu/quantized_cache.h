@@ -7,6 +7,8 @@
 // An element is code * scale. The scale of a token in a KV head is its largest magnitude over the largest code, rounded
 // up to bfloat16; 0 of zeros, NaN where an element is not finite. With static scales of channels it is 1 (or NaN), the
 // code is x / scale[channel] + offset[channel], and attention applies both to queries and outputs.
+//
+// Latent attention has a row per slot: the codes of the latent and of the rotated key, then a scale of each.
 #pragma once
 
 #include "codes.h"
@@ -20,6 +22,12 @@ constexpr int64_t SCALE_BYTES = LANES * sizeof(BF16);
 constexpr int64_t padded_size(int64_t head_size) { return (head_size + 3) / 4 * 4; }
 // Of one panel of a KV head.
 constexpr int64_t record_bytes(int64_t head_size) { return SCALE_BYTES + padded_size(head_size) * LANES; }
+
+// Of a row of latent attention: behind its codes, of the latent and of the rotated key.
+struct LatentScales { BF16 latent, rope; };
+constexpr int64_t LATENT_SCALE_BYTES = sizeof(LatentScales);
+
+LLM_INLINE float widen(int8_t x) { return x; }
 
 // Where a slot of a panel keeps the code of a channel, behind the scales.
 constexpr int64_t int8_key_at(int64_t lane, int64_t channel) { return (channel / 4 * LANES + lane) * 4 + channel % 4; }

@@ -2,14 +2,16 @@
 
 Owns the definitions (DeepSeek-V2, arXiv:2405.04434, in the form that multiplies the query where the paper multiplies
 the key). The KV cache is that of `llm.forward.LatentCacheSpec`, in every backend: [blocks, block_size, latent + rope].
+In 8 bits a row has two scales behind its codes, of the latent and of the rotated key (`quantized_cache.py`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from llm.forward import AttentionMetadata
+from llm.forward import QUANTIZED_CACHE_DTYPES, SCALE_BYTES, AttentionMetadata
 from llm.kernels.reference.attention import paged_attention
+from llm.kernels.reference.quantized_cache import dequantize_heads, quantize_heads, stored
 
 
 def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -21,8 +23,14 @@ def write_latent_cache(
     latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """Store latents float32 [N, latent] and rotated keys float32 [N, rope], side by side, at the slots int64 [N]."""
-    both = torch.cat((latent, rope), dim=-1).to(cache.dtype)
-    cache.view(-1, cache.shape[-1]).index_copy_(0, slot_mapping, both)
+    if cache.dtype not in QUANTIZED_CACHE_DTYPES:
+        both = torch.cat((latent, rope), dim=-1).to(cache.dtype)
+        cache.view(-1, cache.shape[-1]).index_copy_(0, slot_mapping, both)
+        return
+    parts = [stored(*quantize_heads(part.unsqueeze(1), cache.dtype))[:, 0] for part in (latent, rope)]
+    codes, scales = ([part[:, where] for part in parts] for where in (slice(-SCALE_BYTES), slice(-SCALE_BYTES, None)))
+    row = torch.cat([*codes, *scales], dim=1)
+    cache.view(torch.uint8).view(-1, cache.shape[-1]).index_copy_(0, slot_mapping, row)
 
 
 def latent_attention(
@@ -33,5 +41,15 @@ def latent_attention(
     Shapes: query float32 [N, heads, latent], query_rope float32 [N, heads, rope] -> [N, heads, latent].
     """
     keys = cache.view(1, -1, cache.shape[-1])
+    if cache.dtype in QUANTIZED_CACHE_DTYPES:
+        keys = _dequantized(keys.view(torch.uint8), cache.dtype, query.shape[-1])
     values = keys[..., : query.shape[-1]]
     return paged_attention(torch.cat((query, query_rope), dim=-1), keys, values, metadata, scale=scale)
+
+
+def _dequantized(rows: torch.Tensor, dtype: torch.dtype, latent_size: int) -> torch.Tensor:
+    """uint8 [1, slots, latent + rope + scales] -> float32 [1, slots, latent + rope]."""
+    codes, scales = rows[..., : -2 * SCALE_BYTES], rows[..., -2 * SCALE_BYTES :]
+    parts = codes.split([latent_size, codes.shape[-1] - latent_size], dim=-1)
+    both = zip(parts, scales.split(SCALE_BYTES, dim=-1), strict=True)
+    return torch.cat([dequantize_heads(torch.cat(part, dim=-1), dtype) for part in both], dim=-1)

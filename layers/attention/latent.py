@@ -24,6 +24,9 @@ from llm.quantization.absorbed import AbsorbedLinearMethod, AbsorbedWeight
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
 from llm.quantization.schemes.method import IntegerMethod
 
+# Of a token in a quantized cache: of its latent and of its rotated key.
+LATENT_SCALES = 2
+
 
 class LatentAttention(nn.Module):
     """Causal attention of layer `layer_index` over a paged cache of latents and rotated keys, one of each per token.
@@ -49,7 +52,7 @@ class LatentAttention(nn.Module):
         return 2 * self.num_heads * (2 * self.latent_size + self.rope_size)
 
     def kv_cache_spec(self, dtype: torch.dtype) -> LatentCacheSpec:
-        return LatentCacheSpec(self.latent_size + self.rope_size, dtype)
+        return LatentCacheSpec(self.latent_size + self.rope_size, dtype, scales=LATENT_SCALES)
 
     def forward(
         self,

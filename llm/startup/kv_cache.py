@@ -9,7 +9,7 @@ import torch
 from llm.base.checks import refuse
 from llm.config.engine import CACHE_DTYPES, EngineArgs
 from llm.config.plan import resolve_dtype
-from llm.forward import QUANTIZED_CACHE_DTYPES, KVCacheSpec, PagedSpec, StateSpec
+from llm.forward import QUANTIZED_CACHE_DTYPES, KVCacheSpec, LatentCacheSpec, PagedSpec, StateSpec
 from llm.layers.attention import attention_backend
 from llm.platforms import Platform
 from llm.quantization.base import QuantizationConfig
@@ -39,6 +39,8 @@ def check_cache(given: object, dtype: torch.dtype, specs: Sequence[StateSpec], p
     paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
     floats = "a float type, such as 'bfloat16'"
     for spec in paged:
+        if isinstance(spec, LatentCacheSpec) and spec.scales:
+            continue
         if not isinstance(spec, KVCacheSpec):
             refuse("kv_cache_dtype", given, f"{floats}: this model keeps no keys and values of heads")
         backend = attention_backend(platform, spec.head_size)

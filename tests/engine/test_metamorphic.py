@@ -49,8 +49,8 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
 }
 # Rows of the table quantized on load, by schemes that have kernels.
 QUANTIZED = ("llama+w8a8", "qwen2-bf16+w8a8", "llama+w4a8", "llama+w4a16")
-# Rows whose KV cache is quantized: windows, soft caps and several groups; sinks.
-QUANTIZED_CACHES = ("gemma2+kv:int8", "gpt-oss+kv:fp8")
+# Rows whose KV cache is quantized: windows, soft caps and several groups; sinks; latents.
+QUANTIZED_CACHES = ("gemma2+kv:int8", "gpt-oss+kv:fp8", "minicpm3+kv:int8")
 # The KV cache holds little more than the longest sequence.
 PREEMPTED: dict[str, Mapping[str, Any]] = {
     "preempted-blocks-of-4": {"block_size": 4},

@@ -16,12 +16,13 @@ from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import Pages, Shape, normal
 from tiny_models import one_thread
 
-from llm.forward import LatentCacheSpec
+from llm.forward import QUANTIZED_CACHE_DTYPES, LatentCacheSpec
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
 
 pytestmark = needs_compiler
 TOLERANCE = 4e-6
+DTYPES = [torch.float32, torch.bfloat16, *QUANTIZED_CACHE_DTYPES]
 MIXED = [(30, 1), (0, 9), (63, 2), (64, 40)]
 
 
@@ -44,7 +45,7 @@ class AsPaged:
         return getattr(self, name)
 
     def kv_cache_shapes(self, spec: Any, num_blocks: int, block_size: int) -> Any:
-        return LatentCacheSpec(spec.head_size, spec.dtype).shape(num_blocks, block_size), (0,)
+        return LatentCacheSpec(spec.head_size, spec.dtype, scales=2).shape(num_blocks, block_size), (0,)
 
     def write_kv_cache(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, _: Any, slots: Any) -> None:
         self._ops.write_latent_cache(key[:, 0, : self._latent], key[:, 0, self._latent :], cache, slots)
@@ -60,12 +61,17 @@ class LatentPages(Pages):
         self.latent = latent
         self.values = [keys[..., :latent] for keys in self.keys]
 
+    def rounded(self, x: torch.Tensor, part: int) -> torch.Tensor:
+        """The latent and what is rotated have scales of their own."""
+        parts = x.split([self.latent, x.shape[-1] - self.latent], dim=-1) if part == 0 else [x]
+        return torch.cat([super(LatentPages, self).rounded(each, part) for each in parts], dim=-1)
+
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[Shape, int]:
     latent, rope = draw(st.sampled_from([(8, 4), (20, 6), (64, 16), (33, 2), (512, 64)]))
     heads = draw(st.sampled_from([1, 3, 40] if latent < 512 else [1, 17]))
-    block_size, dtype = draw(st.sampled_from([1, 3, 16, 48])), draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    block_size, dtype = draw(st.sampled_from([1, 3, 16, 48])), draw(st.sampled_from(DTYPES))
     return Shape(heads, 1, latent + rope, block_size, dtype=dtype), latent
 
 
@@ -102,7 +108,7 @@ def test_it_is_attention_over_keys_with_their_first_channels_as_values() -> None
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_decode_chunks_and_whole_prompts_give_the_same_bits(isa: str, dtype: torch.dtype) -> None:
     shape, latent, length = Shape(5, 1, 40, 16, dtype=dtype), 32, 140
     query, keys = normal(1, length, 5, 40), normal(2, length, 1, 40)
@@ -173,6 +179,26 @@ def test_the_cache_holds_what_torch_would_store_and_nothing_else(isa: str, dtype
     others[slots] = False
     assert torch.equal(stored[slots], both.to(dtype)) and (stored[others] == 7).all()
     assert cache.nbytes == 20 * LatentCacheSpec(26, dtype).bytes_per_token()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", QUANTIZED_CACHE_DTYPES)
+def test_codes_and_scales_are_those_of_the_definition(isa: str, dtype: torch.dtype) -> None:
+    """To the bit, with rows that are zero, tiny, huge, infinite and NaN; other slots stay as they are."""
+    both, spec = normal(0, 12, 26) * 10.0 ** (torch.arange(12) % 9 - 4)[:, None], LatentCacheSpec(26, dtype, scales=2)
+    both[0], both[1], both[2, 3], both[3, 5], both[4, 21] = 0, 1e-42, 3e38, float("inf"), float("nan")
+    slots = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:12]
+    caches = []
+    for kernels in (kernel_set(isa), REFERENCE):
+        cache = torch.full(spec.shape(5, 4), 7, dtype=torch.uint8).view(dtype)
+        kernels.ops.write_latent_cache(both[:, :20], both[:, 20:], cache, slots)
+        caches.append(cache.view(torch.uint8).view(20, 30))
+    assert torch.equal(*caches) and caches[0].nbytes == 20 * spec.bytes_per_token()
+    scales = caches[0][slots, 26:].contiguous().view(torch.bfloat16).float()
+    assert scales[3].isnan().tolist() == [True, False] and scales[4].isnan().tolist() == [False, True]
+    # The negative control: one scale for the row would be another.
+    largest = both[5:].abs()
+    assert (largest[:, :20].amax(1) != largest[:, 20:].amax(1)).all() and (scales[5:, 0] != scales[5:, 1]).any()
 
 
 @pytest.mark.parametrize("isa", ISAS)

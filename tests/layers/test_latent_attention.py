@@ -14,7 +14,7 @@ from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.base.errors import UnsupportedModelError
-from llm.forward import LatentCacheSpec
+from llm.forward import QUANTIZED_CACHE_DTYPES, LatentCacheSpec
 from llm.layers.attention.latent import LatentAttention, LatentProjection
 from llm.layers.rotary import RopeParameters, yarn_score_factor
 from llm.quantization.unquantized import UnquantizedLinearMethod
@@ -58,16 +58,38 @@ def test_the_absorbed_weight_is_the_loaded_one_in_its_memory(dtype: torch.dtype)
     assert not layer.absorbed.of_queries().any() and not layer.absorbed.of_outputs().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *QUANTIZED_CACHE_DTYPES])
 def test_a_token_takes_its_latent_and_its_rotated_key(folder: Path, dtype: torch.dtype) -> None:
-    with opened(folder, kv_cache_dtype=str(dtype).removeprefix("torch.")) as llm:
+    with opened(folder, kv_cache_dtype=str(dtype).removeprefix("torch.").replace("float8_e4m3fn", "fp8_e4m3")) as llm:
         runner = engine_of(llm).runner
         specs, states = runner.plan.kv_cache_specs, runner.states
         layers = [module for module in runner.model.modules() if isinstance(module, LatentAttention)]
     width = ROW.config["kv_lora_rank"] + ROW.config["qk_rope_head_dim"]
-    assert [*specs] == [LatentCacheSpec(width, dtype)] * 3 == [layer.kv_cache_spec(dtype) for layer in layers]
-    assert {spec.bytes_per_token() for spec in specs} == {width * dtype.itemsize}
+    specs_of_layers = [layer.kv_cache_spec(dtype) for layer in layers]
+    assert [*specs] == [LatentCacheSpec(width, dtype, scales=2)] * 3 == specs_of_layers
+    scales = 4 if dtype in QUANTIZED_CACHE_DTYPES else 0
+    assert {spec.bytes_per_token() for spec in specs} == {width * dtype.itemsize + scales}
     assert all(len(state) == 1 for state in states)
+
+
+def test_answers_over_a_quantized_cache_stay_close(folder: Path) -> None:
+    """Of prompts that are scored, in multiples of what bfloat16 moves them by: it rounds to 1 / 512 of an element,
+    int8 to 1 / 254 of a token's largest, fp8 to 1 / 16 of an element."""
+    prompts = make_prompts(ROW)[:3]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    found: dict[str, list[float]] = {}
+    for dtype in ("float32", "bfloat16", "int8", "fp8"):
+        with opened(folder, kv_cache_dtype=dtype) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            said = str(llm.config)
+        lines = [line for output in outputs for line in output.prompt_logprobs or () if line]
+        found[dtype] = [next(iter(line.values())).logprob for line in lines]
+    away = {
+        dtype: sum(abs(a - b) for a, b in zip(found[dtype], found["float32"], strict=True)) / len(found[dtype])
+        for dtype in found
+    }
+    assert 0 < away["bfloat16"] < away["int8"] < 5 * away["bfloat16"] < away["fp8"] < 20 * away["bfloat16"], away
+    assert "bytes per token" in said
 
 
 def test_quantization_on_load_leaves_it_as_it_is_and_says_so(folder: Path, tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from embedded import EMBEDDED_MODEL, open_llm
-from tiny_models import tiny_checkpoint
 
-from llm import LLM, SamplingParams, ValidationError
+from llm import SamplingParams, ValidationError
 from llm.forward import KVCacheSpec, LatentCacheSpec
 from llm.layers.attention import AttentionBackend
 from llm.platforms import current_platform
@@ -45,10 +44,13 @@ def test_the_spec_counts_codes_and_scales() -> None:
     assert KVCacheSpec(3, 10, torch.bfloat16).bytes_per_token() == 2 * 3 * 10 * 2
 
 
-def test_one_vector_per_token_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tiny_checkpoint("minicpm3", tmp_path_factory)
-    with pytest.raises(ValidationError, match=r"must be a float type, such as 'bfloat16': .* no keys and values of"):
-        LLM(folder, skip_tokenizer_init=True, kv_cache_dtype="int8")
+def test_one_vector_per_token_without_a_quantized_form_is_refused() -> None:
+    match = r"must be a float type, such as 'bfloat16': .* no keys and values of"
+    with pytest.raises(ValidationError, match=match):
+        check_cache("int8", INT8, [LatentCacheSpec(8, INT8)], current_platform)
+    assert "40 bytes per token" in check_cache(
+        "int8", INT8, [LatentCacheSpec(16, INT8, scales=2)] * 2, current_platform
+    )
 
 
 def test_a_plugin_that_reads_floats_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from llm.forward import LatentCacheSpec
 from llm.layers.attention import MLAModules, MultiHeadLatentAttentionWrapper
-from llm.layers.attention.latent import LatentProjection
+from llm.layers.attention.latent import LATENT_SCALES, LatentProjection
 from llm.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters, yarn_score_factor
@@ -71,7 +71,7 @@ class LatentAttentionConfig(PartConfig):
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> tuple[LatentCacheSpec, ...]:
         """All of it on every rank: all heads read all of it."""
-        return (LatentCacheSpec(self.kv_lora_rank + self.qk_rope_head_dim, dtype),)
+        return (LatentCacheSpec(self.kv_lora_rank + self.qk_rope_head_dim, dtype, scales=LATENT_SCALES),)
 
     def _modules(self, context: BuildContext, prefix: str) -> MLAModules:
         hidden, common, rank = context.hidden_size, context.common, self.q_lora_rank
