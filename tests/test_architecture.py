@@ -77,6 +77,7 @@ FLOORS = {
     "llm.chat_loop": 8,
     "llm.doctor": 8,
     "llm.prefix_cache": 8,
+    "llm.ray": 8,
     "llm.startup": 8,
     "llm.verification": 8,
     "llm.__main__": 8,

@@ -74,7 +74,7 @@ class Journal:
             self._file.close()
             raise JobError(f"the journal {path} is in use by another process; wait until it has ended.") from None
         try:
-            self._check_header(identity)
+            check_header(path, identity)
             self.end = self._cut_torn_end()
         except BaseException:
             self._file.close()
@@ -117,23 +117,6 @@ class Journal:
     def close(self) -> None:
         self._file.close()
 
-    def _check_header(self, identity: Mapping[str, object]) -> None:
-        with self.path.open("rb") as file:
-            header = decode(file.readline())
-        if header is None or "journal" not in header:
-            raise JobError(f"{self.path} is not a journal; choose another path, or delete the file.")
-        if header["journal"] != VERSION:
-            raise JobError(f"the journal {self.path} has version {show(header['journal'])}, and {VERSION} is read.")
-        before = header.get("identity")
-        before = before if isinstance(before, dict) else {}
-        now = json.loads(json.dumps(identity))
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                raise JobError(
-                    f"the journal {self.path} is of another job: its {name} is {show(before.get(name))}, and now it is "
-                    f"{show(now.get(name))}; run that job, or delete the journal to start again."
-                )
-
     def _cut_torn_end(self) -> int:
         """Cut off what follows the last whole line; returns the file's size."""
         end = 0
@@ -144,6 +127,25 @@ class Journal:
         os.ftruncate(self._file.fileno(), end)
         self._file.seek(end)
         return end
+
+
+def check_header(path: Path, identity: Mapping[str, object]) -> None:
+    """Raise `JobError` if a file is no journal, or one of another model or setting."""
+    with path.open("rb") as file:
+        header = decode(file.readline())
+    if header is None or "journal" not in header:
+        raise JobError(f"{path} is not a journal; choose another path, or delete the file.")
+    if header["journal"] != VERSION:
+        raise JobError(f"the journal {path} has version {show(header['journal'])}, and {VERSION} is read.")
+    before = header.get("identity")
+    before = before if isinstance(before, dict) else {}
+    now = json.loads(json.dumps(identity))
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            raise JobError(
+                f"the journal {path} is of another job: its {name} is {show(before.get(name))}, and now it is "
+                f"{show(now.get(name))}; run that job, or delete the journal to start again."
+            )
 
 
 def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes]]:

@@ -1,0 +1,175 @@
+"""Rows in any order and in any pieces, answered as one machine would answer them all.
+
+Owns that an answer depends on its row alone: a row's seed follows from its `id`, or without one from its prompt, never
+from its place in a piece. Of a file whose ids are the numbers of its rows, answers are those of `LLM.run`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from time import monotonic
+
+from llm.api.flow import Entry, Flow
+from llm.api.jobs import JobsHost
+from llm.base.errors import ValidationError, nearest
+from llm.base.types import JsonObject
+from llm.engine.rows import AnyRow, RefusedRow, Row, derive_seed
+from llm.jobs.answers import Ended, Partials
+from llm.jobs.identity import row_key
+from llm.jobs.making import Maker
+from llm.jobs.requests import Asked, PlainRows
+from llm.jobs.shared_journal import SharedJournal
+from llm.outputs import RequestOutput
+from llm.outputs_json import plain
+from llm.sampling_params import SamplingParams
+from llm.structured_params import StructuredOutputsParams
+
+PARAMS_COLUMN = "sampling_params"
+_CHAT_COLUMNS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_FIELDS = frozenset(item.name for item in dataclasses.fields(SamplingParams))
+_PARTIALS_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PieceRows(PlainRows):
+    """Plain rows with an id, and with params of their own in a column `sampling_params`.
+
+    Attributes:
+        base: what a row's own params are added to.
+        id_column: has the id; rows without it have none.
+        seed: of the engine.
+    """
+
+    base: SamplingParams
+    id_column: str
+    seed: int
+
+    def asked(self, row: JsonObject) -> Asked:
+        """Raises `ValidationError` for params that are wrong."""
+        asked = super().asked(row)
+        own = row.get(PARAMS_COLUMN)
+        params = self.params if own is None else _own_params(self.base, own)
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=self._seed(row, asked))
+        if asked.messages is None:
+            return asked._replace(params=params)
+        options = {name: row[name] for name in _CHAT_COLUMNS if row.get(name) is not None}
+        return asked._replace(params=params, chat={**asked.chat, **options})
+
+    def _seed(self, row: JsonObject, asked: Asked) -> int:
+        own = row.get(self.id_column)
+        if isinstance(own, int) and not isinstance(own, bool) and own >= 0:
+            return derive_seed(self.seed, 0, own)
+        said = ["prompt", asked.prompt, asked.messages] if own is None else ["id", own]
+        digest = hashlib.sha256(json.dumps([self.seed, *said], sort_keys=True, default=str).encode()).digest()
+        return int.from_bytes(digest[:8], "little")
+
+
+def _own_params(params: SamplingParams, given: object) -> SamplingParams:
+    """`params` with a row's fields; those that are None are not given, as tables have all fields in all rows."""
+    if not isinstance(given, Mapping):
+        raise ValidationError("sampling_params of a row must be a dict of fields.", parameter=PARAMS_COLUMN)
+    fields = {name: value for name, value in given.items() if value is not None}
+    for name in fields:
+        if name not in _FIELDS:
+            message = f"SamplingParams has no field {name!r}.{nearest(str(name), _FIELDS)}"
+            raise ValidationError(message, parameter=PARAMS_COLUMN, value=name)
+    if fields.get("n", params.n) != params.n:
+        raise ValidationError("n must be the same for all rows.", parameter=PARAMS_COLUMN, value=fields["n"])
+    structured = fields.get("structured_outputs")
+    if isinstance(structured, Mapping):
+        asked = {name: value for name, value in structured.items() if value is not None}
+        fields["structured_outputs"] = StructuredOutputsParams(**asked)
+    return dataclasses.replace(params, **fields)
+
+
+class RowWorker:
+    """Answers pieces of a job, one after another.
+
+    Args:
+        journal: what other processes and earlier ones have answered; None: nothing is kept.
+    """
+
+    def __init__(self, llm: JobsHost, rows: PieceRows, on_too_long: str, journal: SharedJournal | None = None) -> None:
+        self._llm = llm
+        self._rows = rows
+        self._maker = Maker(rows, on_too_long, 1)
+        self._journal = journal
+        self._identity = llm._identity()
+        self._keys: dict[int, str] = {}  # of the rows in flight
+        self._partials = Partials()
+        self._partials_at = monotonic() + _PARTIALS_SECONDS
+
+    def answers(self, given: Sequence[JsonObject]) -> list[JsonObject]:
+        """The rows with their answers, in their order."""
+        for row in given[:1]:
+            self._rows.check(row)
+        found: dict[int, Ended] = {}
+        flow = Flow(self._llm, self._entries(given, found), on_step=self._after_step)
+        try:
+            for output in flow:
+                self._keep(output, found)
+        finally:
+            self._partials.written.clear()
+            if self._journal is not None:
+                self._journal.flush()
+        return [self._rows.answer(row, found[index], "") for index, row in enumerate(given)]
+
+    def _entries(self, given: Sequence[JsonObject], found: dict[int, Ended]) -> Iterator[list[Entry]]:
+        if not given:
+            return
+        if self._journal is not None:
+            self._journal.refresh()
+        with self._llm._exclusive():
+            rows = self._maker.make(self._llm, self._llm._open_engine(), list(enumerate(given)))
+        yield [row for row in rows if not self._is_answered(row, found)]
+
+    def _is_answered(self, row: AnyRow, found: dict[int, Ended]) -> bool:
+        """True if a journal has the row's answer; else the row continues from what there is of it."""
+        key = self._keys[row.index] = row_key(row, self._identity)
+        known = None if self._journal is None or isinstance(row, RefusedRow) else self._journal.answer(key)
+        if known is None or not isinstance(row, Row):
+            return False
+        ended = known.ended()
+        if ended is not None:
+            found[row.index] = ended
+            return True
+        row.known_outputs = known.tokens
+        self._partials.written[row.index] = [len(tokens) for tokens in known.tokens]
+        return False
+
+    def _keep(self, output: RequestOutput, found: dict[int, Ended]) -> None:
+        ended = found[output.index] = Ended(self._keys[output.index], output)
+        if self._journal is not None and output.error is None:
+            self._journal.keep(ended)
+            self._journal.flush()
+
+    def _after_step(self, flow: Flow) -> None:
+        if self._journal is None or monotonic() < self._partials_at:
+            return
+        for state in flow.in_flight():
+            index = state.row.index
+            record = self._partials.record(index, self._keys[index], state.known_outputs())
+            if record is not None:
+                self._journal.add(record)
+        self._journal.flush()
+        self._partials_at = monotonic() + _PARTIALS_SECONDS
+
+
+def plain_row(row: Mapping[str, object]) -> JsonObject:
+    """A row of a table as Python's own values."""
+    return {name: _plain(value) for name, value in row.items()}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        # A table of dicts has the keys of all in each; content may be None beside tool_calls.
+        return {str(name): _plain(item) for name, item in value.items() if item is not None or name == "content"}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
+        return _plain(value.tolist())
+    return value if value is None or isinstance(value, str | int | float | bool) else plain(value)
