@@ -159,11 +159,13 @@ class StaticCache:
         source: where the checkpoint says so, for reasons.
         tensors: "k_scale", "v_scale" and with offsets "k_offset", "v_offset" -> the tensor's name below the module that
             the attention layer is a part of.
+        is_default: kv_cache_dtype="auto" means it.
     """
 
     dtype: torch.dtype
     source: str
     tensors: Mapping[str, str]
+    is_default: bool = True
 
 
 class QuantizationConfig(ABC):
@@ -227,7 +229,8 @@ class QuantizationConfig(ABC):
         return names if self._to_checkpoint is None else [self._to_checkpoint(name) for name in names]
 
     def describe_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Called before the model is built with the shapes of the checkpoint's tensors; not for random weights."""
+        """Called with the shapes of the checkpoint's tensors before the model is planned, and again before it is built;
+        not for random weights."""
 
     def parameter_name(self, name: str) -> str:
         """The name that the parameter of a checkpoint's tensor has, before the model's own renames."""

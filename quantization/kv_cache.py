@@ -5,13 +5,13 @@ An attention layer is a module with `take_static_scales`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError
+from llm.base.errors import CheckpointError, LLMError
 from llm.quantization.base import QuantizeMethodBase, StaticCache
 from llm.quantization.storage.floats import check_scales
 from llm.quantization.unquantized import new_parameter
@@ -86,6 +86,22 @@ class StaticCacheMethod(QuantizeMethodBase):
             elif name in self.names and not (rows[-1].abs() <= 128).all():
                 raise CheckpointError(f"{name} of a KV cache must be of values from -128 to 127.")
         attention.take_static_scales(self.cache.dtype, torch.stack(rows).contiguous())
+
+
+def stored_scale(name: str, values: torch.Tensor) -> torch.Tensor:
+    """The tensor `name` of a checkpoint, one value or one for each KV head, from what the layer holds of it.
+
+    Raises:
+        LLMError: each channel has its own, which is ModelSlim's form.
+    """
+    if values.numel() == 0 or not has_cache_scales((name.rpartition(".")[2],)) or (values != values[:, :1]).any():
+        raise LLMError(f"{name} scales channels of a KV cache, and no format that is written has a form for that.")
+    return values[:1, 0] if (values == values[:1, :1]).all() else values[:, 0]
+
+
+def has_cache_scales(names: Iterable[str]) -> bool:
+    """Whether a module's tensors are those of compressed-tensors' `kv_cache_scheme`."""
+    return any(name in ("k_scale", "v_scale") for name in names)
 
 
 def _load(param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:

@@ -17,6 +17,7 @@ from llm.base.errors import LLMError
 from llm.base.types import JsonObject
 from llm.kernels.weight import dequantize
 from llm.loading.weight_map import Target
+from llm.quantization.kv_cache import StaticCacheMethod, has_cache_scales, stored_scale
 from llm.quantization.packing import pack_fp4, pack_row_pairs, pack_to_int32
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.tables import doubled_fp4
@@ -74,6 +75,11 @@ def stored_layers(model: nn.Module, targets: Mapping[str, Target]) -> list[Store
                 f"{name} holds queries, keys and values by key head in this model family, and they are stacked when "
                 "they are loaded; it cannot be saved quantized."
             )
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, StaticCacheMethod):
+            found.setdefault(module_name, StoredLayer(module_name, method.scheme, "", None, {}))
+            found[module_name].floats[last] = stored_scale(name, getattr(module, parameter).data)
+            continue
         if module_name not in found:
             has_bias = f"{module_name}.bias" in targets
             found[module_name] = _stored_layer(module_name, module, target.shard_id, has_bias)
@@ -178,10 +184,18 @@ class CompressedTensorsWriter:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": [layer.name for layer in self._layers if layer.kind == "linear" and not layer.is_quantized],
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": self._cache_scheme(),
             "global_compression_ratio": None,
         }
         return {"config.json": config}
+
+    def _cache_scheme(self) -> JsonObject | None:
+        scaled = [layer for layer in self._layers if has_cache_scales(layer.floats)]
+        if not scaled:
+            return None
+        by_head = any(item.numel() > 1 for layer in scaled for item in layer.floats.values())
+        kind = {"type": "float" if "float8" in scaled[0].scheme else "int", "num_bits": 8, "symmetric": True}
+        return {**kind, "dynamic": False, "strategy": "attn_head" if by_head else "tensor"}
 
     def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
         parts = dict(layer.floats)

@@ -21,6 +21,7 @@ from llm.base.errors import LLMError, ValidationError
 from llm.config.defaults import library_defaults
 from llm.loading.model_files import SMALL_FILES, check_model_file
 from llm.loading.weight_map import Target
+from llm.quantization.kv_cache import has_cache_scales
 from llm.quantize.bitsandbytes import BitsAndBytesWriter
 from llm.quantize.formats import CompressedTensorsWriter, ModelSlimWriter, StoredLayer, Writer, stored_layers
 from llm.quantize.gguf import GGUFFile, identity_of
@@ -34,6 +35,7 @@ _WRITERS: dict[str, type[Writer]] = {
     "bitsandbytes": BitsAndBytesWriter,
 }
 _GGUF = "gguf"
+_WITH_CACHE_SCALES = "compressed-tensors"
 FORMATS = (*_WRITERS, _GGUF)
 _SHARD_BYTES = 2 << 30
 # Small files that are not copied; the tokenizer's and generation_config.json are.
@@ -76,6 +78,9 @@ def save_quantized(
             parameter="format",
             value=format,
         )
+    scaled = next((layer.name for layer in layers if has_cache_scales(layer.floats)), None)
+    if scaled is not None and format != _WITH_CACHE_SCALES:
+        raise LLMError(f"{scaled} has static scales of a KV cache, which only {_WITH_CACHE_SCALES!r} has a form for.")
     write = _gguf(model, layers, source, hf_config) if format == _GGUF else _folder(format, layers, source, hf_config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

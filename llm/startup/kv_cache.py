@@ -21,12 +21,13 @@ def choose_cache_dtype(
     """(dtype, reason). default: that of `dtype=`, or if that is "auto" of the weights; a checkpoint's static scales
     come before it."""
     static = None if config is None else config.static_cache
-    auto = default if static is None else static.dtype
+    auto = default if static is None or not static.is_default else static.dtype
     dtype, reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, auto, tuple(CACHE_DTYPES.values()))
     if static is not None and static.dtype == dtype:
         return dtype, f"{'' if reason == 'auto' else f'{reason}; '}static scales by {static.source}"
     if reason == "auto":
-        return dtype, "the weights' type" if args.dtype == "auto" else f"dtype={args.dtype}"
+        unused = f"; kv_cache_dtype='fp8' uses the checkpoint's {static.source}" if static is not None else ""
+        return dtype, ("the weights' type" if args.dtype == "auto" else f"dtype={args.dtype}") + unused
     if static is not None:
         reason += f"; the static scales of {static.source} are not used"
     return dtype, reason + ("; a scale per token and KV head" if dtype in QUANTIZED_CACHE_DTYPES else "")

@@ -50,6 +50,7 @@ from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
 from llm.quantization.configs.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.startup.absorbed import widened_bytes
 from llm.startup.adapters import adapter_reasons, plan_adapters
 from llm.startup.drafts import choose_speculation
 from llm.startup.kv_cache import check_cache, choose_cache_dtype
@@ -365,13 +366,13 @@ def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:
     config = model.quantization.config
     if isinstance(config, RequantizeConfig):
         config = config.stored
-    tensors = model.source.tensors().tensors.values()
+    named = model.source.tensors().tensors
+    tensors = named.values()
     if isinstance(config, GGUFConfig):
-        return config.expected_bytes(
-            {name: (info.shape, info.nbytes) for name, info in model.source.tensors().tensors.items()}
-        )
+        return config.expected_bytes({name: (info.shape, info.nbytes) for name, info in named.items()})
     if not isinstance(config, OnlineConfig):
-        return sum(
+        as_stored = sum(
             math.prod(info.shape) * stored_as(info.dtype, len(info.shape), dtypes.store_as).itemsize for info in tensors
         )
+        return as_stored + widened_bytes(model.architecture, named)
     return config.expected_bytes([(info.shape, info.nbytes) for info in tensors])

@@ -86,6 +86,9 @@ def read_model(args: EngineArgs) -> ReadModel:
     architecture = with_draft_head(args, architecture, source, has_weights)
     pooling = plan_pooling(args, purpose, reader, source, architecture)
     is_quantized = quantization.config is not None and not quantization.on_load
+    if has_weights and quantization.found and quantization.config is not None:
+        # Some formats say by their tensors alone that there are scales of a KV cache.
+        quantization.config.describe_tensors({name: info.shape for name, info in source.tensors().tensors.items()})
     if has_weights:
         _check_counts(reader.layers(), getattr(architecture, "experts", 0), source.tensors().tensors)
     # The float tensors of a quantized checkpoint are mostly scales, whose type is not the model's.

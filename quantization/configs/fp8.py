@@ -2,19 +2,21 @@
 
 Owns the choice per layer. GEMMs are of the weights alone: activations stay float32 whatever `activation_scheme` says,
 as in vLLM on hardware without 8-bit floats, and scales of activations are not read. `storage/floats.py` reads the
-tensors.
+tensors. Scales of a KV cache, if there are any, are used where the user asks for a cache of 8-bit floats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import show
-from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache
 from llm.quantization.configs.reader import Fields
+from llm.quantization.kv_cache import prepare_static_cache
 from llm.quantization.matching import agreed
 from llm.quantization.registry import get_scheme
 from llm.quantization.storage.floats import Float8Storage
@@ -42,6 +44,8 @@ class Fp8Config(QuantizationConfig):
     def __init__(self, block: tuple[int, int] | None, ignored: tuple[str, ...]) -> None:
         self.block = block
         self.ignored = ignored
+        self._names: frozenset[str] = frozenset()
+        self._cache_names: dict[str, str] = {}
 
     def get_name(self) -> str:
         return "fp8"
@@ -67,6 +71,21 @@ class Fp8Config(QuantizationConfig):
         shared = "one scale per matrix" if self.block is None else "blocks of {}x{}".format(*self.block)
         storage = Float8Storage(self.block, _SCALES)
         return get_scheme("W8A16_FP8", kind)(storage, _SOURCE, f"float8_e4m3, {shared}, activations float32")
+
+    def describe_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._names = frozenset(shapes)
+        if any(name.endswith(".self_attn.k_scale") for name in shapes):
+            tensors = {"k_scale": "k_scale", "v_scale": "v_scale"}
+            self.static_cache = StaticCache(torch.float8_e4m3fn, "k_scale and v_scale", tensors, is_default=False)
+
+    def prepare_model(self, model: nn.Module) -> None:
+        if self.static_cache is not None:
+            self._cache_names = prepare_static_cache(
+                self.static_cache, model, lambda path: self.checkpoint_names(path)[0], self._names.__contains__
+            )
+
+    def parameter_name(self, name: str) -> str:
+        return self._cache_names.get(name, name)
 
     def ignores(self, name: str) -> bool:
         return name.rpartition(".")[2] in _SCALES_OF_ACTIVATIONS

@@ -50,6 +50,7 @@ class RequantizeConfig(QuantizationConfig):
 
     def describe_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.stored.describe_tensors(shapes)
+        self.static_cache = self.stored.static_cache
 
     def parameter_name(self, name: str) -> str:
         return self.stored.parameter_name(name)

@@ -75,7 +75,9 @@ def write_checkpoint(folder: Path) -> None:
 
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(config).state_dict()
+        shapes = dict(AutoModelForCausalLM.from_config(config).state_dict())
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
     files: dict[str, dict[str, torch.Size]] = {}
     for name, tensor in shapes.items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else "others"

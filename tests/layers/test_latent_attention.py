@@ -17,7 +17,9 @@ from llm.base.errors import UnsupportedModelError
 from llm.forward import QUANTIZED_CACHE_DTYPES, LatentCacheSpec
 from llm.layers.attention.latent import LatentAttention, LatentProjection
 from llm.layers.rotary import RopeParameters, yarn_score_factor
+from llm.loading.source import FolderSource
 from llm.quantization.unquantized import UnquantizedLinearMethod
+from llm.startup.absorbed import widened_bytes
 
 ROW = TINY_MODELS["minicpm3"]
 HEADS, KEY, VALUE, RANK = 3, 7, 9, 20
@@ -120,6 +122,11 @@ def test_stored_integers_are_held_as_what_they_stand_for(folder: Path, tmp_path:
     with opened(tmp_path / "compressed") as llm:
         layers = [module for module in engine_of(llm).runner.model.modules() if isinstance(module, LatentProjection)]
         assert {layer.absorbed.kind for layer in layers} == {"float32"}
+        plan, tensors = engine_of(llm).runner.plan, FolderSource(tmp_path / "compressed").tensors().tensors
+        in_file = sum(info.nbytes for name, info in tensors.items() if ".kv_b_proj." in name)
+        held = sum(layer.weight.nbytes for layer in layers)
+        assert in_file + widened_bytes(plan.architecture, tensors) == held > 3 * in_file
+        assert widened_bytes(plan.architecture, FolderSource(folder).tensors().tensors) == 0
         stored = [theirs.model.layers[index].self_attn.kv_b_proj.weight for index in range(3)]
         assert all(
             torch.equal(*pair) for pair in zip((layer.absorbed.unpack() for layer in layers), stored, strict=True)

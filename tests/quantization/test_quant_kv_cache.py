@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError
+from llm.base.errors import CheckpointError, LLMError
 from llm.layers.attention import Attention
 
 FLOAT8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -180,3 +180,60 @@ def test_a_layer_without_scales_is_refused(source: Path, tmp_path: Path) -> None
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no tensor fills: model\.layers\.1\.self_attn\.attn\.v_scale"):
         LLM(folder, skip_tokenizer_init=True)
+
+
+def test_scales_are_saved_with_the_weights(source: Path, tmp_path: Path) -> None:
+    """As compressed-tensors; other formats, and scales of channels, are refused."""
+    answers = {}
+    with open_llm(source, skip_tokenizer_init=True, quantization="w8a16") as llm:
+        llm.save_quantized(tmp_path / "integers", "compressed-tensors")
+    groups = json.loads((tmp_path / "integers" / "config.json").read_text())["quantization_config"]["config_groups"]
+    for form in ("tensor", "attn_head"):
+        folder = write(form, tmp_path / "integers", tmp_path / form)
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"]["config_groups"] = groups
+        (folder / "config.json").write_text(json.dumps(config))
+        with open_llm(folder, skip_tokenizer_init=True) as llm:
+            answers[form] = logprobs(llm)
+            llm.save_quantized(tmp_path / f"{form}-saved", "compressed-tensors")
+            with pytest.raises(LLMError, match="static scales of a KV cache, which only 'compressed-tensors'"):
+                llm.save_quantized(tmp_path / "other", "gptq")
+        before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / f"{form}-saved"))
+        name = "model.layers.1.self_attn.v_scale"
+        assert torch.equal(before[name].float(), after[name])
+        with open_llm(tmp_path / f"{form}-saved", skip_tokenizer_init=True) as llm:
+            assert logprobs(llm) == answers[form]
+            assert llm.config.reasons["kv_cache_dtype"].startswith("static scales by kv_cache_scheme")
+    assert answers["tensor"] != answers["attn_head"]  # the control
+    with open_llm(write("C8", source, tmp_path / "C8"), skip_tokenizer_init=True) as llm:
+        match = "scales channels of a KV cache"
+        with pytest.raises(LLMError, match=match):
+            llm.save_quantized(tmp_path / "channels", "compressed-tensors")
+
+
+def test_scales_in_an_fp8_checkpoint_are_used_where_they_are_asked_for(source: Path, tmp_path: Path) -> None:
+    folder = write("tensor", source, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    scheme = config["quantization_config"]
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].to(FLOAT8)
+        tensors[f"{name}_scale"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors")
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = {}
+    for dtype in ("auto", "fp8", "int8"):
+        with open_llm(folder, skip_tokenizer_init=True, kv_cache_dtype=dtype) as llm:
+            found[dtype], reason = logprobs(llm), llm.config.reasons["kv_cache_dtype"]
+        expected = {"auto": "'fp8' uses the checkpoint's k_scale", "fp8": "static scales by k_scale and v_scale"}
+        assert expected.get(dtype, "the static scales of k_scale and v_scale are not used") in reason
+    # The same integers in the format that says so in its configuration.
+    config["quantization_config"] = {**scheme, "config_groups": GROUPS}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].float()
+        del tensors[f"{name}_scale"]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_llm(folder, skip_tokenizer_init=True) as llm:
+        assert distance(found["fp8"], logprobs(llm)) < 1e-4 < distance(found["auto"], found["fp8"])
