@@ -26,7 +26,8 @@ class RopeParameters:
 
     Attributes:
         rope_type: a key of `RECIPES`.
-        partial_rotary_factor: share of a head's channels that is rotated.
+        partial_rotary_factor: share of a head's channels that is rotated: the leading ones, but in "proportional" of
+            both halves.
         max_position_embeddings: the context length before scaling (dynamic).
         original_max_position_embeddings: the same, for llama3, yarn and longrope.
         attention_factor: factor on cosine and sine; None: derived from `factor`.
@@ -60,6 +61,10 @@ class RopeParameters:
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
     reverse: bool = False
+
+    def rotary_dim(self, head_size: int) -> int:
+        """How many leading channels of a head are rotated, by an angle of 0 too."""
+        return head_size if self.rope_type == "proportional" else int(head_size * self.partial_rotary_factor)
 
 
 def frequencies(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
@@ -163,6 +168,13 @@ def _longrope(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tupl
     return 1.0 / (divisors * base_wavelengths(rope.theta, rotary_dim)), factor
 
 
+def _proportional(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """Gemma 4: the last pairs of channels are not rotated, the others as if all were."""
+    plain = 1.0 / base_wavelengths(rope.theta, rotary_dim)
+    plain[int(rope.partial_rotary_factor * rotary_dim // 2) :] = 0.0
+    return plain / rope.factor, 1.0
+
+
 RECIPES: dict[str, Callable[[RopeParameters, int, int], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -171,6 +183,7 @@ RECIPES: dict[str, Callable[[RopeParameters, int, int], tuple[torch.Tensor, floa
     "yarn": _yarn,
     "deepseek_yarn": _deepseek_yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 
@@ -179,7 +192,7 @@ class RotaryEmbedding(KernelOp):
     """Rotates the leading channels of each head.
 
     Args:
-        head_size: channels of a head; the leading `int(head_size * rope.partial_rotary_factor)` are rotated.
+        head_size: channels of a head; the leading `rope.rotary_dim(head_size)` are rotated.
         max_model_len: positions in the table.
         rope: the recipe of the frequencies.
         is_neox_style: channel i is paired with i + d (Hugging Face's weights); False: 2i with 2i + 1 (GPT-J).
@@ -201,7 +214,7 @@ class RotaryEmbedding(KernelOp):
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
         self.head_size = head_size
-        self.rotary_dim = int(head_size * rope.partial_rotary_factor)
+        self.rotary_dim = rope.rotary_dim(head_size)
         self.is_neox_style = is_neox_style
         per_position, factor = frequencies(rope, self.rotary_dim, max_model_len)
         # float32 [max_model_len, rotary_dim]: cosines, then sines.

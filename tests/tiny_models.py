@@ -21,6 +21,8 @@ import pytest
 import torch
 
 VOCAB = 257
+# Buffers that a checkpoint stores.
+_RANDOM_BUFFERS = ("correction_bias", "expert_bias", "layer_scalar")
 # Of the matrices in the layers: more makes greedy tokens vary more, and rounding errors grow faster.
 GAIN = 1.5
 # Odd sizes, head_dim != hidden_size / num_attention_heads, grouped queries.
@@ -544,6 +546,38 @@ TINY_MODELS = TINY_MODELS | {
     ),
 }
 
+_GEMMA4: dict[str, Any] = {
+    **{"num_hidden_layers": 4, "sliding_window": 7, "global_head_dim": 12, "final_logit_softcapping": 20.0},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True},
+    "hidden_size_per_layer_input": 9,
+    "vocab_size_per_layer_input": VOCAB,
+}
+TINY_MODELS = TINY_MODELS | {
+    "gemma4": TinyModel(
+        "Gemma4TextConfig",
+        {**_GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        control={"sliding_window": 30},
+    ),
+    "llama4": TinyModel(
+        "Llama4TextConfig",
+        {
+            **{"num_hidden_layers": 4, "no_rope_layer_interval": 2, "attention_chunk_size": 9, "floor_scale": 5},
+            **{"attn_scale": 0.4, "num_local_experts": 5, "num_experts_per_tok": 1, "intermediate_size_mlp": 61},
+            **{"interleave_moe_layer_step": 2, "intermediate_size": 37},
+        },
+        control={"attention_chunk_size": 30},
+    ),
+    "gemma4-experts": TinyModel(
+        "Gemma4TextConfig",
+        {
+            **{**_GEMMA4, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+            **{"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 13},
+        },
+        control={"top_k_experts": 3},
+    ),
+}
+
 # Seven experts of odd size; the last layers of a hybrid are dense.
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 37}
 TINY_MODELS = TINY_MODELS | {
@@ -748,7 +782,7 @@ TINY_MODELS = TINY_MODELS | {
 # Families that are other arrangements of parts which the other rows have: they are held against transformers alone and
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
-    mpt falcon-alibi apertus nanochat codegen
+    gemma4-experts mpt falcon-alibi apertus nanochat codegen
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
     falcon-mamba granitemoehybrid-dense bamba nemotron-h jamba qwen3-5 qwen3-5-moe olmo-hybrid
@@ -806,9 +840,7 @@ def randomise(model: Any, seed: int) -> None:
     through them. Embeddings are small, or a tied model would repeat its last token for ever; the last norm makes up for
     it, for logits with a deviation of about three: greedy tokens vary, with clear margins.
     """
-    biases = [
-        (name, buffer) for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))
-    ]
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(_RANDOM_BUFFERS)]
     for name, parameter in [*model.named_parameters(), *biases]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)

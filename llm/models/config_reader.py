@@ -261,7 +261,7 @@ def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
     original = model.positive("original_max_position_embeddings", original)
     ratio = longest / original if longest else 1.0
     has_ratio = kind in ("yarn", "deepseek_yarn", "longrope")
-    default_factor = ratio if has_ratio else (_REQUIRED if kind != "default" else 1.0)
+    default_factor = ratio if has_ratio else (1.0 if kind in ("default", "proportional") else _REQUIRED)
     rope = RopeParameters(
         theta=reader.positive_number("rope_theta", above=1.0),
         rope_type=kind,

@@ -27,6 +27,11 @@ class TextPart:
         "model.multi_modal_projector",
         "visual",
         "model.visual",
+        "vision_model",
+        "model.vision_model",
+        "model.embed_vision",
+        "model.audio_tower",
+        "model.embed_audio",
     )
 
 

@@ -41,6 +41,15 @@ _GEMMA = {**BASE, "model_type": "gemma3_text", "sliding_window": 7, "num_hidden_
 _QWEN = {key: value for key, value in BASE.items() if key != "head_dim"}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 48}
+_GEMMA4_VISION = {
+    **{"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 8},
+}
+_LLAMA4_VISION = {
+    **{"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 16, "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16},
+    "projector_output_dim": 16,
+}
 # Name -> (transformers' class, its config's arguments).
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"text_config": _GEMMA, "vision_config": _SIGLIP, "mm_tokens_per_image": 4}),
@@ -73,6 +82,17 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Mistral3",
         {"text_config": {**BASE, "model_type": "mistral"}, "vision_config": {**_PIXTRAL, "model_type": "pixtral"}},
     ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "text_config": {**BASE, **TINY_MODELS["gemma4"].config, "tie_word_embeddings": False},
+            "vision_config": _GEMMA4_VISION,
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {"text_config": {**BASE, **TINY_MODELS["llama4"].config}, "vision_config": _LLAMA4_VISION},
+    ),
     "mistral3-ministral3": (
         "Mistral3",
         {
@@ -103,7 +123,7 @@ def load(folder: Path, **more: Any) -> LLM:
 
 def worst_difference(folder: Path, model: Any) -> float:
     with load(folder) as llm:
-        assert "vision_tower" in llm.config.reasons["architecture"]
+        assert "vision" in llm.config.reasons["architecture"]
         output = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0]
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*PROMPT, *output.token_ids]])).logits[0].float()
@@ -129,13 +149,13 @@ def test_the_names_of_transformers_modules_are_known_too(made: tuple[Path, Any],
 
 def test_weights_that_nobody_left_out_are_named(made: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TextPart, "left_out", ("multi_modal_projector", "model.multi_modal_projector"))
-    with pytest.raises(CheckpointError, match=r"does not have: .*(vision_tower|visual)"), load(made[0]):
+    with pytest.raises(CheckpointError, match=r"does not have: .*(vision_tower|visual|vision_model)"), load(made[0]):
         pass
 
 
 def test_a_key_beside_the_text_that_nobody_knows_is_an_error(made: tuple[Path, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match="keys that are not understood: 'audio_config'"):
-        load(made[0], hf_overrides={"audio_config": {}})
+    with pytest.raises(UnsupportedModelError, match="keys that are not understood: 'touch_config'"):
+        load(made[0], hf_overrides={"touch_config": {}})
     text = json.loads((made[0] / "config.json").read_text())["text_config"]
     with pytest.raises(UnsupportedModelError, match="keys that are not understood: 'odd'"):
         load(made[0], hf_overrides={"text_config": {**text, "odd": 1}})

@@ -41,14 +41,16 @@ class Heads:
 
 @dataclass(frozen=True)
 class QueryScale:
-    """Queries at position p are scaled by 1 + beta log(1 + floor(p / original)): Llama 4's attention temperature."""
+    """Queries at position p are scaled by 1 + beta log(1 + floor((p + first) / original)): Llama 4's attention
+    temperature."""
 
     beta: float
     original: int
+    first: int = 0
 
     def table(self, length: int) -> torch.Tensor:
         """float32 [length]: the factor at each position; computed in float64, so it does not depend on `length`."""
-        turns = torch.arange(length, dtype=torch.float64).div(self.original, rounding_mode="floor")
+        turns = (torch.arange(length, dtype=torch.float64) + self.first).div(self.original, rounding_mode="floor")
         return (1 + self.beta * torch.log1p(turns)).float()
 
 
@@ -60,11 +62,13 @@ class AttentionConfig(PartConfig):
         rope: None: no rotary embedding.
         rope_interleaved: channels 2i and 2i + 1 are a pair (GPT-J), not i and i + half (GPT-NeoX).
         sliding_window: how many positions a token sees, itself included; None: all.
+        attention_chunk: a token sees only its own chunk of so many positions; None: all. Without a window.
         qkv_bias, out_bias: which projections have a bias.
         qkv_by_key_head: a fused tensor of the checkpoint has the rows of one key head's queries, of the key head and of
             its value head, then those of the next key head; False: all queries, all keys, all values.
         qkv_limit: queries, keys and values are clamped to [-limit, limit]; None: not clamped.
         qk_norm: normalises queries and keys, per head or over all heads.
+        v_norm: normalises values per head.
         qk_norm_after_rope: after the rotary embedding; False: before it.
         query_scale: factor on the queries that depends on the position; None: none.
         scale: factor on the scores; None: head size ** -0.5.
@@ -83,6 +87,7 @@ class AttentionConfig(PartConfig):
     qk_norm: NormConfig | None = None
     qk_norm_over: Literal["head", "all heads"] = "head"
     qk_norm_after_rope: bool = False
+    v_norm: NormConfig | None = None
     rope_interleaved: bool = False
     qkv_by_key_head: bool = False
     qkv_limit: float | None = None
@@ -93,10 +98,11 @@ class AttentionConfig(PartConfig):
     sinks: bool = False
     causal: bool = True
     gated: bool = False
+    attention_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.rope is not None:
-            check_rope(self.rope, int(self.heads.size * self.rope.partial_rotary_factor))
+            check_rope(self.rope, self.rope.rotary_dim(self.heads.size))
 
     def build(self, context: BuildContext, prefix: str) -> nn.Module:
         return DecoderAttention(self, context, prefix)
@@ -155,6 +161,7 @@ class DecoderAttention(nn.Module):
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
             causal=config.causal,
+            attention_chunk=config.attention_chunk,
         )
 
     def _build_alibi(self, slopes: tuple[float, ...] | None, num_heads: int) -> None:
@@ -167,6 +174,7 @@ class DecoderAttention(nn.Module):
         heads, size = config.heads, config.heads.size
         self.q_norm = self.k_norm = None
         self.norm_per_head = config.qk_norm_over == "head"
+        self.v_norm = None if config.v_norm is None else config.v_norm.build(size, context)
         self.norms_first = not config.qk_norm_after_rope
         if config.qk_norm is not None:
             # A norm over all heads has the whole model's weights on every rank.
@@ -186,6 +194,8 @@ class DecoderAttention(nn.Module):
             query, key = self._qk_norms(query, key)
         if self.query_scale is not None:
             query = query * self.query_scale(batch.positions)
+        if self.v_norm is not None:
+            value = self.v_norm(value.reshape(value.shape[0], -1, self.head_size)).view(value.shape)
         output = self.attn(query, key, value, batch)
         return self.o_proj(output if self.output_gate is None else self.output_gate(output, gate))
 

@@ -34,6 +34,7 @@ class MoEConfig(PartConfig):
         correction_bias: the router has a bias for choosing alone.
         groups, topk_group: experts lie in groups, of which a token uses the best.
         bias, router_bias: of the experts' matrices, and of the router's.
+        weight_on_input: an expert's input is multiplied by its weight, not its output; `top_k` is 1.
         routing_function: makes what chooses in the place of all of this, see `FusedMoE`.
         shared_size: intermediate size of the feed-forward that every token has; None: there is none.
         shared_gate: its output is multiplied by the sigmoid of a linear layer with one output; it is then a layer of
@@ -56,6 +57,7 @@ class MoEConfig(PartConfig):
     routing_function: Callable[[], RoutingFunction] | None = None
     shared_size: int | None = None
     shared_gate: bool = False
+    weight_on_input: bool = False
 
     def __post_init__(self) -> None:
         if self.activation not in _ACTIVATIONS:
@@ -114,6 +116,7 @@ class MoEBlock(nn.Module):
             activation=activation,
             swiglu_limit=config.swiglu_limit,
             has_bias=config.bias,
+            apply_router_weight_on_input=config.weight_on_input,
             custom_routing_function=None if config.routing_function is None else config.routing_function(),
             **config.routing(self.gate.e_score_correction_bias),
             **context.common,

@@ -1,0 +1,76 @@
+"""Attention without keys and values of its own: its queries read the KV cache of an earlier layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llm.forward import ForwardBatch
+from llm.layers.attention import Attention
+from llm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from llm.models.decoder.attention import AttentionConfig
+from llm.models.decoder.part import BuildContext, PartConfig
+
+
+@dataclass(frozen=True)
+class SharedKVConfig(PartConfig):
+    """`attention` of the layer whose keys and values are read, and the index of its state."""
+
+    attention: AttentionConfig
+    state: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rope", self.attention.rope)
+
+    def build(self, context: BuildContext, prefix: str) -> nn.Module:
+        return SharedKVAttention(self, context, prefix)
+
+
+class SharedKVAttention(nn.Module):
+    """Queries, their norm and rotary embedding, and attention over what the other layer wrote in this step."""
+
+    def __init__(self, config: SharedKVConfig, context: BuildContext, prefix: str) -> None:
+        super().__init__()
+        of, tp = config.attention, context.tp
+        heads, size = of.heads, of.heads.size
+        hidden, width = context.hidden_size, heads.query * size
+        common = context.common
+        self.q_proj = ColumnParallelLinear(hidden, width, bias=of.qkv_bias, prefix=f"{prefix}.q_proj", **common)
+        self.o_proj = RowParallelLinear(width, hidden, bias=of.out_bias, prefix=f"{prefix}.o_proj", **common)
+        self.head_size = size
+        self.q_norm = None if of.qk_norm is None else of.qk_norm.build(size, context)
+        self.rotary_emb = None if of.rope is None else context.rotary(size, of.rope, not of.rope_interleaved)
+        self.attn = Attention(
+            tp.share("num_attention_heads", heads.query),
+            heads.key_value_on_rank(tp),
+            size,
+            layer_index=config.state,
+            scale=size**-0.5 if of.scale is None else of.scale,
+            sliding_window=of.sliding_window,
+            soft_cap=of.soft_cap,
+        )
+
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        query = self.q_proj(hidden)
+        if self.q_norm is not None:
+            query = self.q_norm(query.view(query.shape[0], -1, self.head_size)).view(query.shape)
+        if self.rotary_emb is not None:
+            query, _ = self.rotary_emb(batch.positions, query, query[:, :0])
+        return self.o_proj(self.attn.attend(query, batch))
+
+
+def producers(kinds: list[str], shared: int) -> list[int | None]:
+    """For each layer the one whose keys and values it reads, None: its own; the last `shared` read those of the last
+    layer of their kind before them."""
+    own = kinds[: len(kinds) - shared]
+    last = {kind: index for index, kind in enumerate(own)}
+    return [None] * len(own) + [last.get(kind) for kind in kinds[len(own) :]]
+
+
+def left_out_names(readers: list[int]) -> tuple[str, ...]:
+    """What checkpoints store of the keys and values of these layers, in models by themselves and in multimodal ones."""
+    outer = ("model", "model.language_model", "language_model.model")
+    parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return tuple(f"{name}.layers.{index}.self_attn.{part}" for name in outer for index in readers for part in parts)
