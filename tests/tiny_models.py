@@ -558,6 +558,16 @@ TINY_MODELS = TINY_MODELS | {
         {**_GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
         control={"sliding_window": 30},
     ),
+    "gemma3n": TinyModel(
+        "Gemma3nTextConfig",
+        {
+            **{"num_hidden_layers": 4, "sliding_window": 7, "num_kv_shared_layers": 2, "laurel_rank": 11},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True},
+            **{"hidden_size_per_layer_input": 9, "vocab_size_per_layer_input": 250, "altup_num_inputs": 3},
+            **{"activation_sparsity_pattern": [0.8, 0.0, 0.0, 0.5], "altup_active_idx": 1},
+        },
+        control={"activation_sparsity_pattern": [0.7, 0.0, 0.0, 0.5]},
+    ),
     "llama4": TinyModel(
         "Llama4TextConfig",
         {
@@ -782,7 +792,7 @@ TINY_MODELS = TINY_MODELS | {
 # Families that are other arrangements of parts which the other rows have: they are held against transformers alone and
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
-    gemma4-experts mpt falcon-alibi apertus nanochat codegen
+    gemma3n gemma4-experts mpt falcon-alibi apertus nanochat codegen
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
     falcon-mamba granitemoehybrid-dense bamba nemotron-h jamba qwen3-5 qwen3-5-moe olmo-hybrid

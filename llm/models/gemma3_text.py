@@ -17,7 +17,7 @@ from llm.models.gemma2 import gemma_attention, gemma_decoder
 class Gemma3ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        full, sliding = _ropes(reader)
+        full, sliding = read_ropes(reader)
         count = reader.positive("num_hidden_layers")
         pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 6))
         window = reader.optional_integer("sliding_window", 4096)
@@ -38,7 +38,7 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         return config
 
 
-def _ropes(reader: ConfigReader) -> tuple[RopeParameters, RopeParameters]:
+def read_ropes(reader: ConfigReader) -> tuple[RopeParameters, RopeParameters]:
     """(full attention, sliding attention): per layer type since transformers 5, in separate keys before."""
     if "full_attention" in reader.raw.get("rope_parameters", {}):
         return reader.rope(1_000_000.0, "full_attention"), reader.rope(10_000.0, "sliding_attention")

@@ -24,7 +24,7 @@ from llm.models.decoder import (
 )
 from llm.models.decoder.part import BuildContext
 from llm.models.decoder.per_layer import PerLayerEmbedding, PerLayerInputs
-from llm.models.decoder.shared_kv import SharedKVConfig, left_out_names, producers
+from llm.models.decoder.shared_kv import SharedKVConfig, left_out_names, read_shared
 from llm.models.gemma4_layer import Gemma4Experts, Gemma4LayerConfig, Gemma4Norms
 from llm.models.interface import BuildOptions
 
@@ -138,14 +138,7 @@ def _attention(reader: ConfigReader, count: int, norm: NormConfig) -> list[PartC
         rope=reader.rope(1_000_000.0, "full_attention", default_scaling={"full_attention": _FULL_ROPE}),
         sliding_window=None,
     )
-    shared = reader.integer("num_kv_shared_layers", 0)
-    if not 0 <= shared < count:
-        raise reader.error("num_kv_shared_layers", shared, f"an integer from 0 to {count - 1}")
-    own: list[AttentionConfig] = [full if size is None else sliding for size in windows]
-    found = producers(["full" if size is None else "sliding" for size in windows], shared)
-    if None in found[count - shared :]:
-        raise reader.error("num_kv_shared_layers", shared, "fewer: no layer before them is of their type")
-    return [part if state is None else SharedKVConfig(part, state) for part, state in zip(own, found, strict=True)]
+    return read_shared(reader, [full if size is None else sliding for size in windows], 0)
 
 
 def _full_heads(reader: ConfigReader, sliding: Heads) -> Heads:

@@ -34,6 +34,8 @@ _FAMILIES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n": "Gemma3nForConditionalGeneration",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
     "glm": "GlmForCausalLM",

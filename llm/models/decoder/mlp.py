@@ -15,6 +15,7 @@ from llm.layers.activation import (
     GELU,
     XIELU,
     GeluAndMul,
+    GeluAndMulSparse,
     GELUTanh,
     NewGELU,
     ReLU,
@@ -45,7 +46,8 @@ PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 class GatedMLPConfig(PartConfig):
     """down(act(gate(x)) * up(x)); `activation` is a key of `GATED_ACTIVATIONS`, `bias`: all three have one.
 
-    `gate_multiplier` and `down_multiplier` are constants that multiply gate(x) and the result.
+    `gate_multiplier` and `down_multiplier` are constants that multiply gate(x) and the result. `sparsity` is the share
+    of the gate that is zero, with gelu_pytorch_tanh.
     """
 
     intermediate_size: int
@@ -53,6 +55,7 @@ class GatedMLPConfig(PartConfig):
     bias: bool = False
     gate_multiplier: float = 1.0
     down_multiplier: float = 1.0
+    sparsity: float = 0.0
 
     def __post_init__(self) -> None:
         _check_activation(self.activation, GATED_ACTIVATIONS)
@@ -86,7 +89,9 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", **context.common
         )
-        self.act_fn = GATED_ACTIVATIONS[config.activation]()
+        self.act_fn = (
+            GeluAndMulSparse(config.sparsity, "tanh") if config.sparsity else GATED_ACTIVATIONS[config.activation]()
+        )
         gate, up = self.gate_up_proj.output_partition_sizes
         factors = [(gate, config.gate_multiplier), (up, 1.0)]
         self.factors = None if config.gate_multiplier == 1.0 else ColumnFactors(factors)

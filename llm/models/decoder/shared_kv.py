@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from llm.forward import ForwardBatch
 from llm.layers.attention import Attention
 from llm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from llm.models.config_reader import ConfigReader
 from llm.models.decoder.attention import AttentionConfig
 from llm.models.decoder.part import BuildContext, PartConfig
 
@@ -61,12 +63,17 @@ class SharedKVAttention(nn.Module):
         return self.o_proj(self.attn.attend(query, batch))
 
 
-def producers(kinds: list[str], shared: int) -> list[int | None]:
-    """For each layer the one whose keys and values it reads, None: its own; the last `shared` read those of the last
-    layer of their kind before them."""
-    own = kinds[: len(kinds) - shared]
-    last = {kind: index for index, kind in enumerate(own)}
-    return [None] * len(own) + [last.get(kind) for kind in kinds[len(own) :]]
+def read_shared(reader: ConfigReader, own: Sequence[AttentionConfig], default: int) -> list[PartConfig]:
+    """The layers' attention, of which the last `num_kv_shared_layers` read the keys and values of the last layer before
+    them with their window."""
+    shared = reader.integer("num_kv_shared_layers", default)
+    first = len(own) - shared
+    if not 0 < first <= len(own):
+        raise reader.error("num_kv_shared_layers", shared, f"an integer from 0 to {len(own) - 1}")
+    last = {part.sliding_window: index for index, part in enumerate(own[:first])}
+    if any(part.sliding_window not in last for part in own):
+        raise reader.error("num_kv_shared_layers", shared, "fewer: no layer before them is of their type")
+    return [*own[:first], *(SharedKVConfig(part, last[part.sliding_window]) for part in own[first:])]
 
 
 def left_out_names(readers: list[int]) -> tuple[str, ...]:
