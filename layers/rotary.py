@@ -170,9 +170,9 @@ def _longrope(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tupl
 
 def _proportional(rope: RopeParameters, rotary_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
     """Gemma 4: the last pairs of channels are not rotated, the others as if all were."""
-    plain = 1.0 / base_wavelengths(rope.theta, rotary_dim)
-    plain[int(rope.partial_rotary_factor * rotary_dim // 2) :] = 0.0
-    return plain / rope.factor, 1.0
+    found = 1.0 / base_wavelengths(rope.theta, rotary_dim)
+    found[int(rope.partial_rotary_factor * rotary_dim // 2) :] = 0.0
+    return found.div_(rope.factor), 1.0
 
 
 RECIPES: dict[str, Callable[[RopeParameters, int, int], tuple[torch.Tensor, float]]] = {

@@ -165,8 +165,8 @@ def _experts(reader: ConfigReader, norm: NormConfig) -> Gemma4Experts | None:
     if not reader.boolean("enable_moe_block", False):
         reader.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
         return None
-    sizes = (reader.positive(key) for key in ("num_experts", "top_k_experts", "moe_intermediate_size"))
-    return Gemma4Experts(*sizes, norm)
+    count, best = reader.positive("num_experts"), reader.positive("top_k_experts")
+    return Gemma4Experts(count, best, reader.positive("moe_intermediate_size"), norm)
 
 
 def _with_values(

@@ -52,6 +52,7 @@ _FAMILIES = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "helium": "HeliumForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "jamba": "JambaForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
