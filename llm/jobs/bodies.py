@@ -22,7 +22,10 @@ _SAMPLING = (
     "allowed_token_ids truncate_prompt_tokens"
 ).split()
 _CHAT = "tools add_generation_prompt continue_final_message chat_template_kwargs".split()
-_OF_CHAT = ("messages", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", *_CHAT)
+_OF_CHAT = (
+    *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tool_choice"),
+    *("reasoning_effort", *_CHAT),
+)
 _OF_COMPLETIONS = ("prompt", "logprobs", "echo", "suffix", "best_of")
 # Said by clients, and without effect on an answer.
 _NO_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -33,6 +36,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (False, None),
     "suffix": (None, ""),
     "best_of": (None, 1),
+    "parallel_tool_calls": (True, None),
 }
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
@@ -68,8 +72,39 @@ def sampling_fields(body: Mapping[str, object], is_chat: bool) -> tuple[JsonObje
     structured = _structured(body.get("response_format"))
     if structured is not None:
         fields["structured_outputs"] = structured
+    return fields, _chat_arguments(body), body["messages"]
+
+
+def shown_tools(body: Mapping[str, object]) -> list[JsonObject] | None:
+    """The tools that the chat template shows the model; None: none.
+
+    Raises:
+        ValidationError: `tool_choice` is not supported, or `tools` is no list of functions.
+    """
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if choice not in (None, "auto", "none"):
+        raise ValidationError(
+            f"tool_choice must be 'auto' or 'none': whether to call is the model's choice, got {show(choice)}.",
+            parameter="tool_choice",
+        )
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValidationError("tools must be a list of objects.", parameter="tools")
+    return None if choice == "none" or not tools else tools
+
+
+def _chat_arguments(body: Mapping[str, object]) -> JsonObject:
+    """What the chat template's renderer gets."""
     chat: JsonObject = {"add_generation_prompt": True, "continue_final_message": False}
-    return fields, chat | {name: body[name] for name in _CHAT if body.get(name) is not None}, body["messages"]
+    chat |= {name: body[name] for name in _CHAT if name != "tools" and body.get(name) is not None}
+    tools = shown_tools(body)
+    if tools is not None:
+        chat["tools"] = tools
+    if body.get("reasoning_effort") is not None:  # some templates read it
+        own = chat.get("chat_template_kwargs") or {}
+        chat["chat_template_kwargs"] = {"reasoning_effort": body["reasoning_effort"], **own}
+    return chat
 
 
 def _bias(given: object) -> dict[int, float] | None:
@@ -114,13 +149,24 @@ def chat_body(output: RequestOutput, key: str, model: str) -> JsonObject:
     choices = [
         {
             "index": own.index,
-            "message": {"role": "assistant", "content": own.text},
+            "message": _message(own),
             "logprobs": None if own.logprobs is None else {"content": [_chat_token(item) for item in own.logprobs]},
-            "finish_reason": _FINISH.get(own.finish_reason or "", own.finish_reason),
+            "finish_reason": _finish_of_chat(own),
         }
         for own in output.outputs
     ]
     return _body(output, f"chatcmpl-{key[:24]}", "chat.completion", model, choices)
+
+
+def _message(own: CompletionOutput) -> JsonObject:
+    """What was read from the reply, under OpenAI's names; `reasoning` is vLLM's."""
+    message = own.to_message()
+    return message if own.reasoning is None else {**message, "reasoning": own.reasoning}
+
+
+def _finish_of_chat(own: CompletionOutput) -> str | None:
+    reason = _FINISH.get(own.finish_reason or "", own.finish_reason)
+    return "tool_calls" if own.tool_calls and reason == "stop" else reason
 
 
 def completion_body(output: RequestOutput, key: str, model: str) -> JsonObject:

@@ -27,9 +27,11 @@ from llm.jobs.answers import Answer, Answers, Ended, Partials
 from llm.jobs.identity import row_key
 from llm.jobs.journal import Journal
 from llm.jobs.making import Maker, Rows
+from llm.jobs.requests import BatchRows
 from llm.jobs.shard import Shard
 from llm.jobs.tables import read_rows, write_rows
 from llm.outputs import RequestOutput
+from llm.replies.reader import ReplyReader
 
 _BATCH = 256
 _PARTIALS_SECONDS = 10.0
@@ -102,6 +104,7 @@ class Job:
         self._keys: dict[int, str] = {}  # of the rows in flight
         self._pooled: dict[int, np.ndarray | None] = {}  # of the rows that have ended and are not in the journal
         self._maker = Maker(plan.rows, plan.on_too_long, plan.shard.count)
+        self._readers: dict[bool, ReplyReader] = {}  # of chats without tools, and with some
         self._partials = Partials()
         self._partials_at = monotonic() + _PARTIALS_SECONDS
         self._count = _Count()
@@ -209,4 +212,16 @@ class Job:
             self._count.errors += ended.output.error is not None
             self._count.prompt_tokens += len(ended.output.prompt_token_ids)
             self._count.tokens += sum(len(own.token_ids) for own in ended.output.outputs)
+            self._read_reply(row, ended.output)
             yield plan.rows.answer(row, ended, plan.model)
+
+    def _read_reply(self, row: JsonObject, output: RequestOutput) -> None:
+        """Fill `content`, `reasoning` and `tool_calls` of a chat completion."""
+        rows = self._plan.rows
+        if not isinstance(rows, BatchRows) or output.error is not None or not rows.is_chat(row):
+            return
+        has_tools = rows.has_tools(row)
+        if has_tools not in self._readers:
+            tools = row["body"]["tools"] if has_tools else None
+            self._readers[has_tools] = self._llm._preprocessor.reply_reader(None, "auto", tools)
+        self._readers[has_tools].read([output])

@@ -17,7 +17,7 @@ from llm.base.types import JsonObject
 from llm.inputs import LoRARequest
 from llm.jobs.adapters import COLUMN, JobAdapters
 from llm.jobs.answers import Ended
-from llm.jobs.bodies import chat_body, completion_body, error_code, sampling_fields
+from llm.jobs.bodies import chat_body, completion_body, error_code, sampling_fields, shown_tools
 from llm.sampling_params import SamplingParams
 
 URLS = ("/v1/chat/completions", "/v1/completions")
@@ -181,7 +181,15 @@ class BatchRows(BatchForm):
         adapter = self.adapters.named(body.get("model"), "model")
         return Asked(None, params, prompt, chat, adapter) if is_chat else Asked(prompt, params, adapter=adapter)
 
+    def is_chat(self, row: JsonObject) -> bool:
+        return row["url"] == URLS[0]
+
+    def has_tools(self, row: JsonObject) -> bool:
+        """Of a chat: whether the model was shown tools."""
+        return shown_tools(row["body"]) is not None
+
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
+        """`ended`: of a chat, what the reply holds has been read."""
         if ended.output.error is not None:
             return self.line(row, ended, None)
         make = chat_body if row["url"] == URLS[0] else completion_body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,3 +141,37 @@ def test_tools_that_the_template_ignores_are_refused(llm: LLM) -> None:
     with pytest.raises(ValidationError, match="tools must be left out: this model's chat template"):
         llm.chat(ASK, tools=TOOLS, use_tqdm=False)
     llm.render_chat(ASK, chat_template=QWEN, tools=TOOLS)
+
+
+def test_chats_of_a_job_have_tools_and_reasoning(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch's message is that of `LLM.chat`."""
+    text = f"<think>Rain?</think>\n\nI look.<tool_call>{CALL}</tool_call>"
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": {"rain": True}}}}
+    bodies: list[dict[str, Any]] = [
+        {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True},
+        {"tools": TOOLS, "tool_choice": "none", "reasoning_effort": "low"},
+        {"tools": TOOLS, "response_format": schema},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": "weather"},
+        {"tools": TOOLS, "parallel_tool_calls": False},
+    ]
+    chats = [
+        {"custom_id": str(index), "url": "/v1/chat/completions", "body": {"messages": ASK, **body}}
+        for index, body in enumerate(bodies)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    tokenizer = llm._preprocessor.tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(tokenizer.huggingface(), "chat_template", QWEN)
+    params = SamplingParams(max_tokens=300, temperature=0, structured_outputs=StructuredOutputsParams(choice=[text]))
+    llm.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", params, use_tqdm=False)
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    first, second, third = (line["response"]["body"]["choices"][0] for line in found[:3])
+    chatted = answer(llm, text)
+    assert first["message"] == {**chatted.to_message(), "reasoning": "Rain?"} and first["finish_reason"] == "tool_calls"
+    assert first["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": BODY}
+    assert second["message"]["content"] == f"I look.<tool_call>{CALL}</tool_call>" and second["finish_reason"] == "stop"
+    assert json.loads(third["message"]["content"]) == {"rain": True} and "tool_calls" not in third["message"]
+    refused = ("tool_choice must be", "tools must be a list", "parallel_tool_calls")
+    for line, said in zip(found[3:], refused, strict=True):
+        assert said in line["error"]["message"]
