@@ -337,7 +337,7 @@ DIFFERENT: dict[str, str] = {
     "seed": "rows derive their own seeds from it and record them; None draws one",
     "hf_overrides": "None as the value of a key removes it",
     "model_impl": '"native" (or "vllm") and "transformers" as well; "auto" takes the native class if there is one',
-    "speculative_config": '"auto" chooses; methods "ngram", "draft_model" and "mtp"; `llm.config.SpeculativeConfig`',
+    "speculative_config": '"auto" chooses; "ngram", "draft_model", "mtp" and "eagle3"; `llm.config.SpeculativeConfig`',
     "load_format": '"auto", "safetensors" or "dummy"; nothing else is read',
     "compilation_config": "switches operations on and off; no graph is captured",
     "max_loras": "4; vLLM: 1",

@@ -12,10 +12,10 @@ from typing import Any
 from llm.base.checks import check_integer, refuse
 from llm.base.errors import ValidationError, nearest
 
-METHODS = ("ngram", "draft_model", "mtp")
+METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 # vLLM's older names, one per family.
 _ALIASES = {f"{family}_mtp": "mtp" for family in ("deepseek", "glm4_moe", "qwen3_next", "qwen3_5")}
-_WITH_MODEL = ("draft_model",)
+_WITH_MODEL = ("draft_model", "eagle3")
 # A step with eight tokens of a row reads the weights once, as one with a single token does.
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 MOST_SPECULATIVE_TOKENS = 63  # with the row's last token, as many as a recorded step has
@@ -31,7 +31,6 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 _ELSEWHERE = {
     "eagle": "heads of EAGLE 1 and 2 are not read",
-    "eagle3": "EAGLE-3 heads are not read",
     "medusa": "Medusa heads are not read",
     "suffix": "method='ngram' finds the longest repeated suffix",
 }
@@ -44,12 +43,12 @@ class SpeculativeConfig:
     Attributes:
         method: "ngram": the tokens that followed the longest earlier occurrence of the last tokens, and the tokens that
             a grammar forces. "draft_model": a smaller model with the same tokenizer. "mtp": the layer for multi-token
-            prediction of the model's own checkpoint.
+            prediction of the model's own checkpoint. "eagle3": an EAGLE-3 head that was trained for the model.
         num_speculative_tokens: most drafts of a request in a step. Fewer are drafted where the times of the steps so
             far and the request's accepted drafts say that more would cost more than they give.
         prompt_lookup_min: shortest repeated suffix that is continued.
         prompt_lookup_max: None; accepted from vLLM's users: the longest repeated suffix is at least as long.
-        model, quantization: of the draft model, as in `LLM`.
+        model, quantization: of the draft model or of the EAGLE-3 head, as in `LLM`.
         is_default: True if the user did not choose.
     """
 
@@ -64,7 +63,7 @@ class SpeculativeConfig:
     @property
     def has_head(self) -> bool:
         """A head reads the target's hidden states."""
-        return self.method == "mtp"
+        return self.method in ("mtp", "eagle3")
 
     def __str__(self) -> str:
         who = self.method if self.model is None else f"{self.method} {self.model}"
@@ -109,5 +108,5 @@ class SpeculativeConfig:
         if self.prompt_lookup_max is not None:
             check_integer("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
         if (self.method in _WITH_MODEL) != (self.model is not None):
-            right = "the folder of what drafts, with method='draft_model' only"
+            right = "the folder of what drafts, with method='draft_model' or 'eagle3' only"
             refuse("speculative_config['model']", self.model, right)

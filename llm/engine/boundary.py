@@ -42,6 +42,7 @@ class RunnerPlan:
         pooling: what a pooling model makes of hidden states; None: the model generates.
         merge_lora: the folder of the adapter that is added to the weights; None: there is none.
         draft: the plan of the model that drafts tokens; None: there is none.
+        head: that of a head with a checkpoint of its own; None: there is none.
     """
 
     config: EngineConfig
@@ -60,12 +61,26 @@ class RunnerPlan:
     tp_size: int = 1
     device_index: int = 0
     draft: RunnerPlan | None = None
+    head: DraftHeadPlan | None = None
     pooling: PoolingPlan | None = None
     merge_lora: Path | None = None
 
     def build_options(self, tp: TensorParallel) -> BuildOptions:
         model = self.config.model_config
         return BuildOptions(model.max_model_len, model.weight_dtype, self.config.quant_config, tp)
+
+
+@dataclass(frozen=True)
+class DraftHeadPlan:
+    """A head that drafts from the model's hidden states; its own state is the last of the model's `kv_cache_specs`.
+
+    Attributes:
+        plan: from which it is built and loaded.
+        taps: the layers of the model whose input it reads.
+    """
+
+    plan: RunnerPlan
+    taps: tuple[int, ...]
 
 
 @dataclass(frozen=True)

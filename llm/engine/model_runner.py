@@ -35,6 +35,7 @@ from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec, all_roll_back
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
+from llm.models.eagle3 import Eagle3ForCausalLM
 from llm.platforms.interface import Platform
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
@@ -63,6 +64,8 @@ class ModelRunner(ModelInspection, CacheRows):
         self.adapters: ModelAdapters | None = None
         # Where the weights are, if a file has some.
         self.offloaded = ""
+        # Drafts from the model's hidden states, from a checkpoint of its own; None: there is none.
+        self.head: Eagle3ForCausalLM | None = None
         # None: a batch row samples one token per step.
         self.proposer: Proposer | None = None
         self._unused_proposer: Proposer | None = None  # while drafting is off
@@ -88,12 +91,18 @@ class ModelRunner(ModelInspection, CacheRows):
             file = weight_file(plan, self.platform)
             model = build_model(plan, self.platform, file)
             varies, held = what_varies(model) if plan.config.invariant else None, held_otherwise(model)
+            head = None if plan.head is None else build_model(plan.head.plan, self.platform)
         with times.phase("load weights"):
+            if plan.head is not None:
+                fill_model(plan.head.plan, self.platform, head)
             self.targets = fill_model(plan, self.platform, model, file)
             self.offloaded = "" if file is None else file.where()
             loaded = Loaded(varies, held, times, self.offloaded)
         with times.phase("allocate KV cache"):
             self.model = self.place_model(model)
+            if plan.head is not None:
+                self.head = self.place_model(head)
+                self.model.tapped = plan.head.taps
             self._allocate(loaded.applied_to(plan.config))
         return loaded
 
@@ -219,9 +228,11 @@ class ModelRunner(ModelInspection, CacheRows):
         if self.adapters is not None:
             self.adapters.close()
         states = [tensor for state in self.states for tensor in state]
-        for tensor in (*self.model.parameters(), *self.model.buffers(), *states):
+        modules = [self.model] if self.head is None else [self.model, self.head]
+        weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        for tensor in (*weights, *states):
             tensor.data = torch.empty(0, device=tensor.device)
-        self.model = self.replay = self.proposer = self.pooler = self.adapters = None
+        self.model = self.head = self.replay = self.proposer = self.pooler = self.adapters = None
         self.states = []
         self.backend.clear()
         self.platform.release_memory()
@@ -243,16 +254,17 @@ class ModelRunner(ModelInspection, CacheRows):
         return allocate_kv_caches(specs, num_blocks, block_size, shapes, self.backend)
 
     def _make_head(self, config: SpeculativeConfig) -> HeadSource:
-        """What drafts with the model's head, which has the last of the states."""
-        head = PlacedHead(
-            self.model.mtp,
-            self.model.embed,
-            self.compute_logits,
-            self.states,
-            self._group_of_state[-1],
-            first_own_block=self.plan.config.cache_config.num_blocks + 1,
-            reads_taps=False,
-        )
+        """What drafts with the model's head, or one with a checkpoint of its own; it has the last of the states."""
+        group, first = self._group_of_state[-1], self.plan.config.cache_config.num_blocks + 1
+        if self.head is None:
+            head = PlacedHead(
+                *(self.model.mtp, self.model.embed, self.compute_logits, self.states, group, first), reads_taps=False
+            )
+        else:
+            own, embedding = self.head, self.model if self.head.embed_tokens is None else self.head
+            head = PlacedHead(
+                *(own, embedding.embed, own.compute_logits, self.states[-1:], group, first), reads_taps=True
+            )
         most = config.num_speculative_tokens
         return HeadSource(head, self.sampler, self.backend.upload, most, f"of the {config.method} head")
 

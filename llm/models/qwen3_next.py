@@ -21,14 +21,18 @@ from llm.models.decoder import (
     read_heads,
     read_rms_norm,
 )
+from llm.models.decoder.multi_token import MultiTokenConfig
 from llm.models.decoder.recurrent import GatedDeltaConfig
 from llm.models.reading_experts import ignore_training, sparse_layers
+
+SHARED_EXPERT_OF_MTP = (("mtp.layers.*.mlp.shared_expert", "mtp.layers.*.mlp.shared_experts.0"),)
 
 
 class Qwen3NextForCausalLM(DecoderForCausalLM):
     renames: ClassVar[tuple[tuple[str, str], ...]] = (
         ("model.layers.*.linear_attn", "model.layers.*.self_attn"),
         ("model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts.0"),
+        *SHARED_EXPERT_OF_MTP,
     )
 
     @staticmethod
@@ -43,7 +47,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
 
 
 def predicts_second_token(name: str) -> bool:
-    """True for weights of the layer that does."""
+    """True for weights of the layer that does, which the model has if it drafts."""
     return name.startswith("mtp.")
 
 
@@ -84,7 +88,14 @@ def qwen_hybrid(reader: ConfigReader, kind: str, mlps: list[PartConfig], kv_head
         LayerConfig(attention=attention if attends else linear, mlp=mlp, norms=PreNorms(norm))
         for attends, mlp in zip(attending_layers(reader, len(mlps)), mlps, strict=True)
     ]
-    return read_decoder(reader, layers, norm, positions=longest_sequence(reader, rope, 32768))
+    predicting = LayerConfig(attention=attention, mlp=mlps[0], norms=PreNorms(norm))
+    return read_decoder(
+        reader,
+        layers,
+        norm,
+        positions=longest_sequence(reader, rope, 32768),
+        multi_token=MultiTokenConfig(predicting, norm, "mtp", False),
+    )
 
 
 def attending_layers(reader: ConfigReader, count: int, default: list[bool] | None = None) -> list[bool]:

@@ -31,6 +31,7 @@ from llm.sampling.logits_processors.loading import load_logits_processors
 from llm.sampling_params import SamplingParams
 from llm.startup.adapters import merged_adapter
 from llm.startup.draft import draft_args, with_draft
+from llm.startup.eagle3 import eagle3_args, read_eagle3, with_eagle3
 from llm.startup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons
 from llm.startup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
@@ -77,7 +78,12 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         with times.phase("load kernels"):
             backend = backend_for(platform)
         with times.phase("plan"):
-            plan = make_plan(args, model, platform, compilation, backend, processors)
+            heading, head = eagle3_args(args), None
+            if heading is not None:
+                head = read_eagle3(heading, model)
+                sources.append(head.source)
+                _check_quantization(heading, head, platform)
+            plan = make_plan(args, model, platform, compilation, backend, processors, head=head)
             warn_of_offload(args, plan)
             plan = replace(plan, merge_lora=merged_adapter(args, model))
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
@@ -87,6 +93,8 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
                 sources.append(draft.source)
                 _check_quantization(drafting, draft, platform)
                 plan = with_draft(plan, drafting, draft, tokenizer, platform, backend)
+            if heading is not None and head is not None:
+                plan = with_eagle3(plan, heading, head, platform, backend)
         runner = make_runner(platform)
         loaded = runner.load(plan)
         times.add(loaded.seconds)

@@ -25,7 +25,7 @@ def draft_args(args: EngineArgs, plan: RunnerPlan) -> EngineArgs | None:
     """The arguments of the draft model that `plan`'s `speculative_config` names; None: it names none."""
     config = plan.config
     speculative = config.speculative_config
-    if speculative is None or speculative.model is None:
+    if speculative is None or speculative.method != "draft_model" or speculative.model is None:
         return None
     return EngineArgs(
         speculative.model,

@@ -82,14 +82,15 @@ def make_plan(
     logits_processors: Sequence[type[LogitsProcessor]],
     tp: TensorParallel = SINGLE,
     free: int | None = None,
+    head: ReadModel | None = None,
 ) -> RunnerPlan:
     """The plan of rank `tp` in `free` bytes; raises `ValidationError` and `OutOfMemoryError`, and allocates nothing."""
     args = _for_pooling(args, model)
     dtypes, (adapters, free) = choose_dtypes(args, model, platform), plan_adapters(args, model, platform, free)
     kv_dtype, why = choose_cache_dtype(args, dtypes.of_cache(args), model.quantization.config)
-    specs = kv_cache_specs(platform, model.model_class.kv_cache_specs(model.architecture, kv_dtype, tp))
+    specs, of_head = _specs(model, head, kv_dtype, tp, platform), weight_bytes_in_memory(args, head, platform)
     why += check_cache(args.kv_cache_dtype, kv_dtype, specs, platform)
-    memory, offload = _plan_memory(args, model, dtypes, specs, free, backend)
+    memory, offload = _plan_memory(args, model, dtypes, specs, free - of_head, backend)
     scheduler, reasons = plan_scheduler(args, memory.max_model_len, free, whole=_is_whole(model))
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": why}
     _add_notes(reasons, args, model, memory)
@@ -122,6 +123,15 @@ def make_plan(
         tp_size=tp.size,
         pooling=model.pooling,
     )
+
+
+def _specs(
+    model: ReadModel, head: ReadModel | None, dtype: torch.dtype, tp: TensorParallel, platform: Platform
+) -> list[StateSpec]:
+    """The model's states, and then those of a head that drafts from its hidden states."""
+    parts = (model,) if head is None else (model, head)
+    found = [spec for part in parts for spec in part.model_class.kv_cache_specs(part.architecture, dtype, tp)]
+    return list(kv_cache_specs(platform, found))
 
 
 def _for_pooling(args: EngineArgs, model: ReadModel) -> EngineArgs:
@@ -354,9 +364,9 @@ def _too_large(weights: int, free: int, backend: Backend) -> str:
     return f"the weights take {weights} bytes and {free} are free; {ways}{more}."
 
 
-def weight_bytes_in_memory(args: EngineArgs, model: ReadModel, platform: Platform) -> int:
-    """About what the weights will take."""
-    return _weight_bytes(model, choose_dtypes(args, model, platform))
+def weight_bytes_in_memory(args: EngineArgs, model: ReadModel | None, platform: Platform) -> int:
+    """About what the weights will take; 0: there is no model."""
+    return 0 if model is None else _weight_bytes(model, choose_dtypes(args, model, platform))
 
 
 def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:

@@ -69,8 +69,8 @@ class ReadModel:
     pooling: PoolingPlan | None
 
 
-def read_model(args: EngineArgs) -> ReadModel:
-    """Read config.json and the weights' headers; no tensor is read."""
+def read_model(args: EngineArgs, chosen: Implementation | None = None) -> ReadModel:
+    """Read config.json and the weights' headers; no tensor is read. `chosen`: None: by config.json."""
     has_weights = args.load_format != "dummy"
     source = _find_source(args, has_weights)
     source = source.with_overrides(resolve_overrides(args.hf_overrides, source.config()))
@@ -81,7 +81,7 @@ def read_model(args: EngineArgs) -> ReadModel:
     reader = ConfigReader(without_quantization_keys(raw, quantization))
     purpose = choose_purpose(args, reader, source)
     pools, is_gguf = purpose.runner == "pooling", isinstance(source, GgufSource)
-    chosen = choose_implementation(reader, args.model_impl, is_gguf=is_gguf, pools=pools)
+    chosen = chosen or choose_implementation(reader, args.model_impl, is_gguf=is_gguf, pools=pools)
     architecture = with_head(chosen.model_class.read_config(reader), purpose, reader, source)
     architecture = with_draft_head(args, architecture, source, has_weights)
     pooling = plan_pooling(args, purpose, reader, source, architecture)

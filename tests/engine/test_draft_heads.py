@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draft_heads import MultiTokenReference, eager, with_multi_token
+from draft_heads import Eagle3Reference, MultiTokenReference, eager, with_multi_token
 from embedded import engine_of
 from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders
 from tiny_models import TINY_MODELS, VOCAB, make_prompts, one_thread, tiny_checkpoint
@@ -16,7 +16,6 @@ from tiny_models import TINY_MODELS, VOCAB, make_prompts, one_thread, tiny_check
 from llm import LLM, SamplingParams
 from llm.engine.speculation.head import HeadSource, PlacedHead
 
-ROWS = ("deepseek-v3", "glm4-moe")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -26,7 +25,7 @@ class Drafted:
 
     plain: Case
     case: Case
-    head: MultiTokenReference
+    head: MultiTokenReference | Eagle3Reference
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -51,11 +50,18 @@ def said(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-def made(name: str, to: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+def made(name: str, to: Path, tmp_path_factory: pytest.TempPathFactory, eagle3: int = 0) -> Drafted:
+    """`eagle3`: tokens of a head of EAGLE-3; 0: a head for multi-token prediction."""
     folder, row = tiny_checkpoint(name, tmp_path_factory), TINY_MODELS[name]
-    head = with_multi_token(name, folder, to / name)
+    head: MultiTokenReference | Eagle3Reference
+    if eagle3:
+        head, config = Eagle3Reference(folder, eagle3, own_embedding=eagle3 == VOCAB), {"method": "eagle3"}
+        config["model"], to = str(head.write(to / f"{name}-eagle3")), folder
+    else:
+        head, config = with_multi_token(name, folder, to / name), {"method": "mtp"}
+        to = to / name
     plain = Case(row, folder)
-    case = Case(replace(row, engine={**row.engine, "speculative_config": {"method": "mtp"}}), to / name)
+    case = Case(replace(row, engine={**row.engine, "speculative_config": config}), to)
     case.__dict__["alone"] = plain.alone
     return Drafted(plain, case, head)
 
@@ -88,12 +94,17 @@ class TestDrafts:
         with drafted.case.load({"max_num_batched_tokens": 7, "block_size": 1, "max_model_len": 128}) as llm:
             assert drafted.check(llm, answers)
 
-    def test_and_of_glm(self, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-        glm = made("glm4-moe", tmp_path, tmp_path_factory)
-        with glm.plain.load({"speculative_config": None, "max_model_len": 128}) as llm:
-            answers = said(llm, glm.prompts)
-        with glm.case.load({"max_model_len": 128}) as llm:
-            glm.check(llm, answers)
+    @pytest.mark.parametrize(
+        ("name", "eagle3"), [("glm4-moe", 0), ("qwen3-5-moe", 0), ("llama", 100), ("qwen3", VOCAB)]
+    )
+    def test_and_of_other_heads(
+        self, name: str, eagle3: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        other = made(name, tmp_path, tmp_path_factory, eagle3)
+        with other.plain.load({"speculative_config": None, "max_model_len": 128}) as llm:
+            answers = said(llm, other.prompts)
+        with other.case.load({"max_model_len": 128}) as llm:
+            other.check(llm, answers)
 
     def test_of_a_row_that_was_one_of_many_are_none(self, drafted: Drafted) -> None:
         with drafted.case.load({"max_num_seqs": 40, "max_model_len": 64}) as llm, eager(llm) as proposer:
@@ -156,13 +167,18 @@ def test_a_planted_defect_is_seen_in_drafts_and_never_in_answers(
         assert any(drafted.head.drafts(tokens, len(drafts)) != drafts for tokens, drafts in proposer.made)
 
 
-def test_a_model_without_a_head_is_refused_in_one_sentence(drafted: Drafted, tmp_path_factory: Any) -> None:
+def test_a_model_without_a_head_is_refused_in_one_sentence(
+    drafted: Drafted, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with pytest.raises(ValueError, match="names no layer for multi-token prediction") as error:
         LLM(tiny_checkpoint("llama", tmp_path_factory), speculative_config={"method": "deepseek_mtp"})
     assert "\n" not in str(error.value)
     config = {"num_nextn_predict_layers": 1}
     with pytest.raises(ValueError, match=r"no tensors under model\.layers\.2"):
         LLM(drafted.plain.folder, hf_overrides=config, speculative_config={"method": "mtp"})
+    head = Eagle3Reference(drafted.plain.folder, 100, own_embedding=False).write(tmp_path / "eagle3")
+    with pytest.raises(ValueError, match="reads hidden states of 48 channels, the model's have"):
+        LLM(skip_tokenizer_init=True, speculative_config={"method": "eagle3", "model": str(head)})
     with pytest.raises(ValueError, match="folder of what drafts"):
         LLM(drafted.case.folder, speculative_config={"method": "mtp", "model": "other"})
 

@@ -77,6 +77,7 @@ class AttentionConfig(PartConfig):
         sinks: each head has a score for a key without a value, that takes a part of the softmax.
         causal: False: a token also sees those after it. All layers then share one state, which no later step reads.
         gated: the query projection has a gate for each head, whose sigmoid multiplies the head's output.
+        input_size: channels that queries, keys and values are projected from; None: the hidden state's.
     """
 
     heads: Heads
@@ -99,6 +100,7 @@ class AttentionConfig(PartConfig):
     causal: bool = True
     gated: bool = False
     attention_chunk: int | None = None
+    input_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.rope is not None:
@@ -123,7 +125,7 @@ class DecoderAttention(nn.Module):
         super().__init__()
         heads, size, tp = config.heads, config.heads.size, context.tp
         self.qkv_proj = (GatedQKVParallelLinear if config.gated else QKVParallelLinear)(
-            context.hidden_size,
+            config.input_size or context.hidden_size,
             size,
             2 * heads.query if config.gated else heads.query,
             heads.key_value,

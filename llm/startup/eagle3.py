@@ -1,0 +1,89 @@
+"""An EAGLE-3 head: read its folder, see whether it fits the model it drafts for, and plan it beside that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llm.base.errors import ValidationError
+from llm.config.engine import EngineArgs, SpeculativeConfig
+from llm.engine.boundary import DraftHeadPlan, RunnerPlan
+from llm.kernels.backend import Backend
+from llm.models.decoder import DecoderConfig, DecoderForCausalLM
+from llm.models.eagle3 import NUM_TAPS, Eagle3Config, Eagle3ForCausalLM
+from llm.platforms import Platform
+from llm.startup.implementation import Implementation
+from llm.startup.plan import make_plan
+from llm.startup.source import ReadModel, read_model
+
+# Nothing is allocated by its plan: its keys and values are in the target's cache.
+_CACHE_BYTES = 1 << 24
+_EMBEDDINGS = ("embed_tokens.weight", "model.embed_tokens.weight")
+
+
+def eagle3_args(args: EngineArgs) -> EngineArgs | None:
+    """The arguments of the head that `speculative_config` names; None: it names none."""
+    config = SpeculativeConfig.of(args.speculative_config)
+    if config is None or config.method != "eagle3" or config.model is None:
+        return None
+    return EngineArgs(
+        config.model,
+        dtype=args.dtype,
+        quantization=config.quantization,
+        max_num_seqs=1,
+        kv_cache_memory_bytes=_CACHE_BYTES,
+        load_format=args.load_format,
+        use_tqdm_on_load=args.use_tqdm_on_load,
+        num_threads=args.num_threads,
+        skip_tokenizer_init=True,
+        device=args.device,
+        offload_weights=False,
+        speculative_config=None,
+        runner="generate",
+    )
+
+
+def read_eagle3(args: EngineArgs, target: ReadModel) -> ReadModel:
+    """The head for `target`, which `args` describe.
+
+    Raises:
+        ValidationError: it does not fit the target.
+    """
+    head = read_model(args, Implementation(Eagle3ForCausalLM, "native", "asked for by speculative_config"))
+    config = head.architecture
+    if head.has_weights and not any(name in head.source.tensors().tensors for name in _EMBEDDINGS):
+        config = replace(config, has_embedding=False)
+    problem = _problem(config, target)
+    if problem:
+        raise ValidationError(
+            f"speculative_config model={str(args.model)!r} cannot draft for {target.model_class.__name__}: {problem}.",
+            parameter="speculative_config",
+            value=str(args.model),
+        )
+    return replace(head, architecture=config)
+
+
+def with_eagle3(
+    plan: RunnerPlan, args: EngineArgs, head: ReadModel, platform: Platform, backend: Backend
+) -> RunnerPlan:
+    """The plan with that of its head."""
+    own = make_plan(args, head, platform, plan.config.compilation_config, backend, ())
+    longest = replace(own.config.model_config, max_model_len=plan.config.model_config.max_model_len)
+    own = replace(own, config=replace(own.config, model_config=longest))
+    return replace(plan, head=DraftHeadPlan(own, head.architecture.tapped(len(plan.architecture.layers))))
+
+
+def _problem(head: Eagle3Config, target: ReadModel) -> str:
+    """Why the head cannot draft for the target; "": it can."""
+    config = target.architecture
+    if not isinstance(config, DecoderConfig) or target.model_class.forward is not DecoderForCausalLM.forward:
+        return "its hidden states between layers are not given out"
+    if head.vocab_size > config.vocab_size:
+        return f"its vocabulary has {head.vocab_size} tokens, the model's {config.vocab_size}"
+    if head.target_size != config.hidden_size:
+        return f"it reads hidden states of {head.target_size} channels, the model's have {config.hidden_size}"
+    if not head.has_embedding and head.hidden_size != config.hidden_size:
+        return f"it has no embedding of its own, and {head.hidden_size} channels instead of {config.hidden_size}"
+    taps = head.tapped(len(config.layers))
+    if len(set(taps)) != NUM_TAPS or not all(0 <= layer < len(config.layers) for layer in taps):
+        return f"it reads the input of layers {list(taps)}, the model has {len(config.layers)}"
+    return ""
