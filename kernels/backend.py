@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 import torch
 
+from llm.kernels.weight import Weight
 from llm.platforms.interface import Platform
 
 CPU = torch.device("cpu")
@@ -29,6 +30,7 @@ OPERATIONS: dict[str, str] = {
     "embedding": "linear",
     "quantize_per_token": "quantized",
     "quantize_static": "quantized",
+    "quantize_weight": "quantize_weight",
     "rms_norm": "norm",
     "add_rms_norm": "norm",
     "layer_norm": "norm",
@@ -86,6 +88,28 @@ class Program(Protocol):
 
     def run(self) -> bool:
         """Replay on the current contents of the inputs. False: an input was refused and the outputs are undefined."""
+
+
+class ArrivingRows:
+    """A float weight that is packed while its rows arrive from a file.
+
+    Attributes:
+        data: [N, K], in plain rows but for those that were taken.
+    """
+
+    data: torch.Tensor
+
+    def take(self, start: int, values: torch.Tensor) -> bool:
+        """Pack `values` as the rows from `start` on. False: they cannot be, and are to be copied into `data`."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Turn `data` into plain rows."""
+        raise NotImplementedError
+
+    def finish(self) -> Weight:
+        """The weight, in the memory of `data`."""
+        raise NotImplementedError
 
 
 class Operations:
@@ -177,6 +201,10 @@ class Backend:
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised float32 tensor for a result."""
         return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def arriving_rows(self, n: int, k: int, dtype: torch.dtype) -> ArrivingRows | None:
+        """Memory for a float weight [n, k] that `pack` packs in place; None: `pack` decides when all of it is there."""
+        return None
 
     def kv_cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeros for one tensor of a layer's state, such as its keys; a page is committed when first written."""

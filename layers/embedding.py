@@ -14,7 +14,7 @@ from llm.base.errors import ValidationError
 from llm.layers.lora import LayerAdapters
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import EmbeddingMethodBase, QuantizationConfig
-from llm.quantization.unquantized import UnquantizedEmbeddingMethod, new_parameter
+from llm.quantization.unquantized import UnquantizedEmbeddingMethod, fill_rows, new_parameter
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,13 @@ class VocabParallelEmbedding(PluggableLayer):
         if list(loaded.shape) != expected:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {expected}")
         if output_dim is None:
-            param.data.copy_(loaded)
+            fill_rows(param, 0, 0, loaded)
         else:
-            self._copy_rows(param.data, loaded, output_dim)
+            self._copy_rows(param, loaded, output_dim)
         return param.numel()
 
-    def _copy_rows(self, target: torch.Tensor, loaded: torch.Tensor, dim: int) -> None:
-        shard = self.shard
+    def _copy_rows(self, param: nn.Parameter, loaded: torch.Tensor, dim: int) -> None:
+        shard, target = self.shard, param.data
         if target.shape[dim] != shard.rows:
             raise ValueError(
                 f"is stored as {target.shape[dim]} rows, which do not follow the {shard.rows} of the shard"
@@ -192,7 +192,7 @@ class VocabParallelEmbedding(PluggableLayer):
             (shard.added_start, min(shard.added_end, loaded.shape[dim]), shard.org_rows),
         ):
             if end > start:
-                target.narrow(dim, row, end - start).copy_(loaded.narrow(dim, start, end - start))
+                fill_rows(param, dim, row, loaded.narrow(dim, start, end - start))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.is_plain:

@@ -16,7 +16,7 @@ from llm.kernels.weight import Weight
 from llm.layers.lora import LayerAdapters
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import LinearMethodBase, PackedLinearMethod, QuantizationConfig
-from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter
+from llm.quantization.unquantized import UnquantizedLinearMethod, fill_rows, new_parameter
 
 _PACKED_GEMM = PackedLinearMethod.apply
 Output = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
@@ -151,7 +151,7 @@ class LinearBase(PluggableLayer):
         if output_dim is None:
             param.data.copy_(loaded)
             return param.numel()
-        return self._copy_rows(param.data, loaded, output_dim, lengths, indices)
+        return self._copy_rows(param, loaded, output_dim, lengths, indices)
 
     def _load_slots(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any) -> int:
         index = None if shard_id is None else self.shard_ids.index(shard_id)
@@ -164,13 +164,13 @@ class LinearBase(PluggableLayer):
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(target.shape)}")
         return target.numel()
 
-    def _copy_rows(self, target: torch.Tensor, loaded: torch.Tensor, dim: int, lengths: list[int], indices: Any) -> int:
+    def _copy_rows(self, param: nn.Parameter, loaded: torch.Tensor, dim: int, lengths: list[int], indices: Any) -> int:
         filled = source_start = 0
         for index in indices:
             length, parts = lengths[index], self.parts(index)
             part = self.tp_rank * parts // self.tp_size
-            rows = target.narrow(dim, sum(lengths[:index]), length)
-            rows.copy_(loaded.narrow(dim, source_start + part * length, length))
+            rows = loaded.narrow(dim, source_start + part * length, length)
+            fill_rows(param, dim, sum(lengths[:index]), rows)
             source_start += parts * length
             filled += rows.numel()
         return filled

@@ -22,13 +22,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from llm.kernels.backend import Operation
+from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.linear import pack
+from llm.kernels.reference.quantize_weight import CHUNK_ELEMENTS, CLIP_SHARES, quantize_groups
 
-# Scales tried for a group, as fractions of the scale that clips nothing. Clipping the largest weights a little costs
-# less than a coarser grid for all others, the more so the larger the group.
-_CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
-# A weight is quantized this many elements at a time, so that temporaries stay in the cache.
-_CHUNK_ELEMENTS = 1 << 16
 # This fraction of a second moment's mean diagonal is added to its diagonal, as in GPTQ.
 _DAMPING = 0.01
 
@@ -104,36 +102,37 @@ def quantize_weight(
     *,
     search: bool,
     moments: Sequence[torch.Tensor] | None = None,
+    kernel: Operation = reference.quantize_weight,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Quantized:
     """Symmetric integers for a weight, one scale per row and group of `group_size` along K.
 
-    Rounds to nearest with scale = max|w| / (2**(bits - 1) - 1). `search` tries several smaller scales per group, refits
-    each by least squares to the integers it gives, and keeps the scale with the least squared error. With `moments` of
-    the layer's inputs, a column's error is weighted by its mean squared activation, and each column's rounding error is
-    compensated in the columns after it (GPTQ, arXiv:2210.17323, with fixed groups).
+    As the operation `quantize_weight`, which `kernel` computes. With `moments` of the layer's inputs, a column's error
+    is weighted by its mean squared activation, and each column's rounding error is compensated in the columns after it
+    (GPTQ, arXiv:2210.17323, with fixed groups).
 
     Args:
         weight: float [N, K].
         moments: mean of x x^T for consecutive runs of columns, float32 [B, B] each, together K columns.
+        out: where q and scale may be written; the result says whether they were.
 
     Raises:
         ValueError: a weight is not finite.
     """
+    if moments is None:
+        return Quantized(*kernel(weight, bits, group_size, search, out))
     rows, columns = weight.shape
     q = torch.empty(rows, columns, dtype=torch.int8)
     scale = torch.empty(rows, columns // group_size)
-    importance = None
-    if moments is not None:
-        importance = torch.cat([moment.diagonal() for moment in moments]).view(1, -1, group_size)
-    feedback = [] if moments is None else [(_feedback(moment), len(moment)) for moment in moments]
-    step = max(1, _CHUNK_ELEMENTS // columns)
+    importance = torch.cat([moment.diagonal() for moment in moments]).view(1, -1, group_size)
+    feedback = [(_feedback(moment), len(moment)) for moment in moments]
+    step = max(1, CHUNK_ELEMENTS // columns)
     signal = noise = 0.0
     for start in range(0, rows, step):
         part = weight[start : start + step].float().contiguous().view(-1, columns // group_size, group_size)
-        part_q, part_scale = _quantize_groups(part, bits, _CLIP_SHARES if search else (1.0,), importance)
-        if feedback:
-            spread = part_scale[..., None].expand_as(part).flatten(1)
-            part_q = _round_with_feedback(part.flatten(1), spread, bits, feedback).view_as(part)
+        _, part_scale = quantize_groups(part, bits, CLIP_SHARES if search else (1.0,), importance)
+        spread = part_scale[..., None].expand_as(part).flatten(1)
+        part_q = _round_with_feedback(part.flatten(1), spread, bits, feedback).view_as(part)
         q[start : start + step] = part_q.view(-1, columns)
         scale[start : start + step] = part_scale
         signal += float(part.square().sum())
@@ -166,33 +165,6 @@ def _round_with_feedback(
             run[:, column + 1 :].addr_(error, factor[column, column + 1 :], alpha=-1)
         start += width
     return q
-
-
-def _quantize_groups(
-    x: torch.Tensor, bits: int, shares: tuple[float, ...], importance: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x float32 [R, G, size] -> (q int8 of the same shape, scale [R, G])."""
-    high = 2 ** (bits - 1) - 1
-    largest = x.abs().amax(dim=-1, keepdim=True)
-    if not largest.isfinite().all():
-        raise ValueError("holds NaN or infinite values and cannot be quantized")
-    full = torch.where(largest == 0, torch.ones_like(largest), largest / high)
-    if len(shares) == 1:
-        return torch.round(x / full).clamp_(-high, high).to(torch.int8), full[..., 0]
-    best_error = torch.full_like(full, torch.inf)
-    best_q, best_scale = torch.zeros_like(x), full.clone()
-    for share in shares:
-        q = torch.round(x / (full * share)).clamp_(-high - 1, high)
-        weighted = q if importance is None else q * importance
-        norm = (weighted * q).sum(dim=-1, keepdim=True)
-        scale = torch.where(norm > 0, (weighted * x).sum(dim=-1, keepdim=True) / norm, full)
-        error = torch.addcmul(x, q, scale, value=-1).square_()
-        error = (error if importance is None else error * importance).sum(dim=-1, keepdim=True)
-        better = (error < best_error) & (scale > 0)
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        best_q = torch.where(better, q, best_q)
-    return best_q.to(torch.int8), best_scale[..., 0]
 
 
 def static_activation(low: float, high: float) -> tuple[float, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llm.base.construction import construction
+from llm.kernels.backend import ArrivingRows
 from llm.kernels.reference.linear import embedding, linear, pack
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight
@@ -27,6 +28,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         backend = backend_of_construction()
         self.invariant = self._packs = backend.computes("pack", "linear", "embedding")
         self._pack = backend.op("pack")
+        self._arriving = backend.arriving_rows
         self._kernel = backend.op("linear")
         self.linear = linear  # until the weight is packed
         self._embedding = backend.op("embedding")
@@ -45,15 +47,21 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         *,
         weight_loader: WeightLoader,
     ) -> None:
-        data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
-        layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        data = torch.empty(shape, dtype=params_dtype)
+        arriving = None if data.is_meta or not self._packs else self._arriving(*shape, params_dtype)
+        if arriving is None:
+            layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
+        else:
+            layer.weight = new_parameter(arriving.data, weight_loader, output_dim=0, input_dim=1, arriving=arriving)
         # None until the weight is loaded, and always with PyTorch's operations, whose GEMMs read `weight`.
         layer.packed_weight = None  # type: ignore[assignment]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if not self._packs or layer.packed_weight is not None:
             return
-        packed = self._pack(layer.weight.data, reuse=True)
+        arriving = _arriving_rows(layer.weight)
+        packed = self._pack(layer.weight.data, reuse=True) if arriving is None else arriving.finish()
         data = self._keep(getattr(layer, "prefix", ""), packed.data)
         layer.weight = nn.Parameter(data, requires_grad=False)
         # The packed weight shares the parameter: freeing the parameter's memory frees it.
@@ -89,6 +97,30 @@ def left_alone(kind: str, source: str, reason: str) -> UnquantizedLinearMethod:
     method = UnquantizedEmbeddingMethod() if kind == "embedding" else UnquantizedLinearMethod()
     method.source, method.reason = source, reason
     return method
+
+
+def fill_rows(param: nn.Parameter, dim: int, start: int, values: torch.Tensor) -> None:
+    """Copy `values` into the parameter, from `start` on along `dim`; packed at once where that is possible."""
+    arriving: ArrivingRows | None = getattr(param, "arriving", None)
+    if arriving is None or dim != 0 or not arriving.take(start, values):
+        param.data.narrow(dim, start, values.shape[dim]).copy_(values)
+
+
+def widen(param: nn.Parameter, dtype: torch.dtype) -> None:
+    """Convert a parameter that is not packed yet, or in part."""
+    arriving = _arriving_rows(param)
+    if arriving is not None:
+        arriving.release()
+    param.data = param.data.to(dtype)
+
+
+def _arriving_rows(param: nn.Parameter) -> ArrivingRows | None:
+    """Taken from the parameter, which must not keep its memory; None where its data was replaced."""
+    arriving: ArrivingRows | None = getattr(param, "arriving", None)
+    if arriving is None:
+        return None
+    del param.arriving  # type: ignore[attr-defined]
+    return arriving if arriving.data.data_ptr() == param.data_ptr() else None
 
 
 def new_parameter(data: torch.Tensor, weight_loader: WeightLoader, **attributes: Any) -> nn.Parameter:

@@ -11,6 +11,7 @@ import torch
 
 from llm.kernels.backend import OPERATIONS, Backend, Operation, Program
 from llm.kernels.cpu import build
+from llm.kernels.cpu.arriving import RowPanels, arriving_rows
 from llm.kernels.cpu.library import Library, choose_target, load_library, requested_isa
 from llm.kernels.cpu.program import record
 from llm.kernels.reference.backend import pytorch
@@ -51,6 +52,9 @@ class CpuBackend(Backend):
 
     def empty(self, *shape: int) -> torch.Tensor:
         return self.library.empty(*shape)
+
+    def arriving_rows(self, n: int, k: int, dtype: torch.dtype) -> RowPanels | None:
+        return arriving_rows(self.library, n, k, dtype)
 
     def clear(self) -> None:
         self.library.pool.clear()

@@ -166,13 +166,14 @@ void multiply_rounded(const Product& p, int64_t threads) {
 
 // `src` and `dst` may be the same memory if n is a multiple of 16 and k of DEPTH.
 template <class T> void pack(const T* src, T* dst, int64_t n, int64_t k, int64_t threads) {
-    const int64_t size = panel_elements<T>(k);
-    parallel_for(ceil_div(n, LANES), threads, size * sizeof(T), [&](int64_t panel, char* scratch) {
-        T* out = reinterpret_cast<T*>(scratch);
-        std::memset(scratch, 0, size * sizeof(T));
-        for (int64_t lane = 0; lane < min(LANES, n - panel * LANES); ++lane)
-            for (int64_t i = 0; i < k; ++i) out[position<T>(lane, i)] = src[(panel * LANES + lane) * k + i];
-        std::memcpy(dst + panel * size, out, size * sizeof(T));
+    using Unit = std::conditional_t<sizeof(T) == 4 || DEPTH<T> == 2, uint32_t,
+                                    std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>;
+    const int64_t size = panel_elements<T>(k), bytes = k * sizeof(T);
+    const bool in_place = src == dst;
+    parallel_for(ceil_div(n, LANES), threads, in_place ? LANES * bytes : 0, [&](int64_t panel, char* scratch) {
+        const char* from = reinterpret_cast<const char*>(src + panel * LANES * k);
+        if (in_place) from = static_cast<const char*>(std::memcpy(scratch, from, LANES * bytes));
+        interleave<Unit>(from, bytes, min(LANES, n - panel * LANES), reinterpret_cast<char*>(dst + panel * size));
     });
 }
 

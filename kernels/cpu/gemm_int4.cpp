@@ -283,9 +283,12 @@ LLM_INLINE float quantize_row(const Int4Product& p, int64_t row, int64_t rows, i
     return scale;
 }
 
-LLM_INLINE uint8_t both_nibbles(const int8_t* row, int64_t at, int64_t k) {
-    const int low = at < k ? row[at] + 8 : 8, high = at + 4 < k ? row[at + 4] + 8 : 8;
-    return static_cast<uint8_t>(high << 4 | low);
+// Eight values of consecutive k as four bytes of a panel; missing values are 0.
+LLM_INLINE uint32_t both_nibbles(const int8_t* values, int64_t count) {
+    uint64_t eight = 0;
+    std::memcpy(&eight, values, count < STEP ? count : STEP);
+    const uint64_t codes = (eight & 0x0f0f0f0f0f0f0f0f) ^ 0x0808080808080808;  // plus 8
+    return static_cast<uint32_t>(codes) | static_cast<uint32_t>(codes >> 32) << 4;
 }
 
 }  // namespace
@@ -314,15 +317,17 @@ void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int6
 
 // Values must lie in [-8, 7].
 void pack_int4(const int8_t* src, uint8_t* dst, int64_t n, int64_t k, int64_t threads) {
+    constexpr int64_t block = 8;  // steps: a cache line of each row at once
     const int64_t steps = ceil_div(k, STEP);
     parallel_for(ceil_div(n, LANES), threads, 0, [&](int64_t panel, char*) {
         uint8_t* out = dst + panel * steps * PANEL_STEP;
-        for (int64_t lane = 0; lane < LANES; ++lane) {
-            const int64_t row = panel * LANES + lane;
-            for (int64_t s = 0; s < steps; ++s)
-                for (int64_t j = 0; j < 4; ++j)
-                    out[s * PANEL_STEP + lane * 4 + j] = both_nibbles(src + row * k, s * STEP + j, row < n ? k : 0);
-        }
+        for (int64_t from = 0; from < steps; from += block)
+            for (int64_t lane = 0; lane < LANES; ++lane)
+                for (int64_t s = from; s < min(from + block, steps); ++s) {
+                    const int64_t row = panel * LANES + lane, left = row < n ? k - s * STEP : 0;
+                    const uint32_t four = both_nibbles(src + row * k + s * STEP, left);
+                    std::memcpy(out + s * PANEL_STEP + lane * 4, &four, 4);
+                }
     });
 }
 

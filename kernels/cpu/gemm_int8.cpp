@@ -300,22 +300,18 @@ void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int6
     });
 }
 
-// `src` may be `dst` if n is a multiple of 16 and k of 4.
 void pack_int8(const int8_t* src, int8_t* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads) {
-    const int64_t steps = ceil_div(k, STEP), bytes = steps * PANEL_STEP;
-    parallel_for(ceil_div(n, LANES), threads, bytes, [&](int64_t panel, char* scratch) {
-        int8_t* out = reinterpret_cast<int8_t*>(scratch);
-        for (int64_t lane = 0; lane < LANES; ++lane) {
-            const int64_t row = panel * LANES + lane;
+    const int64_t bytes = ceil_div(k, STEP) * PANEL_STEP;
+    parallel_for(ceil_div(n, LANES), threads, 0, [&](int64_t panel, char*) {
+        const int8_t* from = src + panel * LANES * k;
+        const int64_t rows = min(LANES, n - panel * LANES);
+        interleave<uint32_t>(reinterpret_cast<const char*>(from), k, rows,
+                             reinterpret_cast<char*>(dst + panel * bytes));
+        for (int64_t row = 0; row < LANES; ++row) {
             int32_t sum = 0;
-            for (int64_t i = 0; i < steps * STEP; ++i) {
-                const int8_t value = row < n && i < k ? src[row * k + i] : 0;
-                out[i / STEP * PANEL_STEP + lane * STEP + i % STEP] = value;
-                sum += value;
-            }
-            sums[row] = sum;
+            for (int64_t i = 0; row < rows && i < k; ++i) sum += from[row * k + i];
+            sums[panel * LANES + row] = sum;
         }
-        std::memcpy(dst + panel * bytes, out, bytes);
     });
 }
 

@@ -16,7 +16,7 @@ from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS, WeightStruct
 from llm.kernels.cpu.tensors import KINDS as FLOATS
 from llm.kernels.cpu.tensors import pointer
-from llm.kernels.weight import ACTIVATIONS, KINDS, SCALED_KINDS, Weight, kind_of
+from llm.kernels.weight import ACTIVATIONS, FLOAT_KINDS, KINDS, SCALED_KINDS, Weight, kind_of
 
 LANES = 16
 # Bytes of a huge page: large weights use them where the system allows it, for fewer TLB misses.
@@ -184,12 +184,25 @@ def pack(lib: Library, values: torch.Tensor, kind: str | None = None, reuse: boo
     values = values.contiguous()
     dtype, size = _size(kind, n, k)
     reuse = reuse and values.numel() == size and values.dtype == dtype and kind not in SCALED_KINDS
-    data = values.view(-1) if reuse else _allocate(lib, size, dtype)
+    data = values.view(-1) if reuse else allocate(lib, size, dtype)
     sums = torch.empty(_padded(n), dtype=torch.int32) if kind == "int8" else None
     number, threads = KINDS.index(kind), torch.get_num_threads()
     lib.call(_PACK, number, values.data_ptr(), data.data_ptr(), pointer(sums), n, k, threads)
-    _move_to_large_pages(lib, data)
+    if reuse:
+        _move_to_large_pages(lib, data)
     return PanelWeight(data, kind, n, k, library=lib, sums=sums)
+
+
+def is_packed_in_place(n: int, k: int, dtype: torch.dtype) -> bool:
+    """Panels of floats of `dtype` need no padding."""
+    kind = FLOAT_KINDS.get(dtype)
+    return kind is not None and _size(kind, n, k) == (dtype, n * k)
+
+
+def pack_into(lib: Library, values: torch.Tensor, rows: torch.Tensor) -> None:
+    """Pack floats [n, K] into the memory of `rows`, which may be their own; `is_packed_in_place` holds."""
+    number = KINDS.index(FLOAT_KINDS[values.dtype])
+    lib.call(_PACK, number, values.data_ptr(), rows.data_ptr(), 0, *values.shape, torch.get_num_threads())
 
 
 def _size(kind: str, n: int, k: int) -> tuple[torch.dtype, int]:
@@ -198,7 +211,7 @@ def _size(kind: str, n: int, k: int) -> tuple[torch.dtype, int]:
     return dtype, _padded(n) * _padded(k, depth) // (2 if kind == "int4" else 1)
 
 
-def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
+def allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory for panels; if it is at least one huge page, it is aligned to huge pages."""
     data = torch.empty(size, dtype=dtype)
     if data.nbytes >= _LARGE_PAGE:
@@ -210,7 +223,7 @@ def _allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _move_to_large_pages(lib: Library, data: torch.Tensor) -> None:
-    """For memory that was written before `_allocate` asked for huge pages: it is in small pages already."""
+    """For memory that was written before `allocate` asked for huge pages: it is in small pages already."""
     if data.nbytes >= _LARGE_PAGE:
         lib.ask_large_pages(data.data_ptr(), data.nbytes, written=True)
 

@@ -75,6 +75,27 @@ class Tasks {
     }
 };
 
+// `rows` rows of `bytes` bytes each, side by side in memory, become [bytes / sizeof(Unit)][16] units: those of 16 rows
+// beside each other. Missing rows and a last unit that is not full are filled up with zeros.
+template <class Unit> void interleave(const char* src, int64_t bytes, int64_t rows, char* dst) {
+    constexpr int64_t size = sizeof(Unit), line = LANES * size, most = 64 / size;  // a cache line of each row at once
+    const int64_t whole = bytes / size, rest = bytes % size;
+    if (rows < LANES) std::memset(dst, 0, ceil_div(bytes, size) * line);
+    const auto move = [&](int64_t from, int64_t row, int64_t count) {
+        const char* at = src + row * bytes + from * size;
+        char* to = dst + from * line + row * size;
+        for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * line, at + i * size, size);
+    };
+    for (int64_t from = 0; from + most <= whole; from += most)
+        for (int64_t row = 0; row < rows; ++row) move(from, row, most);
+    for (int64_t row = 0; row < rows; ++row) {
+        move(whole / most * most, row, whole % most);
+        Unit last = 0;
+        std::memcpy(&last, src + row * bytes + whole * size, rest);
+        if (rest) std::memcpy(dst + whole * line + row * size, &last, size);
+    }
+}
+
 // Calls call(Rows<N>) with the compiled tile height N == rows.
 template <int N> struct Rows { static constexpr int value = N; };
 template <class Call> LLM_INLINE void with_rows(int64_t rows, const Call& call) {

@@ -27,18 +27,20 @@ LLM_INLINE float largest_magnitude(const float* x, int64_t k) {
     return bits_to_float(static_cast<uint32_t>(largest(max_i(max_i(a, b), max_i(c, d)))));
 }
 
-// Quantizes a row: clamp(round(x / divisor) + offset, -128, 127), rounded half to even.
-//
-// With a row's own scale, quotients come from its reciprocal r: a third of the time of divisions, the same bits. x * r
-// with one correction is less than a unit in the last place off. From there, with r rounded to nearest and an exact
-// remainder, a second correction gives the correctly rounded quotient (Markstein, IBM J. Res. Dev. 34, 1990).
-// Remainders are exact for scales within 2^+-60; below |x| = 2^-90 both ways give 0.
-class Quantizer {
-    F32 divisor_, negative_, reciprocal_, offset_;
+// x / divisor. Where corrections are exact, quotients come from the reciprocal r: a third of the time of divisions, the
+// same bits. x * r with one correction is less than a unit in the last place off. From there, with r rounded to nearest
+// and an exact remainder, a second correction gives the correctly rounded quotient (Markstein, IBM J. Res. Dev. 34,
+// 1990). Remainders are exact for divisors within 2^+-60; below |x| = 2^-90 both ways give less than a half.
+class Divider {
+    F32 divisor_, negative_, reciprocal_;
     bool divides_;
 
     LLM_INLINE F32 corrected(F32 q, F32 x) const { return fma(fma(q, negative_, x), reciprocal_, q); }
-    LLM_INLINE F32 quotient(F32 x) const {
+
+  public:
+    Divider(float divisor, bool divides)
+        : divisor_(set1(divisor)), negative_(set1(-divisor)), reciprocal_(set1(1.0f / divisor)), divides_(divides) {}
+    LLM_INLINE F32 operator()(F32 x) const {
         return divides_ ? x / divisor_ : corrected(corrected(x * reciprocal_, x), x);
     }
 #if defined(LLM_PLAIN)
@@ -46,18 +48,22 @@ class Quantizer {
 #else
     static bool has_exact_corrections(float divisor) { return divisor >= 0x1p-60f && divisor <= 0x1p60f; }
 #endif
-    Quantizer(float divisor, int64_t offset, bool divides)
-        : divisor_(set1(divisor)), negative_(set1(-divisor)), reciprocal_(set1(1.0f / divisor)),
-          offset_(set1(static_cast<float>(offset))), divides_(divides) {}
+};
+
+// Quantizes a row: clamp(round(x / divisor) + offset, -128, 127), rounded half to even.
+class Quantizer {
+    Divider quotient_;
+    F32 offset_;
 
   public:
     // By a scale for any x: divides.
-    Quantizer(float scale, int64_t offset) : Quantizer(scale, offset, true) {}
+    Quantizer(float scale, int64_t offset) : quotient_(scale, true), offset_(set1(static_cast<float>(offset))) {}
     // By a row's scale, which is NaN if the row holds a NaN.
     explicit Quantizer(float row_scale)
-        : Quantizer(row_scale == 0.0f ? 1.0f : row_scale, 0, !has_exact_corrections(row_scale)) {}
+        : quotient_(row_scale == 0.0f ? 1.0f : row_scale, !Divider::has_exact_corrections(row_scale)),
+          offset_(set1(0.0f)) {}
     LLM_INLINE I32 operator()(F32 x) const {
-        const F32 q = nan_to_zero(round_even(quotient(x)) + offset_);
+        const F32 q = nan_to_zero(round_even(quotient_(x)) + offset_);
         return to_int(max(min(q, set1(127.0f)), set1(-128.0f)));
     }
 };

@@ -19,6 +19,7 @@ from llm.loading.source import Tensors
 from llm.loading.stacked import per_expert
 from llm.loading.weight_map import Target, WeightMap
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.unquantized import widen
 
 _NAMES_SHOWN = 5
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -210,7 +211,7 @@ def _copy(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: st
     if _is_wide(parameter.dtype) and _is_wide(tensor.dtype):
         wider = torch.promote_types(parameter.dtype, tensor.dtype)
         if wider != parameter.dtype:
-            parameter.data = parameter.data.to(wider)
+            widen(parameter, wider)
     elif parameter.dtype != tensor.dtype:
         if not getattr(parameter, "any_dtype", False) or tensor.is_complex():
             raise CheckpointError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llm.kernels.select import backend_of_construction
 from llm.quantization.block_quantizer import quantize_q4_0, quantize_q4_k, quantize_q8_0
 from llm.quantization.float_quantizer import quantize_float8, quantize_mxfp4, quantize_nf4
 from llm.quantization.quantizer import IntegerWeight, Quantized, decibels, quantize_weight, static_activation
@@ -60,6 +61,7 @@ class QuantizeOnLoad(StreamedStorage):
         self.statistics = statistics
         self.static_input = static_input
         self.search = bits <= 4
+        self._kernel = backend_of_construction().op("quantize_weight")
         self._signal = self._noise = 0.0
 
     @property
@@ -75,16 +77,22 @@ class QuantizeOnLoad(StreamedStorage):
         shape = (rows.stop - rows.start, self._columns)
         if loaded.shape != shape:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(shape)}")
-        result = self.quantized(loaded)
-        weight.q[rows], weight.scale[rows] = result.q, result.scale
+        q, scale = weight.q[rows], weight.scale[rows]
+        result = self.quantized(loaded, (q, scale))
+        if result.q is not q:
+            q.copy_(result.q)
+            scale.copy_(result.scale)
         if weight.minimum is not None and result.minimum is not None:
             weight.minimum[rows] = result.minimum
         self._signal += result.signal
         self._noise += result.noise
 
-    def quantized(self, loaded: torch.Tensor) -> Quantized:
+    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
+        """`out`: q and scale of these rows, which the result may be."""
         moments = self.statistics.moments if self.statistics and self.search else None
-        return quantize_weight(loaded, self.bits, self.group_size, search=self.search, moments=moments)
+        return quantize_weight(
+            loaded, self.bits, self.group_size, search=self.search, moments=moments, kernel=self._kernel, out=out
+        )
 
     def again(self, weight: IntegerWeight) -> IntegerWeight:
         """The values of a quantized weight, quantized as a checkpoint's are."""
@@ -103,7 +111,7 @@ class QuantizeOnLoad(StreamedStorage):
 class RoundToFloats(QuantizeOnLoad):
     """A weight that becomes floats of 8 bits (e4m3) or of 4 bits (e2m1, with powers of two as scales)."""
 
-    def quantized(self, loaded: torch.Tensor) -> Quantized:
+    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
         return (quantize_float8 if self.bits == 8 else quantize_mxfp4)(loaded, self.group_size)
 
     def _allocated(self) -> IntegerWeight:
@@ -118,7 +126,7 @@ class RoundToFloats(QuantizeOnLoad):
 class RoundToNormal(QuantizeOnLoad):
     """A weight that becomes 4 bits of NF4."""
 
-    def quantized(self, loaded: torch.Tensor) -> Quantized:
+    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
         return quantize_nf4(loaded, self.group_size)
 
     def _allocated(self) -> IntegerWeight:
@@ -130,7 +138,7 @@ class RoundToNormal(QuantizeOnLoad):
 class RoundToBlocks(QuantizeOnLoad):
     """A weight that becomes GGUF's Q8_0 or Q4_0: groups of 32 with scales in float16."""
 
-    def quantized(self, loaded: torch.Tensor) -> Quantized:
+    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
         return (quantize_q8_0 if self.bits == 8 else quantize_q4_0)(loaded)
 
 
@@ -139,5 +147,5 @@ class RoundToSuperBlocks(QuantizeOnLoad):
 
     minima = True
 
-    def quantized(self, loaded: torch.Tensor) -> Quantized:
+    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
         return quantize_q4_k(loaded)

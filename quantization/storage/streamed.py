@@ -7,6 +7,7 @@ the packed ones.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from abc import abstractmethod
 from typing import Any
@@ -98,4 +99,6 @@ def scratch(rows: int, columns: int) -> torch.Tensor:
     Temporaries from the heap, between packed weights, would leave holes that are never reused.
     """
     memory = mmap.mmap(-1, max(1, rows * columns), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without huge pages; only speed depends on it
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.int8)[: rows * columns].view(rows, columns)

@@ -96,8 +96,8 @@ def test_scales_are_searched_and_refitted_by_importance(seed: int) -> None:
     """Each scale is the weighted least-squares fit to its integers; weighing brings the weighted error down."""
     x = normal(seed, 6, 4, 32)
     importance = normal(seed + 1, 1, 4, 32).square() ** 2
-    q, scale = quantizer._quantize_groups(x, 4, quantizer._CLIP_SHARES, importance)
-    plain_q, plain_scale = quantizer._quantize_groups(x, 4, quantizer._CLIP_SHARES, None)
+    q, scale = quantizer.quantize_groups(x, 4, quantizer.CLIP_SHARES, importance)
+    plain_q, plain_scale = quantizer.quantize_groups(x, 4, quantizer.CLIP_SHARES, None)
     values = q.float()
     fit = (importance * values * x).sum(-1) / (importance * values * values).sum(-1)
     torch.testing.assert_close(scale, fit, rtol=1e-4, atol=0)
