@@ -20,7 +20,7 @@ from llm.sampling.logprobs import select_lines
 
 # Tokens of the vocabulary that are summed as one block.
 _BLOCK = 512
-# Up to this top_k the top tokens are selected; above it the line is sorted.
+# Up to this top_k the top tokens are selected for all lines at once; above it, line by line.
 _TOPK_LIMIT = 1024
 
 
@@ -123,8 +123,13 @@ def _draw_many(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
 
 def _largest(values: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
     """Ids of the `top_k` likeliest, cut to top_p of their mass: values and weights [vocab] -> increasing ids."""
-    candidates = np.flatnonzero(weights > 0.0)
-    ids = candidates[np.argsort(-values[candidates], kind="stable")[:top_k]]
+    ids = np.flatnonzero(weights > 0.0)
+    if len(ids) > top_k:  # sorting these alone takes a fraction of sorting the vocabulary
+        found = values[ids]
+        least = np.partition(found, len(ids) - top_k)[len(ids) - top_k]
+        above = ids[found > least]
+        ids = np.concatenate((above, ids[found == least][: top_k - len(above)]))
+    ids = ids[np.argsort(-values[ids], kind="stable")]
     own = weights[ids].astype(np.float64)
     cumulative = np.cumsum(own)
     return np.sort(ids[: max(1, int((cumulative - own < top_p * cumulative[-1]).sum()))])

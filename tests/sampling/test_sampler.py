@@ -226,6 +226,22 @@ def test_a_wrong_cut_does_not_fit(asked: dict[str, Any], computed: dict[str, Any
     assert not fits(draw_many(TOY, SamplingParams(**computed)), reference(TOY, SamplingParams(**asked)))
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_a_large_top_k_keeps_what_sorting_the_line_keeps_ties_included(top_p: float) -> None:
+    """Equal logits at the edge, and tokens of no mass, of which too few are left for top_k."""
+    generator = np.random.default_rng(3)
+    for top_k in (1025, 1500, 2990, 3001):
+        values = generator.integers(-9, 9, 3000).astype(np.float32)
+        values[generator.integers(0, 3000, 40)] = -np.inf
+        weights = np.exp(values - values.max(), dtype=np.float32)
+        order = sorted((token for token in range(3000) if weights[token]), key=lambda token: (-values[token], token))
+        order = order[:top_k]
+        own = weights[order].astype(np.float64)
+        before = np.cumsum(own) - own
+        expected = sorted(token for token, mass in zip(order, before, strict=True) if mass < top_p * own.cumsum()[-1])
+        assert draw_module._largest(values, weights, top_k, top_p).tolist() == expected
+
+
 # On a grid, so that equal logits are common: which of them is cut must not depend on the companions.
 LOGITS = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).integers(-6, 6, (12, 40)) / 2.0)
 OPTIONS = st.fixed_dictionaries(
