@@ -6,6 +6,7 @@ are float32, matrices that are not quantized keep their type.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from llm.loading.gguf.names import FAMILIES, Family, as_stored, gguf_name
 from llm.loading.gguf.writer import Planned, write_gguf
 from llm.loading.resolve import has_tokenizer
 from llm.loading.source import FolderSource
+from llm.loading.weight_map import rename
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig
 from llm.quantization.storage.gguf_pack import pack_blocks, type_of
@@ -28,6 +30,9 @@ from llm.quantize.gguf_metadata import ARCHITECTURES, Described, describe
 from llm.quantize.gguf_tokenizer import tokenizer_metadata
 from llm.tokenizer import Tokenizer
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Matrices that are float32 in GGUF; of one row, which is a vector there.
+_ROUTER, _ONE_ROW = "mlp.gate.weight", "mlp.shared_expert_gate.weight"
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # general.file_type: what llama.cpp calls the file.
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "BF16": 32, "MXFP4": 38}
@@ -43,6 +48,7 @@ class Identity:
         name: of the model, for people.
         bos, ends: the id that begins a text, those that end an answer.
         tokenizer: None: there is none.
+        renames: of the model class: the checkpoint's names -> the model's, which GGUF's are made from.
     """
 
     config: DecoderConfig
@@ -51,16 +57,24 @@ class Identity:
     bos: int | None
     ends: Sequence[int]
     tokenizer: Tokenizer | None
+    renames: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of the file: a layer's quantized weight, or one of its floats."""
+    """A tensor of the file: a layer's quantized weight, or one of its floats; of experts, those of a whole layer.
+
+    Attributes:
+        layers: one, or all experts.
+        values: floats of each; None: its quantized weight.
+        is_stack: a tensor of the file has the values of all of them.
+    """
 
     plan: Planned
     source: str
-    layer: StoredLayer
-    values: torch.Tensor | None
+    layers: tuple[StoredLayer, ...]
+    values: tuple[torch.Tensor, ...] | None
+    is_stack: bool = False
 
 
 def identity_of(model: nn.Module, folder: Path, hf_config: Mapping[str, object]) -> Identity:
@@ -76,7 +90,8 @@ def identity_of(model: nn.Module, folder: Path, hf_config: Mapping[str, object])
     tokenizer = Tokenizer(folder) if has_tokenizer(folder) else None
     first = None if tokenizer is None else tokenizer.huggingface().eos_token_id
     ends.sort(key=lambda index: index != first)
-    return Identity(config, model_type, folder.name, bos if isinstance(bos, int) else None, ends, tokenizer)
+    renames: tuple[tuple[str, str], ...] = getattr(model, "renames", ())
+    return Identity(config, model_type, folder.name, bos if isinstance(bos, int) else None, ends, tokenizer, renames)
 
 
 class GGUFFile:
@@ -86,9 +101,9 @@ class GGUFFile:
         described = describe(identity.config, identity.model_type, identity.bos, identity.ends)
         self._family: Family = FAMILIES[ARCHITECTURES[identity.model_type]]
         self._heads = described.heads
-        self._parts = [part for layer in layers for part in self._parts_of(layer)]
-        self._ropes = {name: torch.tensor(values) for name, values in described.ropes.items()}
         self._identity = identity
+        self._parts = stacked([part for layer in layers for part in self._parts_of(layer)])
+        self._ropes = {name: torch.tensor(values) for name, values in described.ropes.items()}
         self._described = described
 
     def write(self, path: Path) -> None:
@@ -99,15 +114,8 @@ class GGUFFile:
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self._ropes.values()
         for part in self._parts:
-            values = part.values
-            if values is None and part.layer.weight is not None:
-                try:
-                    values = pack_blocks(part.layer.weight, part.plan.type)
-                except ValueError as error:
-                    raise _no_form(part.layer, error) from error
-            if values is None:
-                raise RuntimeError(f"{part.plan.name} has no values")
-            stored = as_stored(part.source, values, self._family, *self._heads)
+            found = [as_stored(part.source, values, self._family, *self._heads) for values in _values(part)]
+            stored = torch.stack(found) if part.is_stack else found[0]
             yield stored.float() if part.plan.type == "F32" else stored
 
     def _parts_of(self, layer: StoredLayer) -> Iterator[_Part]:
@@ -117,16 +125,18 @@ class GGUFFile:
             except ValueError as error:
                 raise _no_form(layer, error) from error
             name, source = self._named(layer, "weight")
-            yield _Part(Planned(name, kind, tuple(layer.weight.q.shape)), source, layer, None)
+            yield _Part(Planned(name, kind, tuple(layer.weight.q.shape)), source, (layer,), None)
         for last, values in layer.floats.items():
             name, source = self._named(layer, last)
-            kind = "F32" if values.dim() == 1 else _FLOATS[values.dtype]
-            yield _Part(Planned(name, kind, tuple(values.shape)), source, layer, values)
+            if source.endswith(_ONE_ROW):
+                values = values[0]
+            kind = "F32" if values.dim() == 1 or source.endswith(_ROUTER) else _FLOATS[values.dtype]
+            yield _Part(Planned(name, kind, tuple(values.shape)), source, (layer,), (values,))
 
     def _named(self, layer: StoredLayer, last: str) -> tuple[str, str]:
-        """(GGUF's name, Hugging Face's)."""
-        source = f"{layer.name}.{last}"
-        name = gguf_name(source, self._family)
+        """(GGUF's name, Hugging Face's under which GGUF's is known)."""
+        source = f"{rename(layer.name, self._identity.renames)}.{last}"
+        name = gguf_name(_EXPERT.sub(r".experts.", source), self._family)
         if not name:
             raise LLMError(f"{source} has no name in GGUF's models of {self._identity.model_type!r}.")
         return name, source
@@ -140,6 +150,47 @@ class GGUFFile:
         if tokenizer is None:
             return {**found, "tokenizer.ggml.model": "none"}
         return found | tokenizer_metadata(tokenizer, self._identity.config.vocab_size, path)
+
+
+def _values(part: _Part) -> Iterator[torch.Tensor]:
+    """As the file has them, of each layer."""
+    if part.values is not None:
+        yield from part.values
+        return
+    for layer in part.layers:
+        if layer.weight is None:
+            raise RuntimeError(f"{part.plan.name} has no values")
+        try:
+            yield pack_blocks(layer.weight, part.plan.type)
+        except ValueError as error:
+            raise _no_form(layer, error) from error
+
+
+def stacked(parts: Sequence[_Part]) -> list[_Part]:
+    """The parts of one layer's experts as one, in the order of the experts.
+
+    Raises:
+        LLMError: experts are stored in several ways.
+    """
+    found: list[_Part] = []
+    experts: dict[str, list[tuple[int, _Part]]] = {}
+    for part in parts:
+        expert = _EXPERT.search(part.source)
+        if expert is None:
+            found.append(part)
+        else:
+            experts.setdefault(part.plan.name, []).append((int(expert[1]), part))
+    for name, members in experts.items():
+        members.sort(key=lambda item: item[0])
+        plans = {member.plan for _, member in members}
+        if len(plans) > 1 or [index for index, _ in members] != list(range(len(members))):
+            raise LLMError(f"{name} would hold experts that are stored in several ways, which GGUF has no form for.")
+        first, plan = members[0][1], plans.pop()
+        layers = tuple(member.layers[0] for _, member in members)
+        values = tuple(member.values[0] for _, member in members if member.values is not None)
+        plan = Planned(name, plan.type, (len(members), *plan.shape))
+        found.append(_Part(plan, first.source, layers, values or None, is_stack=True))
+    return found
 
 
 def _no_form(layer: StoredLayer, error: ValueError) -> LLMError:

@@ -16,7 +16,7 @@ from llm.layers.rotary import RopeParameters, base_wavelengths, frequencies
 from llm.loading.gguf.container import Value
 from llm.loading.gguf.metadata import Header, config_of
 from llm.models.config_reader import ConfigReader
-from llm.models.decoder import AttentionConfig, DecoderConfig, GatedMLPConfig, LayerConfig
+from llm.models.decoder import AttentionConfig, DecoderConfig, GatedMLPConfig, LayerConfig, MoEConfig
 from llm.models.registry import resolve_model_cls
 
 # model_type -> architecture, of decoders that are one of GGUF's.
@@ -28,6 +28,10 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
 }
 _ENDS = ("eos", "eot", "eom")
 _ROPE_TOLERANCE = 1e-6
@@ -60,7 +64,11 @@ def describe(config: DecoderConfig, model_type: str, bos: int | None, ends: Sequ
     architecture = ARCHITECTURES.get(model_type)
     layer = config.layers[0]
     attention, mlp = layer.attention, layer.mlp
-    if architecture is None or not isinstance(attention, AttentionConfig) or not isinstance(mlp, GatedMLPConfig):
+    if (
+        architecture is None
+        or not isinstance(attention, AttentionConfig)
+        or not isinstance(mlp, GatedMLPConfig | MoEConfig)
+    ):
         raise LLMError(
             f"models of the type {model_type!r} are not written in GGUF; written are {', '.join(ARCHITECTURES)}."
         )
@@ -92,7 +100,7 @@ def _with_felt_windows(config: DecoderConfig) -> DecoderConfig:
 
 
 def _of_layers(
-    config: DecoderConfig, attention: AttentionConfig, mlp: GatedMLPConfig
+    config: DecoderConfig, attention: AttentionConfig, mlp: GatedMLPConfig | MoEConfig
 ) -> tuple[dict[str, Value], dict[str, list[float]]]:
     """The keys behind the architecture's name, and the divisors of rotary frequencies."""
     heads, norm = attention.heads, config.final_norm
@@ -112,6 +120,11 @@ def _of_layers(
         "rope.freq_base": float(rope.theta),
         "rope.dimension_count": int(heads.size * rope.partial_rotary_factor),
     }
+    if isinstance(mlp, MoEConfig):
+        own |= {"expert_count": mlp.num_experts, "expert_used_count": mlp.top_k}
+        own["expert_feed_forward_length"] = mlp.intermediate_size
+        if mlp.shared_size is not None:
+            own["expert_shared_feed_forward_length"] = mlp.shared_size
     if attention.soft_cap is not None:
         own["attn_logit_softcapping"] = float(attention.soft_cap)
     if config.logits_soft_cap is not None:

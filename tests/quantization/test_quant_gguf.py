@@ -46,6 +46,7 @@ LONG_ROPE = {
     "original_max_position_embeddings": 32,
 }
 PHI3 = {**SIZES, "head_dim": None, "original_max_position_embeddings": 32, "rope_parameters": LONG_ROPE}
+MIXTURE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, tuple[TinyModel, str]] = {
     "llama-3.1": (TinyModel("LlamaConfig", {**SIZES, "rope_parameters": LLAMA3, "attention_bias": True}), "q8_0"),
     "mistral": (TinyModel("MistralConfig", {**SIZES, "sliding_window": None}), "q4_0"),
@@ -54,6 +55,15 @@ FAMILIES: dict[str, tuple[TinyModel, str]] = {
     "gemma2": (TinyModel("Gemma2Config", GEMMA), "q4_0"),
     "gemma3": (TinyModel("Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 7}), "q8_0"),
     "phi3": (TinyModel("Phi3Config", {**PHI3, "sliding_window": None}), "q8_0"),
+    "mixtral": (TinyModel("MixtralConfig", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}), "q4_0"),
+    "qwen2-moe": (
+        TinyModel("Qwen2MoeConfig", {**SIZES, **MIXTURE, "head_dim": None, "shared_expert_intermediate_size": 64}),
+        "q8_0",
+    ),
+    "qwen3-moe": (
+        TinyModel("Qwen3MoeConfig", {**SIZES, **MIXTURE, "hidden_size": 256, "norm_topk_prob": True}),
+        "q4_k",
+    ),
 }
 
 
@@ -188,6 +198,7 @@ def test_what_gguf_has_no_form_for(tmp_path: Path) -> None:
         ("LlamaConfig", {"hidden_act": "gelu"}, "would be read from GGUF as another one"),
         ("Gemma2Config", {"query_pre_attn_scalar": 31}, "would be read from GGUF as another one"),
         ("Olmo2Config", {}, "'olmo2' are not written in GGUF"),
+        ("Qwen3MoeConfig", {**MIXTURE, "norm_topk_prob": False}, "would be read from GGUF as another one"),
     ):
         folder = tmp_path / f"{config}-{len(sizes)}"
         write_checkpoint(
