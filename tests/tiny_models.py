@@ -540,6 +540,15 @@ TINY_MODELS = TINY_MODELS | {
 TINY_MODELS = TINY_MODELS | {
     "apertus": TinyModel("ApertusConfig", {"num_hidden_layers": 2}, control={"rope_parameters": LLAMA3}),
     "nanochat": TinyModel("NanoChatConfig", {"num_hidden_layers": 2}, control={"final_logit_softcapping": 12.0}),
+    "gpt_neo": TinyModel(
+        "GPTNeoConfig",
+        {
+            **{**_ALIBI, "intermediate_size": 91, "max_position_embeddings": 256, "window_size": 7},
+            "attention_types": [[["global", "local"], 1]],
+        },
+        seed=1,
+        control={"window_size": 30},
+    ),
     "codegen": TinyModel(
         "CodeGenConfig",
         {**_GPT2, "n_embd": 80, "n_head": 8, "n_layer": 2, "rotary_dim": 6, "tie_word_embeddings": False},
@@ -792,7 +801,7 @@ TINY_MODELS = TINY_MODELS | {
 # Families that are other arrangements of parts which the other rows have: they are held against transformers alone and
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
-    gemma3n gemma4-experts mpt falcon-alibi apertus nanochat codegen
+    gpt_neo gemma3n gemma4-experts mpt falcon-alibi apertus nanochat codegen
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
     falcon-mamba granitemoehybrid-dense bamba nemotron-h jamba qwen3-5 qwen3-5-moe olmo-hybrid

@@ -57,7 +57,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts")
 # Far above any model's: each layer and expert takes memory before weights are read.
-_MOST = {**dict.fromkeys(LAYER_KEYS, 10_000), **dict.fromkeys(_EXPERT_KEYS, 4096)}
+_MOST = {**dict.fromkeys((*LAYER_KEYS, "num_layers"), 10_000), **dict.fromkeys(_EXPERT_KEYS, 4096)}
 _LARGEST_SIZE = 2**40
 _LARGEST_ID = 2**31 - 1
 _LARGEST_NUMBER = 1e30

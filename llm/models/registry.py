@@ -44,6 +44,7 @@ _FAMILIES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_bigcode": "GPTBigCodeForCausalLM",
+    "gpt_neo": "GPTNeoForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "gptj": "GPTJForCausalLM",
