@@ -556,8 +556,8 @@ TINY_MODELS = TINY_MODELS | {
 }
 
 _GEMMA4: dict[str, Any] = {
-    **{"num_hidden_layers": 4, "sliding_window": 7, "global_head_dim": 12, "final_logit_softcapping": 20.0},
-    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True},
+    **{"num_hidden_layers": 5, "sliding_window": 7, "global_head_dim": 12, "final_logit_softcapping": 20.0},
+    **{"layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2], "tie_word_embeddings": True},
     "hidden_size_per_layer_input": 9,
     "vocab_size_per_layer_input": VOCAB,
 }

@@ -42,6 +42,13 @@ class Llama4ForCausalLM(DecoderForCausalLM):
     }
 
     @classmethod
+    def declines(cls, config: Mapping[str, object]) -> str | None:
+        """Why transformers' code computes this model by default; None: this class does."""
+        text = config.get("text_config")
+        best = (text if isinstance(text, Mapping) else config).get("num_experts_per_tok", 1)
+        return None if best == 1 else "each of a token's experts has an input of its own"
+
+    @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
         ignore_training(reader)
         reader.ignore("for_llm_compressor")

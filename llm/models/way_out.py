@@ -28,7 +28,7 @@ def of_architecture(architectures: Iterable[str], model_type: str, families: Ite
 
 # What an architecture's name says it is for -> what runs it.
 _USES = {
-    "forsequenceclassification": "transformers' AutoModelForSequenceClassification classifies and scores",
+    "forsequenceclassification": "LLM(model, runner='pooling') classifies and scores with it",
     "rewardmodel": "the code that came with the reward model scores",
     "fortokenclassification": "transformers' AutoModelForTokenClassification labels tokens",
     "forquestionanswering": "transformers' AutoModelForQuestionAnswering answers from a text",

@@ -115,6 +115,8 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "zaya": {"num_experts_per_tok": 1},
+    "llama4_text": {"num_experts_per_tok": 1},
+    "llama4": {"text_config": {**_NESTED, "num_experts_per_tok": 1}},
 }
 
 
