@@ -72,6 +72,13 @@ SMALL: Mapping[str, Any] = {
 _HYBRID = {"num_hidden_layers": 4}
 _LATENT = {"num_key_value_heads": 4}
 _NESTED = {key: value for key, value in SMALL.items() if not key.startswith(("n_", "d_", "ffn", "decoder", "encoder"))}
+_LLAMA4 = {
+    key: SMALL[key]
+    for key in (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "max_position_embeddings", "num_local_experts", "eos_token_id", "pad_token_id"),
+    )
+}
 MORE: Mapping[str, Mapping[str, Any]] = {
     **{
         name: {"is_decoder": True}
@@ -116,7 +123,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {"num_experts_per_tok": 1},
-    "llama4": {"text_config": {**_NESTED, "num_experts_per_tok": 1}},
+    "llama4": {"text_config": {**_LLAMA4, "num_experts_per_tok": 1}},
 }
 
 
