@@ -93,14 +93,17 @@ class Gemma3nForCausalLM(DecoderForCausalLM):
         self.per_layer = PerLayerInputs(config.per_layer, context, "per_layer")
         self.altup_projections = Projections(others, context, "altup_projections")
         self.altup_unembed_projections = Projections(others, context, "altup_unembed_projections")
-        self.streams, self.ids = config.altup.inputs, config.per_layer.vocab_size
+        self.streams, self.active = config.altup.inputs, config.altup.active
+        self.ids = config.per_layer.vocab_size
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         embedded = self.embed_batch(batch)
         ids = torch.where(batch.input_ids < self.ids, batch.input_ids, 0)
         inputs = self.per_layer(ids, embedded).split(self.per_layer.size, dim=-1)
         hidden = torch.cat(self.altup_projections([embedded] * self.streams), dim=-1)
-        for layer, own in zip(self.model.layers, inputs, strict=True):
+        for index, (layer, own) in enumerate(zip(self.model.layers, inputs, strict=True)):
+            if index in self.tapped:
+                batch.taps.append(hidden.split(embedded.shape[1], dim=-1)[self.active])
             hidden, _ = layer(hidden, None, batch, own)
         streams = self.altup_unembed_projections(hidden.split(embedded.shape[1], dim=-1))
         total = streams[0]

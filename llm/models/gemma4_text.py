@@ -108,7 +108,9 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         inputs: list[torch.Tensor | None] = [None] * len(layers)
         if self.per_layer is not None:
             inputs = list(self.per_layer(batch.input_ids, hidden).split(self.per_layer.size, dim=-1))
-        for layer, own in zip(layers, inputs, strict=True):
+        for index, (layer, own) in enumerate(zip(layers, inputs, strict=True)):
+            if index in self.tapped:
+                batch.taps.append(hidden)
             hidden, _ = layer(hidden, None, batch, own)
         return hidden if self.model.norm is None else self.model.norm(hidden)
 
