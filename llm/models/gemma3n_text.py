@@ -25,7 +25,7 @@ from llm.models.decoder import (
 from llm.models.decoder.altup import AltUpConfig, Projections
 from llm.models.decoder.part import BuildContext
 from llm.models.decoder.per_layer import PerLayerEmbedding, PerLayerInputs
-from llm.models.decoder.shared_kv import SharedKVConfig, left_out_names, read_shared
+from llm.models.decoder.shared_kv import SharedKVConfig, left_out_names, read_shared, share_backends
 from llm.models.gemma3_text import read_ropes
 from llm.models.gemma3n_layer import Gemma3nNorms
 from llm.models.interface import BuildOptions
@@ -89,6 +89,7 @@ class Gemma3nForCausalLM(DecoderForCausalLM):
             )
         readers = [i for i, layer in enumerate(config.layers) if isinstance(layer.attention, SharedKVConfig)]
         self.left_out = (*getattr(self, "left_out", ()), *left_out_names(readers))
+        share_backends(list(self.model.layers))
         context, others = BuildContext(options, config.hidden_size), config.altup.inputs - 1
         self.per_layer = PerLayerInputs(config.per_layer, context, "per_layer")
         self.altup_projections = Projections(others, context, "altup_projections")

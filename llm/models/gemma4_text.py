@@ -24,7 +24,7 @@ from llm.models.decoder import (
 )
 from llm.models.decoder.part import BuildContext
 from llm.models.decoder.per_layer import PerLayerEmbedding, PerLayerInputs
-from llm.models.decoder.shared_kv import SharedKVConfig, left_out_names, read_shared
+from llm.models.decoder.shared_kv import SharedKVConfig, left_out_names, read_shared, share_backends
 from llm.models.gemma4_layer import Gemma4Experts, Gemma4LayerConfig, Gemma4Norms
 from llm.models.interface import BuildOptions
 
@@ -96,6 +96,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         super().__init__(config, options)
         readers = [i for i, layer in enumerate(config.layers) if isinstance(layer.attention, SharedKVConfig)]
         self.left_out = (*getattr(self, "left_out", ()), *left_out_names(readers))
+        share_backends(list(self.model.layers))
         if config.values_are_keys:
             self.merge_weights = partial(_with_values)
         self.per_layer: PerLayerInputs | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ class SharedKVAttention(nn.Module):
         common = context.common
         self.q_proj = ColumnParallelLinear(hidden, width, bias=of.qkv_bias, prefix=f"{prefix}.q_proj", **common)
         self.o_proj = RowParallelLinear(width, hidden, bias=of.out_bias, prefix=f"{prefix}.o_proj", **common)
-        self.head_size = size
+        self.head_size, self.state = size, config.state
         self.q_norm = None if of.qk_norm is None else of.qk_norm.build(size, context)
         self.rotary_emb = None if of.rope is None else context.rotary(size, of.rope, not of.rope_interleaved)
         self.attn = Attention(
@@ -74,6 +75,18 @@ def read_shared(reader: ConfigReader, own: Sequence[AttentionConfig], default: i
     if any(part.sliding_window not in last for part in own):
         raise reader.error("num_kv_shared_layers", shared, "fewer: no layer before them is of their type")
     return [*own[:first], *(SharedKVConfig(part, last[part.sliding_window]) for part in own[first:])]
+
+
+def share_backends(layers: Sequence[nn.Module]) -> None:
+    """Layers that read another's cache get its backend, which knows the static scales of a quantized cache.
+
+    Each of the other layers has one state, so states are numbered as those layers are.
+    """
+    parts = [layer.get_submodule("self_attn") for layer in layers]
+    for part in parts:
+        if isinstance(part, SharedKVAttention):
+            source = parts[part.state].get_submodule("attn")
+            part.attn.backend = cast("Attention", source).backend
 
 
 def left_out_names(readers: list[int]) -> tuple[str, ...]:
