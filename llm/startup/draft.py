@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm.base.errors import ValidationError
+from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.config.engine import EngineArgs
 from llm.engine.boundary import RunnerPlan
 from llm.engine.speculation.pace import MOST_ROWS
@@ -57,11 +57,18 @@ def with_draft(
 
     Raises:
         ValidationError: the model cannot draft for the plan's.
+        OutOfMemoryError: memory has no room for it.
     """
     if tokenizer is not None:
         other = read_tokenizer(replace(args, skip_tokenizer_init=False), draft.source)
         _check_tokenizer(tokenizer, other, str(args.model))
-    drafting = make_plan(args, draft, platform, plan.config.compilation_config, backend, ())
+    try:
+        drafting = make_plan(args, draft, platform, plan.config.compilation_config, backend, ())
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"speculative_config model={str(args.model)!r} does not fit beside the model ({str(error).rstrip('.')}); a "
+            "draft model's weights are never read from a file, as every draft reads all of them."
+        ) from error
     if drafting.config.cache_config.num_state_slots:
         raise ValidationError(
             f"speculative_config model={str(args.model)!r} has recurrent states, which it would compute again from a "

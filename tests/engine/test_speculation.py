@@ -24,6 +24,7 @@ from tiny_models import TINY_MODELS, one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams, StructuredOutputsParams
 from llm.api import EMBEDDED_MODEL
+from llm.base.errors import OutOfMemoryError
 from llm.config.engine import EngineArgs
 from llm.config.speculative import SpeculativeConfig
 from llm.engine.speculation.forced import ForcedSource
@@ -294,6 +295,15 @@ def test_a_draft_model_has_the_same_tokens(tmp_path: Path) -> None:
     path.write_text(json.dumps(definition), "utf-8")
     with pytest.raises(ValueError, match="has another tokenizer"):
         LLM(speculative_config={"model": str(tmp_path / "draft")})
+
+
+def test_a_draft_model_that_does_not_fit_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise OutOfMemoryError("the weights take 9 bytes and 8 are free.")
+
+    monkeypatch.setattr("llm.startup.draft.make_plan", refuse)
+    with pytest.raises(OutOfMemoryError, match=r"\(the weights take 9 bytes and 8 are free\); a draft model's weights"):
+        LLM(speculative_config={"model": str(EMBEDDED_MODEL)})
 
 
 def test_the_config_says_what_drafts() -> None:
