@@ -116,6 +116,14 @@ def test_blocks_are_shared_by_rows_with_the_same_adapter_alone(llm: LLM, adapter
     assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] == (len(prompt) - 1) // 4 * 4
 
 
+def test_adapters_on_transformers_code(checkpoint: Path, adapters: list[LoRARequest]) -> None:
+    prompts = make_prompts(ROW)[1:3]
+    with LLM(checkpoint, enable_lora=True, model_impl="transformers", **ENGINE) as llm:
+        outputs = llm.generate(prompts, PARAMS, lora_request=[adapters[1], None], use_tqdm=False)
+    assert_is_of(with_adapter(checkpoint, adapters[1]), prompts[0], outputs[0])
+    assert_is_of(reference_model(checkpoint), prompts[1], outputs[1])
+
+
 def test_steps_with_adapters_are_replayed(llm: LLM, adapters: list[LoRARequest]) -> None:
     runner = llm._engine.runner
     if not runner.backend.records:

@@ -108,7 +108,10 @@ class AdapterConfig:
             key for key, value in reader.raw.items() if key not in _HARMLESS and value not in (False, [], {})
         )
         if unknown:
-            raise UnsupportedModelError(f"{FILE} asks for {list_names(unknown)}, which is not computed.")
+            raise UnsupportedModelError(
+                f"{FILE} asks for {list_names(unknown)}, which is not computed; merge the adapter with PEFT "
+                "(merge_and_unload) and load the model that is saved."
+            )
         return found
 
     def rank_of(self, module: str) -> int:
