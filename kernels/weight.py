@@ -160,7 +160,7 @@ class ExpertWeights:
     """The matrices of a layer of experts, one pair per expert, all of one kind and one size.
 
     Attributes:
-        gate_up: [2I, H] each: the gate in rows 0 to I - 1, then the value.
+        gate_up: [2I, H] each: the gate in rows 0 to I - 1, then the value; [I, H] of experts without a gate.
         down: [H, I] each.
 
     Raises:
@@ -175,7 +175,8 @@ class ExpertWeights:
         if not self.gate_up or len(self.gate_up) != len(self.down):
             raise ValueError(f"each expert has two weights, got {len(self.gate_up)} and {len(self.down)}")
         inner, hidden = self.down[0].k, self.down[0].n
-        for weights, shape in ((self.gate_up, (2 * inner, hidden)), (self.down, (hidden, inner))):
+        rows = inner if self.gate_up[0].n == inner else 2 * inner
+        for weights, shape in ((self.gate_up, (rows, hidden)), (self.down, (hidden, inner))):
             for weight in weights:
                 if (weight.n, weight.k) != shape or weight.kind != weights[0].kind:
                     raise ValueError(
@@ -186,6 +187,10 @@ class ExpertWeights:
     @property
     def hidden_size(self) -> int:
         return self.down[0].n
+
+    @property
+    def is_gated(self) -> bool:
+        return self.gate_up[0].n != self.down[0].k
 
     def derived(self, make: Callable[[ExpertWeights], T]) -> T:
         """`make(self)`, computed once: what a backend keeps of all of them together."""

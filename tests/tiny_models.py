@@ -748,6 +748,16 @@ TINY_MODELS = TINY_MODELS | {
             "time_step_min": 1e-9,  # where transformers clamps the steps of prompts
         },
     ),
+    "nemotron-h-experts": TinyModel(
+        "NemotronHConfig",
+        {
+            **{"rms_norm_eps": None, "layer_norm_epsilon": 1e-3, "num_hidden_layers": None},
+            **{"layers_block_type": ["moe", "full_attention", "moe"], "n_routed_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 13, "moe_shared_expert_intermediate_size": 29, "moe_latent_size": 22},
+            **{"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "mlp_bias": True},
+        },
+        control={"norm_topk_prob": False},
+    ),
     "jamba": TinyModel(
         "JambaConfig",
         {
@@ -804,7 +814,7 @@ _REARRANGED = """
     gpt_neo gemma3n gemma4-experts mpt falcon-alibi apertus nanochat codegen
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
-    falcon-mamba granitemoehybrid-dense bamba nemotron-h jamba qwen3-5 qwen3-5-moe olmo-hybrid
+    falcon-mamba granitemoehybrid-dense bamba nemotron-h nemotron-h-experts jamba qwen3-5 qwen3-5-moe olmo-hybrid
 """.split()
 # Rows that differ from a scheduled one in how weights are read, in biases, or in numbers of a position's rotation.
 _VARIANTS = """

@@ -36,6 +36,7 @@ struct Mixture {
     int64_t pairs() const { return tokens * top_k; }
     int64_t hidden() const { return gate_up->k; }
     int64_t inner() const { return down->k; }
+    bool is_gated() const { return gate_up->n != inner(); }
 };
 
 // Pairs [first, first + count) of the sorted ones, all of one expert.
@@ -111,7 +112,7 @@ void swigluoai_row(const float* gate, const float* up, float limit, float* out, 
     }
 }
 
-// Gate, up and activation of all pairs -> out [pairs][inner].
+// Gate, up and activation of all pairs -> out [pairs][inner]; without a gate up and activation.
 void compute_inner(const Mixture& mix, const Sorted& pairs, float* out) {
     const int64_t inner = mix.inner(), result_bytes = pairs.most() * 2 * inner * static_cast<int64_t>(sizeof(float));
     const Slices slices(inner, max(least_slices(mix, pairs), ceil_div(result_bytes, RESULT_BYTES)));
@@ -123,10 +124,17 @@ void compute_inner(const Mixture& mix, const Sorted& pairs, float* out) {
         const int64_t first = slices.first(task / pairs.shares()), end = slices.end(task / pairs.shares());
         const Weight& both = mix.gate_up[share.expert];
         const int64_t skipped = (inner + first) % LANES;
-        const Weight gate = channels(both, first, end), up = channels(both, inner + first - skipped, inner + end);
+        const Weight gate = channels(both, first, end);
         float *copies = reinterpret_cast<float*>(scratch), *gates = copies + copied, *ups = gates + results;
         const float* x = pairs.rows(share, mix.x, mix.hidden(), copies);
         linear(gate, x, gates, share.count, 1);
+        if (!mix.is_gated()) {
+            for (int64_t r = 0; r < share.count; ++r)
+                activation_row(mix.function, gates + r * gate.n, nullptr, out + (share.first + r) * inner + first,
+                               end - first);
+            return;
+        }
+        const Weight up = channels(both, inner + first - skipped, inner + end);
         linear(up, x, ups, share.count, 1);
         for (int64_t r = 0; r < share.count; ++r) {
             const float *g = gates + r * gate.n, *u = ups + r * up.n + skipped;
@@ -182,9 +190,9 @@ void compute_sums(const Mixture& mix, const Sorted& pairs, const float* inner) {
 using namespace llm;
 
 // y [tokens, hidden] = sum over the slots, in order, of factors[token, slot] * down(act(gate_up(x[token]))), each with
-// the weights of the expert ids[token, slot]. Weights [experts]: gate_up [2 inner, hidden], the gates first, and down
-// [hidden, inner]. Returns 0; or, having computed nothing: 1 if an id is not in [0, experts), 2 for weights
-// that lack their scales.
+// the weights of the expert ids[token, slot]. Weights [experts]: gate_up [2 inner, hidden], the gates first, or without
+// gates [inner, hidden], and down [hidden, inner]. Returns 0; or, having computed nothing: 1 if an id is not in [0,
+// experts), 2 for weights that lack their scales.
 LLM_EXPORT int64_t llm_experts(const Weight* gate_up, const Weight* down, int64_t experts, const float* x,
                                const int64_t* ids, const float* factors, int64_t tokens, int64_t top_k,
                                int64_t function, float limit, float* y, int64_t threads) {

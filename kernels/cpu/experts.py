@@ -8,10 +8,11 @@ from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.packed import WeightArray, panels
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
+from llm.kernels.reference.experts import check_gate
 from llm.kernels.weight import ExpertWeights
 
 # As in activation.h and experts.cpp.
-_FUNCTIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swigluoai": 6}
+_FUNCTIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swigluoai": 6, "relu2_no_mul": 5}
 _EXPERTS = KERNELS["llm_experts"]
 _BAD_ID, _NO_SCALES = 1, 2
 
@@ -32,6 +33,7 @@ def experts(
     """
     if activation not in _FUNCTIONS:
         raise ValueError(f"experts have the activations {', '.join(_FUNCTIONS)}, got {activation!r}")
+    check_gate(activation, weights)
     _check(x, topk_ids, topk_weights, weights.hidden_size)
     x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     out = library.empty(*x.shape)

@@ -11,6 +11,7 @@ from llm.kernels.reference.activation import (
     SWIGLUOAI_ALPHA,
     SWIGLUOAI_LIMIT,
     gelu_and_mul,
+    relu2,
     silu_and_mul,
     silu_and_mul_with_clamp,
 )
@@ -18,6 +19,8 @@ from llm.kernels.reference.linear import linear
 from llm.kernels.weight import ExpertWeights, Weight
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
+# Activations of experts without a gate, as vLLM spells them: y is down_e(act(up_e(x))).
+UNGATED = ("relu2_no_mul",)
 
 
 def experts(
@@ -38,12 +41,14 @@ def experts(
     Args:
         topk_ids: a token's experts, each at most once.
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai": g sigmoid(1.702 g) (u + 1), g = min(gate, limit), u = up
-            within +-limit.
+            within +-limit. "relu2_no_mul", of experts without a gate: the square of what is positive.
         limit: of "swigluoai"; 0: 7.
 
     Raises:
         IndexError: an id that is none.
+        ValueError: an unknown activation, or one that needs a gate that the experts lack.
     """
+    check_gate(activation, weights)
     gate = gate_of(activation, limit)
 
     def compute(gate_up: Weight, down: Weight, rows: torch.Tensor) -> torch.Tensor:
@@ -75,13 +80,21 @@ def over_experts(
 
 
 def gate_of(activation: str, limit: float) -> Gate:
-    """What is between an expert's two products: float32 [..., 2I] -> [..., I]."""
+    """What is between an expert's two products: float32 [..., 2I], or [..., I] without a gate, -> [..., I]."""
     gates: dict[str, Gate] = {
         "silu": silu_and_mul,
         "gelu": lambda x: gelu_and_mul(x, "none"),
         "gelu_tanh": lambda x: gelu_and_mul(x, "tanh"),
         "swigluoai": lambda x: silu_and_mul_with_clamp(x, limit or SWIGLUOAI_LIMIT, SWIGLUOAI_ALPHA, 1.0),
+        "relu2_no_mul": relu2,
     }
     if activation not in gates:
         raise ValueError(f"experts have the activations {', '.join(gates)}, got {activation!r}")
     return gates[activation]
+
+
+def check_gate(activation: str, weights: ExpertWeights) -> None:
+    """ValueError where the experts have a gate that the activation does not read, or lack it."""
+    if weights.is_gated == (activation in UNGATED):
+        what = "are of experts with a gate" if weights.is_gated else "are of experts without a gate"
+        raise ValueError(f"the activation {activation!r} does not fit: the weights {what}")

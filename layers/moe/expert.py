@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 from torch import nn
@@ -11,9 +11,9 @@ from torch import nn
 from llm.base.watch import Patchable
 from llm.kernels.reference.activation import SWIGLUOAI_ALPHA
 from llm.kernels.weight import ExpertWeights, Weight
-from llm.layers.activation import GeluAndMul, SiluAndMul
+from llm.layers.activation import GeluAndMul, ReLUSquaredActivation, SiluAndMul
 from llm.layers.extra.activation import SiluAndMulWithClamp
-from llm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
+from llm.layers.linear import ColumnParallelLinear, LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.quantization.base import PackedLinearMethod, QuantizationConfig
 
@@ -23,13 +23,25 @@ ACTIVATIONS: dict[str, Callable[[float], nn.Module]] = {
     "gelu": lambda limit: GeluAndMul(),
     "gelu_tanh": lambda limit: GeluAndMul("tanh"),
     "swigluoai": lambda limit: SiluAndMulWithClamp(limit, alpha=SWIGLUOAI_ALPHA, beta=1.0),
+    "relu2_no_mul": lambda limit: ReLUSquaredActivation(),
 }
+# Whether there is a gate -> the name of the linear layer that reads what goes in.
+FIRST_LAYER = {True: "gate_up_proj", False: "up_proj"}
+
+
+class _LayerArguments(TypedDict):
+    params_dtype: torch.dtype | None
+    quant_config: QuantizationConfig | None
+    tp: TensorParallel
 
 
 class Expert(Patchable):
     """One expert: down(act(gate(x)) * up(x)), of which a rank has its part of the channels between.
 
     Names, shards and quantization are those of any linear layer. Called only where the operation `experts` is not.
+
+    Args:
+        is_gated: False: down(act(up(x))).
     """
 
     def __init__(
@@ -38,6 +50,7 @@ class Expert(Patchable):
         intermediate_size: int,
         act_fn: nn.Module,
         *,
+        is_gated: bool = True,
         bias: bool,
         params_dtype: torch.dtype | None,
         quant_config: QuantizationConfig | None,
@@ -45,29 +58,25 @@ class Expert(Patchable):
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [intermediate_size, intermediate_size],
-            bias,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.gate_up_proj",
-            tp=tp,
-        )
+        types: _LayerArguments = {"params_dtype": params_dtype, "quant_config": quant_config, "tp": tp}
+        self._first = FIRST_LAYER[is_gated]
+        path, inner = f"{prefix}.{self._first}", intermediate_size
+        if is_gated:
+            self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [inner, inner], bias, prefix=path, **types)
+        else:
+            self.up_proj = ColumnParallelLinear(hidden_size, inner, bias, prefix=path, **types)
         self.down_proj = RowParallelLinear(
             intermediate_size,
             hidden_size,
             bias,
             reduce_results=False,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
             prefix=f"{prefix}.down_proj",
-            tp=tp,
+            **types,
         )
         self._act_fn = [act_fn]  # no child: the operation `experts` computes it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self._act_fn[0](self.gate_up_proj(x)))
+        return self.down_proj(self._act_fn[0](getattr(self, self._first)(x)))
 
 
 def weights_of(experts: Sequence[Expert], name: str, adds_bias: bool) -> tuple[Weight | None, ...]:

@@ -15,8 +15,9 @@ from llm.base.checks import refuse
 from llm.base.custom_op import PluggableLayer
 from llm.base.watch import Watch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
+from llm.kernels.reference.experts import UNGATED
 from llm.kernels.weight import ExpertWeights
-from llm.layers.moe.expert import ACTIVATIONS, Expert, together, weights_of
+from llm.layers.moe.expert import ACTIVATIONS, FIRST_LAYER, Expert, together, weights_of
 from llm.layers.moe.method import UnquantizedFusedMoEMethod
 from llm.layers.moe.router import Routing, make_router
 from llm.layers.parallel import SINGLE, TensorParallel
@@ -51,7 +52,8 @@ class FusedMoE(PluggableLayer):
         custom_routing_function: (hidden_states, gating_output, topk, renormalize) -> (weights, ids), in the place of
             `router`, which is then None. A `CustomOp` keeps the batch invariant; of other functions nothing is known.
         apply_router_weight_on_input: multiply an expert's input by its weight in place of its output; top_k is 1.
-        activation: a key of `ACTIVATIONS`.
+        activation: a key of `ACTIVATIONS`; with "relu2_no_mul" experts have no gate, and an `up_proj` in the place of
+            `gate_up_proj`.
         has_bias: whether the experts have biases.
         swiglu_limit: of the activation "swigluoai".
         tp: this layer's place in a tensor-parallel group.
@@ -124,6 +126,7 @@ class FusedMoE(PluggableLayer):
                 self.hidden_size,
                 intermediate_size,
                 act_fn,
+                is_gated=self.activation not in UNGATED,
                 bias=self.has_bias,
                 params_dtype=params_dtype,
                 quant_config=quant_config,
@@ -187,7 +190,7 @@ class FusedMoE(PluggableLayer):
         """The weights of `placed_experts` for one call; None: the experts must be called one by one."""
         if self._is_watched():
             return None
-        gate_up = weights_of(self._placed, "gate_up_proj", True)
+        gate_up = weights_of(self._placed, FIRST_LAYER[self.activation not in UNGATED], True)
         down = weights_of(self._placed, "down_proj", self.tp.rank == 0)
         known = self._weights
         if known is None or known.gate_up != gate_up or known.down != down:

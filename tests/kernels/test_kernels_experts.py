@@ -21,6 +21,7 @@ from llm.kernels.weight import ExpertWeights, Weight
 
 pytestmark = needs_compiler
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+UNGATED = "relu2_no_mul"
 LIMIT = 7.0
 
 
@@ -128,7 +129,14 @@ def routing(tokens: int, slots: int, count: int) -> tuple[torch.Tensor, torch.Te
     return ids, torch.randn(tokens, slots)
 
 
+def without_gates(lib: library.Library, kind: str, count: int, hidden: int, inner: int) -> ExpertWeights:
+    whole = mixture(lib, kind, count, hidden, inner)
+    return ExpertWeights(tuple(KINDS[kind](lib, inner, hidden) for _ in range(count)), whole.down)
+
+
 def gated(lib: library.Library, both: torch.Tensor, function: str) -> torch.Tensor:
+    if function == UNGATED:
+        return activation.relu2(lib, both)
     if function == "silu":
         return activation.silu_and_mul(lib, both)
     if function != "swigluoai":
@@ -184,6 +192,23 @@ def test_the_bits_are_those_of_the_twin(lib: library.Library, shape: tuple[int, 
     for function in ACTIVATIONS if kind == "float32" else ("silu",):
         result = experts(lib, x, ids, factors, weights, function)
         assert same(result, twin(lib, x, ids, factors, weights, function))
+
+
+@pytest.mark.parametrize("kind", ["float32", "w4a8"])
+def test_experts_without_a_gate(lib: library.Library, kind: str) -> None:
+    for tokens, slots, count, hidden, inner in SHAPES[1:6]:
+        weights = without_gates(lib, kind, count, hidden, inner)
+        x, (ids, factors) = torch.randn(tokens, hidden), routing(tokens, slots, count)
+        result = experts(lib, x, ids, factors, weights, UNGATED)
+        assert same(result, twin(lib, x, ids, factors, weights, UNGATED))
+    if kind == "float32":
+        plain = ExpertWeights(*(tuple(map(unpacked, side)) for side in (weights.gate_up, weights.down)))
+        assert torch.allclose(result, definition(x, ids, factors, plain, UNGATED), rtol=1e-4, atol=1e-3)
+    for compute, one in ((experts, (lib,)), (definition, ())):
+        with pytest.raises(ValueError, match="are of experts without a gate"):
+            compute(*one, x, ids, factors, weights, "silu")
+        with pytest.raises(ValueError, match="are of experts with a gate"):
+            compute(*one, x, ids, factors, mixture(lib, kind, count, hidden, inner), UNGATED)
 
 
 def exact(x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
@@ -328,7 +353,7 @@ def test_what_does_not_fit_is_refused(best: library.Library) -> None:
         experts(best, x, ids.int(), factors, weights)
     with pytest.raises(ValueError, match=r"float32 \[2, 2\], got torch\.float32 \[2, 1\]"):
         experts(best, x, ids, factors[:, :1], weights)
-    with pytest.raises(ValueError, match="silu, gelu, gelu_tanh, swigluoai, got 'relu'"):
+    with pytest.raises(ValueError, match="silu, gelu, gelu_tanh, swigluoai, relu2_no_mul, got 'relu'"):
         experts(best, x, ids, factors, weights, "relu")
     plain = ExpertWeights(*(tuple(map(unpacked, side)) for side in (weights.gate_up, weights.down)))
     with pytest.raises(TypeError, match="pack them"):

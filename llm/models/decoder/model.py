@@ -17,7 +17,7 @@ from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.config import DecoderConfig
 from llm.models.decoder.layer import add_norm
-from llm.models.decoder.moe import down, gate_and_up
+from llm.models.decoder.moe import down, gate_and_up, up
 from llm.models.decoder.multi_token import MultiTokenHead
 from llm.models.decoder.part import BuildContext
 from llm.models.interface import BuildOptions, Cut
@@ -69,7 +69,11 @@ class DecoderForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     # As transformers 5 has them in memory.
-    stacked_weights: ClassVar[Mapping[str, Cut]] = {"experts.gate_up_proj": gate_and_up, "experts.down_proj": down}
+    stacked_weights: ClassVar[Mapping[str, Cut]] = {
+        "experts.gate_up_proj": gate_and_up,
+        "experts.up_proj": up,
+        "experts.down_proj": down,
+    }
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
     # Older checkpoints store the rotary frequencies; we compute them from config.json.
     ignored_weights: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)

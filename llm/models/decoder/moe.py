@@ -12,14 +12,17 @@ from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
 from llm.forward import ForwardBatch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
+from llm.layers.linear import ReplicatedLinear
 from llm.layers.moe import FusedMoE, GateLinear
 from llm.layers.moe.fused_moe import RoutingFunction
 from llm.layers.moe.router import Routing
-from llm.models.decoder.mlp import GatedMLPConfig
+from llm.models.decoder.mlp import GatedMLPConfig, PlainMLPConfig
 from llm.models.decoder.part import BuildContext, PartConfig
 
 # Hugging Face's names of activations -> those of the operation `experts`.
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "swigluoai": "swigluoai"}
+_GATED = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "swigluoai": "swigluoai"}
+_UNGATED = {"relu2": "relu2_no_mul"}
+_ACTIVATIONS = _GATED | _UNGATED
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class MoEConfig(PartConfig):
 
     Attributes:
         intermediate_size: of one expert.
-        activation: as in `GatedMLPConfig`, or "swigluoai" with `swiglu_limit`.
+        activation: as in `GatedMLPConfig`, or "swigluoai" with `swiglu_limit`, or "relu2": neither the experts nor
+            what every token has have a gate then.
         renormalize: a token's weights sum to `routed_scaling_factor`.
         scoring: "softmax" or "sigmoid" of the router's logits.
         correction_bias: the router has a bias for choosing alone.
@@ -37,6 +41,8 @@ class MoEConfig(PartConfig):
         weight_on_input: an expert's input is multiplied by its weight, not its output; `top_k` is 1.
         routing_function: makes what chooses in the place of all of this, see `FusedMoE`.
         shared_size: intermediate size of the feed-forward that every token has; None: there is none.
+        shared_bias: what every token has, and the projections of `latent_size`, have biases.
+        latent_size: channels that hidden states are projected to for the experts, and back from; None: they are not.
         shared_gate: its output is multiplied by the sigmoid of a linear layer with one output; it is then a layer of
             one expert, `shared_experts.0`.
     """
@@ -58,6 +64,8 @@ class MoEConfig(PartConfig):
     shared_size: int | None = None
     shared_gate: bool = False
     weight_on_input: bool = False
+    shared_bias: bool = False
+    latent_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in _ACTIVATIONS:
@@ -110,7 +118,7 @@ class MoEBlock(nn.Module):
         self.experts = FusedMoE(
             config.num_experts,
             config.top_k,
-            hidden,
+            config.latent_size or hidden,
             config.intermediate_size,
             prefix=f"{prefix}.experts",
             activation=activation,
@@ -121,6 +129,7 @@ class MoEBlock(nn.Module):
             **config.routing(self.gate.e_score_correction_bias),
             **context.common,
         )
+        self.fc1_latent_proj, self.fc2_latent_proj = self._latent_projections(config, context, prefix)
         self.shared_experts: nn.Module | None = None
         self.shared_expert_gate: GateLinear | None = None
         path, size = f"{prefix}.shared_experts", config.shared_size
@@ -132,10 +141,27 @@ class MoEBlock(nn.Module):
                 1, 1, hidden, size, prefix=path, activation=activation, **one, **context.common
             )
         elif size is not None:
-            self.shared_experts = GatedMLPConfig(size, config.activation).build(context, path)
+            mlp = PlainMLPConfig if config.activation in _UNGATED else GatedMLPConfig
+            self.shared_experts = mlp(size, config.activation, config.shared_bias).build(context, path)
+
+    @staticmethod
+    def _latent_projections(
+        config: MoEConfig, context: BuildContext, prefix: str
+    ) -> tuple[ReplicatedLinear | None, ReplicatedLinear | None]:
+        latent, hidden, bias = config.latent_size, context.hidden_size, config.shared_bias
+        if latent is None:
+            return None, None
+        return (
+            ReplicatedLinear(hidden, latent, bias, prefix=f"{prefix}.fc1_latent_proj", **context.common),
+            ReplicatedLinear(latent, hidden, bias, prefix=f"{prefix}.fc2_latent_proj", **context.common),
+        )
 
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        y = self.experts(hidden, self.gate(hidden))
+        logits = self.gate(hidden)
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            y = self.experts(hidden, logits)
+        else:
+            y = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(hidden), logits))
         if self.shared_experts is None:
             return y
         if self.shared_expert_gate is None:
@@ -148,6 +174,11 @@ def gate_and_up(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     gate, up = weight.tensor_split(2)
     yield "gate_proj.weight", gate
     yield "up_proj.weight", up
+
+
+def up(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of experts without a gate: [I, H]."""
+    yield "up_proj.weight", weight
 
 
 def down(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
