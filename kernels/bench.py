@@ -1,5 +1,5 @@
 """`python -m llm kernels bench`: GEMM rates next to PyTorch's and to memory bandwidth, rates of the experts of a
-mixture, and the time of one call (bench_calls.py).
+mixture, decode steps with recurrent states (bench_states.py), and the time of one call (bench_calls.py).
 
 Ours and PyTorch's alternate in the same process; the best and the median of the repetitions are shown. With few rows,
 as in a decode step, the weights exceed the caches, and our GEMMs are recorded and replayed without Python
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from llm.kernels import bench_calls
+from llm.kernels import bench_calls, bench_states
 from llm.kernels.backend import Backend
 from llm.kernels.weight import FLOAT_KINDS, ExpertWeights, Weight
 
@@ -75,6 +75,7 @@ def run(backend: Backend, seconds: float) -> Iterator[str]:
     for rows in EXPERT_ROWS:
         shape = (3 * USED * EXPERT[0], EXPERT[1])
         yield from map(str, _measure(backend, dict(_mixtures(backend, rows)), shape, rows, seconds))
+    yield from bench_states.run(backend, seconds)
     yield from bench_calls.run(backend)
 
 

@@ -86,9 +86,32 @@ struct Slice {
     }
 };
 
+// One token of one row, whose channels are side by side in weight and state: each input moves to the place before.
+template <class T> void convolve_one(const Convolution& conv, int64_t row, int64_t begin) {
+    const int64_t count = min(SLICE, conv.channels - begin), taps = conv.taps, token = conv.rows.first(row);
+    const T* weight = static_cast<const T*>(conv.weight) + begin;
+    const T* bias = conv.bias ? static_cast<const T*>(conv.bias) + begin : nullptr;
+    float* state = conv.state + conv.rows.slots[row] * conv.state_slot + begin;
+    const float* x = conv.x + token * conv.x_stride + begin;
+    float* out = conv.out + token * conv.channels + begin;
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t left = count - i;
+        F32 sum = bias ? load_part(bias + i, left) : zero();
+        for (int64_t k = 0; k < taps; ++k) {
+            const F32 input = load_part(k + 1 < taps ? state + k * conv.state_tap + i : x + i, left);
+            sum = fma(load_part(weight + k * conv.weight_tap + i, left), input, sum);
+            if (k) store_part(state + (k - 1) * conv.state_tap + i, input, left);
+        }
+        store_part(out + i, conv.silu ? activate<SILU>(sum) : sum, left);
+    }
+}
+
 void convolve_slice(const Convolution& conv, int64_t row, int64_t begin, char* scratch) {
     const int64_t tokens = conv.rows.count(row);
     if (!tokens) return;
+    if (tokens == 1 && conv.rows.stored(row) && !conv.rows.is_new(row) && conv.weight_channel == 1 &&
+        conv.state_channel == 1)
+        return with_type(conv.kind, [&](auto type) { convolve_one<typename decltype(type)::Value>(conv, row, begin); });
     Slice slice(conv, row, begin, scratch);
     float* state = conv.state + conv.rows.slots[row] * conv.state_slot + begin * conv.state_channel;
     if (conv.rows.is_new(row)) std::memset(slice.before, 0, (conv.taps - 1) * SLICE * sizeof(float));

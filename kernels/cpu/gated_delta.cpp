@@ -14,7 +14,9 @@
 namespace llm {
 namespace {
 
-constexpr int64_t COLUMNS = 2 * LANES;  // of a task
+constexpr int VECTORS = 4;
+constexpr int64_t COLUMNS = VECTORS * LANES;  // of a task
+constexpr int64_t FEW = 2;                    // tokens that are not worth copying a state for
 constexpr float NORM_EPS = 1e-6f;
 
 // Tokens `stride` floats apart.
@@ -53,7 +55,9 @@ void normalise(const float* x, float scale, int64_t size, float* out) {
 struct Columns {
     const DeltaRule& rule;
     int64_t head, begin, count;
-    float *state, *key, *query, *decay;
+    float* state;  // of a row of keys, `stride` floats before the next
+    int64_t stride = COLUMNS;
+    float *key, *query, *decay;
 
     Columns(const DeltaRule& what, int64_t index, int64_t start, char* scratch)
         : rule(what), head(index), begin(start), count(min(COLUMNS, what.values - start)),
@@ -102,29 +106,37 @@ struct Columns {
     // state = decay * state; state += key x (value - key state) beta; out = query state
     void step(int64_t token) {
         read_token(token);
-        F32 known[2] = {zero(), zero()}, seen[2] = {zero(), zero()}, change[2];
+        F32 known[VECTORS], seen[VECTORS], change[VECTORS];
+        LLM_UNROLL for (int c = 0; c < VECTORS; ++c) known[c] = seen[c] = zero();
         for (int64_t k = 0; k < rule.keys; ++k) {
             const F32 by = set1(decay[k]), of = set1(key[k]);
-            LLM_UNROLL for (int c = 0; c < 2; ++c) {
-                const F32 kept = load(state + k * COLUMNS + c * LANES) * by;
-                store(state + k * COLUMNS + c * LANES, kept);
-                known[c] = fma(of, kept, known[c]);
-            }
+            LLM_UNROLL for (int c = 0; c < VECTORS; ++c)
+                known[c] = fma(of, load(state + k * stride + c * LANES) * by, known[c]);
         }
         const float* value = rule.value.at(token) + head * rule.values + begin;
         const F32 share = set1(beta(token));
-        LLM_UNROLL for (int c = 0; c < 2; ++c)
+        LLM_UNROLL for (int c = 0; c < VECTORS; ++c)
             change[c] = (load_part(value + c * LANES, count - c * LANES) - known[c]) * share;
-        for (int64_t k = 0; k < rule.keys; ++k) {
-            const F32 of = set1(key[k]), by = set1(query[k]);
-            LLM_UNROLL for (int c = 0; c < 2; ++c) {
-                const F32 now = fma(of, change[c], load(state + k * COLUMNS + c * LANES));
-                store(state + k * COLUMNS + c * LANES, now);
-                seen[c] = fma(by, now, seen[c]);
+        // Half of the columns at a time: twice as many sums as above fit the registers.
+        LLM_UNROLL for (int half = 0; half < VECTORS; half += VECTORS / 2) {
+            for (int64_t k = 0; k < rule.keys; ++k) {
+                const F32 kept = set1(decay[k]), of = set1(key[k]), by = set1(query[k]);
+                LLM_UNROLL for (int c = half; c < half + VECTORS / 2; ++c) {
+                    float* at = state + k * stride + c * LANES;
+                    const F32 now = fma(of, change[c], load(at) * kept);
+                    store(at, now);
+                    seen[c] = fma(by, now, seen[c]);
+                }
             }
         }
         float* out = rule.out + (token * rule.heads + head) * rule.values + begin;
-        LLM_UNROLL for (int c = 0; c < 2; ++c) store_part(out + c * LANES, seen[c], count - c * LANES);
+        LLM_UNROLL for (int c = 0; c < VECTORS; ++c) store_part(out + c * LANES, seen[c], count - c * LANES);
+    }
+
+    // Few tokens change the state where it is, if all columns of the slice exist.
+    void work_in_place(float* at) {
+        state = at;
+        stride = rule.values;
     }
 };
 
@@ -133,9 +145,14 @@ void run_columns(const DeltaRule& rule, int64_t row, int64_t head, int64_t begin
     if (!count) return;
     Columns columns(rule, head, begin, scratch);
     float* state = rule.state + (rule.rows.slots[row] * rule.heads + head) * rule.keys * rule.values + begin;
+    const int64_t stored = rule.rows.stored(row);
+    if (count <= FEW && stored == count && columns.count == COLUMNS && !rule.rows.is_new(row)) {
+        columns.work_in_place(state);
+        for (int64_t t = 0; t < count; ++t) columns.step(first + t);
+        return;
+    }
     if (rule.rows.is_new(row)) std::memset(columns.state, 0, rule.keys * COLUMNS * sizeof(float));
     else columns.fetch(state);
-    const int64_t stored = rule.rows.stored(row);
     for (int64_t t = 0; t < stored; ++t) columns.step(first + t);
     columns.put_back(state);
     for (int64_t t = stored; t < count; ++t) columns.step(first + t);

@@ -29,28 +29,40 @@ template <bool WHOLE> LLM_INLINE void give(float* to, F32 value, int64_t left) {
 
 // Mamba: every channel has its own step and its own decays.
 struct SelectiveScan {
-    static constexpr int64_t SLICE = 64;  // channels of a task
+    static constexpr int64_t SLICE = 256;  // channels of a task
+    static constexpr int64_t AHEAD = 4 * LANES;
 
     StateRows rows;
     Tokens x, dt, b, c, gate;  // no gate: null
-    const float *a_log, *d, *dt_bias;
+    const float* a_log;
+    int64_t a_channel, a_state;  // strides
+    const float *d, *dt_bias;
     float* state;
     int64_t channels, states;
     float* out;
 
-    // Per thread, of a slice: its state and its rates -exp(a_log), [states][SLICE] each.
+    // Per thread, of a slice: a state and the rates, [states][SLICE] each.
     int64_t scratch_bytes() const { return 2 * states * SLICE * static_cast<int64_t>(sizeof(float)); }
 
+    // -exp(a_log) log2(e): a decay is a power of two.
     void gather_rates(int64_t begin, int64_t count, float* rates) const {
+        const F32 factor = set1(-0x1.715476p+0f);
         for (int64_t n = 0; n < states; ++n, rates += SLICE) {
-            for (int64_t i = 0; i < count; ++i) rates[i] = a_log[(begin + i) * states + n];
-            for (int64_t i = 0; i < count; i += LANES)
-                store_part(rates + i, zero() - exp(load_part(rates + i, count - i)), count - i);
+            const float* from = a_log + begin * a_channel + n * a_state;
+            if (a_channel == 1) std::memcpy(rates, from, count * sizeof(float));
+            else
+                for (int64_t i = 0; i < count; ++i) rates[i] = from[i * a_channel];
+            // Lanes beyond `count` are computed too, and dropped.
+            for (int64_t i = count; i % LANES; ++i) rates[i] = 0.0f;
+            for (int64_t i = 0; i < count; i += LANES) store(rates + i, factor * exp(load(rates + i)));
         }
     }
 
-    // Sixteen channels of one token, of which `left` exist. `state` and `rates` are columns of the scratch.
-    LLM_INLINE void advance(int64_t token, int64_t channel, int64_t left, float* state, const float* rates) const {
+    // Sixteen channels of one token, of which `left` exist. `own` is a column of a state, `stride` floats from one
+    // state to the next, and `rates` one of the scratch.
+    template <bool WHOLE>
+    LLM_INLINE void advance(int64_t token, int64_t channel, int64_t left, float* own, int64_t stride,
+                            const float* rates) const {
         F32 step = load_part(dt.at(token) + channel, left);
         if (dt_bias) step = step + load_part(dt_bias + channel, left);
         step = softplus(step);
@@ -58,8 +70,10 @@ struct SelectiveScan {
         const float *in = b.at(token), *read = c.at(token);
         F32 sum = zero();
         for (int64_t n = 0; n < states; ++n) {
-            const F32 next = fma(exp(load(rates + n * SLICE) * step), load(state + n * SLICE), set1(in[n]) * scaled);
-            store(state + n * SLICE, next);
+            prefetch(own + n * stride + AHEAD);
+            const F32 decay = exp2_of_negative(load(rates + n * SLICE) * step);
+            const F32 next = fma(decay, take<WHOLE>(own + n * stride, left), set1(in[n]) * scaled);
+            give<WHOLE>(own + n * stride, next, left);
             sum = fma(set1(read[n]), next, sum);
         }
         sum = fma(load_part(d + channel, left), input, sum);
@@ -67,35 +81,55 @@ struct SelectiveScan {
         store_part(out + token * channels + channel, sum, left);
     }
 
-    void run(int64_t row, int64_t begin, float* scratch) const {
+    // The tokens [from, to) of a slice; `own`: its states.
+    void pass(int64_t from, int64_t to, int64_t begin, int64_t count, float* own, int64_t stride,
+              const float* rates) const {
+        for (int64_t token = from; token < to; ++token) {
+            int64_t i = 0;
+            for (; i + LANES <= count; i += LANES) advance<true>(token, begin + i, LANES, own + i, stride, rates + i);
+            if (i < count) advance<false>(token, begin + i, count - i, own + i, stride, rates + i);
+        }
+    }
+
+    void run(int64_t row, int64_t begin, const float* rates, float* scratch) const {
         const int64_t count = min(SLICE, channels - begin), first = rows.first(row), tokens = rows.count(row);
         if (!tokens) return;
-        float *own = scratch, *rates = scratch + states * SLICE;
         float* kept = state + rows.slots[row] * states * channels + begin;
-        // Lanes beyond `count` are computed too, and dropped.
-        std::memset(scratch, 0, scratch_bytes());
-        if (!rows.is_new(row))
-            for (int64_t n = 0; n < states; ++n)
-                std::memcpy(own + n * SLICE, kept + n * channels, count * sizeof(float));
-        gather_rates(begin, count, rates);
-        const auto pass = [&](int64_t from, int64_t to) {
-            for (int64_t token = first + from; token < first + to; ++token)
-                for (int64_t i = 0; i < count; i += LANES) advance(token, begin + i, count - i, own + i, rates + i);
-        };
-        pass(0, rows.stored(row));
-        for (int64_t n = 0; n < states; ++n) std::memcpy(kept + n * channels, own + n * SLICE, count * sizeof(float));
-        pass(rows.stored(row), tokens);
+        // One token is not worth a copy of the state.
+        if (tokens == 1 && rows.stored(row) == 1 && !rows.is_new(row))
+            return pass(first, first + 1, begin, count, kept, channels, rates);
+        for (int64_t n = 0; n < states; ++n)
+            if (rows.is_new(row)) std::memset(scratch + n * SLICE, 0, count * sizeof(float));
+            else std::memcpy(scratch + n * SLICE, kept + n * channels, count * sizeof(float));
+        const int64_t behind = first + rows.stored(row);
+        pass(first, behind, begin, count, scratch, SLICE, rates);
+        for (int64_t n = 0; n < states; ++n)
+            std::memcpy(kept + n * channels, scratch + n * SLICE, count * sizeof(float));
+        pass(behind, first + tokens, begin, count, scratch, SLICE, rates);
+    }
+
+    // States are far apart in memory: the processor does not see which comes next.
+    void prefetch_start(const float* own) const {
+        for (int64_t n = 0; n < states; ++n)
+            for (int64_t i = 0; i < AHEAD; i += LANES) prefetch(own + n * channels + i);
+    }
+
+    // All rows of a slice, whose rates are computed once.
+    void run(int64_t slice, float* scratch) const {
+        const int64_t begin = slice * SLICE;
+        float* rates = scratch + states * SLICE;
+        gather_rates(begin, min(SLICE, channels - begin), rates);
+        for (int64_t row = 0; row < rows.rows; ++row) {
+            if (row + 1 < rows.rows) prefetch_start(state + rows.slots[row + 1] * states * channels + begin);
+            run(row, begin, rates, scratch);
+        }
     }
 };
 
 // Mamba 2: the channels of a head share one step and one decay.
 struct Mamba2Scan {
-    // Vectors of channels at a time, whose sums and inputs fit the registers.
-#if LLM_AVX512
+    // Vectors of channels at a time, whose sums fit the registers: a head of 64 channels is read from end to end.
     static constexpr int VECTORS = 4;
-#else
-    static constexpr int VECTORS = 2;
-#endif
     static constexpr int64_t STEPS = LANES;  // tokens whose steps are computed at a time
 
     StateRows rows;
@@ -192,16 +226,16 @@ int64_t threads_for(int64_t tokens, int64_t states, int64_t threads) {
 
 using namespace llm;
 
-// x, dt, gate (or null): tokens of `channels` values; b and c of `states`; a_log [channels][states]; state
-// [num_slots][states][channels] -> out [tokens][channels]. Returns -1; or, having written nothing, the first row whose
-// slot or tokens do not exist.
+// x, dt, gate (or null): tokens of `channels` values; b and c of `states`; a_log [channels][states] of any strides;
+// state [num_slots][states][channels] -> out [tokens][channels]. Returns -1; or, having written nothing, the first row
+// whose slot or tokens do not exist.
 LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths,
                                       const int32_t* counts, const int32_t* stored, int64_t rows, int64_t num_slots,
                                       int64_t tokens, const float* x, int64_t x_stride, const float* dt,
                                       int64_t dt_stride, const float* b, int64_t b_stride, const float* c,
                                       int64_t c_stride, const float* gate, int64_t gate_stride, const float* a_log,
-                                      const float* d, const float* dt_bias, float* state, int64_t channels,
-                                      int64_t states, float* out, int64_t threads) {
+                                      int64_t a_channel, int64_t a_state, const float* d, const float* dt_bias,
+                                      float* state, int64_t channels, int64_t states, float* out, int64_t threads) {
     const StateRows of{slots, starts, lengths, counts, stored, rows};
     const int64_t bad = first_bad_row(of, num_slots, tokens);
     if (bad >= 0) return bad;
@@ -212,6 +246,8 @@ LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* start
                              {c, c_stride},
                              {gate, gate_stride},
                              a_log,
+                             a_channel,
+                             a_state,
                              d,
                              dt_bias,
                              state,
@@ -220,9 +256,8 @@ LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* start
                              out};
     const int64_t slices = ceil_div(channels, SelectiveScan::SLICE);
     const int64_t shared = threads_for(tokens, channels * states, threads);
-    parallel_for(rows * slices, shared, scan.scratch_bytes(), [&](int64_t index, char* scratch) {
-        scan.run(index / slices, index % slices * SelectiveScan::SLICE, reinterpret_cast<float*>(scratch));
-    });
+    parallel_for(slices, shared, scan.scratch_bytes(),
+                 [&](int64_t index, char* scratch) { scan.run(index, reinterpret_cast<float*>(scratch)); });
     return -1;
 }
 

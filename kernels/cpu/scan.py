@@ -28,13 +28,14 @@ def selective_scan(
     state: torch.Tensor,
     metadata: RecurrentMetadata,
 ) -> torch.Tensor:
-    """As `kernels.reference.scan.selective_scan`.
+    """As `kernels.reference.scan.selective_scan`. `a_log` may have any strides: channels side by side (`t()` of a
+    contiguous [N, C]) are read fastest.
 
     Raises:
         IndexError: a row's slot or tokens do not exist; nothing was written.
     """
     check_selective_scan(x, dt, a_log, b, c, d, dt_bias, gate, state)
-    _check_dense(a_log, d, dt_bias, state)
+    _check_dense(d, dt_bias, state)
     (tokens, channels), num_slots, states = x.shape, len(state), state.shape[1]
     out = library.empty(tokens, channels)
     inputs = [_rows(item) for item in (x, dt, b, c)]
@@ -42,8 +43,8 @@ def selective_scan(
     bad = library.call(
         *(_SELECTIVE, *row_arguments(metadata), num_slots, tokens),
         *(value for item, stride in inputs for value in (item.data_ptr(), stride)),
-        *(pointer(last[0]), last[1], a_log.data_ptr(), d.data_ptr(), pointer(dt_bias), state.data_ptr()),
-        *(channels, states, out.data_ptr(), torch.get_num_threads()),
+        *(pointer(last[0]), last[1], a_log.data_ptr(), *a_log.stride(), d.data_ptr(), pointer(dt_bias)),
+        *(state.data_ptr(), channels, states, out.data_ptr(), torch.get_num_threads()),
     )
     if bad >= 0:
         raise no_such_row(metadata, bad, num_slots, tokens)

@@ -80,8 +80,8 @@ int64_t llm_gated_delta_rule(const int64_t* slots, const int32_t* starts, const 
 int64_t llm_selective_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, const int32_t* counts,
     const int32_t* stored, int64_t rows, int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride,
     const float* dt, int64_t dt_stride, const float* b, int64_t b_stride, const float* c, int64_t c_stride,
-    const float* gate, int64_t gate_stride, const float* a_log, const float* d, const float* dt_bias, float* state,
-    int64_t channels, int64_t states, float* out, int64_t threads)
+    const float* gate, int64_t gate_stride, const float* a_log, int64_t a_channel, int64_t a_state, const float* d,
+    const float* dt_bias, float* state, int64_t channels, int64_t states, float* out, int64_t threads)
 int64_t llm_mamba2_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, const int32_t* counts,
     const int32_t* stored, int64_t rows, int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride,
     const float* dt, int64_t dt_stride, const float* b, int64_t b_stride, const float* c, int64_t c_stride,

@@ -72,7 +72,9 @@ class MambaMixer(PluggableLayer):
         )
         self.x_proj = linear("x_proj", intermediate_size, sum(self.sizes), False)
         self.dt_proj = linear("dt_proj", time_step_rank, intermediate_size, True)
-        self.A_log = float32_parameter(intermediate_size, ssm_state_size)
+        # Channels side by side, which the kernel reads fastest.
+        self.A_log = float32_parameter(ssm_state_size, intermediate_size)
+        self.A_log.data = self.A_log.data.t()
         self.D = float32_parameter(intermediate_size)
         self.out_proj = linear("out_proj", intermediate_size, hidden_size, use_bias)
         self.dt_layernorm, self.b_layernorm, self.c_layernorm = (norm(size) for size in self.sizes)

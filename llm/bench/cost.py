@@ -22,4 +22,6 @@ def decode_cost(model: ModelCost, workload: Workload) -> Phase:
     """The tokens after the first of each request, all requests in the same steps."""
     steps = workload.recipe.max_tokens - 1
     spans = [(len(prompt), len(prompt) + steps) for prompt in workload.prompts]
-    return Phase(model.operations(spans, steps * len(spans)), steps * model.bytes_per_step + model.kv_bytes(spans))
+    states = 2 * steps * len(spans) * model.state_bytes  # read and written
+    nbytes = steps * model.bytes_per_step + model.kv_bytes(spans) + states
+    return Phase(model.operations(spans, steps * len(spans)), nbytes)

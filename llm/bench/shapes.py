@@ -80,6 +80,28 @@ def _gpt_oss(experts: int, per_token: int, *sizes: int) -> JsonObject:
     return _decoder("gpt_oss", sizes, 4096, 1.5e5, 1e-5, **heads, **windows, **mixture, **_UNTIED)
 
 
+def _lfm2(attention: tuple[int, ...], *sizes: int) -> JsonObject:
+    """Short convolutions, and attention in some layers. `block_multiple_of` and its like are written out in `sizes`."""
+    kinds = ["full_attention" if layer in attention else "conv" for layer in range(sizes[1])]
+    convolutions = {"conv_L_cache": 3, "conv_bias": False, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5}
+    config = _decoder("lfm2", sizes, 128000, 1e6, 1e-5, layer_types=kinds, **convolutions)
+    return {key: value for key, value in config.items() if key not in ("hidden_act", "rms_norm_eps")}
+
+
+def _granite_h(attention: tuple[int, ...], head: int, *sizes: int) -> JsonObject:
+    """Mamba 2 with 48 heads of `head` channels, and attention without positions in some layers; no experts."""
+    kinds = ["attention" if layer in attention else "mamba" for layer in range(sizes[1])]
+    mamba = {
+        **{"mamba_n_heads": 48, "mamba_d_head": head, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2},
+        **{"mamba_n_groups": 1, "mamba_conv_bias": True, "mamba_proj_bias": False, "mamba_chunk_size": 256},
+    }
+    scales = {"embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.25}
+    other = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": sizes[4]}
+    names = {"architectures": ["GraniteMoeHybridForCausalLM"], "position_embedding_type": "nope"}
+    attended = {"attention_multiplier": 0.015625, "attention_bias": False, "layer_types": kinds}
+    return _decoder("granitemoehybrid", sizes, 32768, 1e4, 1e-5, **names, **mamba, **scales, **other, **attended)
+
+
 # model-b is not a published model: it is small, for w4, s1 and s32, which measure the engine's overhead. A name with
 # "-6gb" is a published one with fewer layers and a smaller vocabulary, so that its bfloat16 weights take 6 GiB.
 # Sizes: hidden, layers, query heads, key and value heads, intermediate, vocabulary.
@@ -98,6 +120,9 @@ SHAPES: dict[str, JsonObject] = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, 151936),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, 151936),
     "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, 151936),
+    "lfm2-1.2b": _lfm2((2, 5, 8, 10, 12, 14), 2048, 16, 32, 8, 8192, 65536),
+    "granite-4.0-h-350m": _granite_h((10, 13, 17, 27), 32, 768, 32, 12, 4, 2048, 100352),
+    "granite-4.0-h-1b": _granite_h((5, 15, 25, 35), 64, 1536, 40, 12, 4, 4096, 100352),
     "qwen3-30b-a3b-6gb": _qwen3_moe(128, 8, 768, 2048, 5, 32, 4, 6144, 32768),
     "gpt-oss-20b-6gb": _gpt_oss(32, 4, 2880, 4, 64, 8, 2880, 32768),
 }

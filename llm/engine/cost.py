@@ -1,20 +1,21 @@
 """The sizes of a built model: what a step reads and computes, whatever the backend.
 
 Owns the counting. Every step reads all GEMM weights (linear layers and LM head, a tied table once) and the KV cache of
-its requests. Every token goes through every linear layer, every sampled position through the LM head. Of a layer of
-experts it is as many as a token chooses: a step of several tokens reads more of them. Norms, rotary embeddings and
-softmax count as free.
+its requests, and reads and writes their recurrent states. Every token goes through every linear layer, every sampled
+position through the LM head. Of a layer of experts it is as many as a token chooses: a step of several tokens reads
+more of them. Norms, rotary embeddings and softmax count as free.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from llm.forward import StateSpec
 from llm.layers.attention import Attention, LatentAttention
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import LinearBase
@@ -64,6 +65,7 @@ class ModelCost:
             the experts that a token does not choose.
         weight_bytes: stored bytes of all weights.
         attention: number of layers of each kind of attention.
+        state_bytes: of one request's recurrent states in all layers.
     """
 
     parameters: int
@@ -72,6 +74,7 @@ class ModelCost:
     bytes_per_step: int
     weight_bytes: int
     attention: Counter[AttentionCost] = field(default_factory=Counter)
+    state_bytes: int = 0
 
     def operations(self, spans: list[tuple[int, int]], sampled: int) -> int:
         """Operations for requests that compute positions start to end - 1 and sample `sampled` tokens in all."""
@@ -92,8 +95,8 @@ class ModelCost:
         )
 
 
-def count_model(model: nn.Module, kv_cache_dtype: torch.dtype) -> ModelCost:
-    """The sizes of a built model, quantized or not."""
+def count_model(model: nn.Module, kv_cache_dtype: torch.dtype, states: Sequence[StateSpec] = ()) -> ModelCost:
+    """The sizes of a built model, quantized or not, whose layers keep these states."""
     head = getattr(model, "lm_head", None)
     layers = [module for module in model.modules() if hasattr(module, "quant_kind")]
     lookup_only = [module for module in layers if module.quant_kind == "embedding" and module is not head]
@@ -115,6 +118,7 @@ def count_model(model: nn.Module, kv_cache_dtype: torch.dtype) -> ModelCost:
         bytes_per_step=total - unread,
         weight_bytes=total,
         attention=Counter(attention_cost(module, kv_cache_dtype) for module in attention),
+        state_bytes=sum(spec.bytes_per_request() for spec in states),
     )
 
 

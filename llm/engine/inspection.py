@@ -88,7 +88,7 @@ class ModelInspection:
 
     def cost(self) -> ModelCost:
         """What a step reads and computes."""
-        return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype)
+        return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype, self.plan.kv_cache_specs)
 
     def start_profile(self) -> None:
         """Start timing every operation."""

@@ -42,7 +42,7 @@ class ModelSizes:
 
     def cost(self) -> ModelCost:
         """Of the model as it is stored."""
-        return count_model(self._model, self._plan.config.cache_config.kv_cache_dtype)
+        return count_model(self._model, self._plan.config.cache_config.kv_cache_dtype, self._plan.kv_cache_specs)
 
     def by_scheme(self) -> dict[str, int]:
         """Bytes by the names of `quantization=`; "none": as they are stored."""

@@ -160,7 +160,7 @@ def ours(folder: str, arguments: dict[str, object]) -> dict[str, object]:
             asked = [{"prompt_token_ids": prompt} for prompt in prompts]
             return [list(found.outputs[0].token_ids) for found in llm.generate(asked, params, use_tqdm=False)]
 
-        floor = cost.bytes_per_step / bandwidth
+        floor = (cost.bytes_per_step + 2 * cost.state_bytes) / bandwidth
         size = llm.config.model_config.vocab_size
         return measure(generate, size, load=load, floor=floor, bytes=cost.weight_bytes, bandwidth=bandwidth)
 

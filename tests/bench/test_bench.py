@@ -162,6 +162,8 @@ def test_work_of_phases_by_hand() -> None:
     assert prefill_cost(cost, workload) == Phase(2 * (16 * 10 + 5) + 2 * sum(range(1, 17)), 700)
     seen = sum(range(17, 81))
     assert decode_cost(cost, workload) == Phase(2 * 64 * (10 + 5) + 2 * seen, 64 * 700 + 3 * seen)
+    recurrent = decode_cost(replace(cost, state_bytes=7), workload)
+    assert recurrent.bytes_read == 64 * (700 + 2 * 7) + 3 * seen
 
 
 def test_a_floor_is_the_longer_of_computing_and_reading() -> None:

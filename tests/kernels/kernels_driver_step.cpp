@@ -201,8 +201,8 @@ void scans(int64_t channels, int64_t states, int64_t heads) {
     const auto mamba = [&](const float* gate, bool drafts = false) {
         return llm_selective_scan(of.slots.data, of.starts.data, of.lengths.data, of.counts_if(drafts),
                                   of.stored_if(drafts), 2, 2, 5, x.data, width, dt.data, width, b.data, states, c.data,
-                                  states, gate, width, a_log.data, d.data, bias.data, state.data, width, states,
-                                  out.data, 1);
+                                  states, gate, width, a_log.data, states, 1, d.data, bias.data, state.data, width,
+                                  states, out.data, 1);
     };
     const auto mamba2 = [&](int64_t by_channel, bool drafts = false) {
         return llm_mamba2_scan(of.slots.data, of.starts.data, of.lengths.data, of.counts_if(drafts),

@@ -358,12 +358,15 @@ def test_the_bench_measures_every_product(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bench, "EXPERT", (32, 128))
     monkeypatch.setattr(bench, "_COLD_BYTES", 1 << 14)
     monkeypatch.setattr(bench.bench_calls, "_CALLS", 3)
+    monkeypatch.setattr(bench.bench_states, "_COLD_BYTES", 1 << 14)
     monkeypatch.setattr(bench, "_READ_BYTES", 1 << 18)
     lines = list(bench.run(backend_for(select_platform("cpu")[0]), 0.0))
     integers = ["w8a8", "w4a8", "w4a8", "w4a8", "w8a16", "w4a16", "w4a16"]
     assert [line.split()[0] for line in lines[3:13]] == ["float32", "bfloat16", "float16", *integers]
     assert sum(line.startswith("torch") for line in lines) == 3
     assert sum(line.startswith("experts w4a8") for line in lines) == len(bench.EXPERT_ROWS)
+    states = [line.split() for line in lines if line.startswith(tuple(case.name for case in bench.bench_states.CASES))]
+    assert len(states) == 8 and all(float(line[-1]) > 0 for line in states)
     calls = [line.split() for line in lines[lines.index(next(line for line in lines if "replayed" in line)) + 1 :]]
     assert {"rms_norm", "linear_float32", "linear_w8a8", "experts", "paged_attention"} <= {name for name, *_ in calls}
     assert all(float(called) > 0 and float(replayed) > 0 for _, called, replayed in calls)
