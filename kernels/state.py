@@ -1,7 +1,8 @@
-"""Whether the CPU kernels are compiled, for `python -m llm doctor`. Compiles nothing."""
+"""Whether the CPU kernels are compiled, for `python -m llm doctor`, and the folder they are in. Compiles nothing."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,3 +41,21 @@ def kernel_state() -> KernelState:
         return KernelState(targets, text, f"{error}")
     state = "compiled, in the cache" if is_there else "not compiled yet: the first LLM(...) does it, in about a minute"
     return KernelState(targets, f"{target} ({reason}), {state}; compiler {Path(compiler).name}", "", is_there)
+
+
+def private_cache() -> Path | None:
+    """The folder of compiled kernels, made if it is missing; None: there is none into which this user alone writes."""
+    try:
+        folder = build.cache_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder if build.is_private(os.stat(folder)) else None
+    except (OSError, build.BuildError):
+        return None
+
+
+def is_private(path: Path) -> bool:
+    """True for a file that belongs to this user or root, and into which no other user can write."""
+    try:
+        return build.is_private(os.stat(path))
+    except OSError:
+        return False

@@ -249,7 +249,7 @@ def compile_library(output: Path, target: str, compiler: str, extra_flags: tuple
 def is_usable(path: Path) -> bool:
     """True if the cached library is whole, belongs to this user or root, and no other user can write to it."""
     try:
-        return _is_private(os.stat(path)) and is_whole(path)
+        return is_private(os.stat(path)) and is_whole(path)
     except OSError:
         return False
 
@@ -286,13 +286,13 @@ def _replace(source: Path, target: Path) -> None:
         os.close(handle)
 
 
-def _is_private(stat: os.stat_result) -> bool:
+def is_private(stat: os.stat_result) -> bool:
     return stat.st_uid in (0, os.getuid()) and not stat.st_mode & 0o022
 
 
 def _check_private(folder: Path) -> None:
     """Raise `BuildError` for a folder into which another user could put a library."""
-    if not _is_private(os.stat(folder)):
+    if not is_private(os.stat(folder)):
         raise BuildError(
             f"the kernel cache {folder} belongs to another user, or others may write to it; make it your own and "
             "`chmod go-w` it, or point XDG_CACHE_HOME elsewhere"

@@ -28,12 +28,14 @@ class Planning:
         the model does not fit the smallest change that makes it. A draft model is not counted.
 
         Args:
-            calibrate: measure this machine for a second, for the highest speed to expect.
+            calibrate: measure this machine for a second, for the highest speed to expect, and remember it; without,
+                the speed follows from what was measured last, if anything was.
             **arguments: of `LLM`.
 
         Raises:
             ValidationError, CheckpointError, UnsupportedModelError: as `LLM(...)` would.
         """
+        from llm.bench import stored
         from llm.bench.calibrate import calibrate as measure
         from llm.startup.preview import preview
 
@@ -42,7 +44,9 @@ class Planning:
         check_arguments({name: value for name, value in arguments.items() if name not in (*known, "verbose")})
         given = {name: value for name, value in arguments.items() if name in known}
         args = EngineArgs.from_user(model=model, **given)
-        if not calibrate:
+        measured = measure(_CALIBRATION_SECONDS) if calibrate else stored.stored()
+        if measured is None:
             return preview(args)
-        measured = measure(_CALIBRATION_SECONDS)
+        if calibrate:
+            stored.keep(measured)
         return replace(preview(args, measured.rates), notes=tuple(measured.warnings()))

@@ -34,7 +34,7 @@ def add_command(commands: Commands) -> None:
     for name, (kind, text) in _ARGUMENTS.items():
         option = "--" + name.replace("_", "-")
         command.add_argument(option, metavar="N" if kind is int else "NAME", type=kind, help=text)
-    command.add_argument("--calibrate", action="store_true", help="measure this machine for a second, for the speed")
+    command.add_argument("--calibrate", action="store_true", help="measure this machine for a second, and keep it")
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 

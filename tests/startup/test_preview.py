@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from tiny_models import TINY_MODELS, TinyModel, write_checkpoint
 from llm import LLM, SamplingParams, ValidationError
 from llm.api import EMBEDDED_MODEL
 from llm.base.errors import OutOfMemoryError
-from llm.bench.calibrate import Calibration, Rate
+from llm.bench import stored
+from llm.bench.calibrate import Calibration, Rate, usable_cores
 from llm.cli import main
 from llm.loading.checkpoint import Checkpoint
 from llm.platforms.cpu import CpuPlatform
@@ -133,15 +135,36 @@ def test_a_quantized_checkpoint_is_about_as_large(tmp_path: Path) -> None:
         assert_agrees(plan, llm, tolerance=0.25)
 
 
-def test_speed_is_measured_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_measured_only_when_asked_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    monkeypatch.setattr("llm.kernels.cpu.build.cache_folder", lambda: folder)
     assert LLM.plan().decode_tokens_per_second is None and "not measured" in str(LLM.plan())
-    measured = Calibration("x", 2, 1, Rate(1e9, 0.0, 5), Rate(1e12, 0.5, 5), None)
+    name, cores = CpuPlatform().get_device_name(), len(usable_cores())
+    measured = Calibration(name, cores, torch.get_num_threads(), Rate(1e9, 0.0, 5), Rate(1e12, 0.5, 5), None)
     monkeypatch.setattr("llm.bench.calibrate.calibrate", lambda seconds: measured)
     for quantization in (None, "w4a16"):
         plan = LLM.plan(calibrate=True, quantization=quantization)
         assert plan.decode_tokens_per_second == pytest.approx(1e9 / plan.weight_bytes)  # the embedding is the LM head
         assert f"at most {plan.decode_tokens_per_second:,.1f} tokens/s" in str(plan)
         assert "GEMM rate varied by 50%" in str(plan)
+        assert LLM.plan(quantization=quantization).to_dict() | FREE == plan.to_dict() | FREE
+    alone = replace(measured, gemm=Rate(2e12, 0.0, 5))
+    for newer, kept in ((alone, alone), (measured, alone)):  # what was disturbed does not replace what was not
+        stored.keep(newer)
+        assert stored.stored() == kept
+    stored.keep(replace(alone, threads=77))
+    assert stored.stored() == alone
+    file = folder / "calibration.json"
+    for text in ("[1]", "{", json.dumps({key: {"read": 3} for key in json.loads(file.read_text())})):
+        good = file.read_text()
+        file.write_text(text)
+        assert stored.stored() is None
+        file.write_text(good)
+    folder.chmod(0o777)  # others could write to it
+    assert stored.stored() is None
+
+
+FREE = {"free_bytes": 0}
 
 
 def test_wrong_arguments_are_refused_as_they_are_by_the_class() -> None:
