@@ -23,6 +23,8 @@ from llm.progress import GenerationProgress
 _REFRESH_SECONDS = 0.1
 # A refresh reads all running requests. This many times its duration must pass before the next: 0.1% of the time.
 _REFRESH_COST_FACTOR = 1000
+# Rows that have ended are forgotten after so many new ones, however long the next refresh takes.
+_COUNTED_EVERY = 1024
 # A shorter call shows no bar.
 _DELAY_SECONDS = 0.5
 _RATE_VARIES = 0.1
@@ -75,6 +77,8 @@ class Progress:
             for request in _requests(state):
                 self._seen.add(request.num_prompt_tokens, 1, 0)
                 self._most[_most(request)] += 1
+            if self._added % _COUNTED_EVERY == 0:
+                self._count()
 
     def settle(self, failed: bool) -> None:
         """A row that needs no run: it was refused, or its answer is known."""

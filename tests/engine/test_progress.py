@@ -267,3 +267,23 @@ def test_a_job_shows_its_rows(llm: LLM, tmp_path: Path) -> None:
     llm.run(source, tmp_path / "out.jsonl", SamplingParams(max_tokens=4), use_tqdm=found.append)
     assert [found[-1].done, found[-1].rows, found[-1].failed] == [10, 10, 1]
     assert found[0].waiting > 0 and found[-1].finished
+
+
+@pytest.mark.parametrize("every", [4, 1 << 20])
+def test_rows_that_have_ended_are_forgotten_between_refreshes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every: int
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "And"}\n' * 40)
+    held, add = [0], Progress.add
+
+    def watched(self: Progress, state: Any) -> None:
+        add(self, state)
+        held.append(len(self._waiting) + len(self._active))
+
+    monkeypatch.setattr(Progress, "add", watched)
+    monkeypatch.setattr(Progress, "update", lambda self, force=False: None)  # the next refresh is far away
+    monkeypatch.setattr("llm.engine.progress._COUNTED_EVERY", every)
+    with open_llm(max_model_len=64, max_num_seqs=2) as llm:
+        params = SamplingParams(max_tokens=1, temperature=0)
+        llm.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", params, use_tqdm=lambda progress: None)
+    assert max(held) == 40 if every > 40 else max(held) <= 12
