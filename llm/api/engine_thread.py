@@ -2,7 +2,8 @@
 
 Owns their requests from the event loop to the engine and back. Tokenizing, steps and decoding run in the thread; event
 loops only hand over requests and take outputs. An output is made when its caller has taken the last one, so that a
-slow caller gets fewer and longer ones.
+slow caller gets fewer and longer ones; and where many callers are told at each of many short steps, not at every step,
+so that telling takes a small share of the time. Beginnings and ends are told at once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 
 from llm.api.adapters import give_adapters
 from llm.api.flow import FlowHost
@@ -27,6 +29,11 @@ from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import RequestOutputKind, SamplingParams
 
+# Between two steps that tell what is new pass this many times what telling took, if it was told to more than a few;
+# and at most so many seconds.
+_PAUSE = 24.0
+_LONGEST_PAUSE = 0.1
+_FEW = 4
 _SHUT_DOWN = "this AsyncLLM is shut down; make a new one."
 
 
@@ -81,6 +88,7 @@ class EngineThread:
         self._thread: threading.Thread | None = None
         # The engine thread's own: requests in the engine, by the callers' ids.
         self._live: dict[str, Call] = {}
+        self._tell_at = 0.0  # what is neither a beginning nor an end
 
     @property
     def is_stopped(self) -> bool:
@@ -185,11 +193,13 @@ class EngineThread:
 
     def _tell(self, engine: Engine) -> None:
         answers: list[tuple[Call, RequestOutput | Exception]] = []
+        started = perf_counter()
+        is_time = started >= self._tell_at
         for name, call in list(self._live.items()):
             if call.loop.is_closed():
                 self._drop(call, engine)
                 continue
-            if call.told is None or (call.outputs and not call.told.state.finished):
+            if call.told is None or not call.told.is_due(is_time and not call.outputs):
                 continue
             output = call.told.next_output(name)
             if output is None:
@@ -199,6 +209,9 @@ class EngineThread:
             is_lost = not call.is_aborted and any(own.finish_reason == "abort" for own in output.outputs)
             answers.append((call, LLMError(_LOST) if is_lost else output))
         _answer(answers)
+        if len(answers) > _FEW:
+            now = perf_counter()
+            self._tell_at = now + min(_LONGEST_PAUSE, _PAUSE * (now - started))
 
     def _fail(self, error: Exception) -> None:
         """End every request."""

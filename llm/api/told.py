@@ -30,6 +30,10 @@ class Told:
         self.texts = [""] * len(self.state.completions)
         self.told = [(0, 0)] * len(self.state.completions)
 
+    def is_due(self, is_time: bool) -> bool:
+        """Whether to tell it now: a beginning and an end at once, else when it is time."""
+        return is_time or self.state.finished or not any(tokens for tokens, _ in self.told)
+
     def next_output(self, name: str) -> RequestOutput | None:
         """What there is to tell now, of the request that the caller calls `name`; None: nothing."""
         if not self._is_new():

@@ -131,6 +131,20 @@ def test_gathered_requests_are_answered_as_by_generate(llm: LLM, engine: AsyncLL
             assert parts[-1].finish_reason == completion.finish_reason
 
 
+def test_where_telling_would_take_long_beginnings_and_ends_are_told_at_once(llm: LLM, engine: AsyncLLM) -> None:
+    engine._thread._tell_at = float("inf")
+
+    async def gather() -> list[list[RequestOutput]]:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_kind=DELTA)
+        return await asyncio.gather(*(told(engine, [5, 6, 7 + row], params) for row in range(3)))
+
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for row, outputs in enumerate(timed(gather())):
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 7]
+        [whole] = run(llm, [[5, 6, 7 + row]], greedy)
+        assert "".join(output.outputs[0].text for output in outputs) == whole.outputs[0].text
+
+
 def test_gathered_requests_share_a_batch_and_others_join_it(
     llm: LLM, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,8 @@
 
 Prints the median seconds of both, taken in turn, for each `output_kind`, and exits with 1 if gathered requests take
 more than 1.1 times as long, or answer anything else. Text that is told token by token is decoded token by token, which
-`generate` does not do: beside the embedded model's short steps that is a fifth, so there FINAL_ONLY alone counts.
+`generate` does not do: beside the embedded model's short steps that is a twentieth, and telling as much, so there
+FINAL_ONLY alone counts.
 """
 
 from __future__ import annotations
