@@ -801,6 +801,21 @@ TINY_MODELS = TINY_MODELS | {
     ),
     "qwen3-5": TinyModel("Qwen3_5TextConfig", _DELTA, control={"rms_norm_eps": 1e-6}),
     "qwen3-5-moe": TinyModel("Qwen3_5MoeTextConfig", {**_DELTA, **_SHARED, "intermediate_size": None}, seed=1),
+    # Decays of each channel, and latent attention without rope.
+    "kimi-linear": TinyModel(
+        "KimiLinearConfig",
+        {
+            **{
+                **LATENT,
+                "q_lora_rank": NULL,
+                "num_hidden_layers": 2,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            **{"mlp_layer_types": ["sparse", "dense"], "num_local_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 13, "linear_head_dim": 7, "linear_num_heads": 4, "linear_conv_kernel_dim": 3},
+        },
+        control={"routed_scaling_factor": 1.0},
+    ),
     "olmo-hybrid": TinyModel(
         "OlmoHybridConfig",
         {**_DELTA, "rope_parameters": None, "head_dim": None},
@@ -876,7 +891,7 @@ def randomise(model: Any, seed: int) -> None:
         of_a_layer = any(part.isdigit() for part in name.split("."))
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             parameter += 0.05 * noise  # beside scores that differ by as much: every expert is chosen by some token
-        elif name.endswith(("linear_attn.A_log", "linear_attn.dt_bias")):
+        elif name.endswith(("linear_attn.A_log", "linear_attn.dt_bias", "forget_gate.A_log", "forget_gate.dt_bias")):
             parameter.copy_(noise)  # transformers draws them from its own generator
         elif parameter.dim() == 1:
             parameter += 0.3 * noise + (0 if of_a_layer or name.endswith("bias") else 2)

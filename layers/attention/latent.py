@@ -134,13 +134,13 @@ class MLAModules:
     Attributes:
         q_proj: queries from hidden states; None: by `q_a_proj`, `q_a_layernorm` and `q_b_proj`.
         kv_a_proj_with_mqa: latent and the key that is rotated.
-        rotary_emb: of `qk_rope_head_dim` channels.
+        rotary_emb: of `qk_rope_head_dim` channels; None: they are not rotated.
     """
 
     kv_a_proj_with_mqa: LinearBase
     kv_a_layernorm: nn.Module
     kv_b_proj: LatentProjection
-    rotary_emb: nn.Module
+    rotary_emb: nn.Module | None
     o_proj: LinearBase
     q_proj: LinearBase | None = None
     q_a_proj: LinearBase | None = None
@@ -205,7 +205,9 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
             [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
         )
         width = self.num_heads * self.qk_rope_head_dim
-        query_rope, key_rope = self.rotary_emb(batch.positions, rotated.view(tokens, width), key_rope)
+        query_rope, key_rope = rotated.view(tokens, width), key_rope.contiguous()
+        if self.rotary_emb is not None:
+            query_rope, key_rope = self.rotary_emb(batch.positions, query_rope, key_rope)
         by_head = query.view(tokens, self.num_heads, self.qk_head_dim)
         absorbed = self._heads_linear(by_head[..., : self.qk_nope_head_dim], weight.of_queries())
         query_rope = query_rope.view(tokens, self.num_heads, self.qk_rope_head_dim)

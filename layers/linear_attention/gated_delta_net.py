@@ -16,7 +16,7 @@ from llm.base.custom_op import PluggableLayer
 from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
 from llm.layers.extra.gated_norm import RMSNormGated
-from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from llm.layers.mamba.conv import CausalConv1d
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import QuantizationConfig
@@ -106,7 +106,7 @@ class GatedDeltaNetAttention(PluggableLayer):
             [heads.keys, heads.keys, heads.values], kernel_size, activation="silu", params_dtype=params_dtype, tp=tp
         )
         self.A_log = head_parameter(heads.heads, tp)
-        self.dt_bias = head_parameter(heads.heads, tp)
+        self.dt_bias = head_parameter(heads.heads * (heads.key_size if self.decay_per_channel else 1), tp)
         norm = RMSNormGated(heads.value_size, eps, norm_before_gate=True, dtype=params_dtype, activation=activation)
         self.add_module(self.norm_name, norm)
         out = RowParallelLinear(heads.values, hidden_size, False, prefix=f"{prefix}.{self.out_name}", **self._types)
@@ -126,8 +126,11 @@ class GatedDeltaNetAttention(PluggableLayer):
         sizes = [heads.keys // ranks, heads.keys // ranks, heads.values // ranks]
         query, key, value = self.conv1d(qkv, window, metadata).split_with_sizes(sizes, dim=-1)
         by_key, by_value = (-1, heads.key_size), (-1, heads.value_size)
+        dt_bias = self.dt_bias
+        if self.decay_per_channel:
+            decay, dt_bias = decay.unflatten(1, by_key), dt_bias.view(by_key)
         inputs = query.unflatten(1, by_key), key.unflatten(1, by_key), value.unflatten(1, by_value), decay, beta
-        constants = self.A_log, self.dt_bias, state
+        constants = self.A_log, dt_bias, state
         y = metadata.run(lambda rows: self._rule(*inputs, *constants, rows, self.beta_scale))
         normed = getattr(self, self.norm_name)(y, gate.unflatten(1, by_value))
         return getattr(self, self.out_name)(normed.flatten(1))
@@ -208,3 +211,29 @@ class OlmoHybridGatedDeltaNetAttention(GatedDeltaNetAttention):
     def project(self, hidden: torch.Tensor) -> Projected:
         beta, decay = self.ba_proj(hidden).tensor_split(2, dim=-1)
         return self.qkv_proj(hidden), self.g_proj(hidden), decay, beta
+
+
+@PluggableLayer.register("kimi_gated_delta_net_attention")
+class KimiGatedDeltaNetAttention(GatedDeltaNetAttention):
+    """Kimi Delta Attention (arXiv:2510.26692): a decay for each key channel; decay and gate are of low rank."""
+
+    decay_per_channel = True
+    norm_name, out_name = "o_norm", "o_proj"
+
+    def build_projections(self) -> None:
+        heads = self.heads
+        self.qkv_proj = self.merged("qkv_proj", [heads.keys, heads.keys, heads.values])
+        self.b_proj = self.column("b_proj", heads.heads)
+        self.f_a_proj, self.f_b_proj = self._low_rank("f", heads.key_size, heads.heads * heads.key_size)
+        self.g_a_proj, self.g_b_proj = self._low_rank("g", heads.value_size, heads.values)
+
+    def _low_rank(self, name: str, rank: int, size: int) -> tuple[ReplicatedLinear, ColumnParallelLinear]:
+        first, second = f"{self.prefix}.{name}_a_proj", f"{self.prefix}.{name}_b_proj"
+        return (
+            ReplicatedLinear(self.hidden_size, rank, False, prefix=first, **self._types),
+            ColumnParallelLinear(rank, size, False, prefix=second, **self._types),
+        )
+
+    def project(self, hidden: torch.Tensor) -> Projected:
+        decay, gate = self.f_b_proj(self.f_a_proj(hidden)), self.g_b_proj(self.g_a_proj(hidden))
+        return self.qkv_proj(hidden), gate, decay, self.b_proj(hidden)

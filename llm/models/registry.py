@@ -56,6 +56,7 @@ _FAMILIES = {
     "internlm2": "InternLM2ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "jamba": "JambaForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",

@@ -31,7 +31,7 @@ class LatentAttentionConfig(PartConfig):
         kv_lora_rank: channels of the latent.
         qk_nope_head_dim, qk_rope_head_dim: channels of a head's query and key, without and with rope.
         v_head_dim: channels of a head's value.
-        rope: of the `qk_rope_head_dim` channels; its mscale_all_dim scales scores too.
+        rope: of the `qk_rope_head_dim` channels; its mscale_all_dim scales scores too. None: they are not rotated.
         bias: of the projections to latents and of the output.
         is_neox_style: see `RotaryEmbedding`.
     """
@@ -42,16 +42,18 @@ class LatentAttentionConfig(PartConfig):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    rope: RopeParameters
+    rope: RopeParameters | None
     bias: bool = False
     is_neox_style: bool = False
 
     def __post_init__(self) -> None:
-        check_rope(self.rope, self.qk_rope_head_dim)
+        if self.rope is not None:
+            check_rope(self.rope, self.qk_rope_head_dim)
 
     @property
     def scale(self) -> float:
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * yarn_score_factor(self.rope)
+        plain = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        return plain if self.rope is None else plain * yarn_score_factor(self.rope)
 
     def build(self, context: BuildContext, prefix: str) -> nn.Module:
         modules = self._modules(context, prefix)
@@ -98,7 +100,9 @@ class LatentAttentionConfig(PartConfig):
                 prefix=f"{prefix}.kv_b_proj",
                 **common,
             ),
-            rotary_emb=context.rotary(self.qk_rope_head_dim, self.rope, self.is_neox_style),
+            rotary_emb=None
+            if self.rope is None
+            else context.rotary(self.qk_rope_head_dim, self.rope, self.is_neox_style),
             o_proj=RowParallelLinear(
                 self.heads * self.v_head_dim, hidden, bias=self.bias, prefix=f"{prefix}.o_proj", **common
             ),
@@ -107,7 +111,7 @@ class LatentAttentionConfig(PartConfig):
 
 def read_latent_attention(
     reader: ConfigReader,
-    rope: RopeParameters,
+    rope: RopeParameters | None,
     *,
     q_lora_rank: int | None = 1536,
     kv_lora_rank: int = 512,

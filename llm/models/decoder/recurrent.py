@@ -12,6 +12,7 @@ from llm.forward import RecurrentSpec
 from llm.layers.linear_attention.gated_delta_net import (
     DeltaHeads,
     GatedDeltaNetAttention,
+    KimiGatedDeltaNetAttention,
     OlmoHybridGatedDeltaNetAttention,
     QwenGatedDeltaNetAttention,
     QwenNextGatedDeltaNetAttention,
@@ -47,6 +48,7 @@ _DELTA_NETS: dict[str, type[GatedDeltaNetAttention]] = {
     "qwen": QwenGatedDeltaNetAttention,
     "qwen_next": QwenNextGatedDeltaNetAttention,
     "olmo_hybrid": OlmoHybridGatedDeltaNetAttention,
+    "kimi": KimiGatedDeltaNetAttention,
 }
 
 
@@ -55,7 +57,7 @@ class GatedDeltaConfig(PartConfig):
     """Linear attention by the gated delta rule.
 
     Attributes:
-        kind: whose projections: "qwen", "qwen_next" or "olmo_hybrid".
+        kind: whose projections: "qwen", "qwen_next", "olmo_hybrid" or "kimi".
         eps: of the norm of a head's output.
         beta_scale: 2 allows negative eigenvalues.
         activation: of the output's gate, "silu" or "sigmoid".
