@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from draft_heads import Eagle3Reference, MultiTokenReference, eager, with_multi_token
 from embedded import engine_of
+from kernel_sets import has_kernels
 from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders
 from tiny_models import TINY_MODELS, VOCAB, make_prompts, one_thread, tiny_checkpoint
 
@@ -105,6 +106,16 @@ class TestDrafts:
             answers = said(llm, other.prompts)
         with other.case.load({"max_model_len": 128}) as llm:
             other.check(llm, answers)
+
+    def test_also_in_recorded_steps(self, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """Which give the hidden states between layers that they have just computed."""
+        other = made("llama", tmp_path, tmp_path_factory, 100)
+        with other.case.load({"max_model_len": 64}) as llm, eager(llm) as proposer:
+            llm.generate([[5, 6, 7, 8]], GREEDY, use_tqdm=False)
+            assert engine_of(llm).runner.replay._steps or not has_kernels()
+        assert [other.head.drafts(tokens, len(drafts)) for tokens, drafts in proposer.made] == [
+            drafts for _, drafts in proposer.made
+        ]
 
     def test_of_a_row_that_was_one_of_many_are_none(self, drafted: Drafted) -> None:
         with drafted.case.load({"max_num_seqs": 40, "max_model_len": 64}) as llm, eager(llm) as proposer:
