@@ -126,7 +126,7 @@ class GatedDeltaNetAttention(PluggableLayer):
         sizes = [heads.keys // ranks, heads.keys // ranks, heads.values // ranks]
         query, key, value = self.conv1d(qkv, window, metadata).split_with_sizes(sizes, dim=-1)
         by_key, by_value = (-1, heads.key_size), (-1, heads.value_size)
-        dt_bias = self.dt_bias
+        dt_bias: torch.Tensor = self.dt_bias
         if self.decay_per_channel:
             decay, dt_bias = decay.unflatten(1, by_key), dt_bias.view(by_key)
         inputs = query.unflatten(1, by_key), key.unflatten(1, by_key), value.unflatten(1, by_value), decay, beta

@@ -74,11 +74,11 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
 
 
 def _latent(reader: ConfigReader) -> LatentAttentionConfig:
-    rank, bias = reader.optional_integer("q_lora_rank"), reader.boolean("attention_bias", False)
     sizes = (("kv_lora_rank", 512), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128))
-    return LatentAttentionConfig(
-        reader.positive("num_attention_heads", 32), rank, *(reader.positive(*size) for size in sizes), None, bias
-    )
+    latent, plain, shared, value = (reader.positive(*size) for size in sizes)
+    heads, rank = reader.positive("num_attention_heads", 32), reader.optional_integer("q_lora_rank")
+    bias = reader.boolean("attention_bias", False)
+    return LatentAttentionConfig(heads, rank, latent, plain, shared, value, None, bias)
 
 
 def _delta(reader: ConfigReader, nested: Mapping[str, object], eps: float) -> GatedDeltaConfig:
