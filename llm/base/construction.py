@@ -72,6 +72,16 @@ def constructing_for(
         _construction.reset(token)
 
 
+@contextmanager
+def constructing_alone() -> Iterator[None]:
+    """Inside this context operations are constructed as outside of a model: for `forward_native`, with no kernels."""
+    token = _construction.set(Construction())
+    try:
+        yield
+    finally:
+        _construction.reset(token)
+
+
 def construction() -> Construction:
     """The platform and the compilation config of the model under construction."""
     return _construction.get()

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from llm.base.construction import constructing_alone
 from llm.base.errors import UnsupportedModelError
 from llm.layers.moe import TransformersFusedMoE
 from llm.models.interface import BuildOptions, Cut
@@ -60,7 +61,8 @@ def computes_as_ours(experts: Theirs) -> bool:
     ids = torch.stack([torch.randperm(_COUNT, generator=generator)[:_TOP_K] for _ in range(_TOKENS)])
     try:
         expected = experts(x, ids, weights)
-        ours = TransformersFusedMoE.of(experts, _TOP_K, params_dtype=torch.float32)
+        with constructing_alone():  # not packed for kernels, nor kept where this model's weights are
+            ours = TransformersFusedMoE.of(experts, _TOP_K, params_dtype=torch.float32)
         ours.load_experts(experts)
         return torch.allclose(ours(x, ids, weights), expected, rtol=1e-4, atol=1e-3)
     except (AttributeError, RuntimeError, TypeError, ValueError, UnsupportedModelError):
