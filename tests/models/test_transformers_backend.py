@@ -115,7 +115,7 @@ def test_the_config_says_what_runs(cwm: tuple[Path, Any], llm: LLM) -> None:
 
 
 def test_what_our_kernels_do_not_compute_is_said(tmp_path: Path) -> None:
-    folder, model = saved("apertus", tmp_path, rope_parameters=ROPE)
+    folder, model = saved("diffllama", tmp_path, rope_parameters=ROPE)
     with load(folder) as llm:
         assert compare(llm, model)[0] < 1e-4
         assert not llm.config.invariant and "PyTorch's" in llm.config.reasons["invariant"]
