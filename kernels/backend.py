@@ -228,7 +228,8 @@ class Backend:
         """A context in which operations run as usual and are recorded as a program that can be replayed.
 
         Raises:
-            NotRecordable: the program could not replay an operation; raised inside the context.
+            NotRecordable: the program could not replay an operation; raised at the end of the context, when all have
+                run, or at its beginning.
         """
         raise NotRecordable(f"the {self.name} backend records nothing")
 

@@ -52,6 +52,7 @@ class Program:
         self._owner = threading.get_ident()
         # Kept alive as long as the program: constants, and what the caller adds.
         self.kept: list[Any] = []
+        self.refusal = ""  # the first operation that no replay would repeat
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -75,7 +76,8 @@ def record(library: Library) -> Iterator[Program]:
     """Record the kernel calls made inside the context as a program.
 
     Raises:
-        NotRecordable: PyTorch computed something that has no kernel.
+        NotRecordable: PyTorch computed something that has no kernel; at the end, so that what changes in place,
+            recurrent states for example, has changed once.
     """
     program = Program(library)
     library.recorder = program
@@ -84,10 +86,12 @@ def record(library: Library) -> Iterator[Program]:
             yield program
     finally:
         library.recorder = None
+    if program.refusal:
+        raise NotRecordable(program.refusal)
 
 
 class _OnlyKernels(TorchDispatchMode):
-    """Raises for every PyTorch operation that computes; allocations are made in the program's pool."""
+    """Notes the first PyTorch operation that computes; allocations are made in the program's pool."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -110,7 +114,7 @@ class _OnlyKernels(TorchDispatchMode):
             program.kept.append(result)
             return result
         if func._schema.is_mutable or not _are_views(result, (args, kwargs)):
-            raise NotRecordable(str(func))
+            program.refusal = program.refusal or str(func)
         return result
 
 

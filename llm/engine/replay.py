@@ -127,16 +127,20 @@ class DecodeReplay:
         )
         own = self._own_batch(batch)
         _fill(own, batch, first_layers)
+        hidden = None
         try:
             with self._backend.record() as program:
                 hidden = self._forward(own)
         except NotRecordable as reason:
             self.refusal = str(reason)
-            return None
+            if hidden is None:
+                return None
+        else:
+            if len(self._steps) == _MAX_STEPS:
+                del self._steps[next(iter(self._steps))]
+            self._steps[key] = _Step(program, own, hidden, first_layers)
+        # Recorded or not, it has run, and recurrent states have changed: it must not be computed again.
         batch.taps = own.taps
-        if len(self._steps) == _MAX_STEPS:
-            del self._steps[next(iter(self._steps))]
-        self._steps[key] = _Step(program, own, hidden, first_layers)
         _share_calls(own, batch)
         return hidden
 

@@ -245,6 +245,19 @@ def test_a_model_that_computes_between_kernels_runs_as_before(llm: LLM, monkeypa
         assert "div" in replays(other).refusal and not replays(other)._steps
 
 
+def test_a_step_that_cannot_be_recorded_changes_recurrent_states_once(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, prompts = tiny_checkpoint("mamba", tmp_path_factory), make_prompts(TINY_MODELS["mamba"])[:2]
+    with open_llm(folder, skip_tokenizer_init=True, max_model_len=128) as opened:
+        expected = eagerly(opened, prompts, params(6))
+        model_class: Any = type(engine_of(opened).runner.model)
+        forward = model_class.forward
+        monkeypatch.setattr(model_class, "forward", lambda self, batch: forward(self, batch) / 1.0)
+        assert answers(opened, prompts, params(6)) == expected
+        assert "div" in replays(opened).refusal
+
+
 @pytest.mark.parametrize("kind", ["forward hook", "pre-hook", "replaced forward"])
 def test_hooks_of_the_user_see_every_step(llm: LLM, kind: str) -> None:
     model: Any = engine_of(llm).runner.model
