@@ -79,6 +79,8 @@ def model_identity(args: EngineArgs, config: EngineConfig, weights: str) -> Json
         with AdapterFolder(resolve_folder(args.merge_lora, weights=False, argument="merge_lora")) as folder:
             adapter = folder.digest()
     calibration = hashlib.sha256(_json(list(args.calibration))).hexdigest() if args.calibration else None
+    # Asked for, it lets GEMMs round their inputs where that is faster.
+    rounds = str(args.dtype).removeprefix("torch.") == "bfloat16"
     return {
         "weights": weights,
         "numerics": NUMERICS_VERSION,
@@ -88,6 +90,7 @@ def model_identity(args: EngineArgs, config: EngineConfig, weights: str) -> Json
         "kv_cache_dtype": str(config.cache_config.kv_cache_dtype),
         "quantization": plain(args.quantization),
         "calibration": calibration,
+        **({"may_round": True} if rounds else {}),
         **({} if args.requantize is None else {"requantize": plain(args.requantize)}),
         **({} if adapter is None else {"merge_lora": adapter}),
         "hf_overrides": show(args.hf_overrides) if callable(args.hf_overrides) else plain(args.hf_overrides),
