@@ -56,9 +56,9 @@ def add_commands(commands: Commands) -> None:
     command.add_argument(
         "--lora-modules",
         metavar="NAME=FOLDER",
-        nargs="+",
+        action="append",
         default=[],
-        help="adapters that rows name: a batch as its model, other rows in a column lora_name",
+        help="an adapter that rows name, a batch as its model, other rows in a column lora_name; once for each",
     )
     command.add_argument("--max-lora-rank", metavar="N", type=int, help="the largest rank of an adapter (default: 16)")
     command.add_argument("--on-error", choices=("return", "raise"), default="return", help="raise: refuse bad rows")

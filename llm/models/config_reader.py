@@ -71,13 +71,17 @@ class ConfigReader:
     Args:
         raw: the decoded file, `hf_overrides` applied; a key whose value is None counts as absent.
         file: its name in error messages.
+        spelled: keys that were renamed -> their names in the file, for error messages.
 
     Attributes:
         raw: the keys with a value; `decoded` has those that are null too, and `given` is their names.
     """
 
-    def __init__(self, raw: Mapping[str, Any], file: str = "config.json") -> None:
+    def __init__(
+        self, raw: Mapping[str, Any], file: str = "config.json", spelled: Mapping[str, str] | None = None
+    ) -> None:
         self._file = file
+        self._spelled = spelled or {}
         self.decoded = raw
         self.given = frozenset(raw)
         self.raw = {key: value for key, value in raw.items() if value is not None}
@@ -237,7 +241,8 @@ class ConfigReader:
         return value
 
     def error(self, key: str, value: Any, right: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self._file}: {key} is {show(value)}, must be {clip(right)}.")
+        name = self._spelled.get(key, key)
+        return UnsupportedModelError(f"{self._file}: {name} is {show(value)}, must be {clip(right)}.")
 
     def _get(self, key: str, kind: Any, default: Any) -> Any:
         self._read.add(key)

@@ -46,7 +46,8 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        reader = ConfigReader({_NAMES.get(key, key): value for key, value in reader.decoded.items()})
+        spelled = {_NAMES[key]: key for key in reader.decoded if key in _NAMES}
+        reader = ConfigReader({_NAMES.get(key, key): value for key, value in reader.decoded.items()}, spelled=spelled)
         ignore_training(reader)
         reader.ignore(*_UNUSED)
         for key, value in {"mla_use_nope": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}.items():
@@ -75,10 +76,9 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
 
 def _latent(reader: ConfigReader) -> LatentAttentionConfig:
     sizes = (("kv_lora_rank", 512), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128))
-    latent, plain, shared, value = (reader.positive(*size) for size in sizes)
     heads, rank = reader.positive("num_attention_heads", 32), reader.optional_integer("q_lora_rank")
     bias = reader.boolean("attention_bias", False)
-    return LatentAttentionConfig(heads, rank, latent, plain, shared, value, None, bias)
+    return LatentAttentionConfig(heads, rank, *(reader.positive(*size) for size in sizes), None, bias)
 
 
 def _delta(reader: ConfigReader, nested: Mapping[str, object], eps: float) -> GatedDeltaConfig:

@@ -66,7 +66,7 @@ WALK = [
 
 
 # Layers whose only definition is transformers': tests/models/test_models.py holds them against it, in their models.
-AGAINST_TRANSFORMERS = {"qwen_gated_delta_net_attention", "olmo_hybrid_gated_delta_net_attention"}
+AGAINST_TRANSFORMERS = {f"{family}_gated_delta_net_attention" for family in ("qwen", "olmo_hybrid", "kimi")}
 
 
 def without_entry(registry: dict[str, Any], cases: dict[str, list[Case]]) -> set[str]:

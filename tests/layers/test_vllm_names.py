@@ -49,10 +49,11 @@ VLLM_CLASSES = dict(
         "multi_head_latent_attention:MultiHeadLatentAttentionWrapper grouped_topk:GroupedTopk "
         "short_conv:ShortConv mamba_mixer:MambaMixer mamba_mixer2:MambaMixer2 "
         "qwen_gated_delta_net_attention:QwenGatedDeltaNetAttention "
-        "olmo_hybrid_gated_delta_net_attention:OlmoHybridGatedDeltaNetAttention"
+        "olmo_hybrid_gated_delta_net_attention:OlmoHybridGatedDeltaNetAttention "
+        "kimi_gated_delta_net_attention:KimiGatedDeltaNetAttention"
     ).split()
 )
-OURS_ALONE = {"relu", "layer_norm_1p", "topk_router", "sparse_mixer"}
+OURS_ALONE = {"relu", "layer_norm_1p", "topk_router", "scaled_topk", "sparse_mixer"}
 
 
 def test_every_operation_is_known_by_its_class_in_vllm() -> None:
