@@ -57,18 +57,16 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
         attention, linear = _latent(reader), _delta(reader, nested, norm.eps)
         attended = nested.get("full_attn_layers")  # the first layer is 1
         default = [index + 1 in attended if isinstance(attended, list) else index % 4 == 3 for index in range(count)]
-        dense = GatedMLPConfig(reader.positive("intermediate_size", 9216), reader.string("hidden_act", "silu"))
-        sparse = sigmoid_experts(reader, 256, 8, 1024, groups=1, best=1, scale=2.446)
+        mlps = {
+            "dense": GatedMLPConfig(reader.positive("intermediate_size", 9216), reader.string("hidden_act", "silu")),
+            "sparse": sigmoid_experts(reader, 256, 8, 1024, groups=1, best=1, scale=2.446),
+        }
         first = reader.integer("first_k_dense_replace", 1)
         kinds = reader.names("mlp_layer_types") or ["dense" if index < first else "sparse" for index in range(count)]
-        if len(kinds) != count or not {"dense", "sparse"} >= set(kinds):
+        if len(kinds) != count or not mlps.keys() >= set(kinds):
             raise reader.error("mlp_layer_types", kinds, f"{count} of 'dense' or 'sparse'")
         layers = [
-            LayerConfig(
-                attention=attention if attends else linear,
-                mlp=dense if kind == "dense" else sparse,
-                norms=PreNorms(norm),
-            )
+            LayerConfig(attention=attention if attends else linear, mlp=mlps[kind], norms=PreNorms(norm))
             for attends, kind in zip(attending_layers(reader, count, default), kinds, strict=True)
         ]
         return read_decoder(reader, layers, norm, positions=reader.positive("max_position_embeddings", 1_048_576))
@@ -76,9 +74,10 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
 
 def _latent(reader: ConfigReader) -> LatentAttentionConfig:
     sizes = (("kv_lora_rank", 512), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128))
+    latent, plain, shared, value = (reader.positive(*size) for size in sizes)
     heads, rank = reader.positive("num_attention_heads", 32), reader.optional_integer("q_lora_rank")
     bias = reader.boolean("attention_bias", False)
-    return LatentAttentionConfig(heads, rank, *(reader.positive(*size) for size in sizes), None, bias)
+    return LatentAttentionConfig(heads, rank, latent, plain, shared, value, None, bias)
 
 
 def _delta(reader: ConfigReader, nested: Mapping[str, object], eps: float) -> GatedDeltaConfig:
