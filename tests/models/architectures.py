@@ -115,7 +115,10 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_moe": {"text_config": {**_NESTED, **_HYBRID}},
     "qwen4_exp": {"text_config": {**_NESTED, **_HYBRID}},
     "zamba": {"layer_types": ["mamba", "hybrid"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {
+        **{"layers_block_type": ["linear_attention", "hybrid"], "tie_word_embeddings": True, **_LATENT},
+        "time_step_min": 1e-9,  # where transformers clamps the steps of prompts, and Zamba's kernels do not
+    },
     "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"]},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
