@@ -20,11 +20,12 @@ from llm.tokenizer import Tokenizer
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 # Opens the tokenizer as `llm` does and renders a chat, with 3 GB of memory.
 OPEN = """
-import resource, sys
+import resource, sys, torch
 from pathlib import Path
 from llm.base.errors import CheckpointError
 from llm.tokenizer import Tokenizer
-resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # much, with CUDA's libraries
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (3 << 30), mapped + (3 << 30)))
 for folder in sys.argv[1:]:
     try:
         tokenizer = Tokenizer(Path(folder))
