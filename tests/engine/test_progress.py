@@ -139,7 +139,7 @@ def test_false_makes_no_bar_and_no_prompts_make_none(llm: LLM) -> None:
 
 def test_a_partial_of_tqdm(llm: LLM) -> None:
     screen = io.StringIO()
-    llm.generate(PROMPTS, GREEDY, use_tqdm=partial(tqdm, file=screen, ascii=True, mininterval=0))
+    llm.generate(PROMPTS, GREEDY, use_tqdm=partial(tqdm, file=screen, ascii=True, mininterval=0, ncols=200))
     shown = screen.getvalue()
     assert "Generating: 100%" in shown
     assert "rows 3/3 done, 0 running" in shown
