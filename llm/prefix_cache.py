@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from llm.base.disk import sync
 from llm.base.errors import CheckpointError, LLMError, ValidationError
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
@@ -84,10 +85,10 @@ def save(engine: Engine, identity: JsonObject, path: Path) -> Path:
             counts = {name: len(found) for name, found in entries.items()}
             manifest = {"prefix_cache": VERSION, "identity": identity, "entries": counts, "sha256": sums}
             (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-            _sync(partial / _MANIFEST)
-            _sync(partial)
+            sync(partial / _MANIFEST)
+            sync(partial)
             partial.rename(path)
-            _sync(path.parent)
+            sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise LLMError(f"the prompt cache could not be saved to {path}: {error}") from error
     return path
@@ -193,7 +194,7 @@ def _write_files(
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     save_file(dict(tensors), path)
-    _sync(path)
+    sync(path)
     return _sum(path)
 
 
@@ -242,11 +243,3 @@ def _sum(path: Path) -> str:
         while data := file.read(1 << 20):
             digest.update(data)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -24,6 +24,7 @@ from pathlib import Path
 from time import monotonic
 from typing import BinaryIO
 
+from llm.base.disk import sync
 from llm.base.errors import JobError
 from llm.base.text import show
 from llm.base.types import JsonObject
@@ -163,13 +164,4 @@ def _create(path: Path, header: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names of a folder."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path.parent)

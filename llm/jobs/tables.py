@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
+from llm.base.disk import sync
 from llm.base.errors import JobError
 from llm.base.optional import optional_package
 from llm.base.text import show
 from llm.base.types import JsonObject
-from llm.jobs.journal import sync_folder
 
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 _PARQUET_ROWS = 1024
@@ -94,13 +93,9 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     write = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}[suffix_of(path)]
     try:
         write(fresh, rows)
-        handle = os.open(fresh, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(fresh)
         fresh.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         fresh.unlink(missing_ok=True)
         raise JobError(
