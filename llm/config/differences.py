@@ -28,15 +28,19 @@ def differences() -> str:
             "",
             *_table("argument", "here", DIFFERENT.items()),
             "",
-            "Refused, except at the values that ask for nothing:",
+            *_folded(
+                "Refused, except at the values that ask for nothing",
+                _table("argument", "why, and what to do instead", _by_note("refused")),
+            ),
             "",
-            *_table("argument", "why, and what to do instead", _by_note("refused")),
-            "",
-            "Taken, and without effect on any answer:",
-            "",
-            *_table("argument", "why", _by_note("accepted")),
+            *_folded("Taken, and without effect on any answer", _table("argument", "why", _by_note("accepted"))),
         ]
     )
+
+
+def _folded(title: str, lines: list[str]) -> list[str]:
+    """Where Markdown is shown as a page, the lines open with a click on the title."""
+    return ["<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>"]
 
 
 def _described(*titles: str) -> list[tuple[str, str]]:
