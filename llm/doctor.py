@@ -24,7 +24,7 @@ from llm.bench.calibrate import CpuWatch, usable_cores
 from llm.config import env
 from llm.config.engine import GIB
 from llm.kernels.state import kernel_state
-from llm.platforms.cgroup import cpu_quota
+from llm.platforms.limits import cpu_quota
 from llm.platforms.cpu import CpuPlatform
 
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "tqdm", "jinja2")

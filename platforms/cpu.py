@@ -1,4 +1,4 @@
-"""The CPU: memory and processors within the container's limits, dtypes."""
+"""The CPU: memory and processors within the container's and the process's limits, dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from llm.platforms.cgroup import cpu_quota, memory_limits
+from llm.platforms.limits import cpu_quota, memory_limits
 from llm.platforms.interface import Platform, PlatformEnum
 
 

@@ -6,6 +6,7 @@ The files under /proc and /sys are fakes, and so are the devices that this machi
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from llm.base.errors import LLMError, ValidationError
 from llm.config import EngineArgs
 from llm.platforms import BUILTIN, Platform, PlatformEnum, select_platform
 from llm.platforms.accelerator import TorchAccelerator
-from llm.platforms.cgroup import cpu_quota, memory_limits
+from llm.platforms.limits import cpu_quota, memory_limits
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.cuda import CudaPlatform
 from llm.platforms.rocm import RocmPlatform
@@ -33,9 +34,15 @@ NO_LIMIT_V1 = 9223372036854771712
 
 @pytest.fixture(autouse=True)
 def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is installed beside this project, and whatever the environment says."""
+    """Whatever is installed beside this project, and whatever the environment and `ulimit` say."""
     monkeypatch.setenv("LLM_PLUGINS", "")
     monkeypatch.delenv("LLM_PLATFORM", raising=False)
+    set_limits(monkeypatch, {})
+
+
+def set_limits(monkeypatch: pytest.MonkeyPatch, limits: dict[int, int]) -> None:
+    """Of `setrlimit`, bytes by kind; the others are infinite."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, resource.RLIM_INFINITY),) * 2)
 
 
 def fake_root(root: Path, own_groups: str, files: dict[str, object]) -> CpuPlatform:
@@ -111,6 +118,30 @@ def test_no_cgroup_files_at_all(tmp_path: Path) -> None:
     assert memory_limits(tmp_path) == []
     assert cpu_quota(tmp_path) is None
     assert platform.memory_total() == 64 * GIB
+
+
+def test_the_limits_of_the_process_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = fake_root(tmp_path, ROOT2, {})
+    kib = GIB // 1024
+    (tmp_path / "proc/self/status").write_text(f"Name:\tx\nVmSize:\t{3 * kib} kB\nVmData:\t{kib} kB\n")
+    set_limits(monkeypatch, {resource.RLIMIT_AS: 12 * GIB})
+    assert (platform.memory_total(), platform.memory_free()) == (12 * GIB, 9 * GIB)
+    set_limits(monkeypatch, {resource.RLIMIT_AS: 12 * GIB, resource.RLIMIT_DATA: 5 * GIB})
+    assert (platform.memory_total(), platform.memory_free()) == (5 * GIB, 4 * GIB)
+    set_limits(monkeypatch, {resource.RLIMIT_AS: 2 * GIB})
+    assert platform.memory_free() == 0
+
+
+def test_a_model_fits_into_what_ulimit_leaves() -> None:
+    """Half of what the machine has free would be more than the process may have."""
+    code = """
+import resource, torch, llm
+resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))
+with llm.LLM(verbose=False, max_num_seqs=4096) as model:
+    print(len(model.generate(["In the"], use_tqdm=False)), model.config.cache_config.kv_cache_memory_bytes < 3 << 29)
+"""
+    done = python("-c", code)
+    assert done.stdout == "1 True\n", done.stderr
 
 
 @pytest.mark.parametrize(

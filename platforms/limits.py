@@ -1,4 +1,4 @@
-"""The memory and CPU limits of this process's control groups, versions 1 and 2.
+"""The memory and CPU limits of this process: its control groups' (versions 1 and 2), and its own (`ulimit -v`, `-d`).
 
 Owns reading them. Each group from the process's own up to the root may set a limit, so all are read and the smallest
 applies. Paths are relative to `root`, "/" outside of tests.
@@ -6,6 +6,7 @@ applies. Paths are relative to `root`, "/" outside of tests.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,18 @@ def memory_limits(root: Path) -> list[MemoryLimit]:
         if limit is not None and limit < _NO_LIMIT:
             droppable = _statistics(folder).get("inactive_file" if version == 2 else "total_inactive_file", 0)
             found.append(MemoryLimit(limit, max(0, (used or 0) - droppable)))
+    return found + _own_limits(root)
+
+
+def _own_limits(root: Path) -> list[MemoryLimit]:
+    """Those that `setrlimit` set, of the address space and of private memory."""
+    found = []
+    for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            lines = (_text(root / "proc/self/status") or "").splitlines()
+            used = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
+            found.append(MemoryLimit(limit, sum(used)))
     return found
 
 
