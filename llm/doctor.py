@@ -24,8 +24,8 @@ from llm.bench.calibrate import CpuWatch, usable_cores
 from llm.config import env
 from llm.config.engine import GIB
 from llm.kernels.state import kernel_state
-from llm.platforms.limits import cpu_quota
 from llm.platforms.cpu import CpuPlatform
+from llm.platforms.limits import cpu_quota
 
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "tqdm", "jinja2")
 _EXTRAS = ("llguidance", "pandas", "pyarrow", "matplotlib", "ipywidgets", "datasets", "ray", "vllm")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from llm.platforms.limits import cpu_quota, memory_limits
 from llm.platforms.interface import Platform, PlatformEnum
+from llm.platforms.limits import cpu_quota, memory_limits
 
 
 class CpuPlatform(Platform):

@@ -20,9 +20,9 @@ from llm.base.errors import LLMError, ValidationError
 from llm.config import EngineArgs
 from llm.platforms import BUILTIN, Platform, PlatformEnum, select_platform
 from llm.platforms.accelerator import TorchAccelerator
-from llm.platforms.limits import cpu_quota, memory_limits
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.cuda import CudaPlatform
+from llm.platforms.limits import cpu_quota, memory_limits
 from llm.platforms.rocm import RocmPlatform
 from llm.platforms.tpu import TpuPlatform
 from llm.platforms.xpu import XpuPlatform
