@@ -479,6 +479,17 @@ TINY_MODELS = TINY_MODELS | {
         control={"sliding_window": None, "layer_types": None},
     ),
     "seed_oss": TinyModel("SeedOssConfig", {"attention_out_bias": True}),
+    "hyperclovax": TinyModel(
+        "HyperCLOVAXConfig",
+        {"num_hidden_layers": 2, "head_dim": 8, "logits_scaling": 0.9, "embedding_multiplier": 2.0},
+        control={"logits_scaling": 1.0},
+    ),
+    "jais2": TinyModel("Jais2Config", {"rms_norm_eps": None, "num_hidden_layers": 2}),
+    "vaultgemma": TinyModel(
+        "VaultGemmaConfig",
+        {"num_hidden_layers": 2, "sliding_window": 7, "query_pre_attn_scalar": 12},
+        control={"sliding_window": 30},
+    ),
     "hunyuan_v1_dense": TinyModel(
         "HunYuanDenseV1Config",
         {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}},
@@ -649,6 +660,66 @@ TINY_MODELS = TINY_MODELS | {
         lengths=(33, 35, 40, 47, 60),
         engine={"max_model_len": 100},
         control={"router_jitter_noise": 0.01},
+    ),
+    "dots1": TinyModel(
+        "Dots1Config",
+        {
+            **EXPERTS_OF_DEEPSEEK,
+            **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+            **{"sliding_window": 7, "max_window_layers": 1, "routed_scaling_factor": 1.7},
+        },
+        control={"norm_topk_prob": False},
+    ),
+    "exaone-moe": TinyModel(
+        "ExaoneMoeConfig",
+        {
+            **{"sliding_window": 7, "sliding_window_pattern": 2, "num_hidden_layers": 2, "num_experts": 6},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 13, "num_shared_experts": 2},
+        },
+        control={"routed_scaling_factor": 1.0},
+    ),
+    "flex_olmo": TinyModel("FlexOlmoConfig", {**EXPERTS, "head_dim": None, "num_experts_per_tok": 3}),
+    "granitemoeshared": TinyModel(
+        "GraniteMoeSharedConfig",
+        {
+            **EXPERTS,
+            **{"head_dim": None, "num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.2},
+            **{"residual_multiplier": 0.5, "shared_intermediate_size": 29},
+        },
+        control={"residual_multiplier": 0.4},
+    ),
+    "hunyuan_v1_moe": TinyModel("HunYuanMoEV1Config", {**EXPERTS, "num_experts": 5, "moe_topk": 3}),
+    "hy_v3": TinyModel(
+        "HYV3Config",
+        {"num_hidden_layers": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 13},
+        control={"router_scaling_factor": 1.0},
+    ),
+    "mellum": TinyModel(
+        "MellumConfig",
+        {
+            **{**EXPERTS, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 37},
+            **{"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7},
+            "mlp_layer_types": ["sparse", "dense"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        control={"norm_topk_prob": False},
+    ),
+    "minimax_m2": TinyModel(
+        "MiniMaxM2Config",
+        {**EXPERTS, "num_local_experts": 7, "num_experts_per_tok": 3, "rope_parameters": _HALF},
+        control={"num_experts_per_tok": 2},
+    ),
+    "solar_open": TinyModel(
+        "SolarOpenConfig",
+        {
+            **{**EXPERTS_OF_DEEPSEEK, "intermediate_size": None, "first_k_dense_replace": None},
+            **{"n_group": 1, "topk_group": 1, "attention_bias": True},
+        },
+        seed=1,
+        control={"norm_topk_prob": False},
     ),
     "granitemoe": TinyModel(
         "GraniteMoeConfig",
@@ -827,6 +898,8 @@ TINY_MODELS = TINY_MODELS | {
 # in a ragged batch like all rows, and the schedules are tried on the rest, whose parts they are made of.
 _REARRANGED = """
     gpt_neo gemma3n gemma4-experts mpt falcon-alibi apertus nanochat codegen
+    hyperclovax jais2 vaultgemma dots1 exaone-moe flex_olmo granitemoeshared hunyuan_v1_moe hy_v3 mellum
+    minimax_m2 solar_open
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
     falcon-mamba granitemoehybrid-dense bamba nemotron-h nemotron-h-experts jamba qwen3-5 qwen3-5-moe olmo-hybrid

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llm.layers.rotary import RopeParameters
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import (
@@ -66,12 +68,13 @@ def dense_first(reader: ConfigReader, first: int) -> list[bool]:
 def deepseek_decoder(
     reader: ConfigReader,
     rope: RopeParameters,
-    attention: PartConfig,
+    attention: PartConfig | Sequence[PartConfig],
     experts: MoEConfig,
     is_sparse: list[bool],
     eps: float = 1e-6,
 ) -> DecoderConfig:
-    """A decoder in which the layers of `is_sparse` have `experts`, the others a feed-forward."""
+    """A decoder in which the layers of `is_sparse` have `experts`, the others a feed-forward; `attention` is one for
+    all layers or one each."""
     ignore_training(reader)
     for key in ("aux_loss_alpha", "seq_aux", "ep_size"):  # of training
         reader.expect(key, reader.raw.get(key))
@@ -81,13 +84,18 @@ def deepseek_decoder(
     if not 0 <= further <= _MOST_FURTHER_LAYERS:
         raise reader.error("num_nextn_predict_layers", further, f"an integer from 0 to {_MOST_FURTHER_LAYERS}")
     norm = read_rms_norm(reader, eps)
-    dense = GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
-    predicting = LayerConfig(attention=attention, mlp=experts, norms=PreNorms(norm))
+    activation = reader.string("hidden_act", "silu")
+    dense: PartConfig = experts
+    reader.ignore("intermediate_size")  # where all layers have experts it is not needed, nor always there
+    if not all(is_sparse):
+        dense = GatedMLPConfig(reader.positive("intermediate_size"), activation)
+    parts = [attention] * len(is_sparse) if isinstance(attention, PartConfig) else attention
+    predicting = LayerConfig(attention=parts[-1], mlp=experts, norms=PreNorms(norm))
     return read_decoder(
         reader,
         [
-            LayerConfig(attention=attention, mlp=experts if sparse else dense, norms=PreNorms(norm))
-            for sparse in is_sparse
+            LayerConfig(attention=part, mlp=experts if sparse else dense, norms=PreNorms(norm))
+            for part, sparse in zip(parts, is_sparse, strict=True)
         ],
         norm,
         positions=longest_sequence(reader, rope),

@@ -21,7 +21,7 @@ def sigmoid_experts(
     reader: ConfigReader, count: int, top_k: int, size: int, *, groups: int, best: int, scale: float
 ) -> MoEConfig:
     """Experts chosen by sigmoid scores with a bias; the arguments are what missing keys stand for."""
-    reader.expect("scoring_func", "sigmoid")
+    reader.expect("scoring_func", "sigmoid", "noaux_tc")  # dots.llm1 has the method's name there
     reader.expect("topk_method", "noaux_tc")
     return MoEConfig(
         reader.positive("n_routed_experts", count),

@@ -30,11 +30,11 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
             attention = AttentionConfig(heads, rope if rotates else None, size, qk_norm=norm)
             return LayerConfig(attention=attention, mlp=mlp, norms=PostNorms(norm))
 
-        layers = [layer(size) for size in _windows(reader, window)]
+        layers = [layer(size) for size in exaone_windows(reader, window)]
         return read_decoder(reader, layers, norm, positions=longest_sequence(reader, rope))
 
 
-def _windows(reader: ConfigReader, window: int | None) -> list[int | None]:
+def exaone_windows(reader: ConfigReader, window: int | None) -> list[int | None]:
     """`sliding_window_pattern` is a number n, every nth layer sees all, or "LLLG", letters for local and global."""
     count, given = reader.positive("num_hidden_layers"), reader.raw.get("sliding_window_pattern", 4)
     if isinstance(given, str):

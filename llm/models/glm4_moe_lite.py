@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig, DecoderForCausalLM, read_latent_attention
-from llm.models.deepseek_v2 import deepseek_decoder, dense_first
+from llm.models.deepseek_v2 import deepseek_decoder
 from llm.models.deepseek_v3 import sigmoid_experts
+from llm.models.reading_experts import layers_with_experts
 
 
 class Glm4MoeLiteForCausalLM(DecoderForCausalLM):
@@ -21,14 +22,5 @@ class Glm4MoeLiteForCausalLM(DecoderForCausalLM):
             is_neox_style=not reader.boolean("rope_interleave", True),
         )
         experts = sigmoid_experts(reader, 64, 4, 1536, groups=1, best=1, scale=1.8)
-        return deepseek_decoder(reader, rope, attention, experts, _sparse_layers(reader), eps=1e-5)
-
-
-def _sparse_layers(reader: ConfigReader) -> list[bool]:
-    by_count = dense_first(reader, reader.integer("first_k_dense_replace", 1))
-    kinds = reader.names("mlp_layer_types")
-    if kinds is None:
-        return by_count
-    if len(kinds) != len(by_count) or set(kinds) - {"dense", "sparse"}:
-        raise reader.error("mlp_layer_types", kinds, f"{len(by_count)} of 'dense' or 'sparse'")
-    return [kind == "sparse" for kind in kinds]
+        first = reader.integer("first_k_dense_replace", 1)
+        return deepseek_decoder(reader, rope, attention, experts, layers_with_experts(reader, first), eps=1e-5)

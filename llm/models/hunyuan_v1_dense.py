@@ -24,28 +24,28 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        _expect_older_keys(reader)
+        expect_older_keys(reader)
+        reader.expect("num_experts", 1)
         norm, heads, bias = read_rms_norm(reader, 1e-5), read_heads(reader), reader.boolean("attention_bias", False)
-        rope = _rope(reader, heads.size)
+        rope = read_rope(reader, heads.size)
         return llama_decoder(
             reader, heads, rope, norm, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_after_rope=True
         )
 
 
-def _expect_older_keys(reader: ConfigReader) -> None:
+def expect_older_keys(reader: ConfigReader) -> None:
     """Of the published files, at the values that change nothing; the rest is about other models of the same code."""
     for key in ("use_qk_norm", "use_rotary_pos_emb"):
         reader.expect(key, True)
     for key in ("use_cla", "position_embedding_xdrope", "add_classification_head", "mlp_bias"):
         reader.expect(key, False)
-    reader.expect("num_experts", 1)
     reader.expect("norm_type", "rms")
     reader.expect("attention_head_dim", reader.raw.get("head_dim"))
     for key in _UNUSED:
         reader.expect(key, reader.raw.get(key))
 
 
-def _rope(reader: ConfigReader, size: int) -> RopeParameters:
+def read_rope(reader: ConfigReader, size: int) -> RopeParameters:
     """`alpha` beside rope_type "dynamic" stretches the base, whatever the length; the other keys are then unused."""
     given = reader.raw.get("rope_parameters", reader.raw.get("rope_scaling", {}))
     alpha = given.get("alpha") if isinstance(given, dict) else None

@@ -25,3 +25,13 @@ def sparse_layers(reader: ConfigReader) -> list[bool]:
     step = reader.positive("decoder_sparse_step", 1)
     dense = set(reader.integers("mlp_only_layers") or ())
     return [(index + 1) % step == 0 and index not in dense for index in range(count)]
+
+
+def layers_with_experts(reader: ConfigReader, first: int) -> list[bool]:
+    """Which layers have experts, from `mlp_layer_types`; without it, all but the `first` ones."""
+    count, kinds = reader.positive("num_hidden_layers"), reader.names("mlp_layer_types")
+    if kinds is None:
+        return [index >= first for index in range(count)]
+    if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise reader.error("mlp_layer_types", kinds, f"{count} of 'dense' or 'sparse'")
+    return [kind == "sparse" for kind in kinds]

@@ -96,6 +96,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         )
     },
     **{name: _LATENT for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "longcat_flash")},
+    "dots1": {"n_shared_experts": 1},
     **{name: _LATENT for name in ("axk1", "axk2", "deepseek_v32", "glm_moe_dsa")},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},

@@ -133,7 +133,7 @@ def test_experts_are_ours(model_type: str, schemes: tuple[str | None, ...], tmp_
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
     folder, model = saved(model_type, tmp_path, **sizes, **EXPERTS)
     for quantization in schemes:
-        with load(folder, quantization=quantization) as llm:
+        with load(folder, quantization=quantization, model_impl="transformers") as llm:
             runner: Any = llm._engine.runner  # type: ignore[union-attr]
             layers = [layer for layer in runner.model.modules() if isinstance(layer, TransformersFusedMoE)]
             assert [len(layer.experts) for layer in layers] == [4, 4]
