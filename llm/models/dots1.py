@@ -20,6 +20,7 @@ from llm.models.deepseek_v3 import sigmoid_experts
 class Dots1ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        reader.ignore("use_sliding_window")  # max_window_layers decides
         rope, norm, heads = reader.rope(), read_rms_norm(reader), read_heads(reader)
         bias = reader.boolean("attention_bias", False)
         attention = AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm)
