@@ -23,15 +23,19 @@ Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
 
 
 def select_rows(library: Library, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """float32 [n, w], int64 [m] -> float32 [m, w]; IndexError for an index outside [0, n).
+    """float32 or int64 [n, w], int64 [m] -> [m, w]; IndexError for an index outside [0, n).
 
     PyTorch shares such a copy among its OpenMP threads, which then spin beside ours for milliseconds.
     """
+    if x.dtype == torch.int64:  # the kernel copies bits: an integer is two floats
+        return select_rows(library, x.view(torch.float32), indices).view(torch.int64)
     x, indices = as_float32(x), indices.contiguous()
     out = library.empty(len(indices), x.shape[1])
     arguments = x.data_ptr(), len(x), indices.data_ptr(), out.data_ptr(), len(indices), x.shape[1]
     if library.call(_SELECT_ROWS, *arguments):
         raise IndexError(f"rows must be in [0, {len(x)}), got {int(indices.min())} to {int(indices.max())}")
+    if library.recorder is not None:
+        library.recorder.kept.append(x)
     return out
 
 

@@ -6,7 +6,7 @@ import torch
 
 
 def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Row i is x[indices[i]]: float32 [n, w], int64 [m] -> float32 [m, w]; IndexError for an index outside [0, n)."""
+    """Row i is x[indices[i]]: float32 or int64 [n, w], int64 [m] -> [m, w]; IndexError for an index outside [0, n)."""
     return x.index_select(0, indices)
 
 

@@ -16,6 +16,7 @@ from llm.base.custom_op import PluggableLayer
 from llm.base.watch import Watch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.kernels.reference.experts import UNGATED
+from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import ExpertWeights
 from llm.layers.moe.expert import ACTIVATIONS, FIRST_LAYER, Expert, together, weights_of
 from llm.layers.moe.method import UnquantizedFusedMoEMethod
@@ -93,6 +94,7 @@ class FusedMoE(PluggableLayer):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.custom_routing_function = custom_routing_function
         self.prefix, self.tp = prefix, tp
+        self._backend = backend_of_construction()
         self.router = self._make_router(routing)
         self.quant_method = self._resolve_method(quant_config)
         sizes = (num_experts, hidden_size, self.intermediate_size_per_partition)
@@ -149,8 +151,7 @@ class FusedMoE(PluggableLayer):
         """Put expert i, as the router numbers them, at place `logical_to_physical_map[i]`; None: at place i.
 
         The hook of an expert balancer, which decides by `llm.expert_load` what lies beside what. Ids, names of weights
-        and `expert_load` stay those of the router, and answers keep their bits. PyTorch translates the ids, so steps
-        are no longer recorded.
+        and `expert_load` stay those of the router, and answers keep their bits.
 
         Raises:
             ValidationError: no permutation of the experts, or they are not children of this layer.
@@ -163,7 +164,7 @@ class FusedMoE(PluggableLayer):
         if sorted(places) != list(range(len(self._experts))):
             refuse("logical_to_physical_map", places, f"a permutation of 0 to {len(self._experts) - 1}")
         self._placed = tuple(self._experts[places.index(place)] for place in range(len(places)))
-        self._map = [torch.tensor(places)]
+        self._map = [torch.tensor(places, device=self._backend.device).unsqueeze(1)]
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         return self.combine(hidden_states, *self.select(hidden_states, router_logits))
@@ -173,7 +174,7 @@ class FusedMoE(PluggableLayer):
         if self.apply_router_weight_on_input:
             hidden_states, weights = hidden_states * weights, torch.ones_like(weights)
         if self._map:
-            ids = self._map[0].to(ids.device)[ids]
+            ids = self._backend.op("select_rows")(self._map[0], ids.reshape(-1)).view(ids.shape)
         y = self.quant_method.apply(self, hidden_states, weights, ids)
         return self.tp.all_reduce(y) if self.reduce_results else y
 

@@ -312,6 +312,8 @@ def test_selected_rows_are_their_twin_and_none_is_outside() -> None:
         select = kernel_set(isa).op("select_rows")
         assert torch.equal(select(x, indices), REFERENCE.op("select_rows")(x, indices))
         assert select(x, indices[:0]).shape == (0, 7)
+        ids = torch.tensor([[5, -1], [1 << 40, 0], [-(1 << 63), 7]])
+        assert torch.equal(select(ids, torch.tensor([2, 0, 2, 1])), ids[[2, 0, 2, 1]])
         for outside in (-1, 9):
             with pytest.raises(IndexError, match=rf"\[0, 9\), got .*{outside}"):
                 select(x, torch.tensor([4, outside]))
