@@ -3,10 +3,11 @@
     python tests/bench/bench_experts.py write --shape qwen3-30b-a3b-6gb --folder /tmp/experts   # once
     python tests/bench/bench_experts.py run --folder /tmp/experts --llama-python /tmp/venv_llamacpp/bin/python --readme
 
-`write` makes a checkpoint and, for a Qwen 3, GGUF files in BF16 and Q8_0 (it needs the `gguf` package). `run` starts a
-process for each contestant, one after the other, so that each has the machine and its memory for itself, and prints the
-table; with `--readme` it replaces the README's. llama-cpp-python is asked for by its interpreter, because it belongs
-into an environment of its own. Timings need a machine that does nothing else.
+`write` makes a checkpoint, and GGUF files in BF16 and Q8_0 (it needs the `gguf` package). `run` starts a process for
+each contestant, one after the other, so that each has the machine and its memory for itself, and prints the table; with
+`--readme` it replaces the README's of this family. `--results` is a file that keeps the figures of each contestant:
+those that it has are not measured again, so a run may be done in parts. llama-cpp-python is asked for by its
+interpreter, because it belongs into an environment of its own. Timings need a machine that does nothing else.
 
 Workloads, of random token ids, greedy: w1, one stream, a prompt of 64 and 32 new tokens; w2, 16 prompts of 16 to 64 and
 32 new tokens each. Each is run twice, and the better counts: what disturbs a run makes it slower, never faster.
@@ -30,7 +31,12 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-MARKS = ("<!-- experts -->", "<!-- end of experts -->")
+# model_type -> the README's marks, and the model's name.
+MARKS = {
+    "qwen3_moe": ("<!-- experts -->", "<!-- end of experts -->"),
+    "gpt_oss": ("<!-- experts of gpt-oss -->", "<!-- end of experts of gpt-oss -->"),
+}
+NAMES = {"qwen3_moe": "Qwen3-30B-A3B", "gpt_oss": "gpt-oss-20b"}
 NEW_TOKENS, RUNS, STREAM_PROMPT, ROWS, LENGTHS = 32, 2, 64, 16, (16, 64)
 # Contestant -> what `LLM` is given.
 OURS: dict[str, dict[str, object]] = {
@@ -60,11 +66,10 @@ def write(args: argparse.Namespace) -> int:
             config["layer_types"] = config["layer_types"][: args.layers]
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     write_checkpoint(folder)
-    if config["model_type"] == "qwen3_moe":
-        from gguf_experts import write_gguf
+    from gguf_experts import write_gguf  # not everybody has gguf
 
-        for kind in LLAMA.values():
-            write_gguf(folder, kind)
+    for kind in LLAMA.values():
+        write_gguf(folder, kind)
     return 0
 
 
@@ -207,8 +212,11 @@ def contestants(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    results: dict[str, dict[str, Any]] = {}
+    kept = Path(args.results) if args.results else None
+    results: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else {}
     for name, command in contestants(args):
+        if name in results:
+            continue
         started = perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         lines = done.stdout.splitlines()
@@ -217,24 +225,25 @@ def run(args: argparse.Namespace) -> int:
             return 1
         results[name] = json.loads(lines[-1])
         print(f"{name}: {perf_counter() - started:.0f} s in all", file=sys.stderr, flush=True)
-    text = table(results)
+        if kept:
+            kept.write_text(json.dumps(results))
+    text = table({name: results[name] for name in (*OURS, *TRANSFORMERS, *LLAMA) if name in results})
     print(text)
     if args.readme:
-        replace_in_readme(section(text, args))
+        config = json.loads(Path(args.folder, "config.json").read_text())
+        replace_in_readme(section(text, config), MARKS[config["model_type"]])
     return 0
 
 
-def section(text: str, args: argparse.Namespace) -> str:
+def section(text: str, config: dict[str, Any]) -> str:
     """What stands between the README's marks."""
-    config = json.loads(Path(args.folder, "config.json").read_text())
     layers, size = config["num_hidden_layers"], config["vocab_size"]
-    shape = "Qwen3-30B-A3B" if config["model_type"] == "qwen3_moe" else "gpt-oss-20b"
     intro = f"""
-        A mixture of experts: {shape} with {layers} layers and a vocabulary of {size:,}, random weights, on
-        {len(os.sched_getaffinity(0))} cores of {cpu()}. w1 is a prompt of {STREAM_PROMPT} and {NEW_TOKENS} new tokens,
-        w2 {ROWS} prompts of {LENGTHS[0]} to {LENGTHS[1]} and {NEW_TOKENS} new tokens each. The floor of a token is the
-        time in which its weights can be read. The last column is the share of w2's tokens before the first difference
-        from the first line's. `tests/bench/bench_experts.py` measures it."""
+        A mixture of experts: {NAMES[config["model_type"]]} with {layers} layers and a vocabulary of {size:,}, random
+        weights, on {len(os.sched_getaffinity(0))} cores of {cpu()}. w1 is a prompt of {STREAM_PROMPT} and {NEW_TOKENS}
+        new tokens, w2 {ROWS} prompts of {LENGTHS[0]} to {LENGTHS[1]} and {NEW_TOKENS} new tokens each. The floor of a
+        token is the time in which its weights can be read. The last column is the share of w2's tokens before the first
+        difference from the first line's. `tests/bench/bench_experts.py` measures it."""
     return f"\n{textwrap.fill(' '.join(intro.split()), 120)}\n\n{text}\n"
 
 
@@ -267,7 +276,7 @@ def shared(reference: list[list[int]], tokens: list[list[int]]) -> float:
     return equal / sum(map(len, reference))
 
 
-def replace_in_readme(text: str, marks: tuple[str, str] = MARKS) -> None:
+def replace_in_readme(text: str, marks: tuple[str, str]) -> None:
     """Between the two marks."""
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text(encoding="utf-8").partition(marks[0])
@@ -289,6 +298,7 @@ def main() -> int:
         elif name == "run":
             command.add_argument("--llama-python", help="interpreter with llama-cpp-python; without it, no llama.cpp")
             command.add_argument("--readme", action="store_true", help="replace the README's table")
+            command.add_argument("--results", help="a file that keeps figures; what it has is not measured again")
             command.add_argument("--only", help="contestants, separated by semicolons")
         else:
             command.add_argument("--contestant", required=True)

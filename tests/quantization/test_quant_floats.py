@@ -50,6 +50,12 @@ GPT_OSS = TinyModel(
     | {"num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
 )
 
+QWEN = TinyModel(
+    "Qwen3MoeConfig",
+    {"num_hidden_layers": 1, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "head_dim": 16}
+    | {"num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -64,7 +70,8 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(name: str) -> Path:
         if not (folder / name).exists():
-            write_checkpoint({"llama": LLAMA, "deepseek": DEEPSEEK, "gpt-oss": GPT_OSS}[name], folder / name)
+            rows = {"llama": LLAMA, "deepseek": DEEPSEEK, "gpt-oss": GPT_OSS, "qwen3_moe": QWEN}
+            write_checkpoint(rows[name], folder / name)
         return folder / name
 
     return make
@@ -352,6 +359,21 @@ def test_compressed_tensors_of_floats(case: str, floats: Callable[[str], Path], 
         with pytest.raises(LLMError, match="for which ModelSlim has no published layout"):
             llm.save_quantized(tmp_path / "other", format="modelslim")
     assert answers(tmp_path / "saved") == expected
+
+
+@pytest.mark.parametrize("case", ["float-quantized, blocks", "nvfp4-pack-quantized"])
+def test_experts_of_compressed_floats(case: str, floats: Callable[[str], Path], tmp_path: Path) -> None:
+    """A tensor for each part of each expert, and scales of their own; computed in one call."""
+    stored, exact = compressed_pair(floats("qwen3_moe"), tmp_path, case)
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]  # as llm-compressor's recipes have it
+    (stored / "config.json").write_text(json.dumps(config))
+    assert answers(stored) == answers(exact) != answers(floats("qwen3_moe"))
+    with open_llm(stored, skip_tokenizer_init=True) as llm:
+        layer = engine_of(llm).runner.model.model.layers[0].mlp.experts
+        assert layer.expert_weights() is not None
+        schemes = {part.quant_method.scheme for expert in layer.experts for part in expert.children()}
+        assert schemes - {""} == {"W4A16" if "fp4" in case else "W8A16_FP8"}
 
 
 def test_broken_compressed_floats_are_refused(floats: Callable[[str], Path], tmp_path: Path) -> None:

@@ -393,8 +393,9 @@ def test_saved_as_gptq_it_answers_the_same(source: Path, tmp_path: Path) -> None
         llm.save_quantized(tmp_path / "no", "gptq")
 
 
-def test_experts_keep_their_own_order(tmp_path: Path) -> None:
-    """Act-order in a mixture: the operation `experts` gives the bits of the experts' layers one by one."""
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_experts_of_both_formats(form: str, tmp_path: Path) -> None:
+    """Act-order in a mixture too: the operation `experts` gives the bits of the experts' layers one by one."""
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -413,6 +414,9 @@ def test_experts_keep_their_own_order(tmp_path: Path) -> None:
         "checkpoint_format": "gptq_v2",
     }
     write = gptq(4, 16, v2=True, act_order=True)
+    if form == "awq":
+        description = {**AWQ[0], "group_size": 16, "modules_to_not_convert": ["gate"]}
+        write = awq(16)
     exact = quantized(
         tmp_path / "float", tmp_path / "model", description, lambda name: write if "experts." in name else None
     )
