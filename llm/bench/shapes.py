@@ -75,9 +75,11 @@ def _qwen3_moe(experts: int, per_token: int, intermediate: int, *sizes: int) -> 
 
 def _gpt_oss(experts: int, per_token: int, *sizes: int) -> JsonObject:
     mixture = {"num_local_experts": experts, "num_experts_per_tok": per_token, "swiglu_limit": 7.0}
+    # transformers' default extends the context; these are its 4096 positions as they were trained.
+    positions = {"rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5}}
     windows = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (sizes[1] // 2)}
     heads = {"architectures": ["GptOssForCausalLM"], "head_dim": 64, "attention_bias": True}
-    return _decoder("gpt_oss", sizes, 4096, 1.5e5, 1e-5, **heads, **windows, **mixture, **_UNTIED)
+    return _decoder("gpt_oss", sizes, 4096, 1.5e5, 1e-5, **heads, **positions, **windows, **mixture, **_UNTIED)
 
 
 def _lfm2(attention: tuple[int, ...], *sizes: int) -> JsonObject:
