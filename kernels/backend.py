@@ -90,6 +90,15 @@ class Program(Protocol):
         """Replay on the current contents of the inputs. False: an input was refused and the outputs are undefined."""
 
 
+class SizedProgram(Protocol):
+    """A recorded computation for any number of tokens up to `most`."""
+
+    most: int
+
+    def run(self, tokens: int) -> bool:
+        """As `Program.run`, on the first `tokens` of the inputs."""
+
+
 class ArrivingRows:
     """A float weight that is packed while its rows arrive from a file.
 
@@ -224,12 +233,23 @@ class Backend:
 
     # --- Recording. ---
 
-    def record(self) -> AbstractContextManager[Program]:
+    def record(self, tokens: int = 0, most: int = 0) -> AbstractContextManager[Program]:
         """A context in which operations run as usual and are recorded as a program that can be replayed.
+
+        Args:
+            tokens, most: of a program for `for_any_size`: how many tokens there are, and how many there are to be.
 
         Raises:
             NotRecordable: the program could not replay an operation; raised at the end of the context, when all have
                 run, or at its beginning.
+        """
+        raise NotRecordable(f"the {self.name} backend records nothing")
+
+    def for_any_size(self, small: Program, large: Program) -> SizedProgram:
+        """One program of two recordings of a computation, for fewer and for more tokens, on the same inputs.
+
+        Raises:
+            NotRecordable: they differ in more than the number of tokens.
         """
         raise NotRecordable(f"the {self.name} backend records nothing")
 

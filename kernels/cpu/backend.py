@@ -11,8 +11,10 @@ import torch
 
 from llm.kernels.backend import OPERATIONS, Backend, Operation, Program
 from llm.kernels.cpu import build
+from llm.kernels.cpu.any_size import AnySize
 from llm.kernels.cpu.arriving import RowPanels, arriving_rows
 from llm.kernels.cpu.library import Library, choose_target, load_library, requested_isa
+from llm.kernels.cpu.program import Program as Recording
 from llm.kernels.cpu.program import record
 from llm.kernels.reference.backend import pytorch
 from llm.platforms.interface import Platform
@@ -60,8 +62,13 @@ class CpuBackend(Backend):
         self.library.pool.clear()
         self.library.end_threads()
 
-    def record(self) -> AbstractContextManager[Program]:
-        return record(self.library)
+    def record(self, tokens: int = 0, most: int = 0) -> AbstractContextManager[Recording]:
+        return record(self.library, tokens, most)
+
+    def for_any_size(self, small: Program, large: Program) -> AnySize:
+        if not isinstance(small, Recording) or not isinstance(large, Recording):
+            raise TypeError("both are programs that this backend recorded")
+        return AnySize(small, large)
 
 
 def kernel(name: str) -> Operation:

@@ -71,6 +71,11 @@ class Pool:
         del self._loans[id(loan)]
         self._free.append(loan.block)
 
+    def blocks(self) -> list[tuple[int, int]]:
+        """(address, end) of each block, in use or free; nobody else uses the pool meanwhile."""
+        held = [*self._free, *(loan.block for loan in self._loans.values())]
+        return [(block.ctypes.data, block.ctypes.data + block.nbytes) for block in held]
+
     def clear(self) -> None:
         """Free all unused blocks."""
         with self._lock:

@@ -8,11 +8,12 @@ may allocate and make views but not compute; elementwise.py replaces its few sum
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,20 +33,39 @@ _ALLOCATIONS = {
 _CONSTANTS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
     """`Call` in replay.cpp."""
 
     _fields_ = (("replay", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("expected", ctypes.c_int64))
 
 
-class Program:
-    """Recorded calls; `run` repeats them."""
+class RecordedCall(NamedTuple):
+    """The kernel's address, its arguments in slots, and what it returned."""
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self._replay = library.function("llm_replay")
-        self._slots: list[Any] = []
-        self._calls: list[_Call] = []
+    address: int
+    slots: bytes
+    result: int
+
+
+class Program:
+    """Recorded calls; `run` repeats them.
+
+    Args:
+        tokens, most: how many tokens the recorded step has, and for how many its tensors are to have memory; 0: it is
+            repeated as it is.
+
+    Attributes:
+        calls: in order.
+        counts: with `tokens`, the elements of each tensor that was allocated, in order.
+    """
+
+    def __init__(self, library: Library, tokens: int = 0, most: int = 0) -> None:
+        self.library = library
+        self.tokens, self.most = tokens, most
+        self.replay = library.function("llm_replay")
+        self.calls: list[RecordedCall] = []
+        self.counts: list[int] = []
+        self._constants: list[tuple[int, int]] = []
         self._compiled: Any = None
         # A replay uses the same addresses: no memory that was used may be freed.
         self._pool = Pool(sys.maxsize)
@@ -55,31 +75,59 @@ class Program:
         self.refusal = ""  # the first operation that no replay would repeat
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.calls)
 
     def run(self) -> bool:
         """Replay the calls; False if one refused its arguments, after which the outputs are undefined."""
         if self._compiled is None:
-            self._compiled = (_Call * len(self._calls))(*self._calls)
-        return self._replay(ctypes.addressof(self._compiled), len(self._calls)) < 0
+            compiled = [Call(call.address, _address(ctypes.c_char_p(call.slots)), call.result) for call in self.calls]
+            self._compiled = (Call * len(compiled))(*compiled)
+        return self.replay(ctypes.addressof(self._compiled), len(self.calls)) < 0
 
     def note(self, entry: Any, slots: bytes, result: int) -> None:
         """Record a call that was made, if the recording thread made it."""
         if threading.get_ident() == self._owner:
-            self._slots.append(slots)  # a replay reads them at this address
-            addresses = (ctypes.cast(item, ctypes.c_void_p).value for item in (entry, ctypes.c_char_p(slots)))
-            self._calls.append(_Call(*addresses, result))
+            self.calls.append(RecordedCall(_address(entry), slots, result))
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in the program's pool; its storage has room for `most` tokens."""
+        count = math.prod(shape)
+        return self._pool.empty((self._room(count),), dtype)[:count].view(shape)
+
+    def zeros(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """As `empty`, filled: no call of a program writes into it."""
+        count = math.prod(shape)
+        whole = torch.zeros(self._room(count), dtype=dtype)
+        self.kept.append(whole)
+        self._constants.append((whole.data_ptr(), whole.data_ptr() + whole.nbytes))
+        return whole[:count].view(shape)
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """(address, end) of each block of memory that its tensors use."""
+        return self._pool.blocks() + self._constants
+
+    def _room(self, count: int) -> int:
+        """Elements of a tensor's storage, where the recorded step needs `count`."""
+        self.counts.append(count)
+        return count // self.tokens * self.most if self.tokens and count % self.tokens == 0 else count
+
+
+def _address(item: Any) -> int:
+    return ctypes.cast(item, ctypes.c_void_p).value or 0
 
 
 @contextmanager
-def record(library: Library) -> Iterator[Program]:
+def record(library: Library, tokens: int = 0, most: int = 0) -> Iterator[Program]:
     """Record the kernel calls made inside the context as a program.
+
+    Args:
+        tokens, most: as of `Program`.
 
     Raises:
         NotRecordable: PyTorch computed something that has no kernel; at the end, so that what changes in place,
             recurrent states for example, has changed once.
     """
-    program = Program(library)
+    program = Program(library, tokens, most)
     library.recorder = program
     try:
         with _OnlyKernels(program):
@@ -104,15 +152,14 @@ class _OnlyKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         program = self._program
-        own = substitute(program._library, func, args, kwargs, program._pool.empty)
+        own = substitute(program.library, func, args, kwargs, program.empty)
         if own is not None:
             return own
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
-            return program._pool.empty(result.shape, result.dtype)
+            return program.empty(result.shape, result.dtype)
         if func in _CONSTANTS:
-            program.kept.append(result)
-            return result
+            return program.zeros(result.shape, result.dtype)
         if func._schema.is_mutable or not _are_views(result, (args, kwargs)):
             program.refusal = program.refusal or str(func)
         return result

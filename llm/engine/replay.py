@@ -1,7 +1,8 @@
-"""Replayed decode steps: the kernel calls of a step are recorded once and replayed without Python.
+"""Replayed steps: the kernel calls of a step are recorded once and replayed without Python.
 
 Decode steps of R batch rows with k lines each (one, and one more per draft) make the same calls in the same order; only
 token ids, positions, slots and block tables differ. Owns the recorded step of each (R, k) and the tensors it reads.
+Other steps are replayed by `replay_sizes`, as are decode steps that have no recording of their own yet.
 Replay pays because the weights of a step evict Python's code and data from the caches: between two kernels Python is
 several times slower than elsewhere.
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from llm.base.watch import Watch
+from llm.engine.replay_sizes import SizedReplay
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.kernels.backend import Backend, NotRecordable, Program
 
@@ -68,19 +70,24 @@ class DecodeReplay:
         self._is_watched = Watch(model.modules())
         self._backend = backend
         self._max_blocks = max_blocks
+        self.sizes = SizedReplay(backend, max_blocks, self._forward)
         self._steps: dict[_Key, _Step] = {}
         self._seen: dict[_Key, None] = {}  # the last kinds of steps, the latest last
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """`model.forward(batch)`, float32 [N, H], overwritten by the next call; None if this step is not replayed."""
+        if not batch.metadata or not self._is_plain(batch):
+            return None
         lines = self._lines_per_row(batch)
         if not lines:
-            return None
+            return self.sizes.run(batch, may_record=True)
         rows, stores_less = len(batch.input_ids) // lines, lines > 1 and any(map(_stores_less, batch.metadata))
         key = (rows, lines, torch.get_num_threads(), batch.adapter_ids is not None, stores_less)
         step = self._steps.pop(key, None)
         if step is None:
-            return self._record(key, batch) if self._came_before(key) else None
+            if self._came_before(key):
+                return self._record(key, batch)
+            return self.sizes.run(batch, may_record=False)
         self._steps[key] = step
         _fill(step.batch, batch, step.first_layers)
         # If a kernel refuses its arguments, the caller runs the model, which raises the error.
@@ -100,9 +107,9 @@ class DecodeReplay:
         return came_before
 
     def _lines_per_row(self, batch: ForwardBatch) -> int:
-        """Lines per batch row; 0 if this is no decode step or cannot be replayed."""
+        """Lines per batch row; 0 if this is no decode step or has too many tokens."""
         tokens = len(batch.input_ids)
-        if tokens > MAX_TOKENS or not batch.metadata or not self._is_plain(batch):
+        if tokens > MAX_TOKENS:
             return 0
         counts = batch.metadata[0].query_lens_list
         if len(counts) == tokens:

@@ -1,0 +1,164 @@
+"""Replayed steps of any number of tokens: one recording serves prompts, chunks of prompts and mixed batches.
+
+Owns the recorded step, its tensors, and what decides when to record. A step is recorded twice, with its first few
+tokens and with all of them: what differs between the two is what depends on the number of tokens (`for_any_size`).
+The longer one writes all keys and values again that the shorter one has written. Recurrent states would change twice:
+models that have some are not recorded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from llm.forward import AttentionMetadata, ForwardBatch
+from llm.kernels.backend import Backend, NotRecordable, SizedProgram
+
+# With more tokens, the time between kernels is small compared to theirs; memory is allocated for so many.
+MOST_TOKENS = 256
+MOST_ROWS = 64
+# Of the shorter recording; the other one has at least _LEAST tokens.
+_FEW, _LEAST = 5, 8
+Forward = Callable[[ForwardBatch], torch.Tensor]
+# Threads, whether a row has an adapter.
+_Key = tuple[int, bool]
+
+
+@dataclass
+class _Step:
+    """`inputs` has the tensors that `program` reads, `hidden` and `taps` what it writes, for the recorded step."""
+
+    program: SizedProgram
+    inputs: _Inputs
+    hidden: torch.Tensor
+    taps: list[torch.Tensor]
+
+
+class _Inputs:
+    """The tensors of a batch with MOST_TOKENS tokens in MOST_ROWS rows; rows that a step does not have are empty."""
+
+    def __init__(self, batch: ForwardBatch, max_blocks: int) -> None:
+        self._groups: list[int] = []  # per state, the index of its metadata
+        self._metadata: list[AttentionMetadata] = []
+        known: dict[int, int] = {}
+        for metadata in batch.metadata:
+            if id(metadata) not in known:
+                known[id(metadata)] = len(self._metadata)
+                self._metadata.append(_own_metadata(metadata, max_blocks))
+            self._groups.append(known[id(metadata)])
+        self._first_layers = [self._groups.index(group) for group in range(len(self._metadata))]
+        self._input_ids = batch.input_ids.new_zeros(MOST_TOKENS)
+        self._positions = batch.positions.new_zeros(MOST_TOKENS)
+        self._adapter_ids = None if batch.adapter_ids is None else batch.adapter_ids.new_zeros(MOST_TOKENS)
+
+    def fill(self, batch: ForwardBatch, tokens: int) -> None:
+        """Copy the first `tokens` of `batch`."""
+        self._input_ids[:tokens].copy_(batch.input_ids[:tokens])
+        self._positions[:tokens].copy_(batch.positions[:tokens])
+        if self._adapter_ids is not None and batch.adapter_ids is not None:
+            self._adapter_ids[:tokens].copy_(batch.adapter_ids[:tokens])
+        for layer, own in zip(self._first_layers, self._metadata, strict=True):
+            source: AttentionMetadata = batch.metadata[layer]
+            rows, width = source.block_table.shape
+            own.block_table[:rows, :width].copy_(source.block_table)
+            own.slot_mapping[:tokens].copy_(source.slot_mapping[:tokens])
+            own.query_start_loc.fill_(tokens)
+            own.query_start_loc[: rows + 1].copy_(source.query_start_loc.clamp(max=tokens))
+            own.seq_lens[:rows].copy_(source.seq_lens)
+
+    def batch(self, batch: ForwardBatch, tokens: int) -> ForwardBatch:
+        """As `batch`, with the first `tokens` of these tensors."""
+        own = [replace(item, slot_mapping=item.slot_mapping[:tokens]) for item in self._metadata]
+        return replace(
+            batch,
+            input_ids=self._input_ids[:tokens],
+            positions=self._positions[:tokens],
+            adapter_ids=None if self._adapter_ids is None else self._adapter_ids[:tokens],
+            metadata=[own[group] for group in self._groups],
+            taps=[],
+        )
+
+
+class SizedReplay:
+    """Computes the hidden states of steps with up to MOST_TOKENS tokens of up to MOST_ROWS rows.
+
+    Args:
+        backend: records.
+        max_blocks: the largest width of a block table.
+        forward: computes a step.
+
+    Attributes:
+        refusal: why recording was impossible; None: it was not.
+    """
+
+    def __init__(self, backend: Backend, max_blocks: int, forward: Forward) -> None:
+        self.refusal: str | None = None
+        self._backend = backend
+        self._max_blocks = max_blocks
+        self._forward = forward
+        self._steps: dict[_Key, _Step] = {}
+        self._seen: set[_Key] = set()
+
+    def run(self, batch: ForwardBatch, may_record: bool) -> torch.Tensor | None:
+        """The hidden states, float32 [N, H], overwritten by the next call; None if the step is not replayed."""
+        tokens = len(batch.input_ids)
+        if self.refusal is not None or not self._fits(batch, tokens):
+            return None
+        key = (torch.get_num_threads(), batch.adapter_ids is not None)
+        step = self._steps.get(key)
+        if step is None:
+            if not may_record or tokens < _LEAST:
+                return None
+            if key in self._seen:
+                return self._record(key, batch, tokens)
+            self._seen.add(key)  # more are likely to follow the second
+            return None
+        step.inputs.fill(batch, tokens)
+        # If a kernel refuses its arguments, the caller runs the model, which raises the error.
+        if not step.program.run(tokens):
+            return None
+        batch.taps = [_first(tap, tokens) for tap in step.taps]
+        return _first(step.hidden, tokens)
+
+    def _fits(self, batch: ForwardBatch, tokens: int) -> bool:
+        return (
+            1 < tokens <= MOST_TOKENS
+            and len(batch.metadata[0].seq_lens_list) <= MOST_ROWS
+            and all(isinstance(metadata, AttentionMetadata) for metadata in batch.metadata)
+        )
+
+    def _record(self, key: _Key, batch: ForwardBatch, tokens: int) -> torch.Tensor | None:
+        inputs = _Inputs(batch, self._max_blocks)
+        hidden = None
+        try:
+            inputs.fill(batch, _FEW)
+            with self._backend.record(_FEW, MOST_TOKENS) as small:
+                self._forward(inputs.batch(batch, _FEW))
+            inputs.fill(batch, tokens)
+            own = inputs.batch(batch, tokens)
+            with self._backend.record(tokens, MOST_TOKENS) as large:
+                hidden = self._forward(own)
+            self._steps[key] = _Step(self._backend.for_any_size(small, large), inputs, hidden, own.taps)
+        except NotRecordable as reason:
+            self.refusal = str(reason)
+        if hidden is not None:
+            batch.taps = own.taps
+        return hidden
+
+
+def _own_metadata(metadata: AttentionMetadata, max_blocks: int) -> AttentionMetadata:
+    return replace(
+        metadata,
+        block_table=metadata.block_table.new_zeros(MOST_ROWS, max_blocks),
+        slot_mapping=metadata.slot_mapping.new_zeros(MOST_TOKENS),
+        query_start_loc=metadata.query_start_loc.new_zeros(MOST_ROWS + 1),
+        seq_lens=metadata.seq_lens.new_zeros(MOST_ROWS),
+        plan=None,
+    )
+
+
+def _first(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The result for so many tokens, in the storage of the recorded one's."""
+    return tensor.as_strided((tokens, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset())
