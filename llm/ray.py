@@ -28,13 +28,14 @@ from llm.engine.rows import ON_TOO_LONG
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.requests import ANSWER_COLUMNS
 from llm.jobs.shared_journal import SharedJournal
+from llm.jobs.tables import Form, arrow_type
 from llm.jobs.worker import PieceRows, RowWorker, plain_row
 from llm.platforms import select_platform
 from llm.sampling_params import SamplingParams
 
 # Ray keeps 0.3 of the memory for its object store.
 _MEMORY_OF_WORKERS = 0.6
-_ERROR = ANSWER_COLUMNS[-1]
+_ERROR = "error"
 
 
 class Table(Protocol):
@@ -57,15 +58,16 @@ Batch = Mapping[str, np.ndarray] | Table
 class LLMWorker:
     """A callable class for `ds.map_batches(LLMWorker, concurrency=n, num_cpus=8, fn_constructor_kwargs={...})`.
 
-    Adds the columns of `LLM.run`: generated_text, finish_reason, num_prompt_tokens, num_generated_tokens, error. Other
-    columns stay. Batches are dicts of arrays, or Arrow tables with `batch_format="pyarrow"`.
+    Adds the columns of `LLM.run`: generated_text, finish_reason, num_prompt_tokens, num_generated_tokens, error; of
+    conversations content, reasoning and tool_calls too. Other columns stay. Batches are dicts of arrays, or Arrow
+    tables with `batch_format="pyarrow"`.
 
     Args:
         model: of the `LLM`.
         sampling_params: of all rows, or a dict of fields; None: the model's defaults. A column `sampling_params` has
             dicts of the fields in which a row differs from it, if it is None from `SamplingParams()`.
         column: which has the prompts; None: "prompt", or else "messages", conversations. A conversation may have
-            columns `tools` and `chat_template_kwargs`.
+            columns `tools`, `tool_choice`, `parallel_tool_calls` and `chat_template_kwargs`.
         template: makes the prompt from columns: "Translate: {text}".
         id_column: has the id from which a row's seed follows; of rows without one, it follows from the prompt.
         journal: a folder that all workers see: what is in it is not computed again, in this run or another.
@@ -92,7 +94,7 @@ class LLMWorker:
         share = min(1.0, cpus / (os.cpu_count() or 1)) if share is None else share
         self._llm = llm = LLM(model, **_planned(model, {"num_threads": max(1, int(cpus)), **engine}, share))
         given = SamplingParams(**sampling_params) if isinstance(sampling_params, Mapping) else sampling_params
-        rows = PieceRows(
+        self._rows = rows = PieceRows(
             params=given or llm.get_default_sampling_params(),
             base=given or SamplingParams(),
             adapters=JobAdapters(),
@@ -108,7 +110,8 @@ class LLMWorker:
         """The batch with the columns of the answers."""
         rows = _rows_of(batch)
         answers = self._worker.answers(rows)
-        return _with_columns(batch, {name: [row[name] for row in answers] for name in ANSWER_COLUMNS})
+        forms = self._rows.forms(rows[0]) if rows else ANSWER_COLUMNS
+        return _with_columns(batch, {name: [row[name] for row in answers] for name in forms}, forms)
 
 
 @dataclass(frozen=True)
@@ -246,15 +249,12 @@ def _rows_of(batch: Batch) -> list[JsonObject]:
     return [plain_row({name: batch[name][index] for name in names}) for index in range(count)]
 
 
-def _with_columns(batch: Batch, columns: Mapping[str, list[object]]) -> Batch:
+def _with_columns(batch: Batch, columns: Mapping[str, list[object]], forms: Mapping[str, Form]) -> Batch:
     if isinstance(batch, Mapping):
         return {**batch, **{name: _array(values) for name, values in columns.items()}}
     arrow = optional_package("pyarrow", "ray")
     for name, values in columns.items():
-        is_number = name.startswith("num_")
-        several = any(isinstance(value, list) for value in values)
-        text = arrow.list_(arrow.string()) if several else arrow.string()
-        batch = batch.append_column(name, arrow.array(values, arrow.int64() if is_number else text))
+        batch = batch.append_column(name, arrow.array(values, arrow_type(arrow, forms[name])))
     return batch
 
 

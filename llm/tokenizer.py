@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
 from llm.base.errors import ValidationError
-from llm.base.types import JsonObject
 from llm.inputs import ChatMessage
 from llm.loading.model_files import check_small_files, read_json
 from llm.tokenizer_backends import (
@@ -154,10 +153,10 @@ class Tokenizer:
             messages = _with_text_content(messages, hf.get_chat_template(template, options.get("tools")))
         return render(hf, messages, template, options)
 
-    def template_text(self, chat_template: str | Path | None, tools: list[JsonObject] | None) -> str:
+    def template_text(self, chat_template: str | Path | None, has_tools: bool) -> str:
         """The template that `render_chat` renders with these arguments."""
         template = None if chat_template is None else _template_text(chat_template)
-        return str(self.huggingface().get_chat_template(template, tools))
+        return str(self.huggingface().get_chat_template(template, [] if has_tools else None))
 
     def _context(self, prompt: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """The last tokens of the prompt with a text."""

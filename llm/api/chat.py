@@ -18,6 +18,7 @@ from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutputs
+from llm.replies.choice import ToolChoice
 from llm.sampling_params import SamplingParams
 
 
@@ -35,17 +36,16 @@ class ChatHost(Host, Protocol):
         on_interrupt: str = "raise",
         on_output: OnOutput | None = None,
     ) -> RequestOutputs: ...
-    def render_chat(
-        self,
-        messages: Sequence[object],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[JsonObject] | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        tokenization_kwargs: Mapping[str, object] | None = None,
-    ) -> list[TokensPrompt]: ...
+
+
+def _arguments(template: str | None, generates: bool, continues: bool, tools: list[JsonObject] | None) -> JsonObject:
+    """What the renderer is given by name."""
+    return {
+        "chat_template": template,
+        "add_generation_prompt": generates,
+        "continue_final_message": continues,
+        "tools": tools,
+    }
 
 
 class Chat:
@@ -71,35 +71,34 @@ class Chat:
         on_interrupt: str = "raise",
         on_output: OnOutput | None = None,
         tool_parser: str | None = "auto",
+        tool_choice: str | JsonObject | None = None,
+        parallel_tool_calls: bool = True,
     ) -> RequestOutputs:
         """Answer one conversation (a list of `{"role", "content"}`), or each of a list of conversations.
 
         The chat template renders them, with `chat_template_kwargs`, to prompts for `generate`. Replies have `content`,
-        `reasoning` and, with `tools`, `tool_calls`, in the form (`tool_parser`) that the template teaches."""
-        check_asks_nothing(mm_processor_kwargs=mm_processor_kwargs)
-        check_asks_nothing(chat_template_content_format=chat_template_content_format)
-        prompts = self.render_chat(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            tokenization_kwargs=tokenization_kwargs,
+        `reasoning` and, with `tools`, `tool_calls`, in the form (`tool_parser`) that the template teaches.
+        `tool_choice` is OpenAI's: of "required" or a function the reply is JSON of the schemas, without reasoning."""
+        check_asks_nothing(
+            mm_processor_kwargs=mm_processor_kwargs, chat_template_content_format=chat_template_content_format
         )
-        reader = self._preprocessor.reply_reader(chat_template, tool_parser, tools)
+        choice, shown = ToolChoice.of(tool_choice, parallel_tool_calls, tools)
+        self._open_engine()
+        options = _arguments(chat_template, add_generation_prompt, continue_final_message, shown)
+        prompts = self._preprocessor.render_chat(messages, options, chat_template_kwargs or {}, tokenization_kwargs)
+        reader = self._preprocessor.reply_reader(chat_template, tool_parser, shown is not None)
         outputs = self.generate(
             prompts,
-            sampling_params,
+            choice.constrained(sampling_params, shown, self.get_default_sampling_params),
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             priority=priority,
             on_error=on_error,
             on_too_long=on_too_long,
             on_interrupt=on_interrupt,
-            on_output=reader.before(on_output),
+            on_output=reader.before(on_output, choice),
         )
-        return reader.read(outputs)
+        return reader.read(outputs, choice)
 
     @known_names("LLM.render_chat", CALLS)
     def render_chat(
@@ -115,10 +114,5 @@ class Chat:
     ) -> list[TokensPrompt]:
         """The prompts that `chat` passes to `generate`, one per conversation; `stream` also accepts one."""
         self._open_engine()
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
+        options = _arguments(chat_template, add_generation_prompt, continue_final_message, tools)
         return self._preprocessor.render_chat(messages, options, chat_template_kwargs or {}, tokenization_kwargs)

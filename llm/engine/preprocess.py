@@ -196,14 +196,12 @@ class Preprocessor:
         encoded = encode([check_text(text) for text in texts], tokenization.truncation)
         return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
 
-    def reply_reader(
-        self, chat_template: str | Path | None, tool_parser: str | None, tools: list[JsonObject] | None
-    ) -> ReplyReader:
+    def reply_reader(self, chat_template: str | Path | None, tool_parser: str | None, has_tools: bool) -> ReplyReader:
         """Reads the replies to conversations that were rendered with this template; None: the model's."""
         if self.tokenizer is None:
             raise _no_tokenizer("chat needs one; give generate() token ids.")
-        template = self.tokenizer.template_text(chat_template, tools)
-        return ReplyReader.of(self.tokenizer, self._eos_token_ids, template, tool_parser, bool(tools), self.reasoning)
+        template = self.tokenizer.template_text(chat_template, has_tools)
+        return ReplyReader.of(self.tokenizer, self._eos_token_ids, template, tool_parser, has_tools, self.reasoning)
 
     def tokenize(self, parsed: list[ParsedPrompt], tokenization: Tokenization) -> list[tuple[str | None, list[int]]]:
         """(text, token ids) of each prompt; one call of the tokenizer for all texts."""

@@ -13,6 +13,7 @@ from llm.base.errors import ValidationError, nearest
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
 from llm.outputs import CompletionOutput, Logprob, RequestOutput
+from llm.replies.choice import ToolChoice
 from llm.sampling_params import SamplingParams
 from llm.structured_params import StructuredOutputsParams
 
@@ -24,7 +25,7 @@ _SAMPLING = (
 _CHAT = "tools add_generation_prompt continue_final_message chat_template_kwargs".split()
 _OF_CHAT = (
     *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tool_choice"),
-    *("reasoning_effort", *_CHAT),
+    *("parallel_tool_calls", "reasoning_effort", *_CHAT),
 )
 _OF_COMPLETIONS = ("prompt", "logprobs", "echo", "suffix", "best_of")
 # Said by clients, and without effect on an answer.
@@ -36,7 +37,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (False, None),
     "suffix": (None, ""),
     "best_of": (None, 1),
-    "parallel_tool_calls": (True, None),
 }
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
@@ -69,41 +69,35 @@ def sampling_fields(body: Mapping[str, object], is_chat: bool) -> tuple[JsonObje
         fields["max_tokens"] = body["max_completion_tokens"]
     if body.get("logprobs"):
         fields["logprobs"] = body.get("top_logprobs") or 0
-    structured = _structured(body.get("response_format"))
-    if structured is not None:
-        fields["structured_outputs"] = structured
-    return fields, _chat_arguments(body), body["messages"]
+    choice, tools = chosen_tools(body)
+    structured, of_call = _structured(body.get("response_format")), choice.structured(tools)
+    if structured is not None and of_call is not None:
+        message = "response_format must be left out where tool_choice asks for a call: the call is the answer."
+        raise ValidationError(message, parameter="response_format")
+    if structured is not None or of_call is not None:
+        fields["structured_outputs"] = structured or of_call
+    return fields, chat_arguments(body), body["messages"]
 
 
-def shown_tools(body: Mapping[str, object]) -> list[JsonObject] | None:
-    """The tools that the chat template shows the model; None: none.
+def chosen_tools(given: Mapping[str, object]) -> tuple[ToolChoice, list[JsonObject] | None]:
+    """What a body or a row says of tools: the choice, and the tools that the chat template shows the model.
 
     Raises:
-        ValidationError: `tool_choice` is not supported, or `tools` is no list of functions.
+        ValidationError: `tool_choice`, `parallel_tool_calls` or `tools` is wrong.
     """
-    choice, tools = body.get("tool_choice"), body.get("tools")
-    if choice not in (None, "auto", "none"):
-        raise ValidationError(
-            f"tool_choice must be 'auto' or 'none': whether to call is the model's choice, got {show(choice)}.",
-            parameter="tool_choice",
-        )
-    if tools is None:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValidationError("tools must be a list of objects.", parameter="tools")
-    return None if choice == "none" or not tools else tools
+    return ToolChoice.of(given.get("tool_choice"), given.get("parallel_tool_calls"), given.get("tools"))
 
 
-def _chat_arguments(body: Mapping[str, object]) -> JsonObject:
-    """What the chat template's renderer gets."""
+def chat_arguments(given: Mapping[str, object]) -> JsonObject:
+    """What the chat template's renderer gets of a body or a row."""
     chat: JsonObject = {"add_generation_prompt": True, "continue_final_message": False}
-    chat |= {name: body[name] for name in _CHAT if name != "tools" and body.get(name) is not None}
-    tools = shown_tools(body)
+    chat |= {name: given[name] for name in _CHAT if name != "tools" and given.get(name) is not None}
+    tools = chosen_tools(given)[1]
     if tools is not None:
         chat["tools"] = tools
-    if body.get("reasoning_effort") is not None:  # some templates read it
+    if given.get("reasoning_effort") is not None:  # some templates read it
         own = chat.get("chat_template_kwargs") or {}
-        chat["chat_template_kwargs"] = {"reasoning_effort": body["reasoning_effort"], **own}
+        chat["chat_template_kwargs"] = {"reasoning_effort": given["reasoning_effort"], **own}
     return chat
 
 
@@ -145,13 +139,13 @@ def error_code(error: Exception) -> str:
     return re.sub(r"(?<=.)(?=[A-Z])", "_", name).lower()
 
 
-def chat_body(output: RequestOutput, key: str, model: str) -> JsonObject:
+def chat_body(output: RequestOutput, key: str, model: str, choice: ToolChoice) -> JsonObject:
     choices = [
         {
             "index": own.index,
             "message": _message(own),
             "logprobs": None if own.logprobs is None else {"content": [_chat_token(item) for item in own.logprobs]},
-            "finish_reason": _finish_of_chat(own),
+            "finish_reason": _finish_of_chat(own, choice),
         }
         for own in output.outputs
     ]
@@ -164,9 +158,10 @@ def _message(own: CompletionOutput) -> JsonObject:
     return message if own.reasoning is None else {**message, "reasoning": own.reasoning}
 
 
-def _finish_of_chat(own: CompletionOutput) -> str | None:
+def _finish_of_chat(own: CompletionOutput, choice: ToolChoice) -> str | None:
+    """Of a call of the named function it is "stop", as in OpenAI's API and vLLM."""
     reason = _FINISH.get(own.finish_reason or "", own.finish_reason)
-    return "tool_calls" if own.tool_calls and reason == "stop" else reason
+    return "tool_calls" if own.tool_calls and reason == "stop" and choice.kind != "named" else reason
 
 
 def completion_body(output: RequestOutput, key: str, model: str) -> JsonObject:

@@ -27,11 +27,11 @@ from llm.jobs.answers import Answer, Answers, Ended, Partials
 from llm.jobs.identity import row_key
 from llm.jobs.journal import Journal
 from llm.jobs.making import Maker, Rows
-from llm.jobs.requests import BatchRows
+from llm.jobs.replies import Replies
+from llm.jobs.requests import BatchRows, PlainForm, PlainRows
 from llm.jobs.shard import Shard
-from llm.jobs.tables import read_rows, write_rows
+from llm.jobs.tables import Form, read_rows, write_rows
 from llm.outputs import RequestOutput
-from llm.replies.reader import ReplyReader
 
 _BATCH = 256
 _PARTIALS_SECONDS = 10.0
@@ -79,6 +79,11 @@ class JobPlan:
     identity: Mapping[str, object]
     model: str
 
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """The types of the columns that answers add; none of a batch, whose output is JSONL."""
+        return self.rows.forms(next(read_rows(self.source))) if isinstance(self.rows, PlainForm) else {}
+
     def numbered(self) -> Iterator[tuple[int, JsonObject]]:
         """This shard's rows with their indices in the whole input."""
         shard = self.shard
@@ -104,7 +109,7 @@ class Job:
         self._keys: dict[int, str] = {}  # of the rows in flight
         self._pooled: dict[int, np.ndarray | None] = {}  # of the rows that have ended and are not in the journal
         self._maker = Maker(plan.rows, plan.on_too_long, plan.shard.count)
-        self._readers: dict[bool, ReplyReader] = {}  # of chats without tools, and with some
+        self._replies = Replies(llm._preprocessor)
         self._partials = Partials()
         self._partials_at = monotonic() + _PARTIALS_SECONDS
         self._count = _Count()
@@ -133,7 +138,7 @@ class Job:
                 self._write_partials(flow)
                 self._journal.flush(sync=True)
         count = self._count
-        write_rows(self._plan.target, self._answered())
+        write_rows(self._plan.target, self._answered(), self._plan.forms)
         seconds = monotonic() - started
         return JobSummary(
             self._plan.target,
@@ -216,12 +221,8 @@ class Job:
             yield plan.rows.answer(row, ended, plan.model)
 
     def _read_reply(self, row: JsonObject, output: RequestOutput) -> None:
-        """Fill `content`, `reasoning` and `tool_calls` of a chat completion."""
         rows = self._plan.rows
-        if not isinstance(rows, BatchRows) or output.error is not None or not rows.is_chat(row):
-            return
-        has_tools = rows.has_tools(row)
-        if has_tools not in self._readers:
-            tools = row["body"]["tools"] if has_tools else None
-            self._readers[has_tools] = self._llm._preprocessor.reply_reader(None, "auto", tools)
-        self._readers[has_tools].read([output])
+        if output.error is None and isinstance(rows, BatchRows | PlainRows):
+            chosen = rows.chosen(row)
+            if chosen is not None:
+                self._replies.read(output, *chosen)

@@ -17,13 +17,27 @@ from llm.base.types import JsonObject
 from llm.inputs import LoRARequest
 from llm.jobs.adapters import COLUMN, JobAdapters
 from llm.jobs.answers import Ended
-from llm.jobs.bodies import chat_body, completion_body, error_code, sampling_fields, shown_tools
+from llm.jobs.bodies import chat_arguments, chat_body, chosen_tools, completion_body, error_code, sampling_fields
+from llm.jobs.tables import Form
+from llm.replies.calls import json_value
+from llm.replies.choice import ToolChoice
 from llm.sampling_params import SamplingParams
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
-# Columns that an answer adds to its row.
-ANSWER_COLUMNS = ("generated_text", "finish_reason", "num_prompt_tokens", "num_generated_tokens", "error")
+# Columns that an answer adds to its row, and their types; lists where there are several completions.
+ANSWER_COLUMNS: dict[str, Form] = {
+    "generated_text": str,
+    "finish_reason": str,
+    "num_prompt_tokens": int,
+    "num_generated_tokens": int,
+    "error": str,
+}
+# The same of conversations: what was read from the text, beside it.
+_CALLS: Form = [{"id": str, "type": str, "function": {"name": str, "arguments": str}}]
+_OF_REPLIES: dict[str, Form] = {"content": str, "reasoning": str, "tool_calls": _CALLS}
+# Columns of a row with a conversation that say how it is answered; texts among them are JSON, as CSV has no objects.
+_OF_CHAT = ("tools", "tool_choice", "chat_template_kwargs")
 
 
 class Asked(NamedTuple):
@@ -40,22 +54,25 @@ class Asked(NamedTuple):
 class PlainForm:
     """Rows whose prompt is in a column, or made from columns by a template.
 
-    A column `messages` has conversations. The output has the row's columns and `added`.
+    A column `messages` has conversations. The output has the row's columns and those of `forms`.
     """
 
     adapters: JobAdapters
-    added: tuple[str, ...]
     column: str | None = None
     template: str | None = None
 
     def check(self, row: JsonObject) -> None:
         """Raise `JobError` if the columns do not fit."""
-        clash = [name for name in self.added if name in row]
+        clash = [name for name in self.forms(row) if name in row]
         if clash:
             raise JobError(f"the input has a column {quote(clash[0])}, which the output would replace; rename it.")
         for name in self._columns(row):
             if name not in row:
                 raise JobError(f"the input has no column {quote(name)}; it has {', '.join(map(quote, row))}.")
+
+    def forms(self, row: JsonObject) -> dict[str, Form]:
+        """The columns that an answer adds, and their types."""
+        raise NotImplementedError
 
     def identifier(self, row: JsonObject) -> str | None:
         return None
@@ -65,7 +82,10 @@ class PlainForm:
         if self.template is not None:
             return self.template.format_map(row), None
         (column,) = self._columns(row)
-        return (None, row[column]) if column == "messages" else (row[column], None)
+        return (None, _data(row[column])) if column == "messages" else (row[column], None)
+
+    def is_chat(self, row: JsonObject) -> bool:
+        return self.template is None and self._columns(row) == ["messages"]
 
     def adapter_of(self, row: JsonObject) -> LoRARequest | None:
         return self.adapters.named(row.get(COLUMN), COLUMN)
@@ -83,27 +103,64 @@ class PlainRows(PlainForm):
     """Plain rows of a model that generates."""
 
     params: SamplingParams
-    added: tuple[str, ...] = ANSWER_COLUMNS
+
+    def forms(self, row: JsonObject) -> dict[str, Form]:
+        several, found = self.params.n > 1, dict(ANSWER_COLUMNS)
+        if self.is_chat(row):
+            text, *others = ANSWER_COLUMNS.items()
+            found = dict([text, *_OF_REPLIES.items(), *others])
+        of_completion = {"generated_text", "finish_reason", *_OF_REPLIES}
+        return {name: [form] if several and name in of_completion else form for name, form in found.items()}
 
     def asked(self, row: JsonObject) -> Asked:
-        """Raises `ValidationError` for an adapter that is not there."""
+        """Raises `ValidationError` for an adapter that is not there, or what is wrong of tools."""
         prompt, messages = self.prompt_of(row)
-        chat: JsonObject = {} if messages is None else {"add_generation_prompt": True}
-        return Asked(prompt, self.params, messages, chat, self.adapter_of(row))
+        if messages is None:
+            return Asked(prompt, self.params, adapter=self.adapter_of(row))
+        params = self.constrained(self.params, row)
+        return Asked(None, params, messages, chat_arguments(_options(row)), self.adapter_of(row))
+
+    def constrained(self, params: SamplingParams, row: JsonObject) -> SamplingParams:
+        """`params`, with the constraint of a conversation that must call a function."""
+        choice, tools = chosen_tools(_options(row))
+        constrained = choice.constrained(params, tools, SamplingParams)
+        return constrained if isinstance(constrained, SamplingParams) else params
+
+    def chosen(self, row: JsonObject) -> tuple[ToolChoice, bool] | None:
+        """Of a conversation, the choice and whether the model was shown tools; None: it is none."""
+        if not self.is_chat(row):
+            return None
+        choice, tools = chosen_tools(_options(row))
+        return choice, tools is not None
 
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
+        """`ended`: of a conversation, what the reply holds has been read."""
         output = ended.output
-        texts = [own.text for own in output.outputs]
-        reasons = [own.finish_reason for own in output.outputs]
-        several = self.params.n > 1
-        values = (
-            texts if several else texts[0],
-            reasons if several else reasons[0],
-            len(output.prompt_token_ids),
-            sum(len(own.token_ids) for own in output.outputs),
-            told_error(ended),
-        )
-        return row | dict(zip(self.added, values, strict=True))
+        values: JsonObject = {
+            "generated_text": [own.text for own in output.outputs],
+            "finish_reason": [own.finish_reason for own in output.outputs],
+            "content": [own.content for own in output.outputs],
+            "reasoning": [own.reasoning for own in output.outputs],
+            "tool_calls": [[call.to_dict() for call in own.tool_calls] or None for own in output.outputs],
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_generated_tokens": sum(len(own.token_ids) for own in output.outputs),
+            "error": told_error(ended),
+        }
+        one = self.params.n == 1
+        found = {name: values[name] for name in self.forms(row)}
+        return row | {name: value[0] if one and isinstance(value, list) else value for name, value in found.items()}
+
+
+def _options(row: JsonObject) -> JsonObject:
+    """What a row with a conversation says of its answer, as data."""
+    return {**row, **{name: _data(row[name]) for name in _OF_CHAT if name in row}}
+
+
+def _data(value: object) -> object:
+    """An object or a list that is written as JSON, as data; an empty text, as CSV writes nothing, is None."""
+    if not isinstance(value, str):
+        return value
+    return json_value(value) if value[:1] in ("[", "{") else value or None
 
 
 def told_error(ended: Ended) -> str | None:
@@ -181,19 +238,21 @@ class BatchRows(BatchForm):
         adapter = self.adapters.named(body.get("model"), "model")
         return Asked(None, params, prompt, chat, adapter) if is_chat else Asked(prompt, params, adapter=adapter)
 
-    def is_chat(self, row: JsonObject) -> bool:
-        return row["url"] == URLS[0]
-
-    def has_tools(self, row: JsonObject) -> bool:
-        """Of a chat: whether the model was shown tools."""
-        return shown_tools(row["body"]) is not None
+    def chosen(self, row: JsonObject) -> tuple[ToolChoice, bool] | None:
+        """As `PlainRows.chosen`."""
+        if row["url"] != URLS[0]:
+            return None
+        choice, tools = chosen_tools(row["body"])
+        return choice, tools is not None
 
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
         """`ended`: of a chat, what the reply holds has been read."""
         if ended.output.error is not None:
             return self.line(row, ended, None)
-        make = chat_body if row["url"] == URLS[0] else completion_body
-        return self.line(row, ended, make(ended.output, ended.key, row["body"].get("model") or model))
+        output, model, chosen = ended.output, row["body"].get("model") or model, self.chosen(row)
+        if chosen is None:
+            return self.line(row, ended, completion_body(output, ended.key, model))
+        return self.line(row, ended, chat_body(output, ended.key, model, chosen[0]))
 
 
 def is_batch(row: JsonObject) -> bool:

@@ -115,7 +115,7 @@ def merge(output: Path) -> int:
     if missing:
         raise JobError(f"{len(missing)} of {count} parts of {output} are missing, first {missing[0]}; run that shard.")
     rows = _Interleaved(paths)
-    write_rows(output, rows)
+    write_rows(output, rows, {}, like=paths[0])
     return rows.count
 
 

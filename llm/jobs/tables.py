@@ -20,6 +20,8 @@ from llm.base.optional import optional_package
 from llm.base.text import show
 from llm.base.types import JsonObject
 
+# The type of a column: of a text or a number, a list of one form, a struct of named ones.
+Form = type | list["Form"] | dict[str, "Form"]
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 _PARQUET_ROWS = 1024
 # The most characters of a CSV field: Python's own limit is 128 KiB.
@@ -87,12 +89,21 @@ def _read_parquet(path: Path) -> Iterator[JsonObject]:
         raise JobError(f"{path} is not Parquet ({error}).") from error
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write a whole file under another name, wait for the disk, and give it its name."""
-    fresh = path.with_name(f".{path.name}.new")
-    write = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}[suffix_of(path)]
+def write_rows(
+    path: Path, rows: Iterable[Mapping[str, object]], forms: Mapping[str, Form], like: Path | None = None
+) -> None:
+    """Write a whole file under another name, wait for the disk, and give it its name.
+
+    Args:
+        forms: the types of columns that Parquet could not tell from their first values.
+        like: a file of the same kind, whose types the columns have.
+    """
+    fresh, suffix = path.with_name(f".{path.name}.new"), suffix_of(path)
     try:
-        write(fresh, rows)
+        if suffix == ".parquet":
+            _write_parquet(fresh, rows, forms, like)
+        else:
+            (_write_jsonl if suffix == ".jsonl" else _write_csv)(fresh, rows)
         sync(fresh)
         fresh.replace(path)
         sync(path.parent)
@@ -128,13 +139,16 @@ def _cell(value: object) -> object:
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict | bool) else value
 
 
-def _write_parquet(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """The first row group decides the columns' types; a column without a value in it is text."""
+def _write_parquet(
+    path: Path, rows: Iterable[Mapping[str, object]], forms: Mapping[str, Form], like: Path | None
+) -> None:
+    """The first row group decides the types of other columns; one without a value in it is text."""
     arrow, parquet = optional_package("pyarrow", "arrow"), optional_package("pyarrow.parquet", "arrow")
     left, writer = iter(rows), None
+    schema = None if like is None else parquet.read_schema(like)
     while batch := list(islice(left, _PARQUET_ROWS)):
-        schema = None if writer is None else writer.schema
-        table = arrow.Table.from_pylist(batch, schema=schema or _text_for_null(arrow, batch))
+        schema = schema or _schema(arrow, batch, forms)
+        table = arrow.Table.from_pylist(batch, schema=schema)
         if writer is None:
             writer = parquet.ParquetWriter(path, table.schema)
         writer.write_table(table)
@@ -142,6 +156,18 @@ def _write_parquet(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         pass
 
 
-def _text_for_null(arrow: ModuleType, batch: list[Mapping[str, object]]) -> object:
-    found = arrow.Table.from_pylist(batch).schema
-    return arrow.schema([field.with_type(arrow.string()) if field.type == arrow.null() else field for field in found])
+def _schema(arrow: ModuleType, batch: list[Mapping[str, object]], forms: Mapping[str, Form]) -> object:
+    others = [{name: value for name, value in row.items() if name not in forms} for row in batch]
+    types = {field.name: field.type for field in arrow.Table.from_pylist(others).schema}
+    types = {name: arrow.string() if kind == arrow.null() else kind for name, kind in types.items()}
+    types |= {name: arrow_type(arrow, form) for name, form in forms.items()}
+    return arrow.schema([(name, types[name]) for name in batch[0]])
+
+
+def arrow_type(arrow: ModuleType, form: Form) -> object:
+    """The Arrow type of a column."""
+    if isinstance(form, list):
+        return arrow.list_(arrow_type(arrow, form[0]))
+    if isinstance(form, dict):
+        return arrow.struct([(name, arrow_type(arrow, own)) for name, own in form.items()])
+    return {str: arrow.string, int: arrow.int64, float: arrow.float64}[form]()

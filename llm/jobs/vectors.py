@@ -21,6 +21,7 @@ from llm.inputs import LoRARequest
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.answers import Ended, base64_of
 from llm.jobs.requests import BatchForm, PlainForm, told_error
+from llm.jobs.tables import Form
 from llm.pooling_params import PoolingParams
 
 # Columns of a pair of texts, of a plain row and of a body.
@@ -32,11 +33,11 @@ _URLS = {
 }
 _FIELDS = ("dimensions", "truncate_prompt_tokens", "use_activation", "normalize")
 _NO_EFFECT = ("model", "user")
-# Columns that an answer adds to its row.
-_ADDED = {
-    "embed": ("embedding", "num_prompt_tokens", "error"),
-    "classify": ("label", "probabilities", "num_prompt_tokens", "error"),
-    "score": ("score", "num_prompt_tokens", "error"),
+# Columns that an answer adds to its row, and their types.
+_ADDED: dict[str, dict[str, Form]] = {
+    "embed": {"embedding": [float], "num_prompt_tokens": int, "error": str},
+    "classify": {"label": str, "probabilities": [float], "num_prompt_tokens": int, "error": str},
+    "score": {"score": float, "num_prompt_tokens": int, "error": str},
 }
 
 
@@ -81,11 +82,13 @@ class PlainVectors(PlainForm):
             params=params,
             plan=plan,
             task=task,
-            added=_ADDED[task],
             adapters=adapters,
             column=column,
             template=template,
         )
+
+    def forms(self, row: JsonObject) -> dict[str, Form]:
+        return _ADDED[self.task]
 
     def asked(self, row: JsonObject) -> Wanted:
         """Raises `ValidationError` for what is no text, and for an adapter that is not there."""
@@ -101,7 +104,7 @@ class PlainVectors(PlainForm):
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
         told = _told(self.task, ended.values, self.plan)
         values = (*told, len(ended.output.prompt_token_ids), told_error(ended))
-        return row | dict(zip(self.added, values, strict=True))
+        return row | dict(zip(self.forms(row), values, strict=True))
 
     def _columns(self, row: JsonObject) -> list[str]:
         return [*PAIR] if self.task == "score" else super()._columns(row)

@@ -20,6 +20,7 @@ from llm.engine.rows import AnyRow, RefusedRow, Row, derive_seed
 from llm.jobs.answers import Ended, Partials
 from llm.jobs.identity import row_key
 from llm.jobs.making import Maker
+from llm.jobs.replies import Replies
 from llm.jobs.requests import Asked, PlainRows
 from llm.jobs.shared_journal import SharedJournal
 from llm.outputs import RequestOutput
@@ -28,7 +29,6 @@ from llm.sampling_params import SamplingParams
 from llm.structured_params import StructuredOutputsParams
 
 PARAMS_COLUMN = "sampling_params"
-_CHAT_COLUMNS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _FIELDS = frozenset(item.name for item in dataclasses.fields(SamplingParams))
 _PARTIALS_SECONDS = 10.0
 
@@ -54,10 +54,7 @@ class PieceRows(PlainRows):
         params = self.params if own is None else _own_params(self.base, own)
         if params.seed is None:
             params = dataclasses.replace(params, seed=self._seed(row, asked))
-        if asked.messages is None:
-            return asked._replace(params=params)
-        options = {name: row[name] for name in _CHAT_COLUMNS if row.get(name) is not None}
-        return asked._replace(params=params, chat={**asked.chat, **options})
+        return asked._replace(params=params if asked.messages is None else self.constrained(params, row))
 
     def _seed(self, row: JsonObject, asked: Asked) -> int:
         own = row.get(self.id_column)
@@ -97,6 +94,7 @@ class RowWorker:
         self._llm = llm
         self._rows = rows
         self._maker = Maker(rows, on_too_long, 1)
+        self._replies = Replies(llm._preprocessor)
         self._journal = journal
         self._identity = llm._identity()
         self._keys: dict[int, str] = {}  # of the rows in flight
@@ -116,7 +114,13 @@ class RowWorker:
             self._partials.written.clear()
             if self._journal is not None:
                 self._journal.flush()
-        return [self._rows.answer(row, found[index], "") for index, row in enumerate(given)]
+        return [self._answer(row, found[index]) for index, row in enumerate(given)]
+
+    def _answer(self, row: JsonObject, ended: Ended) -> JsonObject:
+        chosen = None if ended.output.error is not None else self._rows.chosen(row)
+        if chosen is not None:
+            self._replies.read(ended.output, *chosen)
+        return self._rows.answer(row, ended, "")
 
     def _entries(self, given: Sequence[JsonObject], found: dict[int, Ended]) -> Iterator[list[Entry]]:
         if not given:

@@ -14,6 +14,7 @@ from llm.base.checks import check_choice
 from llm.config.engine import ReasoningConfig
 from llm.outputs import CompletionOutput, RequestOutput
 from llm.replies.calls import Found, ToolCall
+from llm.replies.choice import Calls, ToolChoice
 from llm.replies.harmony import read_harmony
 from llm.replies.tagged import deepseek, hermes, llama3_json, mistral
 from llm.tokenizer import Tokenizer
@@ -83,30 +84,35 @@ class ReplyReader:
             around = reasoning.reasoning_start_str, reasoning.reasoning_end_str
         return cls(tokenizer, eos_token_ids, form, around)
 
-    def read(self, outputs: Outputs) -> Outputs:
+    def read(self, outputs: Outputs, choice: ToolChoice) -> Outputs:
         for output in outputs:
             for own in output.outputs:
-                self._read(output, own)
+                self._read(output, own, choice)
         return outputs
 
-    def before(self, tell: Callable[[RequestOutput], object] | None) -> Callable[[RequestOutput], object] | None:
+    def before(
+        self, tell: Callable[[RequestOutput], object] | None, choice: ToolChoice
+    ) -> Callable[[RequestOutput], object] | None:
         """`tell`, with outputs that have been read."""
-        return None if tell is None else lambda output: tell(self.read([output])[0])
+        return None if tell is None else lambda output: tell(self.read([output], choice)[0])
 
-    def _read(self, output: RequestOutput, own: CompletionOutput) -> None:
+    def _read(self, output: RequestOutput, own: CompletionOutput, choice: ToolChoice) -> None:
         raw = self._raw(output, own)
         reasoning: str | None = None
-        calls: list[tuple[str, dict[str, object]]] = []
-        if self.form == "gpt_oss":
+        calls: Calls = []
+        if choice.forces:
+            rest, calls = "", choice.calls(raw)
+        elif self.form == "gpt_oss":
             rest, reasoning, calls = read_harmony(raw)
         else:
             reasoning, rest = self._split(output.prompt or "", raw)
             if self.form is not None:
                 rest, calls = _READERS[self.form](rest)
+        calls = calls if choice.is_parallel else calls[:1]
         own.reasoning = reasoning
         own.tool_calls = [ToolCall(name, given, f"call{index:05d}") for index, (name, given) in enumerate(calls)]
         own.content = own.text
-        if calls or reasoning is not None or self.form == "gpt_oss":
+        if calls or reasoning is not None or (self.form == "gpt_oss" and not choice.forces):
             own.content = self._without_special(rest).strip()
 
     def _raw(self, output: RequestOutput, own: CompletionOutput) -> str:

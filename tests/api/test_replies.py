@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from embedded import open_llm
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
+from llm.jobs.adapters import JobAdapters
+from llm.jobs.worker import PieceRows, RowWorker
 from llm.replies.calls import Found, ToolCall
 from llm.replies.harmony import read_harmony
 from llm.replies.reader import FORMS, form_of
@@ -143,6 +146,81 @@ def test_tools_that_the_template_ignores_are_refused(llm: LLM) -> None:
     llm.render_chat(ASK, chat_template=QWEN, tools=TOOLS)
 
 
+TREE = {"type": "object", "properties": {"under": {"$ref": "#"}}, "additionalProperties": False}
+DAYS = {
+    "properties": {"day": {"$ref": "#/$defs/day"}, "tree": {"$ref": "#/definitions/tree"}},
+    "required": ["day", "tree"],
+    "additionalProperties": False,
+    "$defs": {"day": {"enum": ["today", "tomorrow"]}},
+    "definitions": {"tree": {"const": {"$ref": "#"}}},
+}
+TWO = [
+    {"type": "function", "function": {"name": "forecast", "parameters": DAYS}},
+    {"type": "function", "function": {"name": "climb", "parameters": TREE}},
+    {"type": "function", "function": {"name": "rest"}},
+]
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def called(llm: LLM, choice: Any, count: int = 1, **options: Any) -> list[Any]:
+    params = SamplingParams(max_tokens=200, n=count, seed=4)
+    given: dict[str, Any] = {"chat_template": QWEN, "tools": TWO, "use_tqdm": False, "tool_choice": choice} | options
+    return llm.chat(ASK, params, **given)[0].outputs
+
+
+def test_a_call_that_is_required_fits_a_schema(llm: LLM) -> None:
+    """Of a model that was never trained to call."""
+    found = called(llm, "required", 8, parallel_tool_calls=False, chat_template_kwargs={"thinks": True})
+    calls = [own.tool_calls[0] for own in found]
+    assert {len(own.tool_calls) for own in found} == {1} and {own.content for own in found} == {""}
+    assert {own.reasoning for own in found} == {None} and {own.finish_reason for own in found} == {"stop"}
+    assert len({call.name for call in calls}) > 1 and {call.name for call in calls} <= {"forecast", "climb", "rest"}
+    for own, call in zip(found, calls, strict=True):
+        assert json.loads(own.text) == [{"name": call.name, "parameters": call.arguments}]
+        if call.name == "forecast":
+            assert call.arguments["day"] in ("today", "tomorrow") and call.arguments["tree"] == {"$ref": "#"}
+        else:
+            assert call.arguments.keys() <= ({"under"} if call.name == "climb" else set())
+    several = called(llm, "required", 8)
+    assert all(own.tool_calls for own in several) and any(len(own.tool_calls) > 1 for own in several)
+
+
+def test_a_function_that_is_named_is_called(llm: LLM) -> None:
+    for own in called(llm, named("forecast"), 2):
+        (call,) = own.tool_calls
+        assert json.loads(own.text) == call.arguments and call.arguments["day"] in ("today", "tomorrow")
+        assert (own.content, call.name, call.id) == ("", "forecast", "call00000")
+    (rests,) = called(llm, named("rest"))
+    assert (rests.text, rests.tool_calls[0].arguments) == ("{}", {})
+    cut = llm.chat(ASK, SamplingParams(max_tokens=2), tools=TOOLS, chat_template=QWEN, tool_choice=named("weather"))
+    assert cut[0].outputs[0].tool_calls in ([], [ToolCall("weather", {}, "call00000")])
+    for choice, said in (
+        (named("forcast"), "names 'forcast', which is none of the tools. Did you mean 'forecast'"),
+        ("must", "tool_choice must be 'auto', 'none', 'required' or"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            called(llm, choice)
+    for options, said in (
+        ({"tools": None}, "tools must be given where tool_choice asks for a call"),
+        ({"tools": [{"name": "f"}]}, "tools must be functions with names of their own"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls must be True or False"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            called(llm, "required", **options)
+    with pytest.raises(ValidationError, match="structured_outputs must be None where tool_choice asks"):
+        answer(llm, "x", tool_choice="required")
+
+
+def test_of_parallel_calls_the_first_is_kept(llm: LLM) -> None:
+    text = f"<tool_call>{CALL}</tool_call><tool_call>{LLAMA}</tool_call>"
+    assert len(answer(llm, text).tool_calls) == 2
+    assert len(answer(llm, text, parallel_tool_calls=False).tool_calls) == 1
+    assert answer(llm, text, tool_choice="none").tool_calls == []
+
+
 def test_chats_of_a_job_have_tools_and_reasoning(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch's message is that of `LLM.chat`."""
     text = f"<think>Rain?</think>\n\nI look.<tool_call>{CALL}</tool_call>"
@@ -151,9 +229,11 @@ def test_chats_of_a_job_have_tools_and_reasoning(llm: LLM, tmp_path: Path, monke
         {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True},
         {"tools": TOOLS, "tool_choice": "none", "reasoning_effort": "low"},
         {"tools": TOOLS, "response_format": schema},
-        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TWO, "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": TWO, "tool_choice": named("forecast")},
+        {"tools": TOOLS, "tool_choice": "must"},
         {"tools": "weather"},
-        {"tools": TOOLS, "parallel_tool_calls": False},
+        {"tools": TOOLS, "tool_choice": "required", "response_format": schema},
     ]
     chats = [
         {"custom_id": str(index), "url": "/v1/chat/completions", "body": {"messages": ASK, **body}}
@@ -172,6 +252,48 @@ def test_chats_of_a_job_have_tools_and_reasoning(llm: LLM, tmp_path: Path, monke
     assert first["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": BODY}
     assert second["message"]["content"] == f"I look.<tool_call>{CALL}</tool_call>" and second["finish_reason"] == "stop"
     assert json.loads(third["message"]["content"]) == {"rain": True} and "tool_calls" not in third["message"]
-    refused = ("tool_choice must be", "tools must be a list", "parallel_tool_calls")
-    for line, said in zip(found[3:], refused, strict=True):
+    required, asked = (line["response"]["body"]["choices"][0] for line in found[3:5])
+    assert required["finish_reason"] == "tool_calls" and len(required["message"]["tool_calls"]) == 1
+    assert (asked["finish_reason"], asked["message"]["content"]) == ("stop", None)
+    assert asked["message"]["tool_calls"][0]["function"]["name"] == "forecast"
+    refused = ("tool_choice must be", "tools must be a list", "response_format must be left out")
+    for line, said in zip(found[5:], refused, strict=True):
         assert said in line["error"]["message"]
+
+
+def test_rows_with_conversations_have_what_their_replies_hold(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same in each kind of file, and in rows of Ray's; calls only after the first 1024 rows decided the types."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    text = f"<think>Rain?</think>\n\nI look.<tool_call>{CALL}</tool_call>"
+    tokenizer = llm._preprocessor.tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(tokenizer.huggingface(), "chat_template", QWEN)
+    monkeypatch.setattr("llm.jobs.tables._PARQUET_ROWS", 1)
+    said = SamplingParams(max_tokens=300, temperature=0, structured_outputs=StructuredOutputsParams(choice=[text]))
+    rows = [{"messages": ASK, "tools": tools} for tools in ("", json.dumps(TOOLS))]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("out.jsonl", "out.csv", "out.parquet"):
+        llm.run(tmp_path / "in.jsonl", tmp_path / name, said, use_tqdm=False)
+    without, found = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    call = {"id": "call00000", "type": "function", "function": {"name": "weather", "arguments": BODY}}
+    assert list(found)[2:6] == ["generated_text", "content", "reasoning", "tool_calls"]
+    assert list(found.values())[2:6] == [text, "I look.", "Rain?", [call]]
+    assert (without["tool_calls"], without["reasoning"]) == (None, "Rain?")
+    cells = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [cell["tool_calls"] for cell in cells] == [None, [call]] and cells[1]["reasoning"] == "Rain?"
+    csv_rows = list(csv.DictReader((tmp_path / "out.csv").open(encoding="utf-8", newline="")))
+    assert json.loads(csv_rows[1]["tool_calls"]) == [call] and csv_rows[0]["tool_calls"] == ""
+    pieces, given = PieceRows(params=said, base=said, adapters=JobAdapters(), id_column="id", seed=0), [*rows]
+    given.append({"messages": ASK, "tools": TOOLS})
+    assert [row["tool_calls"] for row in RowWorker(llm, pieces, "error").answers(given)] == [None, [call], [call]]
+    with (tmp_path / "in.csv").open("w", newline="") as file:  # a conversation and a choice as JSON
+        writer = csv.writer(file)
+        writer.writerow(["messages", "tools", "tool_choice"])
+        writer.writerow([json.dumps(ASK), json.dumps(TWO), json.dumps(named("rest"))])
+        writer.writerow([json.dumps(ASK), json.dumps(TWO), "must"])
+    llm.run(tmp_path / "in.csv", tmp_path / "named.jsonl", SamplingParams(max_tokens=9, n=2), use_tqdm=False)
+    rests, wrong = map(json.loads, (tmp_path / "named.jsonl").read_text().splitlines())
+    assert [calls[0]["function"]["name"] for calls in rests["tool_calls"]] == ["rest", "rest"]
+    assert "tool_choice must be" in wrong["error"] and wrong["tool_calls"] == [None]
