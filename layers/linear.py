@@ -268,6 +268,12 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, sum(output_sizes), bias, output_sizes=output_sizes, shard_ids=shard_ids, **kwargs)
 
 
+def by_head(rows: torch.Tensor, sizes: list[int], heads: int) -> torch.Tensor:
+    """Rows of stacked matrices of `sizes` rows -> one head's rows of each matrix, then the next head's."""
+    parts = [part.unflatten(0, (heads, part.shape[0] // heads)) for part in rows.split_with_sizes(sizes)]
+    return torch.cat(parts, dim=1).flatten(0, 1)
+
+
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections, stacked. Shard ids are "q", "k" and "v".
 
@@ -329,6 +335,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         by_group = loaded.unflatten(dim, (groups, heads, length // (groups * heads)))
         parts = by_group.split_with_sizes((heads - 2, 1, 1), dim=dim + 1)
         return torch.cat([part.flatten(dim, dim + 2) for part in parts], dim=dim)
+
+    def as_stored_together(self, rows: torch.Tensor) -> torch.Tensor:
+        """The opposite, of a rank that has all heads: rows along the first dimension."""
+        return by_head(rows, self.output_sizes, self.total_num_kv_heads) if self.stored_by_key_head else rows
 
     def parts(self, index: int) -> int:
         return self.tp_size if index == 0 else self._kv_parts

@@ -15,6 +15,7 @@ from torch import nn
 from llm.base.custom_op import PluggableLayer
 from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
+from llm.layers.by_head import StackedByHead
 from llm.layers.extra.gated_norm import RMSNormGated
 from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from llm.layers.mamba.conv import CausalConv1d
@@ -142,23 +143,6 @@ class GatedDeltaNetAttention(PluggableLayer):
         return MergedColumnParallelLinear(self.hidden_size, sizes, False, prefix=f"{self.prefix}.{name}", **self._types)
 
 
-class ByKeyHead(MergedColumnParallelLinear):
-    """A checkpoint's tensor has one key head's part of each matrix, then the next key head's."""
-
-    stored_by_key_head = True
-    key_heads = 1
-
-    def restacked(self, loaded: torch.Tensor, dim: int) -> torch.Tensor:
-        """The tensor with the rows, along `dim`, of one matrix after another."""
-        length = loaded.shape[dim] if loaded.dim() > dim else 0
-        total = self.output_size * self.key_heads
-        if length == 0 or any(size * length % total for size in self.output_sizes) or length % self.key_heads:
-            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {self.key_heads} key heads")
-        by_head = loaded.unflatten(dim, (self.key_heads, length // self.key_heads))
-        parts = by_head.split_with_sizes([size * length // total for size in self.output_sizes], dim=dim + 1)
-        return torch.cat([part.flatten(dim, dim + 1) for part in parts], dim=dim)
-
-
 @PluggableLayer.register("qwen_gated_delta_net_attention")
 class QwenGatedDeltaNetAttention(GatedDeltaNetAttention):
     """Qwen3.5's: queries, keys and values in one matrix, the gate in another."""
@@ -183,10 +167,9 @@ class QwenNextGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         self.in_proj_qkvz = self._by_key_head("in_proj_qkvz", sizes)
         self.in_proj_ba = self._by_key_head("in_proj_ba", [heads.heads, heads.heads])
 
-    def _by_key_head(self, name: str, sizes: list[int]) -> ByKeyHead:
-        made = ByKeyHead(self.hidden_size, sizes, False, prefix=f"{self.prefix}.{name}", **self._types)
-        made.key_heads = self.heads.key_heads
-        return made
+    def _by_key_head(self, name: str, sizes: list[int]) -> StackedByHead:
+        path, heads = f"{self.prefix}.{name}", self.heads.key_heads
+        return StackedByHead(self.hidden_size, sizes, heads, prefix=path, **self._types)
 
     def project(self, hidden: torch.Tensor) -> Projected:
         beta, decay = self.in_proj_ba(hidden).tensor_split(2, dim=-1)

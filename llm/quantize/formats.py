@@ -70,11 +70,6 @@ def stored_layers(model: nn.Module, targets: Mapping[str, Target]) -> list[Store
                 f"{name} is stored transposed in this model family, and neither format has a form for that; it "
                 "cannot be saved quantized."
             )
-        if target.shard_id is None and getattr(module, "stored_by_key_head", False):
-            raise LLMError(
-                f"{name} holds queries, keys and values by key head in this model family, and they are stacked when "
-                "they are loaded; it cannot be saved quantized."
-            )
         method = getattr(module, "quant_method", None)
         if isinstance(method, StaticCacheMethod):
             found.setdefault(module_name, StoredLayer(module_name, method.scheme, "", None, {}))
@@ -127,7 +122,8 @@ def without_form(name: str, what: str, format: str) -> LLMError:
 def rows_of(module: nn.Module, tensor: torch.Tensor, shard_id: str | int | None) -> torch.Tensor:
     """The output channels of one shard of a fused layer's tensor, in the checkpoint's order; None: all."""
     if shard_id is None:
-        return tensor
+        as_stored_together = getattr(module, "as_stored_together", None)
+        return tensor if as_stored_together is None else as_stored_together(tensor)
     shard_ids: tuple[str | int, ...] = getattr(module, "shard_ids", ())
     sizes: list[int] = getattr(module, "output_partition_sizes", [])
     index = shard_ids.index(shard_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -46,11 +46,12 @@ class FourBitStorage(WeightStorage):
     ) -> None:
         self._sizes, self._columns = sizes, columns
         self._shard_ids: tuple[str | int, ...] = tuple(getattr(layer, "shard_ids", ()))
-        if getattr(layer, "stored_by_key_head", False) or getattr(layer, "tp_size", 1) > 1:
+        if getattr(layer, "tp_size", 1) > 1:
             raise UnsupportedModelError(
-                f"{getattr(layer, 'prefix', 'a layer')}: blocks of bitsandbytes cannot be divided by heads or ranks."
+                f"{getattr(layer, 'prefix', 'a layer')}: blocks of bitsandbytes cannot be divided by ranks."
             )
         self._loaded: list[dict[str, torch.Tensor]] = [{} for _ in sizes]
+        self._together: dict[str, torch.Tensor] = {}
         for name in self._parts:
             # One number for each shard, to count by.
             count = torch.empty(len(sizes))
@@ -58,13 +59,17 @@ class FourBitStorage(WeightStorage):
 
     def _load(self, name: str, param: nn.Parameter, loaded: torch.Tensor, shard_id: str | int | None = None) -> int:
         if shard_id is None and len(self._sizes) > 1:
-            raise ValueError("joins the shards of a fused layer, whose blocks are not told apart")
+            self._together[name] = loaded
+            return len(self._sizes)
         self._loaded[0 if shard_id is None else self._shard_ids.index(shard_id)][name] = loaded
         return 1
 
     def read(self, layer: nn.Module) -> IntegerWeight:
-        states = [_State(parts, (rows, self._columns)) for parts, rows in zip(self._loaded, self._sizes, strict=True)]
-        tables = [parts["weight_quant_map"] for parts in self._loaded]
+        if self._together and (len(self._together) < len(self._parts) or any(self._loaded)):
+            raise CheckpointError("some tensors of a fused layer are stored together and others are not.")
+        loaded, sizes = ([self._together], [sum(self._sizes)]) if self._together else (self._loaded, self._sizes)
+        states = [_State(parts, (rows, self._columns)) for parts, rows in zip(loaded, sizes, strict=True)]
+        tables = [parts["weight_quant_map"] for parts in loaded]
         if any(not torch.equal(table, tables[0]) for table in tables):
             raise CheckpointError("quant_map differs between the shards of a fused layer.")
         group = math.gcd(self._columns, *(state.block for state in states))
@@ -73,9 +78,14 @@ class FourBitStorage(WeightStorage):
                 f"blocks of {states[0].block} cross rows of {self._columns} columns, which leaves groups of {group}; "
                 "use the unquantized checkpoint with quantization='nf4'."
             )
-        q = torch.cat([state.values(parts["weight"]) for state, parts in zip(states, self._loaded, strict=True)])
-        scale = torch.cat([state.scales(parts, group) for state, parts in zip(states, self._loaded, strict=True)])
+        q = torch.cat([state.values(parts["weight"]) for state, parts in zip(states, loaded, strict=True)])
+        scale = torch.cat([state.scales(parts, group) for state, parts in zip(states, loaded, strict=True)])
+        # Rows by head are told apart here, where they are unpacked.
+        restacked: Callable[[torch.Tensor, int], torch.Tensor] | None = getattr(layer, "restacked", None)
+        if self._together and restacked is not None:
+            q, scale = restacked(q, 0), restacked(scale, 0)
         self._loaded.clear()
+        self._together.clear()
         return IntegerWeight(q, scale, group, 4, table=tables[0].float())
 
 
