@@ -6,6 +6,7 @@ Owns how their failures are told. tokenizers is Rust: where it gives up it panic
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from llm.base.checks import refuse
 from llm.base.errors import CheckpointError
-from llm.base.text import clip
+from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.loading.model_files import check_model_file
 
@@ -129,6 +130,17 @@ class FastBackend:
             raise
 
 
+def _code_of(folder: Path) -> str:
+    """Why a tokenizer that a Python file of the folder computes is not loaded; "": it is none."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        code = settings["auto_map"]["AutoTokenizer"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    named = next((name for name in code if name), code) if isinstance(code, list) else code
+    return f"it is the class {show(named)} in a file of the checkpoint, and code from a model folder is never run"
+
+
 class HuggingFaceBackend:
     """A tokenizer without tokenizer.json, read by transformers.
 
@@ -146,7 +158,7 @@ class HuggingFaceBackend:
         # transformers raises whatever its files lead it to.
         except Exception as error:
             raise CheckpointError(
-                f"{folder} has no tokenizer that can be loaded ({type(error).__name__}); put a "
+                f"{folder} has no tokenizer that can be loaded ({_code_of(folder) or type(error).__name__}); put a "
                 "tokenizer.json there, pass tokenizer=, or use skip_tokenizer_init=True with token ids."
             ) from error
         self.fast: FastTokenizer | None = getattr(self.tokenizer, "backend_tokenizer", None)
