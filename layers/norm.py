@@ -69,22 +69,29 @@ class RMSNorm(KernelOp):
 
 @CustomOp.register("gemma_rms_norm")
 class GemmaRMSNorm(KernelOp):
-    """RMSNorm whose checkpoint stores weight - 1. Arguments as of `RMSNorm`."""
+    """RMSNorm whose checkpoint stores weight - `weight_offset`. Arguments as of `RMSNorm`."""
 
     operations = ("rms_norm", "add_rms_norm")
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, dtype: torch.dtype | None = None, *, enforce_enable: bool = False
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 1.0,
+        enforce_enable: bool = False,
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
+        self.weight_offset = weight_offset
         self.weight = filled(hidden_size, 0.0, dtype)
 
     def compute(self, ops: Operations, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         if residual is None:
-            return ops.rms_norm(x, self.weight, self.variance_epsilon, weight_offset=1.0)
-        return ops.add_rms_norm(x, residual, self.weight, self.variance_epsilon, weight_offset=1.0)
+            return ops.rms_norm(x, self.weight, self.variance_epsilon, weight_offset=self.weight_offset)
+        return ops.add_rms_norm(x, residual, self.weight, self.variance_epsilon, weight_offset=self.weight_offset)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"

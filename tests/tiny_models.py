@@ -853,6 +853,19 @@ TINY_MODELS = TINY_MODELS | {
     ),
 }
 
+# transformers has no code for it: held against `plamo2.py`. A window within the prompts, and a layer without one.
+TINY_MODELS = TINY_MODELS | {
+    "plamo2": TinyModel(
+        "Plamo2Config",
+        {
+            **{"head_dim": None, "hidden_size_per_head": 10, "num_hidden_layers": 5, "tie_word_embeddings": True},
+            **{"mamba_num_heads": 5, "mamba_d_state": 7, "mamba_d_conv": 3, "mamba_step": 2, "mamba_chunk_size": 8},
+            **{"attention_window_size": 17, "full_attention_idx": [3], "rope_theta": 1000.0, "rope_local_theta": 100.0},
+        },
+        control={"attention_window_size": 18},
+    ),
+}
+
 # The gated delta rule.
 _DELTA: dict[str, Any] = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 7, "linear_value_head_dim": 9},
@@ -928,12 +941,15 @@ def tiny_checkpoint(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def config_of(row: TinyModel) -> Any:
-    """A row's config, of its class in transformers."""
+    """A row's config, of its class in transformers or in `plamo2.py`."""
+    import plamo2
     import transformers
 
+    plamo2.register()
     given = {key: value for key, value in {**BASE, **row.config}.items() if value is not None}
     arguments = {key: None if value is NULL else value for key, value in given.items()}
-    return getattr(transformers, row.config_class)(**arguments)
+    owner = plamo2 if hasattr(plamo2, row.config_class) else transformers
+    return getattr(owner, row.config_class)(**arguments)
 
 
 def write_checkpoint(row: TinyModel, folder: Path) -> None:
@@ -992,8 +1008,10 @@ def make_prompts(row: TinyModel) -> list[list[int]]:
 @lru_cache(maxsize=2)
 def reference_model(folder: Path) -> Any:
     """transformers' model, the stored weights widened to float32."""
+    import plamo2
     import transformers
 
+    plamo2.register()
     # Its grouped GEMM of experts refuses odd sizes; "eager" is its loop over experts.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"

@@ -2,5 +2,6 @@
 
 from llm.layers.mamba.mamba_mixer import MambaMixer
 from llm.layers.mamba.mamba_mixer2 import MambaMixer2
+from llm.layers.mamba.plamo2_mixer import Plamo2MambaMixer
 
-__all__ = ["MambaMixer", "MambaMixer2"]
+__all__ = ["MambaMixer", "MambaMixer2", "Plamo2MambaMixer"]

@@ -94,6 +94,7 @@ _FAMILIES = {
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "phimoe": "PhimoeForCausalLM",
+    "plamo2": "Plamo2ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen2_moe": "Qwen2MoeForCausalLM",

@@ -47,7 +47,7 @@ VLLM_CLASSES = dict(
         "unquantized_fused_moe:UnquantizedFusedMoEMethod modular_fused_moe:FusedMoEModularMethod "
         "transformers_fused_moe:TransformersMoERunner "
         "multi_head_latent_attention:MultiHeadLatentAttentionWrapper grouped_topk:GroupedTopk "
-        "short_conv:ShortConv mamba_mixer:MambaMixer mamba_mixer2:MambaMixer2 "
+        "short_conv:ShortConv mamba_mixer:MambaMixer mamba_mixer2:MambaMixer2 plamo2_mamba_mixer:Plamo2MambaMixer "
         "qwen_gated_delta_net_attention:QwenGatedDeltaNetAttention "
         "olmo_hybrid_gated_delta_net_attention:OlmoHybridGatedDeltaNetAttention "
         "kimi_gated_delta_net_attention:KimiGatedDeltaNetAttention"

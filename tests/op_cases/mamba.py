@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from llm.forward import ForwardBatch, RecurrentMetadata, RecurrentSpec
-from llm.layers.mamba import MambaMixer, MambaMixer2
+from llm.layers.mamba import MambaMixer, MambaMixer2, Plamo2MambaMixer
 from llm.layers.mamba.short_conv import ShortConv
 from llm.loading.loader import process_weights
 from op_cases.base import Case, Inputs, normal
@@ -107,6 +107,19 @@ def mamba2(op: Any, hidden: torch.Tensor) -> torch.Tensor:
     return linear(layer.out_proj, y * silu(gate) if layer.norm.norm_before_gate else y)
 
 
+def plamo2_mamba(op: Any, hidden: torch.Tensor) -> torch.Tensor:
+    layer, width = op.layer, HEADS * SIZE
+    gate, x = linear(layer.in_proj, hidden).split(width, -1)
+    x = convolved(layer.conv1d, x)
+    b, c, step = linear(layer.bcdt_proj, x).split([STATES, STATES, RANK], -1)
+    b, c, step = (normed(norm, part) for norm, part in ((layer.B_norm, b), (layer.C_norm, c), (layer.dt_norm, step)))
+    step = torch.log1p(torch.exp(linear(layer.dt_proj, step) + layer.dt_bias.double())).repeat_interleave(SIZE, -1)
+    rate = -torch.exp(layer.A_log.double()).repeat_interleave(SIZE)[:, None].expand(-1, STATES)
+    b, c = (part.unsqueeze(1).expand(-1, width, -1) for part in (b, c))
+    y = recurrence(x, step, rate, b, c, layer.D.double().repeat_interleave(SIZE))
+    return linear(layer.out_proj, y * silu(gate))
+
+
 def short_conv(op: Any, hidden: torch.Tensor) -> torch.Tensor:
     layer = op.layer
     before, after, x = linear(layer.in_proj, hidden).chunk(3, -1)
@@ -139,6 +152,11 @@ def of_mamba2(bias: bool, use_norm: bool = True, **more: Any) -> Callable[[torch
     return build
 
 
+def of_plamo2(dtype: torch.dtype) -> nn.Module:
+    layer = Plamo2MambaMixer(HIDDEN, STATES, TAPS, HEADS, SIZE, RANK, layer_index=0, params_dtype=dtype)
+    return Whole(layer, Plamo2MambaMixer.state_spec(TAPS, HEADS, SIZE, STATES))
+
+
 def of_short_conv(dtype: torch.dtype) -> nn.Module:
     layer = ShortConv(HIDDEN, TAPS, bias=True, layer_index=0, params_dtype=dtype)
     return Whole(layer, RecurrentSpec(((TAPS - 1, HIDDEN),), (torch.float32,)))
@@ -155,5 +173,6 @@ MAMBA: dict[str, list[Case]] = {
         case(of_mamba2(False, norm_before_gate=True), mamba2),
         case(of_mamba2(False, use_norm=False), mamba2),
     ],
+    "plamo2_mamba_mixer": [case(of_plamo2, plamo2_mamba)],
     "short_conv": [case(of_short_conv, short_conv)],
 }

@@ -42,7 +42,7 @@ def test_projections_are_quantized(scheme: str, error: float, folder: Path) -> N
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
-@pytest.mark.parametrize("row", ["qwen3-5", "lfm2"])
+@pytest.mark.parametrize("row", ["qwen3-5", "lfm2", "qwen3-next", "plamo2"])
 def test_a_saved_hybrid_is_the_same_model(row: str, tmp_path: Path) -> None:
     """Two of the checkpoint's names, of a mixer and of attention, become one of the model's."""
     write_checkpoint(TINY_MODELS[row], tmp_path / "float")
@@ -50,6 +50,22 @@ def test_a_saved_hybrid_is_the_same_model(row: str, tmp_path: Path) -> None:
         with LLM(tmp_path / "float", quantization="w8a8", skip_tokenizer_init=True) as llm:
             expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
             llm.save_quantized(tmp_path / "saved")
+        with LLM(tmp_path / "saved", skip_tokenizer_init=True) as llm:
+            again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].logprobs for output in again] == [output.outputs[0].logprobs for output in expected]
+
+
+@pytest.mark.parametrize(("scheme", "format"), [("nf4", "bitsandbytes"), ("w4a16", "gptq")])
+def test_matrices_that_are_stored_by_head_are_saved_by_head(scheme: str, format: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "hidden_size_per_head": 8, "mamba_num_heads": 8, "intermediate_size": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 2, "mamba_d_state": 8}
+    row = TINY_MODELS["plamo2"]
+    write_checkpoint(TinyModel(row.config_class, {**row.config, **sizes, **heads}), tmp_path / "float")
+    quantization = {"scheme": scheme, "group_size": 32}
+    with one_thread():
+        with LLM(tmp_path / "float", quantization=quantization, skip_tokenizer_init=True) as llm:
+            expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            llm.save_quantized(tmp_path / "saved", format=format)
         with LLM(tmp_path / "saved", skip_tokenizer_init=True) as llm:
             again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [output.outputs[0].logprobs for output in again] == [output.outputs[0].logprobs for output in expected]

@@ -12,6 +12,7 @@ from llm.base.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.layers.attention import Attention
 from llm.layers.attention.gated import GatedQKVParallelLinear, OutputGate
+from llm.layers.attention.heads_norm import HeadsRMSNorm
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters
@@ -67,7 +68,7 @@ class AttentionConfig(PartConfig):
         qkv_by_key_head: a fused tensor of the checkpoint has the rows of one key head's queries, of the key head and of
             its value head, then those of the next key head; False: all queries, all keys, all values.
         qkv_limit: queries, keys and values are clamped to [-limit, limit]; None: not clamped.
-        qk_norm: normalises queries and keys, per head or over all heads.
+        qk_norm: normalises queries and keys: per head, all with one weight or each head with its own, or over all.
         v_norm: normalises values per head.
         qk_norm_after_rope: after the rotary embedding; False: before it.
         query_scale: factor on the queries that depends on the position; None: none.
@@ -86,7 +87,7 @@ class AttentionConfig(PartConfig):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: NormConfig | None = None
-    qk_norm_over: Literal["head", "all heads"] = "head"
+    qk_norm_over: Literal["head", "own head", "all heads"] = "head"
     qk_norm_after_rope: bool = False
     v_norm: NormConfig | None = None
     rope_interleaved: bool = False
@@ -174,11 +175,20 @@ class DecoderAttention(nn.Module):
 
     def _build_qk_norms(self, config: AttentionConfig, context: BuildContext) -> None:
         heads, size = config.heads, config.heads.size
-        self.q_norm = self.k_norm = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         self.norm_per_head = config.qk_norm_over == "head"
         self.v_norm = None if config.v_norm is None else config.v_norm.build(size, context)
         self.norms_first = not config.qk_norm_after_rope
-        if config.qk_norm is not None:
+        if config.qk_norm is not None and config.qk_norm_over == "own head":
+            self.q_norm, self.k_norm = (
+                HeadsRMSNorm(total, own, size, config.qk_norm.eps, context.options.params_dtype, part)
+                for total, own, part in (
+                    (heads.query, self.qkv_proj.num_heads, self.tp.rank),
+                    (heads.key_value, self.qkv_proj.num_kv_heads, self.tp.rank // self.kv_head_replicas),
+                )
+            )
+        elif config.qk_norm is not None:
             # A norm over all heads has the whole model's weights on every rank.
             widths = (size, size) if self.norm_per_head else (heads.query * size, heads.key_value * size)
             self.q_norm, self.k_norm = (config.qk_norm.build(width, context) for width in widths)
@@ -216,6 +226,8 @@ class DecoderAttention(nn.Module):
 
     def _normalised(self, norm: nn.Module, x: torch.Tensor, replicas: int) -> torch.Tensor:
         """`replicas`: how many consecutive ranks have the same heads."""
+        if isinstance(norm, HeadsRMSNorm):
+            return norm(x)
         if self.norm_per_head:
             return norm(x.reshape(x.shape[0], -1, self.head_size)).view(x.shape)
         return norm(x) if self.tp.size == 1 else self._normalised_over_ranks(norm, x, replicas)

@@ -233,21 +233,35 @@ class NormedSumLayer(DecoderLayer):
 
 @dataclass(frozen=True)
 class PreAndPostNorms(Norms):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+
+    Attributes:
+        after_attention, after_mlp: the norms behind the parts, where these are other ones; None: `norm`.
+    """
 
     norm: NormConfig
+    after_attention: NormConfig | None = None
+    after_mlp: NormConfig | None = None
 
     def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return PreAndPostNormLayer(layer, self.norm, context, prefix)
+        return PreAndPostNormLayer(layer, self.norm, context, prefix, self.after_attention, self.after_mlp)
 
 
 class PreAndPostNormLayer(DecoderLayer):
-    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+    def __init__(
+        self,
+        layer: LayerConfig,
+        norm: NormConfig,
+        context: BuildContext,
+        prefix: str,
+        after_attention: NormConfig | None = None,
+        after_mlp: NormConfig | None = None,
+    ) -> None:
         super().__init__(layer, context, prefix)
         self.input_layernorm = norm.build(context.hidden_size, context)
-        self.post_attention_layernorm = norm.build(context.hidden_size, context)
+        self.post_attention_layernorm = (after_attention or norm).build(context.hidden_size, context)
         self.pre_feedforward_layernorm = norm.build(context.hidden_size, context)
-        self.post_feedforward_layernorm = norm.build(context.hidden_size, context)
+        self.post_feedforward_layernorm = (after_mlp or norm).build(context.hidden_size, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = add_norm(self.input_layernorm, hidden, residual)

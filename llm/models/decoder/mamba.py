@@ -11,7 +11,7 @@ from torch import nn
 from llm.base.errors import UnsupportedModelError
 from llm.forward import RecurrentSpec
 from llm.kernels.reference.scan import NO_LIMIT
-from llm.layers.mamba import MambaMixer, MambaMixer2
+from llm.layers.mamba import MambaMixer, MambaMixer2, Plamo2MambaMixer
 from llm.layers.parallel import TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.part import BuildContext, PartConfig
@@ -115,6 +115,36 @@ class Mamba2Config(PartConfig):
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> tuple[RecurrentSpec, ...]:
         return (MambaMixer2.state_spec(self.conv_kernel, self.groups, self.heads, self.head_size, self.state_size),)
+
+
+@dataclass(frozen=True)
+class Plamo2MambaConfig(PartConfig):
+    """PLaMo 2's mixer; the fields are the arguments of `Plamo2MambaMixer`."""
+
+    heads: int
+    head_size: int
+    state_size: int
+    conv_kernel: int
+    time_step_rank: int
+    norm_eps: float
+
+    def build(self, context: BuildContext, prefix: str) -> nn.Module:
+        return Plamo2MambaMixer(
+            context.hidden_size,
+            self.state_size,
+            self.conv_kernel,
+            self.heads,
+            self.head_size,
+            self.time_step_rank,
+            self.norm_eps,
+            layer_index=context.next_state(),
+            params_dtype=context.options.params_dtype,
+            quant_config=context.options.quant_config,
+            prefix=prefix,
+        )
+
+    def states(self, dtype: torch.dtype, tp: TensorParallel) -> tuple[RecurrentSpec, ...]:
+        return (Plamo2MambaMixer.state_spec(self.conv_kernel, self.heads, self.head_size, self.state_size),)
 
 
 def read_mamba2(

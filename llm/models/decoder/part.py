@@ -106,14 +106,20 @@ class PartConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """A norm over the last dimension, of a class in `llm.layers.norm`; `LayerNorm` may lack its weight or its bias."""
+    """A norm over the last dimension, of a class in `llm.layers.norm`; `LayerNorm` may lack its weight or its bias.
+
+    `weight_offset` is of `GemmaRMSNorm`: the checkpoint stores weight - weight_offset.
+    """
 
     eps: float
     kind: NormClass = RMSNorm
     has_weight: bool = True
     has_bias: bool = True
+    weight_offset: float = 1.0
 
     def build(self, size: int, context: BuildContext) -> nn.Module:
         has = {"has_weight": self.has_weight, "has_bias": self.has_bias}
         lacking = {name: False for name, value in has.items() if not value}
+        if self.kind is GemmaRMSNorm:
+            return GemmaRMSNorm(size, self.eps, context.options.params_dtype, weight_offset=self.weight_offset)
         return self.kind(size, self.eps, dtype=context.options.params_dtype, **lacking)
