@@ -134,11 +134,16 @@ template <Code CODE> struct Opened {
                 hi[i] = _mm256_shuffle_epi8(lookup.table, hi[i]);
             }
     }
-    template <int J> LLM_INLINE F32 value() const {  // byte J of each 32 bits, alone
-        constexpr int B = J % 4, Z = static_cast<int>(0x80808000u);
-        const __m256i order = _mm256_setr_epi32(Z | B, Z | (4 + B), Z | (8 + B), Z | (12 + B), Z | B, Z | (4 + B),
-                                                Z | (8 + B), Z | (12 + B));
-        return to_float(I32{_mm256_shuffle_epi8(lo[J / 4], order), _mm256_shuffle_epi8(hi[J / 4], order)});
+    template <int J> LLM_INLINE F32 value() const {
+        return to_float(I32{byte<J % 4>(lo[J / 4]), byte<J % 4>(hi[J / 4])});
+    }
+    // Byte B of each 32 bits, alone. A mask and a shift where they do leave the shuffles' two ports to the others.
+    template <int B> static LLM_INLINE __m256i byte(__m256i from) {
+        if constexpr (B == 0) return _mm256_and_si256(from, _mm256_set1_epi32(255));
+        if constexpr (B == 3) return _mm256_srli_epi32(from, 24);
+        constexpr int Z = static_cast<int>(0x80808000u);
+        return _mm256_shuffle_epi8(from, _mm256_setr_epi32(Z | B, Z | (4 + B), Z | (8 + B), Z | (12 + B), Z | B,
+                                                           Z | (4 + B), Z | (8 + B), Z | (12 + B)));
     }
 };
 

@@ -30,8 +30,9 @@ LLM_INLINE const uint8_t* panel_at(const Product& p, int64_t index) {
 // What makes an unsigned code of a value.
 template <Code CODE> constexpr int CODE_BIAS = (CODE == Code::INT8 ? 128 : 8) - VALUE_BIAS<CODE>;
 
-// What is subtracted: nothing, a zero point before the integer is scaled, or a minimum after.
-enum class Form { PLAIN, ZEROS, MINIMA };
+// What is subtracted: nothing, a zero point before the integer is scaled, or a minimum after. SCALED_ZEROS: zero points
+// whose products with the scales are exact, so that one FMA rounds as the difference and the product would.
+enum class Form { PLAIN, ZEROS, SCALED_ZEROS, MINIMA };
 
 // Turns a group's values of 16 output channels into weights. The bias is a power of two, so bias * scale is exact and
 // one FMA rounds as the product with the value itself would. Only plain values have a divisor.
@@ -41,7 +42,11 @@ template <Code CODE, Form FORM> struct Grid {
     LLM_INLINE void load_group(const Product& p, int64_t group, int64_t column) {
         scale = p.scales().load(group, column, p.n - column);
         if constexpr (VALUE_DIVISOR<CODE> != 1) scale = scale * set1(VALUE_DIVISOR<CODE>);
-        if constexpr (FORM == Form::ZEROS) shift = p.zeros().load(group, column, p.n - column);
+        if constexpr (FORM == Form::ZEROS || FORM == Form::SCALED_ZEROS)
+            shift = p.zeros().load(group, column, p.n - column);
+        if constexpr (FORM == Form::ZEROS) return;
+        if constexpr (FORM == Form::SCALED_ZEROS)
+            shift = zero() - (VALUE_BIAS<CODE> ? shift + set1(VALUE_BIAS<CODE>) : shift) * scale;
         else if constexpr (FORM == Form::MINIMA) shift = zero() - p.minima().load(group, column, p.n - column);
         else if (VALUE_BIAS<CODE>) shift = scale * set1(-VALUE_BIAS<CODE>);
     }
@@ -50,7 +55,7 @@ template <Code CODE, Form FORM> struct Grid {
             return fma(CODE_BIAS<CODE> ? value + set1(CODE_BIAS<CODE>) : value, scale, shift);
         if constexpr (FORM == Form::ZEROS)
             return ((VALUE_BIAS<CODE> ? value - set1(VALUE_BIAS<CODE>) : value) - shift) * scale;
-        return VALUE_BIAS<CODE> ? fma(value, scale, shift) : value * scale;
+        return VALUE_BIAS<CODE> || FORM == Form::SCALED_ZEROS ? fma(value, scale, shift) : value * scale;
     }
 };
 
@@ -111,13 +116,31 @@ template <Code CODE, Form FORM, int ROWS> __attribute__((noinline)) void few_row
 }
 
 #if LLM_AVX2
-// Whether all scales of panels [panel, end) are below `limit`.
-inline bool scales_below(const Product& p, int64_t panel, int64_t end, float limit) {
-    uint32_t beyond = 0;
+// Whether call(group, column) is 0 for all groups of panels [panel, end).
+template <class Call> bool none_of(const Product& p, int64_t panel, int64_t end, const Call& call) {
+    uint32_t found = 0;
     for (int64_t group = 0; group < ceil_div(p.k, p.group_size); ++group)
         for (int64_t column = panel * LANES; column < min(end * LANES, p.n); column += LANES)
-            beyond |= not_at_most(p.scales().load(group, column, p.n - column), set1(std::nextafter(limit, 0.0f)));
-    return !beyond;
+            found |= call(group, column);
+    return !found;
+}
+
+// Whether all scales of panels [panel, end) are below `limit`.
+inline bool scales_below(const Product& p, int64_t panel, int64_t end, float limit) {
+    return none_of(p, panel, end, [&](int64_t group, int64_t column) {
+        return not_at_most(p.scales().load(group, column, p.n - column), set1(std::nextafter(limit, 0.0f)));
+    });
+}
+
+// Whether all zero points are whole and have 11 bits, and all scales have 11 bits and leave room for the product.
+inline bool zeros_scale(const Product& p, int64_t panel, int64_t end) {
+    if (p.scale_kind == Kind::FLOAT32) return false;
+    return none_of(p, panel, end, [&](int64_t group, int64_t column) {
+        const F32 zeros = p.zeros().load(group, column, p.n - column);
+        const F32 scales = p.scales().load(group, column, p.n - column);
+        return not_at_most(abs(zeros), set1(0x1p11f)) | not_at_most(abs(zeros - round_even(zeros)), zero()) |
+               not_at_most(abs(scales), set1(0x1p100f));
+    });
 }
 #endif
 
@@ -131,6 +154,12 @@ template <Code CODE, Form FORM> void few_rows(const Product& p, const Tasks& tas
                     if (scales_below(p, panel, end, SMALL_SCALES)) {
                         for (; panel < end; panel += panels_for(ROWS))
                             few_rows<Code::FLOAT8_SMALL, FORM, ROWS>(p, panel);
+                        return;
+                    }
+                if constexpr (FORM == Form::ZEROS)
+                    if (zeros_scale(p, panel, end)) {
+                        for (; panel < end; panel += panels_for(ROWS))
+                            few_rows<CODE, Form::SCALED_ZEROS, ROWS>(p, panel);
                         return;
                     }
 #endif

@@ -466,6 +466,10 @@ def test_weight_only_products_are_those_of_the_float_weight(lib: library.Library
             held = bits_alone.scaled(narrow, zero.bfloat16(), group)
             assert held.scale is not None and held.scale.dtype.itemsize == 2  # read as it is
             assert same(product(lib, x, held, bias=bias), product(lib, x, floats, bias=bias))
+        for odd in (zero * 0.37, zero * 513 + 1):  # products with the scales that are not exact
+            floats = packed.pack(lib, dequantize(weight, narrow, odd, group))
+            held = bits_alone.scaled(narrow, odd, group)
+            assert same(product(lib, x, held, bias=bias), product(lib, x, floats, bias=bias))
 
 
 @pytest.mark.parametrize("k", [1, 15, 16, 17, 100])
