@@ -30,10 +30,16 @@ def choose_cache_dtype(
         return dtype, ("the weights' type" if args.dtype == "auto" else f"dtype={args.dtype}") + unused
     if static is not None:
         reason += f"; the static scales of {static.source} are not used"
-    return dtype, reason + ("; a scale per token and KV head" if dtype in QUANTIZED_CACHE_DTYPES else "")
+    return dtype, reason
 
 
-def check_cache(given: object, dtype: torch.dtype, specs: Sequence[StateSpec], platform: Platform) -> str:
+def check_cache(
+    given: object,
+    dtype: torch.dtype,
+    specs: Sequence[StateSpec],
+    platform: Platform,
+    config: QuantizationConfig | None = None,
+) -> str:
     """What a quantized cache adds to its reason; "" of other types. Raises `ValidationError` if a state has none."""
     if dtype not in QUANTIZED_CACHE_DTYPES:
         return ""
@@ -48,4 +54,9 @@ def check_cache(given: object, dtype: torch.dtype, specs: Sequence[StateSpec], p
         if not backend.reads_quantized:
             refuse("kv_cache_dtype", given, f"{floats}: {backend.__name__} reads nothing else")
     size = sum(spec.bytes_per_token() for spec in paged)
-    return f"; {size:,} bytes per token in all layers"
+    static = None if config is None else config.static_cache
+    heads = any(isinstance(spec, KVCacheSpec) for spec in paged)
+    scales = "; a scale per token and KV head" if heads else "; a scale per token of each part of the latent vector"
+    if static is not None and static.dtype == dtype:
+        scales = ""
+    return f"{scales}; {size:,} bytes per token in all layers"
