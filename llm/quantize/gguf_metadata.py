@@ -16,7 +16,7 @@ from llm.layers.rotary import RopeParameters, base_wavelengths, frequencies
 from llm.loading.gguf.container import Value
 from llm.loading.gguf.metadata import Header, config_of
 from llm.models.config_reader import ConfigReader
-from llm.models.decoder import AttentionConfig, DecoderConfig, GatedMLPConfig, LayerConfig, MoEConfig
+from llm.models.decoder import AttentionConfig, DecoderConfig, GatedMLPConfig, LayerConfig, MoEConfig, ScaledPreNorms
 from llm.models.registry import resolve_model_cls
 
 # model_type -> architecture, of decoders that are one of GGUF's.
@@ -32,6 +32,8 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
 }
 _ENDS = ("eos", "eot", "eom")
 _ROPE_TOLERANCE = 1e-6
@@ -76,7 +78,7 @@ def describe(config: DecoderConfig, model_type: str, bos: int | None, ends: Sequ
     if len(ends) > len(_ENDS):
         raise LLMError(f"{len(ends)} ids end an answer of this model, and GGUF has {len(_ENDS)} of them.")
     own, ropes = _of_layers(config, attention, mlp)
-    own |= _of_ropes(architecture, config, attention, ropes)
+    own |= _of_ropes(architecture, config, attention, ropes) | _of_granite(config, layer, attention)
     found: dict[str, Value] = {"general.architecture": architecture}
     found |= {f"{architecture}.{key}": value for key, value in own.items()}
     found |= {f"tokenizer.ggml.{key}_token_id": value for key, value in zip(_ENDS, ends, strict=False)}
@@ -154,6 +156,18 @@ def _of_ropes(
         own["rope.scaling.type"] = "longrope"
         own["rope.scaling.attn_factor"] = float(frequencies(rope, rotated, config.max_position_embeddings)[1])
     return own
+
+
+def _of_granite(config: DecoderConfig, layer: LayerConfig, attention: AttentionConfig) -> dict[str, Value]:
+    """What Granite multiplies by; other models have no such norms."""
+    if not isinstance(layer.norms, ScaledPreNorms) or attention.scale is None:
+        return {}
+    return {
+        "embedding_scale": float(config.embedding_multiplier),
+        "residual_scale": float(layer.norms.multiplier),
+        "logit_scale": float(config.logits_divisor),
+        "attention.scale": float(attention.scale),
+    }
 
 
 def _divisors(rope: RopeParameters, rotated: int) -> dict[str, list[float]]:

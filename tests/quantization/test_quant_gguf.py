@@ -60,6 +60,17 @@ FAMILIES: dict[str, tuple[TinyModel, str]] = {
         TinyModel("Qwen2MoeConfig", {**SIZES, **MIXTURE, "head_dim": None, "shared_expert_intermediate_size": 64}),
         "q8_0",
     ),
+    "granite-moe": (
+        TinyModel(
+            "GraniteMoeConfig",
+            {
+                **{key: size for key, size in SIZES.items() if key != "head_dim"},
+                **{"num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 12.0},
+                **{"attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 6.0},
+            },
+        ),
+        "q4_0",
+    ),
     "qwen3-moe": (
         TinyModel("Qwen3MoeConfig", {**SIZES, **MIXTURE, "hidden_size": 256, "norm_topk_prob": True}),
         "q4_k",
