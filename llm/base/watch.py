@@ -5,7 +5,7 @@ Owns `is_watched`, which looks at every module, and `Watch`, which asks the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -34,9 +34,14 @@ class Patchable(nn.Module):
 
 def is_watched(modules: Iterable[nn.Module]) -> bool:
     """True if any module is hooked or patched."""
+    return any_is_watched([vars(module) for module in modules])
+
+
+def any_is_watched(found: Sequence[Mapping[str, object]]) -> bool:
+    """`is_watched` of the modules with these `vars`: a step asks, and a module's own attribute lookup is slow."""
     if torch.nn.modules.module._global_forward_hooks or torch.nn.modules.module._global_forward_pre_hooks:
         return True
-    return any(item._forward_hooks or item._forward_pre_hooks or "forward" in vars(item) for item in modules)
+    return any("forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"] for own in found)
 
 
 class Watch:
@@ -48,7 +53,7 @@ class Watch:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)
-        self._others = tuple(module for module in self._modules if not isinstance(module, Patchable))
+        self._others = [vars(module) for module in self._modules if not isinstance(module, Patchable)]
         self._counted = (-1, -1)
         self._looks_left = 0
 
@@ -57,7 +62,7 @@ class Watch:
         if counted != self._counted:
             self._counted, self._looks_left = counted, _LOOKS
         if not self._looks_left:
-            return is_watched(self._others)
+            return any_is_watched(self._others)
         watched = is_watched(self._modules)
         # Taking a hook off is not counted: look until it is gone.
         self._looks_left = _LOOKS if watched else self._looks_left - 1

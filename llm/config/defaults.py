@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
+_WARNINGS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+
 
 @contextmanager
 def library_defaults(num_threads: int | None = None) -> Iterator[None]:
@@ -20,16 +22,22 @@ def library_defaults(num_threads: int | None = None) -> Iterator[None]:
     Args:
         num_threads: number of threads inside the context; None: PyTorch's setting.
     """
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    # Of a new tensor: a step asks, and `torch.get_default_device` takes microseconds.
+    probe, threads = torch.empty(0), torch.get_num_threads()
+    dtype, device = probe.dtype, probe.device.type
+    is_default = dtype == torch.float32 and device == "cpu" and num_threads in (None, threads)
+    if is_default and np.geterr() == _WARNINGS and not torch.is_autocast_enabled("cpu"):
+        yield
+        return
     with ExitStack() as stack:
-        stack.enter_context(np.errstate(divide="warn", over="warn", invalid="warn", under="ignore"))
+        stack.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
         if num_threads is not None and num_threads != threads:
             torch.set_num_threads(num_threads)
             stack.callback(torch.set_num_threads, threads)
         if dtype != torch.float32:
             torch.set_default_dtype(torch.float32)
             stack.callback(torch.set_default_dtype, dtype)
-        if torch.get_default_device().type != "cpu":
+        if device != "cpu":
             stack.enter_context(torch.device("cpu"))
         if torch.is_autocast_enabled("cpu"):
             stack.enter_context(torch.autocast("cpu", enabled=False))

@@ -8,13 +8,14 @@ step are reported as a `BatchUpdate`, in the order its docstring states.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from llm.engine.decode_input import DecodeInput
 from llm.engine.step import NewRow, PoolingRow, SchedulerOutput
+from llm.engine.step_input import Drafts, Lines, StepInput
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality
 from llm.sampling.logits_processors.state import BatchUpdateBuilder
@@ -22,66 +23,6 @@ from llm.sampling.sampler import SamplingRows
 from llm.sampling_params import SamplingParams
 
 _EMPTY = ""  # the request id of a gap, within `update`
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """The drafts that a step verifies.
-
-    Attributes:
-        firsts: int64 [rows that sample], the index of each one's first line.
-        tokens: int64 [sampled lines], the draft for the token after each line; -1 at a row's last line.
-    """
-
-    firsts: np.ndarray
-    tokens: np.ndarray
-
-
-@dataclass
-class Lines:
-    """The (batch row, position) pairs whose logits a step needs, in the order of `ForwardBatch.logits_indices`.
-
-    The first `num_sampled` lines are sampled, row by row: the row's last known token, then its drafts. A line after a
-    draft counts only if that draft is accepted. The other lines are scored: they give the prompt logprob of the token
-    after them.
-
-    Attributes:
-        rows, positions: int64 [L].
-        drafts: None if every row that samples has one line.
-    """
-
-    rows: np.ndarray
-    positions: np.ndarray
-    num_sampled: int
-    drafts: Drafts | None = None
-
-    @property
-    def sampled_rows(self) -> np.ndarray:
-        """The rows that sample, each once."""
-        return self.rows[: self.num_sampled] if self.drafts is None else self.rows[self.drafts.firsts]
-
-    def num_drafts(self) -> np.ndarray:
-        """int64, the number of drafts of each of `sampled_rows`."""
-        if self.drafts is None:
-            return np.zeros(self.num_sampled, dtype=np.int64)
-        return np.diff(self.drafts.firsts, append=self.num_sampled) - 1
-
-
-@dataclass
-class StepInput:
-    """What `InputBatch.build` gives the runner.
-
-    Attributes:
-        rows: int64 [R], the batch row of each scheduled request, increasing.
-        counts: int64 [R], its tokens this step, drafts included.
-        recurrent: of the model's recurrent states; None: it has none.
-    """
-
-    rows: np.ndarray
-    counts: np.ndarray
-    lines: Lines
-    forward_batch: ForwardBatch
-    recurrent: RecurrentMetadata | None = None
 
 
 class InputBatch:
@@ -134,6 +75,8 @@ class InputBatch:
         # Where a row's second text begins; beyond its tokens if it has one text.
         self.second_text = np.zeros(max_num_seqs, dtype=np.int64)
         self._changes = BatchUpdateBuilder()
+        # Of decode steps since the rows last changed; None: there was none.
+        self._decode: DecodeInput | None = None
 
     def update(self, plan: SchedulerOutput) -> BatchUpdate | None:
         """Apply a step's removed rows, new rows and new blocks; returns the changes, None if the rows are the same."""
@@ -147,7 +90,12 @@ class InputBatch:
         self._condense()
         for request_id, groups in plan.new_blocks.items():
             self._append_blocks(self.index[request_id], groups)
-        return self._changes.get_and_reset(len(self.request_ids))
+        changes = self._changes.get_and_reset(len(self.request_ids))
+        if changes is not None:
+            self._decode = None
+        elif self._decode is not None and plan.new_blocks:
+            self._decode.has_new_blocks = True
+        return changes
 
     def added_rows(self) -> list[AddedRequest]:
         """Every row as an added one, for a logits processor that is loaded later."""
@@ -155,7 +103,24 @@ class InputBatch:
         return [(row, *state) for row, state in enumerate(rows)]
 
     def build(self, plan: SchedulerOutput) -> StepInput:
-        """The tokens of the scheduled requests, concatenated in the order of their batch rows."""
+        """The tokens of the scheduled requests, concatenated in the order of their batch rows.
+
+        The next decode step of the same rows overwrites it.
+        """
+        if self._decode is not None and self._decode.fits(plan.num_scheduled_tokens):
+            return self._decode.fill(self)
+        step = self._build(plan)
+        if self._decodes(step):
+            self._decode = DecodeInput(step, plan.num_scheduled_tokens)
+        return step
+
+    def _decodes(self, step: StepInput) -> bool:
+        """True if the step computes a token of every row, samples it, and is on a CPU."""
+        lines, rows = step.lines, len(self.request_ids)
+        is_plain = lines.num_sampled == rows == len(step.forward_batch.input_ids) and lines.drafts is None
+        return is_plain and not any(self.pooling) and step.forward_batch.input_ids.device.type == "cpu"
+
+    def _build(self, plan: SchedulerOutput) -> StepInput:
         scheduled = np.zeros(len(self.request_ids), dtype=np.int64)
         for request_id, count in plan.num_scheduled_tokens.items():
             scheduled[self.index[request_id]] = count
@@ -219,6 +184,7 @@ class InputBatch:
         self._scored.clear()
         self.sampling.logprob_token_ids.clear()
         self._changes = BatchUpdateBuilder()
+        self._decode = None
 
     def _lines(
         self, rows: np.ndarray, ends: np.ndarray, lengths: np.ndarray, drafts: dict[str, list[int]]

@@ -20,8 +20,10 @@ import numpy as np
 import torch
 
 from llm.base.errors import LogitsProcessorError
-from llm.engine.batch import Drafts, InputBatch, Lines
+from llm.engine.batch import InputBatch
+from llm.engine.recorded_head import Scores
 from llm.engine.step import RunnerOutput
+from llm.engine.step_input import Drafts, Lines
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import TokenLogprobs, select_lines
 from llm.sampling.sampler import Sampler, SamplerOutput
@@ -64,6 +66,7 @@ class LineReader:
         batch: sampled tokens are appended to its rows.
         compute_logits: hidden states [L, H] and their batch rows -> float32 [L, vocab].
         lines_at_once: most lines whose logits may be in memory at once.
+        scores: hidden states -> the same logits if the step was recorded, else None.
     """
 
     batch: InputBatch
@@ -71,6 +74,7 @@ class LineReader:
     processors: LogitsProcessors
     compute_logits: Callable[[torch.Tensor, np.ndarray], torch.Tensor]
     lines_at_once: int
+    scores: Callable[[torch.Tensor], Scores | None]
 
     def read(self, hidden: torch.Tensor, lines: Lines, result: RunnerOutput) -> None:
         """Hidden states [L, H] of all lines -> tokens, logprobs and errors in `result`; tokens are also appended."""
@@ -94,7 +98,11 @@ class LineReader:
 
     def _verify_in_rounds(self, hidden: torch.Tensor, lines: Lines, drafts: Drafts, result: RunnerOutput) -> None:
         # One GEMM with the LM head for all rounds, if its result fits.
-        logits = self.compute_logits(hidden, lines.rows) if len(lines.rows) <= self.lines_at_once else None
+        scores, logits = self.scores(hidden), None
+        if scores is not None:
+            logits = scores.logits
+        elif len(lines.rows) <= self.lines_at_once:
+            logits = self.compute_logits(hidden, lines.rows)
 
         def sample_round(current: np.ndarray) -> np.ndarray:
             own = select_lines(hidden if logits is None else logits, current)
@@ -120,6 +128,9 @@ class LineReader:
         """
         batch = self.batch
         processors = None if self.processors.is_idle() else self.processors
+        scores, likeliest = None if has_logits else self.scores(source), None
+        if scores is not None:  # of few lines: they are one chunk
+            source, has_logits, likeliest = scores.logits, True, (scores.largest, scores.tokens)
         size = len(rows) if processors is not None else self.lines_at_once
         outputs = positions + 1 - batch.num_prompt_tokens[rows]
         sampled = _Sampled()
@@ -127,7 +138,9 @@ class LineReader:
             part = slice(start, start + size)
             own = source if len(rows) <= size else source[part]
             logits = own if has_logits else self.compute_logits(own, rows[part])
-            found = self.sampler(logits, batch.sampling, rows[part], outputs[part], processors, len(batch.request_ids))
+            found = self.sampler(
+                *(logits, batch.sampling, rows[part], outputs[part], processors, len(batch.request_ids)), likeliest
+            )
             sampled.add(start, found)
         return sampled
 

@@ -7,6 +7,7 @@ Owns the weights, the KV tensors, the persistent batch and the sampler. It gets 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from llm.base.phases import PhaseTimes
 from llm.config.defaults import library_defaults
 from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from llm.engine.adapters import ModelAdapters
-from llm.engine.batch import InputBatch, StepInput
+from llm.engine.batch import InputBatch
 from llm.engine.boundary import Loaded, RunnerPlan
 from llm.engine.build_model import build_model, fill_model, weight_file
 from llm.engine.cache_rows import CacheRows
@@ -28,10 +29,12 @@ from llm.engine.kv_cache import SLOTS, allocate_kv_caches, allocate_recurrent_st
 from llm.engine.lines import LineReader
 from llm.engine.pooler import Pooler
 from llm.engine.proposer import Proposer, propose
+from llm.engine.recorded_head import RecordedHead, Scores
 from llm.engine.replay import DecodeReplay
 from llm.engine.speculation.head import HeadSource, PlacedHead, own_blocks
 from llm.engine.speculation.make import make_proposer
 from llm.engine.step import RunnerOutput, SchedulerOutput
+from llm.engine.step_input import StepInput
 from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec, all_roll_back
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
@@ -126,6 +129,8 @@ class ModelRunner(ModelInspection, CacheRows):
             has_slots=cache.num_state_slots > 0,
             rolls_back=all_roll_back(specs),
         )
+        self._vocab_size = config.model_config.vocab_size
+        self._lines_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
         if config.lora_config is not None:
             self.adapters = ModelAdapters(self.model, config.lora_config, self.backend)
         if self.plan.pooling is not None:
@@ -139,8 +144,6 @@ class ModelRunner(ModelInspection, CacheRows):
         self.proposer = make_proposer(
             config.speculative_config, self.plan, lambda: type(self)(self.platform), self._make_head
         )
-        self._vocab_size = config.model_config.vocab_size
-        self._lines_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
 
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
         """Compute the scheduled tokens and sample for the batch rows whose last known token was computed."""
@@ -315,7 +318,9 @@ class ModelRunner(ModelInspection, CacheRows):
         return self.adapters.compute(lambda: forward(batch), batch.adapter_ids)
 
     def _new_replay(self) -> DecodeReplay:
-        return DecodeReplay(self.model, self.backend, self.batch.max_blocks, self._compute)
+        is_recorded = self.adapters is None and type(self).compute_logits is ModelRunner.compute_logits
+        head = partial(RecordedHead, self.backend, self.compute_logits, self._vocab_size) if is_recorded else None
+        return DecodeReplay(self.model, self.backend, self.batch.max_blocks, self._compute, head)
 
     def _load_adapters(self, plan: SchedulerOutput) -> None:
         """Load the adapters of new rows. Recorded steps read the matrices that were there, so they are dropped."""
@@ -351,9 +356,18 @@ class ModelRunner(ModelInspection, CacheRows):
         with self.adapters.lines.of(self.batch.adapters_of(rows)):
             return self.compute_logits(hidden)
 
+    def _scores(self, hidden: torch.Tensor) -> Scores | None:
+        """What a recorded step gives in place of `compute_logits`; None: it was not recorded, or is patched."""
+        if self.replay is None or "compute_logits" in vars(self.model):
+            return None
+        return self.replay.scores(hidden)
+
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
         """Sample and score the step's lines from the hidden states [N, H]."""
-        reader = LineReader(self.batch, self.sampler, self.processors, self._logits_of, self._lines_per_logits_chunk)
-        wanted = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
-        reader.read(wanted, step.lines, result)
+        reader = LineReader(
+            *(self.batch, self.sampler, self.processors, self._logits_of, self._lines_per_logits_chunk), self._scores
+        )
+        if step.lines.num_sampled < len(hidden):  # otherwise these are all, in order
+            hidden = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
+        reader.read(hidden, step.lines, result)
         self.batch.settle(step)

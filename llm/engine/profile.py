@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from llm.base.custom_op import CustomOp
-from llm.engine.batch import InputBatch, StepInput
+from llm.engine.batch import InputBatch
 from llm.engine.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
 from llm.engine.step import RunnerOutput, SchedulerOutput
+from llm.engine.step_input import StepInput
 from llm.layers.attention import Attention, LatentAttention
 from llm.layers.moe import FusedMoE
 

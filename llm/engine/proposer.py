@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from llm.engine.batch import InputBatch, StepInput
+from llm.engine.batch import InputBatch
 from llm.engine.step import RunnerOutput, SchedulerOutput
+from llm.engine.step_input import StepInput
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from llm.base.watch import Watch
+from llm.engine.recorded_head import RecordedHead, Scores
 from llm.engine.replay_sizes import SizedReplay
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.kernels.backend import Backend, NotRecordable, Program
@@ -43,12 +44,16 @@ class _Step:
     """A recorded step: `batch` has the tensors it reads, `hidden` is its result.
 
     `first_layers`: the first layer of each group; the layers of a group share one metadata object.
+    `tables`: first layer -> the block table that was copied last: there is a new tensor when a table has changed.
+    `head`: what computes the logits of `hidden`, once it was asked for them.
     """
 
     program: Program
     batch: ForwardBatch
     hidden: torch.Tensor
     first_layers: list[int]
+    tables: dict[int, torch.Tensor]
+    head: RecordedHead | None = None
 
 
 class DecodeReplay:
@@ -59,13 +64,23 @@ class DecodeReplay:
         backend: the model's backend, which records.
         max_blocks: the largest width of a block table.
         forward: computes a step; None: the model's `forward`.
+        record_head: makes the LM head of a recorded step from its hidden states; None: there are no `scores`.
 
     Attributes:
         refusal: why recording was impossible; None: it was not.
     """
 
-    def __init__(self, model: Any, backend: Backend, max_blocks: int, forward: Forward | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        backend: Backend,
+        max_blocks: int,
+        forward: Forward | None = None,
+        record_head: Callable[[torch.Tensor], RecordedHead] | None = None,
+    ) -> None:
         self.refusal: str | None = None
+        self._record_head = record_head
+        self._last: _Step | None = None  # the step that ran last, if it was replayed
         self._forward: Forward = forward or model.forward
         self._is_watched = Watch(model.modules())
         self._backend = backend
@@ -76,6 +91,7 @@ class DecodeReplay:
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """`model.forward(batch)`, float32 [N, H], overwritten by the next call; None if this step is not replayed."""
+        self._last = None
         if not batch.metadata or not self._is_plain(batch):
             return None
         lines = self._lines_per_row(batch)
@@ -89,13 +105,24 @@ class DecodeReplay:
                 return self._record(key, batch)
             return self.sizes.run(batch, may_record=False)
         self._steps[key] = step
-        _fill(step.batch, batch, step.first_layers)
+        _fill(step.batch, batch, step.first_layers, step.tables)
         # If a kernel refuses its arguments, the caller runs the model, which raises the error.
         if not step.program.run():
             return None
-        _share_calls(step.batch, batch)
+        if stores_less:
+            _share_calls(step.batch, batch)
         batch.taps = step.batch.taps
+        self._last = step
         return step.hidden
+
+    def scores(self, hidden: torch.Tensor) -> Scores | None:
+        """The logits of all tokens of the step that ran last, whose hidden states these are; None: they are not."""
+        step = self._last
+        if step is None or hidden is not step.hidden or self._record_head is None:
+            return None
+        if step.head is None:
+            step.head = self._record_head(hidden)
+        return step.head.run()
 
     def _came_before(self, key: _Key) -> bool:
         """True from the second step of this kind on: more are likely to follow."""
@@ -132,8 +159,8 @@ class DecodeReplay:
         first_layers = list(
             {id(metadata): layer for layer, metadata in reversed(list(enumerate(batch.metadata)))}.values()
         )
-        own = self._own_batch(batch)
-        _fill(own, batch, first_layers)
+        own, tables = self._own_batch(batch), dict[int, torch.Tensor]()
+        _fill(own, batch, first_layers, tables)
         hidden = None
         try:
             with self._backend.record() as program:
@@ -145,7 +172,7 @@ class DecodeReplay:
         else:
             if len(self._steps) == _MAX_STEPS:
                 del self._steps[next(iter(self._steps))]
-            self._steps[key] = _Step(program, own, hidden, first_layers)
+            self._steps[key] = _Step(program, own, hidden, first_layers, tables)
         # Recorded or not, it has run, and recurrent states have changed: it must not be computed again.
         batch.taps = own.taps
         _share_calls(own, batch)
@@ -175,17 +202,26 @@ class DecodeReplay:
         return own
 
 
-def _fill(own: ForwardBatch, batch: ForwardBatch, first_layers: list[int]) -> None:
+def _fill(own: ForwardBatch, batch: ForwardBatch, first_layers: list[int], tables: dict[int, torch.Tensor]) -> None:
     """Copy the inputs of `batch` into the tensors of a recorded step."""
     own.input_ids.copy_(batch.input_ids)
     own.positions.copy_(batch.positions)
     if own.adapter_ids is not None and batch.adapter_ids is not None:
         own.adapter_ids.copy_(batch.adapter_ids)
     for layer in first_layers:
-        target = _tensors(own.metadata[layer])
-        for name, source in _tensors(batch.metadata[layer]).items():
-            # The step's block table is only as wide as its longest request needs.
-            (target[name][:, : source.shape[1]] if source.dim() == 2 else target[name]).copy_(source)
+        target, source = own.metadata[layer], batch.metadata[layer]
+        if not isinstance(target, AttentionMetadata):
+            for name, tensor in _tensors(source).items():
+                getattr(target, name).copy_(tensor)
+            continue
+        # Where rows start follows from their number and that of their lines.
+        target.seq_lens.copy_(source.seq_lens)
+        target.slot_mapping.copy_(source.slot_mapping)
+        table = source.block_table
+        if tables.get(layer) is not table:
+            # It is only as wide as the step's longest request needs.
+            target.block_table[:, : table.shape[1]].copy_(table)
+            tables[layer] = table
 
 
 def _stores_less(metadata: Metadata) -> bool:

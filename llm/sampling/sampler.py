@@ -50,6 +50,8 @@ class SamplingRows:
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.sample_index = np.zeros(max_num_seqs, dtype=np.int64)
         self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
+        # Greedy and without logprobs: the argmax is all there is to it.
+        self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)
         # batch row -> `logprob_token_ids`, for rows that set them.
         self.logprob_token_ids: dict[int, list[int]] = {}
 
@@ -64,9 +66,11 @@ class SamplingRows:
         if params.logprob_token_ids:
             self.logprobs[row] = len(params.logprob_token_ids)
             self.logprob_token_ids[row] = params.logprob_token_ids
+        self.is_plain[row] = params.greedy and self.logprobs[row] == NO_LOGPROBS
 
     def move(self, source: int, target: int) -> None:
-        for array in (self.temperature, self.top_k, self.top_p, self.seed, self.sample_index, self.logprobs):
+        draws = (self.temperature, self.top_k, self.top_p, self.seed, self.sample_index)
+        for array in (*draws, self.logprobs, self.is_plain):
             array[target] = array[source]
         self.logprob_token_ids.pop(target, None)
         if source in self.logprob_token_ids:
@@ -104,6 +108,7 @@ class Sampler:
         outputs: np.ndarray,
         processors: LogitsProcessors | None = None,
         batch_size: int = 0,
+        likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> SamplerOutput:
         """Draw one token per line.
 
@@ -114,7 +119,12 @@ class Sampler:
             outputs: int64 [L], number of tokens that the row has generated so far.
             processors: None if all are idle.
             batch_size: number of batch rows, for the processors.
+            likeliest: `argmax` of the logits, if it is known.
         """
+        if likeliest is not None and processors is None and params.is_plain[rows].all():
+            largest, tokens = likeliest
+            if (largest.numpy() > -math.inf).all():
+                return SamplerOutput(tokens)
         step = _Step(self, params, rows, outputs, processors, batch_size)
         return step.run(logits.float())
 

@@ -782,6 +782,10 @@ def test_a_request_that_is_preempted_forgets_its_drafts() -> None:
     scheduler.preempt_last()
     plan = step(scheduler)
     assert plan.num_scheduled_tokens == {"a": 6} and not plan.draft_token_ids
+    # Nor does it verify them behind the token that it samples then: they were drafted for that one's place.
+    request.append(0)
+    plan = step(scheduler)
+    assert plan.num_scheduled_tokens == {"a": 1} and not plan.draft_token_ids
 
 
 def test_drafts_wait_for_the_last_known_token() -> None:

@@ -42,6 +42,7 @@ class LogitsProcessors:
         non_argmax_invariant: allowed tokens, bad words, min tokens, bias, custom ones, the requests' own, penalties,
             the thinking budget.
         argmax_invariant: after the temperature: min_p, then custom ones.
+        _following: those to tell of a step in which no row came or left: the custom ones, and those with a row.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class LogitsProcessors:
             MinPLogitsProcessor(self._config, self._device, self._backend.pins, self._backend),
             *(processor for processor, skip in zip(custom, invariant, strict=True) if skip),
         ]
+        self._following = list(self.all)
 
     @property
     def custom(self) -> list[type[LogitsProcessor]]:
@@ -121,17 +123,23 @@ class LogitsProcessors:
 
     def is_idle(self) -> bool:
         """True if no processor would change anything in this step."""
-        return all(processor.is_idle() for processor in self.all)
+        return all(processor.is_idle() for processor in self._following)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Call every processor's `update_state`; raises `LogitsProcessorError` if one raises."""
         if self._is_stale:
             self.rebuild()
-        for processor in self.all:
+        if batch_update is not None:
+            self._following = list(self.all)
+        for processor in self._following:
             try:
                 processor.update_state(batch_update)
             except Exception as error:
                 raise _failed(processor, "update_state", error) from error
+        if batch_update is not None:
+            # A built-in one that is idle stays so until rows come, and learns nothing from a step without changes.
+            own = [item for item in self._following if type(item) in self._custom or not item.is_idle()]
+            self._following = own
 
     def apply(
         self,
