@@ -851,6 +851,14 @@ TINY_MODELS = TINY_MODELS | {
         seed=3,
         control={"use_mem_rope": False},
     ),
+    "zamba2-grouped": TinyModel(
+        "Zamba2Config",
+        {
+            **{"head_dim": None, "num_key_value_heads": 2, "n_mamba_heads": 4, "mamba_d_state": 5, "mamba_d_conv": 3},
+            **{"chunk_size": 8, "adapter_rank": 5, "layers_block_type": ["linear_attention", "hybrid"]},
+            **{"num_hidden_layers": 2, "tie_word_embeddings": True, "time_step_min": 1e-9},
+        },
+    ),
 }
 
 # transformers has no code for it: held against `plamo2.py`. A window within the prompts, and a layer without one.
@@ -915,7 +923,8 @@ _REARRANGED = """
     minimax_m2 solar_open
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
-    falcon-mamba granitemoehybrid-dense bamba nemotron-h nemotron-h-experts jamba qwen3-5 qwen3-5-moe olmo-hybrid
+    falcon-mamba granitemoehybrid-dense bamba nemotron-h nemotron-h-experts jamba zamba2-grouped
+    qwen3-5 qwen3-5-moe olmo-hybrid
 """.split()
 # Rows that differ from a scheduled one in how weights are read, in biases, or in numbers of a position's rotation.
 _VARIANTS = """

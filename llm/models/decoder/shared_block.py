@@ -52,10 +52,10 @@ class SharedBlockConfig(PartConfig):
     rope: RopeParameters | None = None
 
     def __post_init__(self) -> None:
-        if self.heads.query != self.heads.key_value:
+        if self.adapts_attention and self.heads.query != self.heads.key_value:
             raise UnsupportedModelError(
-                f"config.json: num_key_value_heads is {self.heads.key_value}; a shared block has as many as "
-                f"num_attention_heads, {self.heads.query}."
+                f"config.json: num_key_value_heads is {self.heads.key_value}; a block whose keys have adapters, which "
+                f"are as wide as its queries, has as many as num_attention_heads, {self.heads.query}."
             )
         if self.rope is not None:
             check_rope(self.rope, self.heads.size)
@@ -88,8 +88,9 @@ class SharedAttention(nn.Module):
         heads, common = config.heads, context.common
         inputs, self.size = 2 * context.hidden_size, heads.size
         self.qkv_proj = QKVParallelLinear(
-            inputs, heads.size, heads.query, bias=False, prefix=f"{prefix}.qkv_proj", **common
+            inputs, heads.size, heads.query, heads.key_value, bias=False, prefix=f"{prefix}.qkv_proj", **common
         )
+        self.sizes = [self.qkv_proj.num_heads * heads.size, *[self.qkv_proj.num_kv_heads * heads.size] * 2]
         outputs = heads.query * heads.size
         self.o_proj = RowParallelLinear(outputs, context.hidden_size, bias=False, prefix=f"{prefix}.o_proj", **common)
         for name in self._lists:
@@ -97,9 +98,10 @@ class SharedAttention(nn.Module):
         self.rotary_emb = None if config.rope is None else context.rotary(heads.size, config.rope)
 
     def add_use(self, config: SharedBlockConfig, context: BuildContext, prefix: str) -> None:
-        heads, use = self.qkv_proj.num_heads, str(config.use)
+        heads, kv_heads, use = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, str(config.use)
         # Half of the channels are of the embeddings.
-        attention = Attention(heads, heads, self.size, layer_index=context.next_state(), scale=(self.size / 2) ** -0.5)
+        scale, index = (self.size / 2) ** -0.5, context.next_state()
+        attention = Attention(heads, kv_heads, self.size, layer_index=index, scale=scale)
         self.add_module(f"attn_{use}", attention)
         for name in self._lists if config.adapts_attention else ():
             path, outputs = f"{prefix}.{name}.{use}", [config.heads.query * self.size]
@@ -110,7 +112,7 @@ class SharedAttention(nn.Module):
         adapters = [getattr(self, name) for name in self._lists]
         if all(adapters):
             qkv = qkv + torch.cat([adapter[str(use)](x) for adapter in adapters], dim=1)
-        query, key, value = qkv.tensor_split(3, dim=-1)
+        query, key, value = qkv.split_with_sizes(self.sizes, dim=-1)
         if self.rotary_emb is not None:
             query, key = self.rotary_emb(batch.positions, query, key)
         return self.o_proj(self.get_submodule(f"attn_{use}")(query, key, value, batch))
