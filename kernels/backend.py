@@ -55,6 +55,7 @@ OPERATIONS: dict[str, str] = {
     "gelu_and_mul_sparse": "activation",
     "select_rows": "elementwise",
     "multiply": "elementwise",
+    "add": "elementwise",
     "select_experts": "routing",
     "mix_two_experts": "routing",
     "experts": "experts",

@@ -201,15 +201,16 @@ void add_distances(const Work& work, int64_t row, float* scores, int64_t start) 
 
 // One step of the online softmax (arXiv:1805.02867) for one query row, in powers of two. Scores become probabilities;
 // sum and output so far are rescaled when the maximum grew. `seen` is relative to the block, which begins at position
-// `start`, and not empty.
+// `start`, and not empty. Whole vectors behind the last key that is seen are left as they are: their sum is 0.
 void advance_softmax(const Work& work, int64_t row, float* scores, int64_t start, Span seen, float soft_cap) {
+    const int64_t end = ceil_div(seen.end, LANES) * LANES;
     if (soft_cap != 0.0f)
-        for (int v = 0; v < KEYS; v += LANES) store(scores + v, tanh(load(scores + v)) * set1(soft_cap));
+        for (int64_t v = 0; v < end; v += LANES) store(scores + v, tanh(load(scores + v)) * set1(soft_cap));
     if (work.slopes) add_distances(work, row, scores, start);
     for (int64_t key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
-    for (int64_t key = seen.end; key < KEYS; ++key) scores[key] = -INFINITY;
+    for (int64_t key = seen.end; key < end; ++key) scores[key] = -INFINITY;
     F32 best = load(scores);
-    LLM_UNROLL for (int v = LANES; v < KEYS; v += LANES) best = max(best, load(scores + v));
+    for (int64_t v = LANES; v < end; v += LANES) best = max(best, load(scores + v));
     const float before = work.maxima[row], block_best = largest(best), now = block_best > before ? block_best : before;
     float* sums = work.sums + row * LANES;
     F32 sum = load(sums);
@@ -220,7 +221,7 @@ void advance_softmax(const Work& work, int64_t row, float* scores, int64_t start
         for (int64_t i = 0; i < work.out_stride; i += LANES) store(out + i, load(out + i) * shrink);
         work.maxima[row] = now;
     }
-    LLM_UNROLL for (int v = 0; v < KEYS; v += LANES) {
+    for (int64_t v = 0; v < end; v += LANES) {
         const F32 p = exp2_of_negative(load(scores + v) - set1(now));
         sum = sum + p;
         store(scores + v, p);

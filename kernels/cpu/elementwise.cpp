@@ -5,9 +5,13 @@
 
 using namespace llm;
 
-LLM_EXPORT void llm_add(const float* x, const float* y, float* out, int64_t count) {
-    for (int64_t i = 0; i < count; i += LANES)
-        store_part(out + i, load_part(x + i, count - i) + load_part(y + i, count - i), count - i);
+LLM_EXPORT void llm_add(const float* x, const float* y, float* out, int64_t count, int64_t threads) {
+    constexpr int64_t width = 1 << 12;
+    for_rows(ceil_div(count, width), width, threads, [&](int64_t row) {
+        const int64_t end = min((row + 1) * width, count);
+        for (int64_t i = row * width; i < end; i += LANES)
+            store_part(out + i, load_part(x + i, end - i) + load_part(y + i, end - i), end - i);
+    });
 }
 
 LLM_EXPORT void llm_scale(const float* x, float factor, float* out, int64_t count) {

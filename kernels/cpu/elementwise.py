@@ -1,4 +1,4 @@
-"""Products, selection of rows, and PyTorch operations that a recorded step replaces by kernels with the same bits."""
+"""Sums, products, selection of rows; and kernels with the bits of what a recorded step would leave to PyTorch."""
 
 from __future__ import annotations
 
@@ -51,6 +51,16 @@ def multiply(library: Library, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     return out
 
 
+def add(library: Library, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """float32 [n, w] twice -> float32 [n, w]; rows may have any stride."""
+    if x.shape != y.shape or x.dim() != 2:
+        raise ValueError(f"a sum takes two matrices of one shape, got {list(x.shape)} and {list(y.shape)}")
+    x, y = x.float().contiguous(), y.float().contiguous()
+    out = library.empty_like(x)
+    library.call(_ADD, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads())
+    return out
+
+
 def substitute(library: Library, func: Any, args: Any, kwargs: Any, allocate: Allocate) -> torch.Tensor | None:
     """The result of `func(*args, **kwargs)`, in memory from `allocate(shape, dtype)`; None if there is no kernel."""
     handler = _HANDLERS.get(func)
@@ -61,7 +71,7 @@ def _add(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None
     x, y = args
     if _is_dense(x, torch.float32) and _is_dense(y, torch.float32) and x.shape == y.shape:
         out = allocate(x.shape, x.dtype)
-        library.call(_ADD, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
+        library.call(_ADD, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads())
         return out
     if _is_dense(x, torch.int64) and type(y) is int:
         out = allocate(x.shape, x.dtype)

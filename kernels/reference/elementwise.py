@@ -1,4 +1,4 @@
-"""Products and copies of rows, in plain PyTorch."""
+"""Sums, products and copies of rows, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """float32 [n, w] twice -> float32 [n, w]: x * y."""
     return x * y
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """float32 [n, w] twice -> float32 [n, w]: x + y."""
+    return x + y

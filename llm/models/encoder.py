@@ -15,9 +15,11 @@ from torch import nn
 
 from llm.base.activations import ACTIVATE
 from llm.forward import ForwardBatch
+from llm.kernels.select import backend_of_construction
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
 from llm.models.decoder import BuildContext, DecoderConfig, DecoderForCausalLM, NormConfig
+from llm.models.decoder.layer import add_norm
 from llm.models.interface import BuildOptions
 
 
@@ -66,6 +68,7 @@ class EncoderModel(DecoderForCausalLM):
     def __init__(self, config: EncoderConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
         context = BuildContext(options, config.hidden_size)
+        self._add = backend_of_construction().op("add")
         self.token_types: VocabParallelEmbedding | None = None
         if config.token_types:
             self.token_types = VocabParallelEmbedding(
@@ -84,12 +87,16 @@ class EncoderModel(DecoderForCausalLM):
     def embed_batch(self, batch: ForwardBatch) -> torch.Tensor:
         model, positions = self.model, self.config.learned_positions
         hidden = self.embed(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
+        terms = []
         if self.token_types is not None:
             types = torch.zeros_like(batch.input_ids) if batch.token_types is None else batch.token_types
-            hidden = hidden + self.token_types(types)
+            terms.append(self.token_types(types))
         if model.embed_positions is not None and positions is not None:
-            hidden = hidden + model.embed_positions(batch.positions + positions.offset)
-        return hidden if model.embed_norm is None else model.embed_norm(hidden)
+            terms.append(model.embed_positions(batch.positions + positions.offset))
+        last = terms.pop() if terms and model.embed_norm is not None else None
+        for term in terms:
+            hidden = self._add(hidden, term)
+        return hidden if model.embed_norm is None else add_norm(model.embed_norm, hidden, last)[0]
 
 
 class _Classifier(nn.Module):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from embedded import engine_of, open_llm
 from kernel_sets import has_kernels, needs_compiler
+from sentence_folders import ENCODERS, prompts, save_model, save_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llm import SamplingParams
+from llm import LLM, SamplingParams
 
 # PyTorch's internal::GRAIN_SIZE: elements that one thread keeps to itself.
 GRAIN = 32768
@@ -66,3 +68,16 @@ def test_a_step_gives_pytorch_nothing_to_share_among_threads() -> None:
             runner.forward = lambda batch: plain(batch) * 1.0
             llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         assert names == {"aten.mul.Tensor"}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_nor_does_a_step_of_an_encoder(family: str, tmp_path: Path) -> None:
+    name, config = ENCODERS[family]
+    save_model(tmp_path, f"{name}Model", **config)
+    save_modules(tmp_path, "mean")
+    texts = prompts([70] * 12)
+    with LLM(tmp_path, skip_tokenizer_init=True, max_num_batched_tokens=1024) as llm:
+        assert sum(map(len, texts)) * 48 > GRAIN
+        with shared_operations(llm) as names:
+            llm.embed(texts, use_tqdm=False)
+        assert not names

@@ -404,3 +404,13 @@ def test_products_are_their_twins_for_rows_of_any_stride() -> None:
         assert torch.equal(multiply(left, right), left * right)
         with pytest.raises(ValueError, match="matrices of one shape"):
             multiply(left, x)
+
+
+def test_sums_are_their_twins_for_rows_of_any_stride() -> None:
+    x = normal(0, 300, 60)
+    left, right = x[:, :19], x[:, 20:39]
+    for isa in ISAS:
+        add = kernel_set(isa).op("add")
+        assert torch.equal(add(left, right), left + right) and torch.equal(add(x, x), x + x)
+        with pytest.raises(ValueError, match="matrices of one shape"):
+            add(left, x)

@@ -4,7 +4,8 @@ Owns `LayerConfig` and the arrangements of the families here. Another arrangemen
 `Norms` with its own `DecoderLayer`, not a branch in one of these.
 
 A layer takes and returns a pair: the output of the last part, and the residual stream before it, None at the first
-layer. The next norm adds the two and normalises the sum in one pass over memory.
+layer and where the stream itself is normalised. The next norm adds the two and normalises the sum in one pass over
+memory.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from llm.forward import ForwardBatch, StateSpec
 from llm.layers.parallel import TensorParallel
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
 
-Stream = tuple[torch.Tensor, torch.Tensor]
+Stream = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def add_norm(norm: nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None) -> Stream:
+def add_norm(norm: nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(hidden + residual), hidden + residual): what enters the next part, and the stream that it adds to."""
     return (norm(hidden), hidden) if residual is None else norm(hidden, residual)
 
@@ -228,7 +229,7 @@ class NormedSumLayer(DecoderLayer):
         stream = hidden if residual is None else hidden + residual
         stream, _ = add_norm(self.input_layernorm, self.self_attn(stream, batch), stream)
         stream, _ = add_norm(self.post_attention_layernorm, self.mlp(stream, batch), stream)
-        return stream, torch.zeros_like(stream)
+        return stream, None
 
 
 @dataclass(frozen=True)
