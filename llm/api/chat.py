@@ -86,7 +86,7 @@ class Chat:
         self._open_engine()
         options = _arguments(chat_template, add_generation_prompt, continue_final_message, shown)
         prompts = self._preprocessor.render_chat(messages, options, chat_template_kwargs or {}, tokenization_kwargs)
-        reader = self._preprocessor.reply_reader(chat_template, tool_parser, shown is not None)
+        reader = self._preprocessor.reply_reader(chat_template, choice.parser(tool_parser), shown is not None)
         outputs = self.generate(
             prompts,
             choice.constrained(sampling_params, shown, self.get_default_sampling_params),

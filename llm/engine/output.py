@@ -263,9 +263,8 @@ def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
     errors = [item.error for item in ended if item.error is not None]
     if errors:
         kind, message = type(errors[0]).__name__, " ".join(str(errors[0]).split())
-        logger.warning(
-            "%d completions ended with finish_reason='error'; the first with %s: %s", len(errors), kind, message
-        )
+        what = "1 completion" if len(errors) == 1 else f"{len(errors)} completions"
+        logger.warning("%s ended with finish_reason='error'; the first with %s: %s", what, kind, message)
 
 
 def _metrics(request: Request) -> RequestStateStats:

@@ -17,7 +17,7 @@ from types import ModuleType
 from llm.base.disk import sync
 from llm.base.errors import JobError
 from llm.base.optional import optional_package
-from llm.base.text import show
+from llm.base.text import clip, show
 from llm.base.types import JsonObject
 
 # The type of a column: of a text or a number, a list of one form, a struct of named ones.
@@ -112,6 +112,13 @@ def write_rows(
         raise JobError(
             f"{path} cannot be written: {error.strerror or error}; the answers are in the journal, so run the job "
             "again with resume=True when that is repaired."
+        ) from error
+    except (ValueError, TypeError) as error:  # of csv and of pyarrow: a value does not fit its column
+        fresh.unlink(missing_ok=True)
+        instead = f"{path.stem}.jsonl"
+        raise JobError(
+            f"{path} cannot hold these rows: {clip(str(error))}. Nothing is lost: give the journal the name "
+            f"{instead}.journal, and run the job into {instead} with resume=True."
         ) from error
     except BaseException:
         fresh.unlink(missing_ok=True)

@@ -65,6 +65,10 @@ class ToolChoice:
         """True if the reply is a call, and nothing else."""
         return self.kind in ("required", "named")
 
+    def parser(self, given: str | None) -> str | None:
+        """The `tool_parser`; None where the reply is JSON, which is read without."""
+        return None if self.forces else given
+
     def structured(self, tools: list[JsonObject] | None) -> StructuredOutputsParams | None:
         """What constrains the reply; None: nothing does."""
         if not self.forces:

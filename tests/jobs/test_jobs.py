@@ -185,6 +185,16 @@ def test_parquet(llm: LLM, source: Path) -> None:
     assert found == read(run(llm, source))
 
 
+@pytest.mark.parametrize(("name", "other"), [("out.csv", {"prompt": "b", "more": 1}), ("out.parquet", {"prompt": 2})])
+def test_rows_that_a_table_cannot_hold_are_not_lost(llm: LLM, tmp_path: Path, name: str, other: dict[str, Any]) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}, other])
+    with pytest.raises(JobError, match=f"{name} cannot hold these rows: .* run the job into out.jsonl with resume"):
+        run(llm, source, name)
+    (tmp_path / f"{name}.journal").rename(tmp_path / "out.jsonl.journal")
+    summary = llm.run(source, tmp_path / "out.jsonl", PARAMS, use_tqdm=False, resume=True)
+    assert summary.num_resumed == 2 and not (tmp_path / name).exists()
+
+
 def batch_row(name: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "And", **body}}
 

@@ -402,7 +402,7 @@ def test_an_error_of_a_requests_processor_ends_that_request_alone(
     others = [index for index in range(len(plain)) if index != row]
     assert [tokens(outputs)[index] for index in others] == [plain[index] for index in others]
     assert all(outputs[index].outputs[0].error is None for index in others)
-    assert "1 completions ended with finish_reason='error'; the first with KeyError" in caplog.text
+    assert "1 completion ended with finish_reason='error'; the first with KeyError" in caplog.text
     assert pickle.loads(pickle.dumps(outputs))[row].outputs[0].finish_reason == "error"
 
 
