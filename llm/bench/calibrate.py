@@ -1,27 +1,34 @@
-"""The machine's memory read bandwidth and GEMM rate, measured before anything else.
+"""The machine's memory read bandwidth and GEMM rate, measured before anything else, by the best kernels there are.
 
 Owns the two rates that every figure is compared with, and the warnings when they are not reliable: a spread between
-repetitions, or other processes on the same cores.
+repetitions, or other processes on the same cores. A model that fits into the caches is read faster than from memory,
+and integers are multiplied faster than floats: `calibrate_for` measures both as the model has them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 
-from llm.engine.cost import Rates
+from llm.engine.cost import ModelCost, Rates
+from llm.kernels.backend import Backend
+from llm.kernels.select import backend_for
+from llm.kernels.weight import Weight
 from llm.platforms import select_platform
 
 # Larger than the caches of most machines; on small machines a share of the free memory.
 _READ_BYTES = 1 << 30
 _READ_SHARE_OF_FREE = 8
 _GEMM_SHAPE = (512, 2048, 2048)
+_READ_WIDTH = 4096
+_INTEGERS = {"int8": 8, "int4": 4}
+_PLAIN = ("bfloat16", "float")
 _LEAST_REPEATS = 5
 _SPREAD_ALLOWED = 0.1
 _CORES_ALLOWED = 0.1
@@ -40,7 +47,14 @@ class Rate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`other_cores`: how many of this process's cores other processes used; None: unknown."""
+    """The rates of a machine, and where a model differs from them those of the model.
+
+    Attributes:
+        read, gemm: of memory that no cache holds, and of float32.
+        other_cores: how many of this process's cores other processes used; None: unknown.
+        near: the read bandwidth of as many bytes as a step of the model reads; None: `read`.
+        integer: the GEMM rate of the model's arithmetic, if it is not float32; None: `gemm`.
+    """
 
     device_name: str
     cores: int
@@ -48,10 +62,12 @@ class Calibration:
     read: Rate
     gemm: Rate
     other_cores: float | None
+    near: Rate | None = None
+    integer: Rate | None = None
 
     @property
     def rates(self) -> Rates:
-        return Rates(self.read.best, self.gemm.best)
+        return Rates((self.near or self.read).best, (self.integer or self.gemm).best)
 
     def warnings(self) -> list[str]:
         found = [
@@ -71,28 +87,67 @@ def busy_warning(when: str, other_cores: float | None) -> list[str]:
 def calibrate(seconds: float) -> Calibration:
     """Measure both rates for `seconds` each with PyTorch's current number of threads."""
     platform = select_platform("cpu")[0]
-    with CpuWatch() as watch:
-        read = _read_rate(min(_READ_BYTES, platform.memory_free() // _READ_SHARE_OF_FREE), seconds)
-        gemm = _gemm_rate(_GEMM_SHAPE, seconds)
+    backend = backend_for(platform)
+    with CpuWatch() as watch, torch.inference_mode():
+        read = _read_rate(backend, *_PLAIN, min(_READ_BYTES, platform.memory_free() // _READ_SHARE_OF_FREE), seconds)
+        gemm = _float_rate(backend, seconds)
     platform.release_memory()
     return Calibration(
         platform.get_device_name(), len(usable_cores()), torch.get_num_threads(), read, gemm, watch.other_cores
     )
 
 
-def _read_rate(size: int, seconds: float) -> Rate:
-    """Bytes per second of a float32 matrix times a vector, the access pattern of decode with one request."""
-    matrix = torch.ones(max(1, size // (4 * 4096)), 4096)
-    vector, out = torch.ones(4096), torch.empty(matrix.shape[0])
-    return _repeat(lambda: torch.mv(matrix, vector, out=out), matrix.nbytes, seconds)
+def calibrate_for(known: Calibration, cost: ModelCost, seconds: float) -> Calibration:
+    """`known` with the rates at which a model is read and multiplied."""
+    backend = backend_for(select_platform("cpu")[0])
+    with torch.inference_mode():
+        small = 0 < cost.bytes_per_step < _READ_BYTES
+        kinds = [_PLAIN, *sorted(cost.arithmetic)] if small else []
+        reads = [_read_rate(backend, *kind, cost.bytes_per_step, seconds) for kind in kinds]
+        rates = [_weight_rate(backend, *kind, seconds) for kind in sorted(cost.arithmetic)]
+    # Some of the model's layers may not round: no rate is lower than the general one.
+    return replace(known, near=_best(known.read, *reads), integer=_best(known.gemm, *rates))
 
 
-def _gemm_rate(shape: tuple[int, int, int], seconds: float) -> Rate:
-    """float32 operations per second of torch.mm."""
-    rows, inner, columns = shape
+def _best(*rates: Rate) -> Rate | None:
+    """The highest of at least two."""
+    return max(rates, key=lambda rate: rate.best) if len(rates) > 1 else None
+
+
+def _read_rate(backend: Backend, kind: str, activations: str, size: int, seconds: float) -> Rate:
+    """Bytes per second of a weight of `kind` times one row, the access pattern of decode with one request."""
+    weight = _weight(
+        backend, kind, activations, max(1, 8 * size // (_INTEGERS.get(kind, 16) * _READ_WIDTH)), _READ_WIDTH
+    )
+    row, linear = torch.ones(1, _READ_WIDTH), backend.op("linear")
+    return _repeat(lambda: linear(row, weight), weight.data.nbytes, seconds)
+
+
+def _float_rate(backend: Backend, seconds: float) -> Rate:
+    """float32 operations per second, of torch.mm or of our GEMM."""
+    rows, inner, columns = _GEMM_SHAPE
     left, right = torch.ones(rows, inner), torch.ones(inner, columns)
     out = torch.empty(rows, columns)
-    return _repeat(lambda: torch.mm(left, right, out=out), 2 * rows * inner * columns, seconds)
+    torchs = _repeat(lambda: torch.mm(left, right, out=out), 2 * rows * inner * columns, seconds / 2)
+    ours = _weight_rate(backend, "float32", "float", seconds / 2)
+    return max(torchs, ours, key=lambda rate: rate.best)
+
+
+def _weight_rate(backend: Backend, kind: str, activations: str, seconds: float) -> Rate:
+    """Operations per second of our GEMM with a weight of `kind`."""
+    rows, inner, columns = _GEMM_SHAPE
+    weight, left = _weight(backend, kind, activations, columns, inner), torch.ones(rows, inner)
+    linear = backend.op("linear")
+    return _repeat(lambda: linear(left, weight), 2 * rows * inner * columns, seconds)
+
+
+def _weight(backend: Backend, kind: str, activations: str, n: int, k: int) -> Weight:
+    pack = backend.op("pack")
+    if kind in _INTEGERS:
+        weight: Weight = pack(torch.ones(n, k, dtype=torch.int8), kind).scaled(torch.ones(n, 1), group_size=k)
+    else:
+        weight = pack(torch.ones(n, k, dtype=getattr(torch, kind)))
+    return replace(weight, activations=activations)
 
 
 def _repeat(work: Callable[[], object], amount: int, seconds: float) -> Rate:

@@ -1,8 +1,8 @@
 """The cost of a workload in bytes and operations, independent of the engine.
 
 Owns the sums over a workload's requests, for prefill and decode separately; a model's sizes are `llm.engine.cost`'s.
-The least time that a machine needs is max(operations / GEMM rate, bytes / read bandwidth). The GEMM rate is that of
-float32: kernels that compute in fewer bits can be faster than this floor.
+The least time that a machine needs is max(operations / GEMM rate, bytes / read bandwidth), at the rates of the model's
+arithmetic and of as many bytes as it has: calibrate.py.
 """
 
 from __future__ import annotations

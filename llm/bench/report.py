@@ -4,7 +4,8 @@ Owns the schema, version 1. Times are seconds where a key ends in `_s`, sizes by
 
     schema, version, torch, transformers
     options             as given
-    machine             device_name, cores, threads, read and gemm {best, spread, repeats}, other_cores; null if skipped
+    machine             device_name, cores, threads, read and gemm {best, spread, repeats}, other_cores, near and
+                        integer (as read and gemm, of this model; null: as those); null if skipped
     model               name, model_type, architecture, dtype, quantization, weight_dtype, kv_cache_dtype,
                         max_model_len, parameters, linear_weights, head_weights, bytes_per_step, weight_bytes
     startup             imports_s {module: seconds}, phases_s {phase: seconds}, first_tokens_s, total_s, load_floor_s
@@ -56,7 +57,9 @@ def as_object(result: BenchResult) -> JsonObject:
             "phases_s": result.startup,
             "first_tokens_s": result.first_tokens_seconds,
             "total_s": sum(result.imports.values()) + sum(result.startup.values()) + result.first_tokens_seconds,
-            "load_floor_s": None if result.rates is None else result.cost.weight_bytes / result.rates.bytes_per_s,
+            "load_floor_s": None
+            if result.calibration is None
+            else result.cost.weight_bytes / result.calibration.read.best,
         },
         "memory": _memory(result),
         "workloads": {name: _workload(result, item) for name, item in result.workloads.items()},

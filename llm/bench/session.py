@@ -18,7 +18,7 @@ import torch
 
 from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.types import JsonObject
-from llm.bench.calibrate import Calibration, busy_warning, calibrate
+from llm.bench.calibrate import Calibration, busy_warning, calibrate, calibrate_for
 from llm.bench.compare import Agreement, Transformers, agreement
 from llm.bench.measure import Contestant, Figure, Ours, Run, engine_figures, run_workload, speed_figures
 from llm.bench.memory import PeakMemory, private_bytes
@@ -108,6 +108,9 @@ def run_session(options: BenchOptions, imports: dict[str, float], say: Say) -> B
             options, calibration, imports, dict(llm.startup), first_tokens, llm.config, cost, memory_before
         )
         _note_peak(result, "load", memory)
+        if calibration is not None:
+            result.calibration = calibrate_for(calibration, cost, options.calibrate_seconds / 4)
+            memory.take()
         for name in options.workloads:
             result.workloads[name] = _measure(name, llm, rival, result, say)
             _note_peak(result, name, memory)
@@ -120,7 +123,7 @@ def run_session(options: BenchOptions, imports: dict[str, float], say: Say) -> B
 def _calibrate(options: BenchOptions, say: Say) -> Calibration | None:
     if not options.calibrate_seconds:
         return None
-    say("calibrating: read bandwidth and float32 GEMM rate")
+    say("calibrating: read bandwidth and GEMM rate")
     return calibrate(options.calibrate_seconds)
 
 

@@ -42,11 +42,17 @@ def _machine(machine: Report | None) -> list[str]:
     rates = [
         f"{what} {machine[key]['best'] / _GIGA:.1f} {unit} (best of {machine[key]['repeats']}, "
         f"spread {machine[key]['spread']:.0%})"
-        for what, key, unit in (("reads", "read", "GB/s"), ("float32 GEMM", "gemm", "GFLOP/s"))
+        for what, key, unit in (
+            ("reads memory", "read", "GB/s"),
+            ("reads as many bytes as this model has", "near", "GB/s"),
+            ("float32 GEMM", "gemm", "GFLOP/s"),
+            ("this model's GEMM", "integer", "G/s"),
+        )
+        if machine[key]
     ]
     name = f"{machine['device_name']}, {_count(machine['threads'], 'thread')} on {_count(machine['cores'], 'core')}"
     formula = "floor = max(operations / GEMM rate, bytes read / read bandwidth), prefill and decode apart"
-    return _labelled("machine", [name, ", ".join(rates), f"{formula}; of floor = floor / time"])
+    return _labelled("machine", [name, *rates, f"{formula}; of floor = floor / time"])
 
 
 def _model(model: Report) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from llm.forward import StateSpec
+from llm.kernels.weight import ExpertWeights, Weight
 from llm.layers.attention import Attention, LatentAttention
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import LinearBase
@@ -66,6 +67,7 @@ class ModelCost:
         weight_bytes: stored bytes of all weights.
         attention: number of layers of each kind of attention.
         state_bytes: of one request's recurrent states in all layers.
+        arithmetic: (kind of weight, activations) of the GEMMs that round their activations.
     """
 
     parameters: int
@@ -75,6 +77,7 @@ class ModelCost:
     weight_bytes: int
     attention: Counter[AttentionCost] = field(default_factory=Counter)
     state_bytes: int = 0
+    arithmetic: frozenset[tuple[str, str]] = frozenset()
 
     def operations(self, spans: list[tuple[int, int]], sampled: int) -> int:
         """Operations for requests that compute positions start to end - 1 and sample `sampled` tokens in all."""
@@ -119,7 +122,20 @@ def count_model(model: nn.Module, kv_cache_dtype: torch.dtype, states: Sequence[
         weight_bytes=total,
         attention=Counter(attention_cost(module, kv_cache_dtype) for module in attention),
         state_bytes=sum(spec.bytes_per_request() for spec in states),
+        arithmetic=frozenset(
+            (weight.kind, weight.activations) for weight in _weights(model) if weight.activations != "float"
+        ),
     )
+
+
+def _weights(model: nn.Module) -> Iterator[Weight]:
+    """The packed weights of all layers, of a layer of experts those of one."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, ExpertWeights):
+                yield from (*value.gate_up[:1], *value.down[:1])
+            elif isinstance(value, Weight):
+                yield value
 
 
 def _unchosen(module: nn.Module) -> float:

@@ -178,6 +178,21 @@ def test_rates_are_the_best_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rate.best, rate.spread, rate.repeats) == (50.0, 0.5, 5)
 
 
+def test_a_floor_has_the_rates_of_the_models_bytes_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm(quantization="w8a8") as opened:
+        cost = engine_of(opened).runner.cost()
+    assert cost.arithmetic == {("int8", "int8")}
+    known = calibrate.Calibration("", 1, 1, calibrate.Rate(1.0, 0.0, 5), calibrate.Rate(1.0, 0.0, 5), None)
+    monkeypatch.setattr(calibrate, "_READ_BYTES", 1 << 30)
+    measured = calibrate.calibrate_for(known, cost, seconds=0)
+    assert measured.near and measured.integer and measured.rates == Rates(measured.near.best, measured.integer.best)
+    assert min(measured.near.best, measured.integer.best) > 1e6
+    fast = replace(known, read=calibrate.Rate(1e30, 0.0, 5), gemm=calibrate.Rate(1e30, 0.0, 5))
+    assert calibrate.calibrate_for(fast, cost, seconds=0).rates == fast.rates
+    large = replace(cost, bytes_per_step=1 << 30, arithmetic=frozenset())
+    assert calibrate.calibrate_for(known, large, seconds=0) == known
+
+
 # From times to figures.
 
 
