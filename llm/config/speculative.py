@@ -43,7 +43,8 @@ class SpeculativeConfig:
     Attributes:
         method: "ngram": the tokens that followed the longest earlier occurrence of the last tokens, and the tokens that
             a grammar forces. "draft_model": a smaller model with the same tokenizer. "mtp": the layer for multi-token
-            prediction of the model's own checkpoint. "eagle3": an EAGLE-3 head that was trained for the model.
+            prediction of the model's own checkpoint; of several the first. "eagle3": an EAGLE-3 head that was trained
+            for the model.
         num_speculative_tokens: most drafts of a request in a step. Fewer are drafted where the times of the steps so
             far and the request's accepted drafts say that more would cost more than they give.
         prompt_lookup_min: shortest repeated suffix that is continued.
