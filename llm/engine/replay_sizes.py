@@ -143,6 +143,12 @@ class SizedReplay:
             self._steps[key] = _Step(self._backend.for_any_size(small, large), inputs, hidden, own.taps)
         except NotRecordable as reason:
             self.refusal = str(reason)
+        except (IndexError, RuntimeError, ValueError) as reason:
+            if hidden is not None:
+                raise
+            # A model that reads the rows' lengths does not fit a few of their tokens. The caller runs it, which raises
+            # any other error again.
+            self.refusal = f"{type(reason).__name__}: {reason}"
         if hidden is not None:
             batch.taps = own.taps
         return hidden
