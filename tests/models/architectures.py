@@ -70,6 +70,7 @@ SMALL: Mapping[str, Any] = {
 }
 # What some need besides; None leaves a key out.
 _HYBRID = {"num_hidden_layers": 4}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LATENT = {"num_key_value_heads": 4}
 _NESTED = {key: value for key, value in SMALL.items() if not key.startswith(("n_", "d_", "ffn", "decoder", "encoder"))}
 _LLAMA4 = {
@@ -97,6 +98,10 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     },
     **{name: _LATENT for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "longcat_flash")},
     "dots1": {"n_shared_experts": 1},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {kind: _ROPE for kind in ("full_attention", "sliding_attention")},
+    },
     **{name: _LATENT for name in ("axk1", "axk2", "deepseek_v32", "glm_moe_dsa")},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
