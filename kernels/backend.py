@@ -54,6 +54,7 @@ OPERATIONS: dict[str, str] = {
     "xielu": "activation",
     "gelu_and_mul_sparse": "activation",
     "select_rows": "elementwise",
+    "ids_below": "elementwise",
     "multiply": "elementwise",
     "add": "elementwise",
     "select_experts": "routing",

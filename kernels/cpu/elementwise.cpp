@@ -30,6 +30,27 @@ LLM_EXPORT void llm_multiply(const float* x, int64_t x_stride, const float* y, i
     });
 }
 
+// Rows of `width` floats, `stride` apart, each times its factor -> out, contiguous; factors `factor_stride` apart.
+LLM_EXPORT void llm_scale_rows(const float* x, int64_t stride, const float* factors, int64_t factor_stride, float* out,
+                               int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; ++row)
+        llm_scale(x + row * stride, factors[row * factor_stride], out + row * width, width);
+}
+
+LLM_EXPORT void llm_offset(const float* x, float offset, float* out, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) out[i] = x[i] + offset;
+}
+
+// NaN stays NaN.
+LLM_EXPORT void llm_clamp(const float* x, float low, float high, float* out, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) out[i] = x[i] < low ? low : x[i] > high ? high : x[i];
+}
+
+// Ids below `limit`, and 0 in the place of others.
+LLM_EXPORT void llm_ids_below(const int64_t* ids, int64_t limit, int64_t* out, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) out[i] = ids[i] < limit ? ids[i] : 0;
+}
+
 LLM_EXPORT void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_t count) {
     for (int64_t i = 0; i < count; ++i) out[i] = x[i] + offset;
 }
@@ -56,6 +77,10 @@ LLM_EXPORT int64_t llm_select_rows(const float* x, int64_t rows, const int64_t* 
 LLM_KERNEL(llm_add)
 LLM_KERNEL(llm_scale)
 LLM_KERNEL(llm_multiply)
+LLM_KERNEL(llm_scale_rows)
+LLM_KERNEL(llm_offset)
+LLM_KERNEL(llm_clamp)
+LLM_KERNEL(llm_ids_below)
 LLM_KERNEL(llm_shift)
 LLM_KERNEL(llm_copy_rows)
 LLM_KERNEL(llm_place_rows)

@@ -15,6 +15,10 @@ _aten = torch.ops.aten
 _ADD = KERNELS["llm_add"]
 _SHIFT = KERNELS["llm_shift"]
 _SCALE = KERNELS["llm_scale"]
+_SCALE_ROWS = KERNELS["llm_scale_rows"]
+_OFFSET = KERNELS["llm_offset"]
+_CLAMP = KERNELS["llm_clamp"]
+_IDS_BELOW = KERNELS["llm_ids_below"]
 _MULTIPLY = KERNELS["llm_multiply"]
 _COPY_ROWS = KERNELS["llm_copy_rows"]
 _PLACE_ROWS = KERNELS["llm_place_rows"]
@@ -61,6 +65,14 @@ def add(library: Library, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def ids_below(library: Library, ids: torch.Tensor, limit: int) -> torch.Tensor:
+    """int64 [n] -> [n]: ids below `limit`, and 0 in the place of others."""
+    ids = ids.contiguous()
+    out = torch.empty_like(ids)
+    library.call(_IDS_BELOW, ids.data_ptr(), limit, out.data_ptr(), ids.numel())
+    return out
+
+
 def substitute(library: Library, func: Any, args: Any, kwargs: Any, allocate: Allocate) -> torch.Tensor | None:
     """The result of `func(*args, **kwargs)`, in memory from `allocate(shape, dtype)`; None if there is no kernel."""
     handler = _HANDLERS.get(func)
@@ -69,6 +81,12 @@ def substitute(library: Library, func: Any, args: Any, kwargs: Any, allocate: Al
 
 def _add(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None:
     x, y = args
+    if _is_dense(x, torch.float32) and isinstance(y, float):
+        out = allocate(x.shape, x.dtype)
+        library.call(_OFFSET, x.data_ptr(), y, out.data_ptr(), x.numel())
+        return out
+    if isinstance(y, torch.Tensor) and x.shape == y.shape:
+        x, y = (_rows_of(library, item, allocate) for item in (x, y))
     if _is_dense(x, torch.float32) and _is_dense(y, torch.float32) and x.shape == y.shape:
         out = allocate(x.shape, x.dtype)
         library.call(_ADD, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads())
@@ -82,11 +100,35 @@ def _add(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None
 
 def _multiply(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None:
     x, factor = args
+    if _are_rows_and_column(x, factor):
+        rows, width = x.shape
+        out = allocate(x.shape, x.dtype)
+        strided = x.data_ptr(), x.stride(0), factor.data_ptr(), factor.stride(0)
+        library.call(_SCALE_ROWS, *strided, out.data_ptr(), rows, width)
+        return out
     if not _is_dense(x, torch.float32) or not isinstance(factor, float):
         return None
     out = allocate(x.shape, x.dtype)
     library.call(_SCALE, x.data_ptr(), factor, out.data_ptr(), x.numel())
     return out
+
+
+def _clamp(
+    library: Library, args: tuple[torch.Tensor, float | None, float | None], allocate: Allocate
+) -> torch.Tensor | None:
+    x, low, high = (*args, None)[:3]
+    if not _is_dense(x, torch.float32):
+        return None
+    out = allocate(x.shape, x.dtype)
+    limits = -torch.inf if low is None else float(low), torch.inf if high is None else float(high)
+    library.call(_CLAMP, x.data_ptr(), *limits, out.data_ptr(), x.numel())
+    return out
+
+
+def _rows_of(library: Library, x: torch.Tensor, allocate: Allocate) -> torch.Tensor:
+    """`x`, or its copy without gaps between the rows."""
+    copy = _contiguous(library, (x,), allocate)
+    return x if copy is None else copy
 
 
 def _contiguous(library: Library, args: Any, allocate: Allocate) -> torch.Tensor | None:
@@ -102,6 +144,7 @@ def _contiguous(library: Library, args: Any, allocate: Allocate) -> torch.Tensor
 def _cat(library: Library, args: tuple[list[torch.Tensor], int], allocate: Allocate) -> torch.Tensor | None:
     """Matrices side by side."""
     parts, dim = (*args, 0)[:2]
+    parts = [_rows_of(library, part, allocate) for part in parts]
     if dim not in (1, -1) or not all(_is_dense(part, torch.float32) and part.dim() == 2 for part in parts):
         return None
     rows, width = len(parts[0]), sum(part.shape[1] for part in parts)
@@ -109,6 +152,13 @@ def _cat(library: Library, args: tuple[list[torch.Tensor], int], allocate: Alloc
     for part, columns in zip(parts, out.split([part.shape[1] for part in parts], dim=1), strict=True):
         library.call(_PLACE_ROWS, part.data_ptr(), columns.data_ptr(), width, rows, part.shape[1])
     return out
+
+
+def _are_rows_and_column(x: torch.Tensor, factors: object) -> bool:
+    """True for float32 [n, w] without gaps in a row and [n, 1]."""
+    if not isinstance(factors, torch.Tensor) or x.dtype != torch.float32 or factors.dtype != torch.float32:
+        return False
+    return x.dim() == 2 and x.stride(1) == 1 and factors.shape == (len(x), 1)
 
 
 def _is_dense(x: Any, dtype: torch.dtype) -> bool:
@@ -120,4 +170,5 @@ _HANDLERS: dict[Any, Callable[[Library, Any, Allocate], torch.Tensor | None]] = 
     _aten.mul.Tensor: _multiply,
     _aten.contiguous.default: _contiguous,
     _aten.cat.default: _cat,
+    _aten.clamp.default: _clamp,
 }

@@ -30,7 +30,13 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty.default,
 }
 # Filled once, at recording: no call of a program writes into them.
-_CONSTANTS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
+_CONSTANTS = {
+    torch.ops.aten.zeros.default: 0,
+    torch.ops.aten.zeros_like.default: 0,
+    torch.ops.aten.new_zeros.default: 0,
+    torch.ops.aten.new_ones.default: 1,
+    torch.ops.aten.ones_like.default: 1,
+}
 
 
 class Call(ctypes.Structure):
@@ -94,10 +100,10 @@ class Program:
         count = math.prod(shape)
         return self._pool.empty((self._room(count),), dtype)[:count].view(shape)
 
-    def zeros(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def constant(self, shape: torch.Size, dtype: torch.dtype, value: int) -> torch.Tensor:
         """As `empty`, filled: no call of a program writes into it."""
         count = math.prod(shape)
-        whole = torch.zeros(self._room(count), dtype=dtype)
+        whole = torch.full((self._room(count),), value, dtype=dtype)
         self.kept.append(whole)
         self._constants.append((whole.data_ptr(), whole.data_ptr() + whole.nbytes))
         return whole[:count].view(shape)
@@ -159,7 +165,7 @@ class _OnlyKernels(TorchDispatchMode):
         if func in _ALLOCATIONS:
             return program.empty(result.shape, result.dtype)
         if func in _CONSTANTS:
-            return program.zeros(result.shape, result.dtype)
+            return program.constant(result.shape, result.dtype, _CONSTANTS[func])
         if func._schema.is_mutable or not _are_views(result, (args, kwargs)):
             program.refusal = program.refusal or str(func)
         return result

@@ -106,6 +106,11 @@ void llm_add(const float* x, const float* y, float* out, int64_t count, int64_t 
 void llm_scale(const float* x, float factor, float* out, int64_t count)
 void llm_multiply(const float* x, int64_t x_stride, const float* y, int64_t y_stride, float* out, int64_t rows,
     int64_t width, int64_t threads)
+void llm_scale_rows(const float* x, int64_t stride, const float* factors, int64_t factor_stride, float* out,
+    int64_t rows, int64_t width)
+void llm_offset(const float* x, float offset, float* out, int64_t count)
+void llm_clamp(const float* x, float low, float high, float* out, int64_t count)
+void llm_ids_below(const int64_t* ids, int64_t limit, int64_t* out, int64_t count)
 void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_t count)
 void llm_copy_rows(const float* x, int64_t stride, float* out, int64_t rows, int64_t width)
 void llm_place_rows(const float* x, float* out, int64_t stride, int64_t rows, int64_t width)

@@ -18,3 +18,8 @@ def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """float32 [n, w] twice -> float32 [n, w]: x + y."""
     return x + y
+
+
+def ids_below(ids: torch.Tensor, limit: int) -> torch.Tensor:
+    """int64 [n] -> [n]: ids below `limit`, and 0 in the place of others."""
+    return torch.where(ids < limit, ids, 0)

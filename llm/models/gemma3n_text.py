@@ -9,6 +9,7 @@ import torch
 
 from llm.base.errors import UnsupportedModelError
 from llm.forward import ForwardBatch
+from llm.kernels.select import backend_of_construction
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import (
     AttentionConfig,
@@ -96,10 +97,11 @@ class Gemma3nForCausalLM(DecoderForCausalLM):
         self.altup_unembed_projections = Projections(others, context, "altup_unembed_projections")
         self.streams, self.active = config.altup.inputs, config.altup.active
         self.ids = config.per_layer.vocab_size
+        self._ids_below = backend_of_construction().op("ids_below")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         embedded = self.embed_batch(batch)
-        ids = torch.where(batch.input_ids < self.ids, batch.input_ids, 0)
+        ids = self._ids_below(batch.input_ids, self.ids)
         inputs = self.per_layer(ids, embedded).split(self.per_layer.size, dim=-1)
         hidden = torch.cat(self.altup_projections([embedded] * self.streams), dim=-1)
         for index, (layer, own) in enumerate(zip(self.model.layers, inputs, strict=True)):
@@ -110,7 +112,7 @@ class Gemma3nForCausalLM(DecoderForCausalLM):
         total = streams[0]
         for stream in streams[1:]:
             total = total + stream
-        total = total / self.streams
+        total = total * (1.0 / self.streams)
         return total if self.model.norm is None else self.model.norm(total)
 
 

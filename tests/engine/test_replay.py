@@ -186,6 +186,12 @@ def test_a_program_reads_what_is_in_its_inputs_now() -> None:
         lambda x, y: x[:, 3:19].contiguous(),
         lambda x, y: x.view(3, 4, 16)[:, 1:].contiguous(),
         lambda x, y: torch.cat((x, y[:, :5].contiguous()), dim=-1),
+        lambda x, y: torch.cat((x[:, 7:20], y.new_ones(3, 1)), dim=-1),
+        lambda x, y: x[:, 3:19] * y[:, 5:6],
+        lambda x, y: x * y[:, :1] + torch.ones_like(x),
+        lambda x, y: x[:, 3:19] + y[:, 5:21],
+        lambda x, y: x + 0.7,
+        lambda x, y: x.clamp(-0.3, 0.4) + y.clamp(max=0.1),
     ],
 )
 def test_sums_and_products_between_kernels_keep_their_bits(compute: Callable[..., torch.Tensor]) -> None:

@@ -114,6 +114,9 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     llm_add(x.data, y.data, out.data, count * width, 1);
     llm_scale(x.data, 3.0f, out.data, count * width);
     llm_multiply(x.data, width, x.data, width, out.data, count, width, 1);
+    llm_scale_rows(x.data, width, y.data, width, out.data, count, width);
+    llm_offset(x.data, 3.0f, out.data, count * width);
+    llm_clamp(x.data, -0.1f, 0.1f, out.data, count * width);
     llm_copy_rows(x.data, width, out.data, count, width / 2);
     llm_place_rows(x.data, out.data, width, count, width / 2);
     llm_gated_rms_norm(x.data, width, y.data, width, kind, weight.data, 1e-5f, 1, 0, 0, out.data, count, width, 1);
@@ -121,6 +124,7 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     llm_gated_rms_norm(x.data, width, y.data, width, kind, nullptr, 0.0f, 1, 0, 0, out.data, count, width, 1);
     Exactly<int64_t> chosen(count, count - 1);
     need(llm_select_rows(x.data, count, chosen.data, out.data, count, width) == 0, "a good row was refused");
+    llm_ids_below(chosen.data, count, chosen.data, count);
     chosen.data[0] = count;
     need(llm_select_rows(x.data, count, chosen.data, out.data, count, width) == 1, "a row outside was taken");
     const int64_t head = width * 2;

@@ -319,6 +319,13 @@ def test_selected_rows_are_their_twin_and_none_is_outside() -> None:
                 select(x, torch.tensor([4, outside]))
 
 
+def test_ids_that_a_table_lacks_are_the_first() -> None:
+    ids = torch.tensor([8, 0, 9, 3, 10])
+    for isa in ISAS:
+        found = kernel_set(isa).op("ids_below")(ids, 9)
+        assert found.tolist() == REFERENCE.op("ids_below")(ids, 9).tolist() == [8, 0, 0, 3, 0]
+
+
 @pytest.mark.parametrize(
     "call",
     [

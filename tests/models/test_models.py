@@ -98,7 +98,11 @@ def _row_deviation(folder: Path, output: RequestOutput) -> float:
 
 
 def test_alone(case: Case) -> None:
+    """Its decode steps are recorded: PyTorch computes nothing between the kernels."""
     assert deviation(case.folder, case.alone) < TOLERANCE
+    engine: Any = case.llm._engine
+    if (recorded := engine.runner.replay) is not None:
+        assert recorded._steps and recorded.refusal is None
 
 
 def test_in_a_ragged_batch(case: Case) -> None:

@@ -18,6 +18,9 @@ from llm.layers.moe import GateLinear
 from llm.layers.norm import filled
 from llm.models.decoder.part import BuildContext, NormConfig
 
+# Of the squares of a projected stream, which is divided by its root.
+_LEAST_MEAN = 1e-5
+
 
 @dataclass(frozen=True)
 class AltUpConfig:
@@ -64,7 +67,7 @@ class AltUp(nn.Module):
     def correct(self, predicted: Sequence[torch.Tensor], computed: torch.Tensor) -> list[torch.Tensor]:
         """Each prediction plus a share of what the layer changed in the active one."""
         factors = self.correction_coefs(self._modalities(computed)) + 1.0
-        change = computed - predicted[self.config.active]
+        change = computed + predicted[self.config.active] * -1.0
         return [stream + change * factors[:, index : index + 1] for index, stream in enumerate(predicted)]
 
     def for_embedding(self, corrected: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -92,15 +95,15 @@ class Projections(nn.Module):
     def forward(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """float [N, H] each: the first, then the others in order -> all of them."""
         first = streams[0]
-        size = self._magnitude(first, 0.0)
+        size = self._inverse(self._inverse(first))
         found = [first]
         for matrix, stream in zip(self.children(), streams[1:], strict=True):
             projected = matrix(stream)
-            found.append(projected * size / self._magnitude(projected, 1e-5))
+            unit = self._inverse(projected).contiguous().clamp(max=_LEAST_MEAN**-0.5)
+            found.append(projected * unit * size)
         return found
 
-    def _magnitude(self, x: torch.Tensor, least: float) -> torch.Tensor:
-        """sqrt(max(mean(x^2), least)), float32 [N, 1]. The norm divides a column of ones by it too."""
+    def _inverse(self, x: torch.Tensor) -> torch.Tensor:
+        """1 / sqrt(mean(x^2)), float32 [N, 1]: the norm multiplies a column of ones by it too. Of a column, 1 / |x|."""
         ones = torch.cat((x, x.new_ones(len(x), 1)), dim=-1)
-        inverse = self._rms_norm(ones, None, 1e-30, x.shape[1])[:, -1:]
-        return inverse.reciprocal().clamp(min=least**0.5)
+        return self._rms_norm(ones, None, 1e-30, x.shape[1])[:, -1:]

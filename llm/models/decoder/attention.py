@@ -10,6 +10,7 @@ from torch import nn
 
 from llm.base.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
+from llm.kernels.select import backend_of_construction
 from llm.layers.attention import Attention
 from llm.layers.attention.gated import GatedQKVParallelLinear, OutputGate
 from llm.layers.attention.heads_norm import HeadsRMSNorm
@@ -247,10 +248,11 @@ class QueryScaleTable(nn.Module):
 
     def __init__(self, factors: torch.Tensor) -> None:
         super().__init__()
-        self.register_buffer("factors", factors, persistent=False)
+        self.register_buffer("factors", factors.unsqueeze(-1), persistent=False)
+        self._select_rows = backend_of_construction().op("select_rows")
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.factors[positions].unsqueeze(-1)
+        return self._select_rows(self.factors, positions)
 
 
 def _query_scale(scale: QueryScale, context: BuildContext) -> QueryScaleTable:
