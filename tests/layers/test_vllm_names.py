@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import llm.layers
+import llm.models
 from llm.base import replacement
 from llm.base.construction import constructing_for
 from llm.base.custom_op import CustomOp
@@ -20,8 +21,9 @@ from llm.layers import rotary
 from llm.layers.extra.mm_encoder import MMEncoderAttention
 from llm.platforms.cpu import CpuPlatform
 
-for _module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
-    importlib.import_module(_module.name)
+for _package in (llm.layers, llm.models):
+    for _module in pkgutil.walk_packages(_package.__path__, f"{_package.__name__}."):
+        importlib.import_module(_module.name)
 
 
 @pytest.fixture(autouse=True)
