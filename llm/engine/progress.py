@@ -85,6 +85,10 @@ class Progress:
         self._added += 1
         self._counts = replace(self._counts, done=self._counts.done + 1, failed=self._counts.failed + failed)
 
+    def expect(self, more: int) -> None:
+        """So many prompts more than were known."""
+        self._counts = replace(self._counts, rows=self._counts.rows + more)
+
     def update(self, force: bool = False) -> None:
         """Called after each step; shows what there is, at most ten times a second."""
         self._steps += 1

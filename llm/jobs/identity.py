@@ -140,5 +140,11 @@ def row_key(row: AnyRow, model: Mapping[str, object]) -> str:
     return hashlib.sha256(_json(of_row)).hexdigest()
 
 
+def rows_key(rows: Sequence[AnyRow], model: Mapping[str, object]) -> str:
+    """The key of a row of a file, from the engine's rows that it became."""
+    keys = [row_key(row, model) for row in rows]
+    return keys[0] if len(keys) == 1 else hashlib.sha256(_json(keys)).hexdigest()
+
+
 def _json(value: object) -> bytes:
     return json.dumps(plain(value), sort_keys=True, separators=(",", ":")).encode()

@@ -6,9 +6,9 @@ output appears when it is complete; until then all answers are in `OUTPUT.journa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from time import monotonic
@@ -24,16 +24,17 @@ from llm.engine.output import PromptState
 from llm.engine.progress import Progress
 from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.jobs.answers import Answer, Answers, Ended, Partials
-from llm.jobs.identity import row_key
+from llm.jobs.identity import rows_key
 from llm.jobs.journal import Journal
-from llm.jobs.making import Maker, Rows
+from llm.jobs.making import Maker, Rows, by_index
 from llm.jobs.replies import Replies
 from llm.jobs.requests import BatchRows, PlainForm, PlainRows
 from llm.jobs.shard import Shard
 from llm.jobs.tables import Form, read_rows, write_rows
+from llm.jobs.vectors import num_prompts
 from llm.outputs import RequestOutput
 
-_BATCH = 256
+_BATCH = 256  # prompts
 _PARTIALS_SECONDS = 10.0
 
 
@@ -99,6 +100,34 @@ class _Count:
     tokens: int = 0
 
 
+@dataclass
+class _Running:
+    """A row of the file in flight.
+
+    Attributes:
+        rows: of the engine, several where it has a list of inputs.
+        outputs: of those that have ended, in the order of ending.
+        pooled: what the model made of them, by the engine's row.
+    """
+
+    key: str
+    rows: Sequence[AnyRow]
+    outputs: list[RequestOutput] = field(default_factory=list)
+    pooled: dict[int, np.ndarray | None] = field(default_factory=dict)
+
+    def ended(self) -> Ended | None:
+        """The row, when all of its inputs have ended: their tokens and values one after another."""
+        if len(self.outputs) < len(self.rows):
+            return None
+        output = next((own for own in self.outputs if own.error is not None), self.outputs[0])
+        values = [self.pooled.get(id(row)) for row in self.rows]
+        if len(values) == 1 or output.error is not None:
+            return Ended(self.key, output, values[0] if output.error is None else None)
+        token_ids = [token for row in self.rows if isinstance(row, Row) for token in row.token_ids]
+        joined = np.concatenate([own for own in values if own is not None])
+        return Ended(self.key, replace(output, prompt=None, prompt_token_ids=token_ids), joined)
+
+
 class Job:
     """One run of a job."""
 
@@ -106,8 +135,7 @@ class Job:
         self._llm = llm
         self._plan = plan
         self._journal = journal
-        self._keys: dict[int, str] = {}  # of the rows in flight
-        self._pooled: dict[int, np.ndarray | None] = {}  # of the rows that have ended and are not in the journal
+        self._running: dict[int, _Running] = {}  # by index
         self._maker = Maker(plan.rows, plan.on_too_long, plan.shard.count)
         self._replies = Replies(llm._preprocessor)
         self._partials = Partials()
@@ -153,14 +181,19 @@ class Job:
     def _batches(self) -> Iterator[list[Entry]]:
         answers = Answers(self._journal.records(self._journal.end))
         numbered = self._plan.numbered()
-        while batch := list(islice(numbered, _BATCH)):
+        while batch := _next(numbered):
             with self._llm._exclusive():
                 rows = self._maker.make(self._llm, self._llm._open_engine(), batch)
-            yield [row for row in rows if not self._is_answered(row, answers.take(row.index))]
+            yield [
+                row for own in by_index(rows) if not self._is_answered(own, answers.take(own[0].index)) for row in own
+            ]
 
-    def _is_answered(self, row: AnyRow, known: Answer | None) -> bool:
-        """True if the journal has the row's answer; else the row continues from what the journal has of it."""
-        key = row_key(row, self._plan.identity)
+    def _is_answered(self, rows: Sequence[AnyRow], known: Answer | None) -> bool:
+        """True if the journal has the row's answer; else the row continues from what the journal has of it.
+
+        `rows`: the engine's, of one row of the file.
+        """
+        row, key = rows[0], rows_key(rows, self._plan.identity)
         if known is not None and known.key != key:
             raise JobError(
                 f"row {row.index} of {self._plan.source} is not the one that the journal {self._journal.path} has: the "
@@ -172,21 +205,27 @@ class Job:
             return True
         if isinstance(row, RefusedRow):
             self._progress.settle(failed=True)
-        self._keys[row.index] = key
+        self._progress.expect(len(rows) - 1)
+        self._running[row.index] = _Running(key, rows)
         if known is not None and isinstance(row, Row):
             row.known_outputs = known.tokens
             self._partials.written[row.index] = [len(tokens) for tokens in known.tokens]
         return False
 
     def _keep(self, output: RequestOutput) -> None:
-        key = self._keys.pop(output.index)
+        running = self._running[output.index]
+        running.outputs.append(output)
+        ended = running.ended()
+        if ended is None:
+            return
+        del self._running[output.index]
         self._partials.written.pop(output.index, None)
-        self._journal.add(Ended(key, output, self._pooled.pop(output.index, None)).record())
+        self._journal.add(ended.record())
         self._journal.flush()
         self._count.done += 1
 
     def _note_pooled(self, state: PromptState) -> None:
-        self._pooled[state.row.index] = state.completions[0].request.pooled
+        self._running[state.row.index].pooled[id(state.row)] = state.completions[0].request.pooled
 
     def _after_step(self, flow: Flow) -> None:
         self._progress.update()
@@ -198,9 +237,9 @@ class Job:
     def _write_partials(self, flow: Flow) -> None:
         for state in flow.in_flight():
             index = state.row.index
-            if index not in self._keys:
+            if index not in self._running:
                 continue
-            record = self._partials.record(index, self._keys[index], state.known_outputs())
+            record = self._partials.record(index, self._running[index].key, state.known_outputs())
             if record is not None:
                 self._journal.add(record)
 
@@ -226,3 +265,13 @@ class Job:
             chosen = rows.chosen(row)
             if chosen is not None:
                 self._replies.read(output, *chosen)
+
+
+def _next(numbered: Iterator[tuple[int, JsonObject]]) -> list[tuple[int, JsonObject]]:
+    """The next rows, that have about `_BATCH` prompts."""
+    batch: list[tuple[int, JsonObject]] = []
+    room = _BATCH
+    while room > 0 and (item := next(numbered, None)) is not None:
+        batch.append(item)
+        room -= num_prompts(item[1])
+    return batch

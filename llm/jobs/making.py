@@ -1,12 +1,16 @@
 """From rows of a file to rows of the engine: conversations rendered, texts tokenized, adapters found.
 
-Owns the order of a batch: a row that cannot be run is refused in its place.
+Owns the order of a batch: a row that cannot be run is refused in its place. A row with a list of inputs becomes several
+of the engine, with one index; if one of these cannot be run, the row is refused as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import TypeVar
 
 from llm.api.adapters import give_adapters
@@ -22,6 +26,7 @@ from llm.engine.rows import AnyRow, RefusedRow
 from llm.inputs import LoRARequest
 from llm.jobs.requests import BatchRows, PlainRows
 from llm.jobs.vectors import BatchVectors, PlainVectors, Wanted
+from llm.tokenizer import Tokenizer
 
 Generating = PlainRows | BatchRows
 Pooling = PlainVectors | BatchVectors
@@ -38,14 +43,18 @@ class Maker:
     stride: int
 
     def make(self, llm: FlowHost, engine: Engine, numbered: Sequence[tuple[int, JsonObject]]) -> list[AnyRow]:
-        """`numbered`: rows of the file with their indices, `stride` apart. The lock of a call is held."""
+        """`numbered`: rows of the file with their indices, `stride` apart. The lock of a call is held.
+
+        Those of one index follow each other, in the order of the row's inputs.
+        """
         given = [row for _, row in numbered]
         first, preprocessor = numbered[0][0], llm._preprocessor
         if isinstance(self.rows, PlainVectors | BatchVectors):
             rows, adapters = self._pooling(self.rows, given, first, preprocessor)
         else:
             rows, adapters = self._generating(self.rows, given, first, llm)
-        return list(give_adapters(engine, rows, adapters))
+        made = give_adapters(engine, rows, adapters)
+        return [row for own in by_index(made) for row in _all_or_none(own)]
 
     def _generating(
         self, form: Generating, given: Sequence[JsonObject], first: int, llm: FlowHost
@@ -74,7 +83,9 @@ class Maker:
     def _pooling(
         self, form: Pooling, given: Sequence[JsonObject], first: int, preprocessor: Preprocessor
     ) -> tuple[list[AnyRow], list[LoRARequest | None]]:
-        wanted = [_wanted(form, row, preprocessor) for row in given]
+        listed = [_wanted(form, row, preprocessor) for row in given]
+        indices = [first + place * self.stride for place, own in enumerate(listed) for _ in own]
+        wanted = [one for own in listed for one in own]
         params = [form.params if isinstance(own, ValidationError) else own.params for own in wanted]
         adapters = [None if isinstance(own, ValidationError) else own.adapter for own in wanted]
         maker = PoolingRows(preprocessor, form.plan)
@@ -85,7 +96,6 @@ class Maker:
                 pairs[place] = str(own.prompt), own.second
             else:
                 texts[place] = own if isinstance(own, ValidationError) else own.prompt
-        indices = [first + place * self.stride for place in range(len(wanted))]
 
         def of(places: Iterable[int], values: Sequence[V]) -> list[V]:
             return [values[place] for place in places]
@@ -103,14 +113,35 @@ class Maker:
         return row
 
 
-def _wanted(form: Pooling, row: JsonObject, preprocessor: Preprocessor) -> Wanted | ValidationError:
+def by_index(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:
+    """The engine's rows of each row of the file."""
+    return (list(own) for _, own in groupby(rows, attrgetter("index")))
+
+
+def _all_or_none(rows: list[AnyRow]) -> list[AnyRow]:
+    """The engine's rows of one row of the file; if one is refused, that one alone, with its place in the error."""
+    place = next((place for place, row in enumerate(rows) if isinstance(row, RefusedRow)), None)
+    if place is None or len(rows) == 1:
+        return rows
+    refused = rows[place]
+    if isinstance(refused, RefusedRow):
+        refused.error = copy(refused.error)
+        refused.error.args = (f"input[{place}]: {refused.error}",)
+    return [refused]
+
+
+def _wanted(form: Pooling, row: JsonObject, preprocessor: Preprocessor) -> Sequence[Wanted | ValidationError]:
     """What the row asks for; a pair for a reranker that is asked in words is one prompt."""
     try:
-        wanted = form.asked(row)
+        listed = form.asked(row)
     except ValidationError as error:
-        return error
-    if wanted.second is None or form.plan.recipe != QWEN3_RERANKER or preprocessor.tokenizer is None:
-        return wanted
-    text = asked_text(str(wanted.prompt), wanted.second, None)
-    (token_ids,) = preprocessor.tokenizer.encode_rendered([text])  # it has its special tokens
+        return [error]
+    if form.plan.recipe != QWEN3_RERANKER or preprocessor.tokenizer is None:
+        return listed
+    return [own if own.second is None else _in_words(own, own.second, preprocessor.tokenizer) for own in listed]
+
+
+def _in_words(wanted: Wanted, second: str, tokenizer: Tokenizer) -> Wanted:
+    text = asked_text(str(wanted.prompt), second, None)
+    (token_ids,) = tokenizer.encode_rendered([text])  # it has its special tokens
     return wanted._replace(prompt={"prompt": text, "prompt_token_ids": token_ids}, second=None)

@@ -31,8 +31,10 @@ _URLS = {
     "classify": ("/classify", "/v1/classify"),
     "score": ("/score", "/v1/score"),
 }
+_IDS = {"embed": "embd", "classify": "classify", "score": "score"}
 _FIELDS = ("dimensions", "truncate_prompt_tokens", "use_activation", "normalize")
 _NO_EFFECT = ("model", "user")
+_MOST_INPUTS = 2048  # of a body, as OpenAI's
 # Columns that an answer adds to its row, and their types.
 _ADDED: dict[str, dict[str, Form]] = {
     "embed": {"embedding": [float], "num_prompt_tokens": int, "error": str},
@@ -90,16 +92,16 @@ class PlainVectors(PlainForm):
     def forms(self, row: JsonObject) -> dict[str, Form]:
         return _ADDED[self.task]
 
-    def asked(self, row: JsonObject) -> Wanted:
+    def asked(self, row: JsonObject) -> list[Wanted]:
         """Raises `ValidationError` for what is no text, and for an adapter that is not there."""
         adapter = self.adapter_of(row)
         if self.task == "score":
             first, second = (_text(name, row[name]) for name in PAIR)
-            return Wanted(first, self.params, second, adapter)
+            return [Wanted(first, self.params, second, adapter)]
         prompt, messages = self.prompt_of(row)
         if messages is not None:
             raise ValidationError("messages are for models that generate; name a column of texts.", parameter="column")
-        return Wanted(prompt, self.params, None, adapter)
+        return [Wanted(prompt, self.params, None, adapter)]
 
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
         told = _told(self.task, ended.values, self.plan)
@@ -117,8 +119,8 @@ class BatchVectors(BatchForm):
     params: PoolingParams
     plan: PoolingPlan
 
-    def asked(self, row: JsonObject) -> Wanted:
-        """Raises `ValidationError` for unknown fields and wrong values."""
+    def asked(self, row: JsonObject) -> list[Wanted]:
+        """One for each input; raises `ValidationError` for unknown fields and wrong values."""
         body = self.body_of(row, [url for task in tasks_of(self.plan) for url in _URLS[task]])
         task = _task(row)
         own = PAIR if task == "score" else ("input", *(["encoding_format"] if task == "embed" else []))
@@ -129,31 +131,34 @@ class BatchVectors(BatchForm):
         adapter = self.adapters.named(body.get("model"), "model")
         if task == "score":
             first, second = (_text(name, body.get(name)) for name in PAIR)
-            return Wanted(first, params, second, adapter)
-        return Wanted(_one_input(body.get("input")), params, None, adapter)
+            return [Wanted(first, params, second, adapter)]
+        return [Wanted(prompt, params, None, adapter) for prompt in _inputs(body.get("input"))]
 
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
         if ended.values is None:
             return self.line(row, ended, None)
         task, body = _task(row), row["body"]
-        told = _told(task, ended.values, self.plan)
-        if task == "embed":
-            is_text = body.get("encoding_format") == "base64"
-            name, item = "embd", {"object": "embedding", "embedding": base64_of(ended.values) if is_text else told[0]}
-        elif task == "score":
-            name, item = "score", {"object": "score", "score": told[0]}
-        else:
-            name, item = "classify", {"label": told[0], "probs": told[1], "num_classes": len(ended.values)}
+        values = ended.values.reshape(1 if task == "score" else len(_inputs(body["input"])), -1)
+        items = [self._item(task, own, body.get("encoding_format") == "base64") for own in values]
         count = len(ended.output.prompt_token_ids)
         response: JsonObject = {
-            "id": f"{name}-{ended.key[:24]}",
+            "id": f"{_IDS[task]}-{ended.key[:24]}",
             "object": "list",
             "created": 0,
             "model": body.get("model") or model,
-            "data": [{"index": 0, **item}],
+            "data": [{"index": index, **item} for index, item in enumerate(items)],
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
         return self.line(row, ended, response)
+
+    def _item(self, task: str, values: np.ndarray, is_coded: bool) -> JsonObject:
+        """An item of `data`."""
+        told = _told(task, values, self.plan)
+        if task == "embed":
+            return {"object": "embedding", "embedding": base64_of(values) if is_coded else told[0]}
+        if task == "score":
+            return {"object": "score", "score": told[0]}
+        return {"label": told[0], "probs": told[1], "num_classes": len(values)}
 
 
 def _task(row: JsonObject) -> str:
@@ -175,16 +180,35 @@ def _text(name: str, given: object) -> str:
     return given
 
 
-def _one_input(given: object) -> object:
-    """One text or one list of token ids; a list may have one of them."""
-    if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
-        (given,) = given
-    is_ids = isinstance(given, list) and all(isinstance(item, int) for item in given)
-    if not isinstance(given, str) and not is_ids:
+def num_prompts(row: JsonObject) -> int:
+    """How many prompts a row of a file has, whatever they are."""
+    body = row.get("body")
+    return len(_listed(body.get("input"))) if isinstance(body, Mapping) else 1
+
+
+def _inputs(given: object) -> list[object]:
+    """The prompts of an `input`: a text, a list of token ids, or a list of one or the other."""
+    if given == []:
+        raise ValidationError("input is an empty list; give it at least one text.", parameter="input", value=given)
+    found = _listed(given)
+    if len(found) > _MOST_INPUTS:
         raise ValidationError(
-            "input must be one text or one list of token ids; write a row for each.", parameter="input", value=given
+            f"input has {len(found)} texts and may have {_MOST_INPUTS}; write several rows.",
+            parameter="input",
+            value=len(found),
         )
-    return given
+    if not all(isinstance(item, str) for item in found) and not all(map(_is_ids, found)):
+        right = "one text, one list of token ids, or a list of texts or of such lists"
+        raise ValidationError(f"input must be {right}.", parameter="input", value=given)
+    return found
+
+
+def _listed(given: object) -> list[object]:
+    return given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+
+
+def _is_ids(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(item, int) for item in given)
 
 
 def _check_fields(body: Mapping[str, object], known: tuple[str, ...]) -> None:

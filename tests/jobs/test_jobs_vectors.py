@@ -22,6 +22,8 @@ from llm import LLM, PoolingParams, SamplingParams, ValidationError
 from llm.base.errors import CheckpointError, JobError, JobInterrupted
 from llm.cli import main
 from llm.inputs import LoRARequest
+from llm.jobs.shard import merge
+from llm.progress import GenerationProgress
 
 TEXTS = [f"In the year {index} of king David" for index in range(9)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -97,7 +99,6 @@ def test_batches_of_embeddings(llm: LLM, tmp_path: Path) -> None:
         line("text", input=TEXTS[0], model="m"),
         line("coded", input=[TEXTS[1]], encoding_format="base64", dimensions=8),
         line("ids", input=[5, 6, 7], user="me"),
-        line("list", input=TEXTS),
         line("url", url="/v1/completions", prompt="And"),
         line("field", input="a", dimension=3),
         line("long", input="the king " * 100),
@@ -106,7 +107,7 @@ def test_batches_of_embeddings(llm: LLM, tmp_path: Path) -> None:
     found = {row["custom_id"]: row for row in read(run(llm, write(tmp_path / "in.jsonl", rows)))}
     assert list(found) == [row["custom_id"] for row in rows]
     bad = {name: row["error"]["message"] for name, row in found.items() if row["error"] is not None}
-    assert list(bad) == ["list", "url", "field", "long"]
+    assert list(bad) == ["url", "field", "long"]
     assert bad["url"] == "url must be /v1/embeddings." and "Did you mean 'dimensions'" in bad["field"]
     assert found["long"]["error"]["code"] == "prompt_too_long"
     body = found["text"]["response"]["body"]
@@ -120,6 +121,83 @@ def test_batches_of_embeddings(llm: LLM, tmp_path: Path) -> None:
     assert np.array_equal(np.frombuffer(coded, "<f4"), expected)
 
 
+def test_lists_of_inputs(llm: LLM, tmp_path: Path, ctrl_c: None) -> None:
+    rows = [
+        line("texts", input=TEXTS),
+        line("one", input=TEXTS[3]),
+        line("ids", input=[[5, 6, 7], [8], [5, 6, 7, 9]], dimensions=4, encoding_format="base64"),
+        line("long", input=["a", "b", "the king " * 100, "c"]),
+        line("no tokens", input=[[5], []]),
+        line("empty", input=[]),
+        line("many", input=["a"] * 2049),
+        line("mixed", input=["a", [5]]),
+        line("number", input=[["a"], 5]),
+        line("last", input=TEXTS[:2]),
+    ]
+    source = write(tmp_path / "in.jsonl", rows)
+    whole = run(llm, source)
+    found = {row["custom_id"]: row for row in read(whole)}
+    assert list(found) == [row["custom_id"] for row in rows]
+    bad = {name: row["error"] for name, row in found.items() if row["error"] is not None}
+    right = "input must be one text, one list of token ids, or a list of texts or of such lists."
+    assert {name: error["message"] for name, error in bad.items() if name not in ("long", "no tokens")} == {
+        "empty": "input is an empty list; give it at least one text.",
+        "many": "input has 2049 texts and may have 2048; write several rows.",
+        "mixed": right,
+        "number": right,
+    }
+    assert bad["long"]["code"] == "prompt_too_long" and bad["long"]["message"].startswith("input[2]: the prompt has")
+    assert bad["no tokens"]["message"].startswith("input[1]: the prompt is empty")
+    expected = llm.embed(TEXTS, use_tqdm=False)
+    bodies = {name: row["response"]["body"] for name, row in found.items() if name not in bad}
+    assert [item["index"] for item in bodies["texts"]["data"]] == [*range(len(TEXTS))]
+    vectors = [item["embedding"] for item in bodies["texts"]["data"]]
+    assert vectors == [own.outputs.embedding for own in expected]
+    assert vectors[3:4] == [item["embedding"] for item in bodies["one"]["data"]]
+    assert vectors[:2] == [item["embedding"] for item in bodies["last"]["data"]]
+    assert len({tuple(vector) for vector in vectors}) == len(TEXTS)  # or their order would show nothing
+    counts = [len(own.prompt_token_ids) for own in expected]
+    assert bodies["texts"]["usage"] == dict.fromkeys(("prompt_tokens", "total_tokens"), sum(counts))
+    assert bodies["ids"]["usage"]["total_tokens"] == 8
+    coded = [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in bodies["ids"]["data"]]
+    ids = [{"prompt_token_ids": own} for own in rows[2]["body"]["input"]]
+    short = llm.embed(ids, pooling_params=PoolingParams(dimensions=4), use_tqdm=False)
+    assert np.array_equal(coded, short.to_numpy())
+    _is_resumed(llm, source, whole)
+    for shard in ("0/2", "1/2"):
+        run(llm, source, "parts.jsonl", shard=shard)
+    assert merge(tmp_path / "parts.jsonl") == len(rows)
+    assert (tmp_path / "parts.jsonl").read_bytes() == whole.read_bytes()
+
+
+def _is_resumed(llm: LLM, source: Path, whole: Path) -> None:
+    """An interruption in the middle of a list loses that row alone; a changed list is another row."""
+    for step in (3, 7):  # within the first list, whose texts are computed two at a time, and after it
+        with interrupted(llm, step):
+            run(llm, source, "again.jsonl")
+        summary = llm.run(source, source.with_name("again.jsonl"), resume=True, use_tqdm=False)
+        assert (summary.num_rows, summary.num_errors) == (10, 6)
+        assert (summary.num_resumed == 0) == (step == 3)
+        assert summary.output.read_bytes() == whole.read_bytes()
+        summary.output.unlink()
+    with interrupted(llm, 7):
+        run(llm, source, "again.jsonl")
+    rows = read(source)
+    rows[0]["body"]["input"][-1] = "And"
+    write(source, rows)
+    with pytest.raises(JobError, match=r"row 0 of .* is not the one that the journal"):
+        run(llm, source, "again.jsonl", resume=True)
+    rows[0]["body"]["input"] = TEXTS
+    write(source, rows)
+
+
+def test_progress_counts_inputs(llm: LLM, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [line("a", input=TEXTS), line("b", input=["a", 5]), line("c", input="a")])
+    seen: list[GenerationProgress] = []
+    llm.run(source, tmp_path / "out.jsonl", use_tqdm=seen.append)
+    assert (seen[-1].done, seen[-1].rows, seen[-1].failed) == (len(TEXTS) + 2, len(TEXTS) + 2, 1)
+
+
 def test_classes_and_scores(tmp_path: Path) -> None:
     for classes in (1, 3):
         folder = tmp_path / str(classes)
@@ -131,7 +209,7 @@ def test_classes_and_scores(tmp_path: Path) -> None:
         tmp_path / "batch.jsonl",
         [
             line("score", "/v1/score", **pairs[0]),
-            line("class", "/classify", input="w1 w2"),
+            line("class", "/classify", input=["w3", "w1 w2"]),
             line("pair", "/score", **pairs[1]),
         ],
     )
@@ -142,8 +220,9 @@ def test_classes_and_scores(tmp_path: Path) -> None:
         assert rows[1]["error"] == "validation: text_2 must be a text; write a row for each pair."
         first, second, third = read(run(llm, batch, "batch.out.jsonl"))
         assert first["response"]["body"]["data"] == [{"index": 0, "object": "score", "score": expected[0]}]
-        probs = llm.classify("w1 w2", use_tqdm=False)[0].outputs.probs
-        assert second["response"]["body"]["data"][0]["probs"] == probs and third["error"] is not None
+        classes = llm.classify(["w3", "w1 w2"], use_tqdm=False)
+        told = [item["probs"] for item in second["response"]["body"]["data"]]
+        assert told == [own.outputs.probs for own in classes] and third["error"] is not None
     texts = write(tmp_path / "texts.jsonl", [{"text": "w1 w2"}])
     with one_thread(), LLM(tmp_path / "3") as llm:
         (row,) = read(run(llm, texts, "classes.jsonl", column="text"))
