@@ -148,6 +148,7 @@ class LLM(
         runner: "generate" or "pooling": text is generated, or hidden states become vectors, classes or scores (`embed`,
             `classify`, `score`); "auto": what the checkpoint is for.
         convert: of a pooling model: "embed" or "classify", whatever head the checkpoint has; "auto": as it says.
+            vLLM's old `task` says both: "generate", "embed", "classify"; "score" and "reward": runner="pooling".
         pooler_config: `{"pooling_type": "MEAN", "normalize": True, "dimensions": 256}` in place of what the files say;
             see `llm.config.PoolerConfig`.
         enable_lora: rows can have adapters (LoRA, in PEFT's layout): `lora_request=LoRARequest(name, number, folder)`
@@ -229,7 +230,7 @@ class LLM(
         env.warn_of_unknown()
         set_log_level(verbose)
         notes = [*check_arguments(others), *compilation.notes(given["compilation_config"])]
-        self._args = EngineArgs.from_user(**given)
+        self._args = EngineArgs.from_user(**given, task=others.get("task"))
         check_prefix_cache(self._args.prefix_cache)
         self._take(build_engine(self._args))
         self._fill_prefix_cache()

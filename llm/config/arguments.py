@@ -19,7 +19,8 @@ class Argument:
     """What happens to one constructor argument.
 
     Attributes:
-        status: "honoured" (a parameter of our `LLM`), "accepted" (changes no answer) or "refused".
+        status: "honoured" (a parameter of our `LLM`), "accepted" (changes no answer, or says what a parameter
+            says too) or "refused".
         note: one sentence; for "accepted" why it is harmless, for "refused" why and, after a semicolon, what to do
             instead; "" for "honoured".
         harmless: for "refused", the values that ask for nothing and are accepted.
@@ -106,10 +107,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         model_class_overrides=_UNSET,
     ),
     # --- What the engine is asked to compute. ----------------------------------------------------------------------
-    _refused(
-        "vLLM has dropped it; pass runner='pooling', and convert='embed' or 'classify' if the checkpoint does not say.",
-        task=(None, "auto", "generate"),
-    ),
+    _accepted("it is vLLM's old word for runner and convert, which it sets.", "task"),
     _refused("prompts are text or token ids; pass {'prompt_token_ids': [...]}.", enable_prompt_embeds=False),
     _refused("there is no server mode; pass skip_tokenizer_init=True to work in token ids.", tokens_only=False),
     _refused("there are no settings beside the scheme; pass its name as quantization.", quantization_config=_UNSET),

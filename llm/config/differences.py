@@ -33,7 +33,9 @@ def differences() -> str:
                 _table("argument", "why, and what to do instead", _by_note("refused")),
             ),
             "",
-            *_folded("Taken, and without effect on any answer", _table("argument", "why", _by_note("accepted"))),
+            *_folded(
+                "Taken, and without an effect of its own on any answer", _table("argument", "why", _by_note("accepted"))
+            ),
         ]
     )
 

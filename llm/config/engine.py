@@ -48,6 +48,14 @@ CACHE_DTYPES = {
     "int8_per_token_head": torch.int8,
     "fp8_per_token_head": torch.float8_e4m3fn,
 }
+# vLLM's old `task` -> (runner, convert).
+TASKS = {
+    "auto": ("auto", "auto"),
+    "generate": ("generate", "none"),
+    **dict.fromkeys(("embed", "embedding"), ("pooling", "embed")),
+    "classify": ("pooling", "classify"),
+    **dict.fromkeys(("score", "reward"), ("pooling", "auto")),
+}
 GIB = 1 << 30
 
 # For these, None means the default.
@@ -97,6 +105,7 @@ class EngineArgs:
     speculative_config: object = "auto"  # read by `SpeculativeConfig.of`
     runner: str = "auto"
     convert: str = "auto"
+    task: str | None = None  # said by `runner` and `convert`, and then None
     pooler_config: object = None  # read by `PoolerConfig.of`
     enable_lora: bool = False
     max_loras: int = DEFAULT_MAX_LORAS
@@ -144,6 +153,8 @@ class EngineArgs:
         ReasoningConfig.of(self.reasoning_config)
         SpeculativeConfig.of(self.speculative_config)
         PoolerConfig.of(self.pooler_config)
+        if self.task is not None:
+            self._take_task(self.task)
         choices: dict[str, tuple[str, ...]] = {"load_format": ("auto", "safetensors", "dummy")}
         choices["model_impl"] = ("auto", "native", "vllm", "transformers")
         choices["runner"] = ("auto", "generate", "pooling")
@@ -154,6 +165,17 @@ class EngineArgs:
                 refuse(name, getattr(self, name), " or ".join(map(repr, allowed)))
         if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
             refuse("max_logprobs", self.max_logprobs, "an integer of at least -1 (-1: no limit)")
+
+    def _take_task(self, task: object) -> None:
+        """Say it by `runner` and `convert`, as vLLM did before it dropped it."""
+        if not isinstance(task, str) or task not in TASKS:
+            refuse("task", task, f"{' or '.join(map(repr, TASKS))}, or None")
+        for name, meant in zip(("runner", "convert"), TASKS[task], strict=True):
+            if "auto" not in (meant, getattr(self, name)) and getattr(self, name) != meant:
+                refuse(name, getattr(self, name), f"{meant!r}, or left out, with task={task!r}")
+            if meant != "auto":
+                object.__setattr__(self, name, meant)
+        object.__setattr__(self, "task", None)
 
     def why(self, name: str) -> str:
         """The reason of an argument that is used as given: "default" or "asked for"."""

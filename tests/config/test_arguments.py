@@ -183,7 +183,6 @@ def test_accepted_arguments_leave_their_notes() -> None:
     ("name", "value"),
     [
         ("tensor_parallel_size", 2),
-        ("task", "embed"),
         ("default_mm_loras", {"image": "/adapter"}),
         ("spec_method", "ngram"),
         ("distributed_executor_backend", "ray"),

@@ -50,6 +50,43 @@ def test_every_choice_has_its_reason(llm: LLM) -> None:
     assert all(reason.strip() for reason in llm.config.reasons.values())
 
 
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        *((None, ("auto", "auto")), ("auto", ("auto", "auto")), ("generate", ("generate", "none"))),
+        *(("embed", ("pooling", "embed")), ("embedding", ("pooling", "embed")), ("classify", ("pooling", "classify"))),
+        *(("score", ("pooling", "auto")), ("reward", ("pooling", "auto"))),
+    ],
+)
+def test_task_says_runner_and_convert(task: str | None, said: tuple[str, str]) -> None:
+    args = EngineArgs("x", task=task)
+    assert (args.runner, args.convert) == said
+    again = EngineArgs("x", task=task, runner=said[0], convert=said[1])
+    assert again == args == dataclasses.replace(args)
+
+
+def test_a_task_that_contradicts() -> None:
+    assert EngineArgs("x", task="score", convert="classify").convert == "classify"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"task": "embed", "runner": "generate"}, "runner must be 'pooling', or left out, with task='embed'"),
+        ({"task": "embed", "convert": "classify"}, "convert must be 'embed', or left out, with task='embed'"),
+        ({"task": "generate", "convert": "embed"}, "convert must be 'none', or left out, with task='generate'"),
+        ({"task": "transcription"}, "task must be 'auto' or 'generate' or 'embed' or"),
+        ({"task": ["embed"]}, "task must be 'auto'"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(ValidationError, match=message):
+            EngineArgs("x", **given)
+
+
+def test_a_model_is_loaded_for_a_task() -> None:
+    with open_llm(task="embed", max_model_len=64) as llm:
+        assert llm.config.model_config.runner_type == "pooling"
+        assert len(llm.embed("And", use_tqdm=False)[0].outputs.embedding) > 0
+    with pytest.raises(ValidationError, match="runner must be 'pooling', or left out, with task='embed'"):
+        LLM.plan(task="embed", runner="generate")
+
+
 def test_print_shows_each_value_with_its_reason(llm: LLM) -> None:
     lines = dict(line.split(maxsplit=1) for line in repr(llm.config).splitlines())
     assert set(lines) == set(parts(llm.config))
