@@ -72,7 +72,8 @@ class DecodeInput:
             slots[:] = table[rows, blocks]
             slots *= size
             slots += offsets
+            metadata.plan = None  # it may depend on lengths
             if self.has_new_blocks or width > metadata.block_table.shape[1]:
                 # A new tensor: a recorded step copies the table when it is another one than the last.
-                metadata.block_table, metadata.plan = torch.from_numpy(table[rows, :width]), None
+                metadata.block_table = torch.from_numpy(table[rows, :width])
         self.has_new_blocks = False
