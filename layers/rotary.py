@@ -19,6 +19,9 @@ from llm.kernels.backend import Operations
 from llm.kernels.reference.rotary import apply_rotary
 from llm.layers.kernel_op import KernelOp
 
+# Of a table that are computed at a time: its parts are not all in memory twice.
+_POSITIONS = 1 << 16
+
 
 @dataclass(frozen=True)
 class RopeParameters:
@@ -218,7 +221,7 @@ class RotaryEmbedding(KernelOp):
         self.is_neox_style = is_neox_style
         per_position, factor = frequencies(rope, self.rotary_dim, max_model_len)
         # float32 [max_model_len, rotary_dim]: cosines, then sines.
-        self.register_buffer("cos_sin_cache", cos_sin_table(per_position, max_model_len) * factor, persistent=False)
+        self.register_buffer("cos_sin_cache", cos_sin_table(per_position, max_model_len, factor), persistent=False)
         self.has_sections = bool(rope.mrope_section)
         if self.has_sections:
             self.register_buffer("pair_axis", _pair_axis(rope, self.rotary_dim), persistent=False)
@@ -252,9 +255,14 @@ class RotaryEmbedding(KernelOp):
         return f"{table}, is_neox_style={self.is_neox_style}"
 
 
-def cos_sin_table(per_position: torch.Tensor, length: int) -> torch.Tensor:
-    angles = torch.outer(torch.arange(length).float(), per_position)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+def cos_sin_table(per_position: torch.Tensor, length: int, factor: float = 1.0) -> torch.Tensor:
+    """float32 [length, 2 * pairs]: cosines, then sines, times `factor`."""
+    pairs = len(per_position)
+    table = torch.empty(length, 2 * pairs)
+    for part, positions in zip(table.split(_POSITIONS), torch.arange(length).float().split(_POSITIONS), strict=True):
+        angles = torch.outer(positions, per_position)
+        part[:, :pairs], part[:, pairs:] = angles.cos(), angles.sin()
+    return table.mul_(factor)
 
 
 def _pair_axis(rope: RopeParameters, rotary_dim: int) -> torch.Tensor:

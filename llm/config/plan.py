@@ -48,6 +48,7 @@ def plan_memory(
     max_num_seqs: int,
     max_model_len: int | None,
     longest: int,
+    longest_reason: str = "the model's maximum",
     requested_bytes: int | None,
     free_bytes: int,
     snapshot_interval: int = 0,
@@ -55,9 +56,8 @@ def plan_memory(
     """Choose the size of the KV cache and, when `max_model_len` is None, the longest sequence that fits it.
 
     Args:
-        bytes_per_token: KV cache bytes of one token in all layers together.
-        bytes_per_request: bytes of one request's recurrent states in all layers together.
-        longest: the model's maximum number of positions.
+        bytes_per_token, bytes_per_request: KV cache of one token, recurrent states of one request, in all layers.
+        longest, longest_reason: the most positions, and what limits them.
         requested_bytes: `kv_cache_memory_bytes`, or None.
         free_bytes: memory that is free once the weights are loaded.
         snapshot_interval: tokens between two snapshots of recurrent states; 0: there are none.
@@ -67,7 +67,7 @@ def plan_memory(
         OutOfMemoryError: not even one sequence fits; the message says what would.
     """
     if max_model_len is not None and max_model_len > longest:
-        refuse("max_model_len", max_model_len, f"at most {longest}, the model's maximum")
+        refuse("max_model_len", max_model_len, f"at most {longest}, {longest_reason}")
     block_bytes = bytes_per_token * block_size
     per_sequence = -(-(max_model_len or longest) // block_size) if block_bytes else 0
     useful = max_num_seqs * (per_sequence * block_bytes + bytes_per_request)
@@ -85,15 +85,17 @@ def plan_memory(
             f"a sequence of {what if block_bytes else 'any length'} needs {needed} bytes of KV cache and the budget is "
             f"{budget} ({reason}); {_what_would_fit(num_blocks * block_size, reach)}{smaller}."
         )
-    fitted, why = _sequence_length(max_model_len, longest, num_blocks * block_size if block_bytes else longest)
-    reasons = _bytes_each(block_bytes, bytes_per_request if slots else 0)
-    reasons |= {"kv_cache_memory_bytes": f"{reason}; memory is touched when used", "max_model_len": why}
+    held = num_blocks * block_size if block_bytes else longest
+    fitted, why = _sequence_length(max_model_len, longest, held, longest_reason)
+    reasons = _memory_reasons(reason, why, block_bytes, bytes_per_request if slots else 0)
     plan = MemoryPlan(fitted, num_blocks, slots, num_blocks * block_bytes + slots * bytes_per_request, reasons)
     return _with_snapshots(plan, bytes_per_request, snapshot_interval, requested_bytes or free_bytes // 2)
 
 
-def _bytes_each(block_bytes: int, slot_bytes: int) -> dict[str, str]:
+def _memory_reasons(budget: str, length: str, block_bytes: int, slot_bytes: int) -> dict[str, str]:
     return {
+        "kv_cache_memory_bytes": f"{budget}; memory is touched when used",
+        "max_model_len": length,
         "num_blocks": f"{block_bytes:,} bytes each" if block_bytes else "no layer keeps a state of each token",
         "num_state_slots": f"{slot_bytes:,} bytes each" if slot_bytes else "no layer keeps a recurrent state",
     }
@@ -147,13 +149,13 @@ def _state_slots(bytes_per_request: int, max_num_seqs: int, budget: int, useful:
     return min(max_num_seqs, max(1, share // bytes_per_request))
 
 
-def _sequence_length(max_model_len: int | None, longest: int, tokens: int) -> tuple[int, str]:
+def _sequence_length(max_model_len: int | None, longest: int, tokens: int, reason: str) -> tuple[int, str]:
     """(max_model_len, reason) when the KV cache holds `tokens`."""
     if max_model_len is not None:
         return max_model_len, "asked for"
     if tokens >= longest:
-        return longest, "the model's maximum"
-    return tokens, f"the KV cache holds no longer sequence; the model's maximum is {longest}"
+        return longest, reason
+    return tokens, f"the KV cache holds no longer sequence; {reason} is {longest}"
 
 
 def _kv_budget(requested: int | None, useful: int, free: int) -> tuple[int, str]:

@@ -54,6 +54,7 @@ from llm.startup.absorbed import widened_bytes
 from llm.startup.adapters import adapter_reasons, plan_adapters
 from llm.startup.drafts import choose_speculation
 from llm.startup.kv_cache import check_cache, choose_cache_dtype
+from llm.startup.longest import longest_sequence
 from llm.startup.snapshots import snapshot_interval, snapshot_reasons
 from llm.startup.source import ReadModel
 
@@ -285,13 +286,6 @@ def _is_whole(model: ReadModel) -> bool:
     return model.pooling is not None and not model.pooling.is_causal
 
 
-def _longest(model: ReadModel) -> int:
-    """The longest sequence: the model's, or less where sentence-transformers' files say so."""
-    longest: int = model.architecture.max_position_embeddings
-    limit = None if model.pooling is None else model.pooling.modules.max_seq_length
-    return longest if limit is None else min(longest, limit)
-
-
 def _rope_note(model: ReadModel, max_model_len: int) -> str:
     """How `max_model_len` determines rope frequencies, also for short prompts; "" if it does not."""
     for rope in getattr(model.architecture, "ropes", ()):
@@ -309,6 +303,7 @@ def _plan_memory(
 ) -> tuple[MemoryPlan, OffloadConfig]:
     """With all weights in memory if there is room for them and for the KV cache, else with a file of weights."""
     weights = _weight_bytes(model, dtypes)
+    longest, reason = longest_sequence(args, model, specs, free)
     plan = partial(
         plan_memory,
         bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
@@ -316,7 +311,8 @@ def _plan_memory(
         block_size=args.block_size or DEFAULT_BLOCK_SIZE,
         max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         max_model_len=args.max_model_len,
-        longest=_longest(model),
+        longest=longest,
+        longest_reason=reason,
         requested_bytes=args.kv_cache_memory_bytes,
         snapshot_interval=snapshot_interval(args, specs, model.chosen.name),
     )

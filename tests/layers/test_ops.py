@@ -357,3 +357,10 @@ def test_each_pair_follows_the_position_that_transformers_gives_it(
     holder = SimpleNamespace(mrope_section=list(sections))
     expected = owner.recomposition_frequencies(holder, angles).flatten()[:pairs]
     assert RotaryEmbedding(2 * pairs, 4, rope).pair_axis.tolist() == expected.tolist()
+
+
+def test_a_long_rotary_table_is_made_in_parts() -> None:
+    table = rotary.cos_sin_table(torch.tensor([1.0, 0.01]), 140_000, 0.5)
+    angles = torch.tensor([0, 65_535, 65_536, 139_999]).double()[:, None] * torch.tensor([1.0, 0.01]).double()
+    exact = torch.cat((angles.cos(), angles.sin()), dim=1) / 2
+    assert torch.allclose(table[[0, 65_535, 65_536, 139_999]].double(), exact, atol=1e-3)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from embedded import GREEDY, PROMPTS, copy_model, open_llm, python, run
+from embedded import GREEDY, PROMPTS, copy_model, engine_of, open_llm, python, run
 
 from llm import LLM, ValidationError
 from llm.base.errors import CheckpointError
 from llm.config import env
+from llm.platforms.cpu import CpuPlatform
 
 SCRIPT = """
 import sys
@@ -149,3 +150,15 @@ def test_the_model_may_stand_anywhere(tmp_path: Path, monkeypatch: pytest.Monkey
     open_and_close(model="~/a model")
     with pytest.raises(CheckpointError, match="does not exist"):
         LLM(Path("org/name"))  # a Path is a folder, never a name of the hub
+
+
+def test_rotary_tables_take_a_small_part_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A checkpoint may claim ten million positions."""
+    folder = copy_model(tmp_path / "long", config={"max_position_embeddings": 10_000_000})
+    monkeypatch.setattr(CpuPlatform, "memory_free", lambda self: 8 << 30)
+    with open_llm(folder, kv_cache_memory_bytes=3 << 28, max_num_seqs=1) as llm:
+        longest, reason = llm.config.model_config.max_model_len, llm.config.reasons["max_model_len"]
+        buffers: Any = engine_of(llm).runner.model.named_buffers()
+        tables = {item.data_ptr(): item.nbytes for name, item in buffers if "cos_sin" in name}
+    assert (16 << 20) // 2 < sum(tables.values()) <= (8 << 30) // 128
+    assert longest < 10_000_000 and "the model's maximum is 10000000" in reason
