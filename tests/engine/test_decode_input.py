@@ -96,6 +96,8 @@ def test_the_head_of_a_recorded_step_is_recorded(llm: LLM, monkeypatch: pytest.M
         patch.setattr(runner.replay, "scores", noted)
         assert tokens(llm) == expected
         assert set(given) == {1, 2, 3, 4} and len(given) > 20
+    last = runner.replay._last.hidden
+    assert scores(last) is not None and scores(last.clone()) is None
     compute, calls = model.compute_logits, []
     monkeypatch.setattr(model, "compute_logits", lambda hidden: calls.append(len(hidden)) or compute(hidden))
     assert tokens(llm) == expected
