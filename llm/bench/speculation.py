@@ -1,7 +1,7 @@
 """`python -m llm bench --speculation`: one stream with and without drafts, alternating.
 
-Owns the workloads. What a model answers decides what drafting gives, so answers are forced: by a logits processor that
-leaves one token (w5 and free), or by a JSON schema (w6). Both runs must give the same tokens.
+Owns the workloads. What a model answers decides what drafting gives, so answers are forced: greedy tokens are replaced
+by an answer's (w5 and free), or a JSON schema leaves few (w6). Both runs must give the same tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from llm.base.types import JsonObject
 from llm.bench.options import BenchOptions
 from llm.bench.session import Say, building_shape
 from llm.bench.workloads import draw_tokens
-from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
 from llm.sampling_params import SamplingParams
 from llm.structured_params import StructuredOutputsParams
 
@@ -53,24 +52,6 @@ _SCHEMA = {
 }
 
 
-class ForcedAnswer(AdapterLogitsProcessor):
-    """Leaves each step the next token of `extra_args["answer"]`."""
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        answer = (params.extra_args or {}).get("answer")
-        if answer is None:
-            return None
-
-        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            logits.fill_(-float("inf"))[answer[len(output_ids)]] = 0.0
-            return logits
-
-        return force
-
-
 @dataclass(frozen=True)
 class SpeculationFigure:
     """Medians of one workload. `drafted` and `accepted`: tokens of a run; `tokens`: all tokens of a run."""
@@ -92,7 +73,7 @@ def run_speculation_bench(
     options: BenchOptions, say: Say, report: Callable[[SpeculationFigure], None] = lambda figure: None
 ) -> list[SpeculationFigure]:
     """Measure every workload that the model can run; a shape has no tokenizer, and so no w6."""
-    arguments: JsonObject = {"max_model_len": 512, "use_tqdm_on_load": False, "logits_processors": [ForcedAnswer]}
+    arguments: JsonObject = {"max_model_len": 512, "use_tqdm_on_load": False}
     arguments |= {"speculative_config": "auto", "enable_prefix_caching": False, **options.engine}
     figures = []
     with _open(options, arguments, say) as llm:
@@ -149,21 +130,24 @@ def _measure(llm: LLM, name: str, reps: int) -> SpeculationFigure:
 
 def _run(llm: LLM, name: str, rep: int, drafts: bool) -> tuple[float, list[int]]:
     """(seconds, tokens) of one request."""
-    prompt, params = _request(name, rep, llm.config.model_config.vocab_size)
+    prompt, params, answer = _request(name, rep, llm.config.model_config.vocab_size)
     runner = llm._open_engine().runner
     runner.set_drafting(drafts)
+    runner.force_answer(answer)
     try:
         started = perf_counter()
         output = llm.generate([prompt], params, use_tqdm=False)[0]
         return perf_counter() - started, list(output.outputs[0].token_ids)
     finally:
         runner.set_drafting(True)
+        runner.force_answer([])
 
 
-def _request(name: str, rep: int, vocab_size: int) -> tuple[object, SamplingParams]:
+def _request(name: str, rep: int, vocab_size: int) -> tuple[object, SamplingParams, list[int]]:
+    """(prompt, parameters, the answer that is forced; empty: none is)."""
     if name == "w6":
         structure = StructuredOutputsParams(json=_SCHEMA)
-        return f"{rep} men went up.", SamplingParams(temperature=0.0, max_tokens=160, structured_outputs=structure)
+        return f"{rep} men went up.", SamplingParams(temperature=0.0, max_tokens=160, structured_outputs=structure), []
     random = Random(f"{name}-{rep}")
     if name == "w5":
         prompt = draw_tokens(random, 256, vocab_size)
@@ -171,7 +155,5 @@ def _request(name: str, rep: int, vocab_size: int) -> tuple[object, SamplingPara
         answer[23::24] = draw_tokens(random, len(answer[23::24]), vocab_size)
     else:
         prompt, answer = draw_tokens(random, 128, vocab_size), draw_tokens(random, 128, vocab_size)
-    params = SamplingParams(
-        temperature=0.0, max_tokens=len(answer), ignore_eos=True, detokenize=False, extra_args={"answer": answer}
-    )
-    return {"prompt_token_ids": prompt}, params
+    params = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True, detokenize=False)
+    return {"prompt_token_ids": prompt}, params, answer

@@ -40,6 +40,7 @@ from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
 from llm.models.eagle3 import Eagle3ForCausalLM
 from llm.platforms.interface import Platform
+from llm.sampling.forced import ForcedSampler
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.sampler import Sampler
@@ -181,6 +182,11 @@ class ModelRunner(ModelInspection, CacheRows):
             self.proposer, self._unused_proposer = self._unused_proposer, self.proposer
             if self.proposer is not None:
                 self.proposer.reset()  # it was not told which rows have left
+
+    def force_answer(self, answer: Sequence[int]) -> None:
+        """Give every row these tokens from now on, whatever is sampled: for measurements; if empty, their own."""
+        own = Sampler(self.plan.config.model_config.logprobs_mode, self.backend)
+        self.sampler = ForcedSampler(own, answer) if answer else own
 
     @library_defaults()
     def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:

@@ -153,3 +153,14 @@ def test_tables_are_those_of_rows_that_left_and_came_back_and_as_wide_as_they_ne
     assert tables([], []) == [[1, 2, 3], [4, 5, 6]]
     # Preempted and back, without a step between that is one of decoding.
     assert tables([new_row("a", [9, 8]), new_row("b", [7, 6])], ["a", "b"]) == [[9, 8], [7, 6]]
+
+
+def test_a_forced_answer_replaces_what_is_sampled(llm: LLM) -> None:
+    runner: Any = engine_of(llm).runner
+    expected, answer = tokens(llm), [9, 8, 7, 6, 5]
+    runner.force_answer(answer)
+    try:
+        assert tokens(llm) == [(answer + [5] * 40)[: params.max_tokens] for params in GREEDY]
+    finally:
+        runner.force_answer([])
+    assert tokens(llm) == expected
