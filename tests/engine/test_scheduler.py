@@ -659,6 +659,20 @@ def test_tokens_are_compared_when_hashes_collide(monkeypatch: pytest.MonkeyPatch
     assert finish_prompt(scheduler, "served wrongly", [2] * 6) == 2
 
 
+def test_a_request_takes_no_more_from_the_cache_than_it_may() -> None:
+    """Tokens whose logprobs are wanted must be computed; so must all that a parameter keeps from the cache."""
+    scheduler = make_scheduler(block_size=4)
+    assert finish_prompt(scheduler, "a", [1] * 9) == 9
+    unread = SamplingParams(skip_reading_prefix_cache=True)
+    scheduler.add(make_request("b", [1] * 9, unread, max_total_tokens=10))
+    assert run_to_end(scheduler)[0] == 9
+    request = make_request("c", [1] * 9, max_total_tokens=10)
+    request.prompt_logprobs_from = 5
+    scheduler.add(request)
+    assert run_to_end(scheduler)[0] == 5
+    assert finish_prompt(scheduler, "d", [1] * 9) == 1
+
+
 def test_the_last_to_arrive_is_preempted_and_recomputes_what_it_had() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=2)
     first, second = make_request("a", [0] * 3, key=None), make_request("b", [1] * 3, key=None)
