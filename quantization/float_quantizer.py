@@ -103,7 +103,7 @@ def _nearest_fp4(values: torch.Tensor) -> torch.Tensor:
     """The code of the nearest value, int8; beyond 6 it is that of 6."""
     halfway = (_FP4[1:] + _FP4[:-1]) / 2
     halfway[1::2] = torch.nextafter(halfway[1::2], torch.zeros(()))  # from the odd code on, a tie goes up
-    codes = torch.bucketize(values.abs(), halfway).to(torch.int8)
+    codes = torch.bucketize(values.abs().contiguous(), halfway).to(torch.int8)
     return codes + 8 * (values < 0).to(torch.int8)
 
 

@@ -67,6 +67,7 @@ FLOORS = {
     "llm.quantize.bitsandbytes": 6,
     "llm.quantize.formats": 6,
     "llm.quantize.gguf": 6,
+    "llm.quantize.gguf_layers": 6,
     "llm.quantize.gguf_metadata": 6,
     "llm.quantize.gguf_tokenizer": 6,
     "llm.quantize.gptq": 6,

@@ -23,7 +23,7 @@ from llm.loading.resolve import has_tokenizer
 from llm.loading.source import FolderSource
 from llm.loading.weight_map import rename
 from llm.models.config_reader import ConfigReader
-from llm.models.decoder import DecoderConfig
+from llm.models.decoder import DecoderConfig, LatentAttentionConfig
 from llm.quantization.storage.gguf_pack import pack_blocks, type_of
 from llm.quantize.formats import StoredLayer
 from llm.quantize.gguf_metadata import ARCHITECTURES, Described, describe
@@ -31,6 +31,8 @@ from llm.quantize.gguf_tokenizer import tokenizer_metadata
 from llm.tokenizer import Tokenizer
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# GGUF's name of the projection behind latents where it is one.
+_LATENT = "attn_kv_b.weight"
 # Matrices that are float32 in GGUF; of one row, which is a vector there.
 _ROUTER, _ONE_ROW = "mlp.gate.weight", "mlp.shared_expert_gate.weight"
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -126,12 +128,23 @@ class GGUFFile:
                 raise _no_form(layer, error) from error
             name, source = self._named(layer, "weight")
             yield _Part(Planned(name, kind, tuple(layer.weight.q.shape)), source, (layer,), None)
-        for last, values in layer.floats.items():
-            name, source = self._named(layer, last)
-            if source.endswith(_ONE_ROW):
-                values = values[0]
-            kind = "F32" if values.dim() == 1 or source.endswith(_ROUTER) else _FLOATS[values.dtype]
-            yield _Part(Planned(name, kind, tuple(values.shape)), source, (layer,), (values,))
+        for last, whole in layer.floats.items():
+            named, source = self._named(layer, last)
+            for name, values in self._by_heads(named, whole):
+                values = values[0] if source.endswith(_ONE_ROW) else values
+                kind = "F32" if values.dim() == 1 or source.endswith(_ROUTER) else _FLOATS[values.dtype]
+                yield _Part(Planned(name, kind, tuple(values.shape)), source, (layer,), (values,))
+
+    def _by_heads(self, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of the projection behind latents its two parts, [heads, latent, key] and [heads, value, latent]."""
+        attention = self._identity.config.layers[0].attention
+        if not isinstance(attention, LatentAttentionConfig) or not name.endswith(_LATENT):
+            yield name, values
+            return
+        parts = values.unflatten(0, (attention.heads, -1))
+        keys, others = parts.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
+        yield name.replace(_LATENT, "attn_k_b.weight"), keys.transpose(1, 2)
+        yield name.replace(_LATENT, "attn_v_b.weight"), others
 
     def _named(self, layer: StoredLayer, last: str) -> tuple[str, str]:
         """(GGUF's name, Hugging Face's under which GGUF's is known)."""

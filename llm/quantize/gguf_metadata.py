@@ -5,6 +5,7 @@ Owns the check that makes it one: what is written is read again, and a model tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +17,16 @@ from llm.layers.rotary import RopeParameters, base_wavelengths, frequencies
 from llm.loading.gguf.container import Value
 from llm.loading.gguf.metadata import Header, config_of
 from llm.models.config_reader import ConfigReader
-from llm.models.decoder import AttentionConfig, DecoderConfig, GatedMLPConfig, LayerConfig, MoEConfig, ScaledPreNorms
+from llm.models.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    GatedMLPConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    ScaledPreNorms,
+)
 from llm.models.registry import resolve_model_cls
+from llm.quantize.gguf_layers import Attention, head_counts, of_attention, of_feed_forward, rotated_channels
 
 # model_type -> architecture, of decoders that are one of GGUF's.
 ARCHITECTURES = {
@@ -34,6 +43,9 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
     "granite": "granite",
     "granitemoe": "granitemoe",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
 _ENDS = ("eos", "eot", "eom")
 _ROPE_TOLERANCE = 1e-6
@@ -65,31 +77,27 @@ def describe(config: DecoderConfig, model_type: str, bos: int | None, ends: Sequ
     """
     architecture = ARCHITECTURES.get(model_type)
     layer = config.layers[0]
-    attention, mlp = layer.attention, layer.mlp
-    if (
-        architecture is None
-        or not isinstance(attention, AttentionConfig)
-        or not isinstance(mlp, GatedMLPConfig | MoEConfig)
-    ):
+    attention = layer.attention
+    if architecture is None or not isinstance(attention, Attention):
         raise LLMError(
             f"models of the type {model_type!r} are not written in GGUF; written are {', '.join(ARCHITECTURES)}."
         )
-    config = _with_felt_windows(config)
+    config = _as_felt(config)
     if len(ends) > len(_ENDS):
         raise LLMError(f"{len(ends)} ids end an answer of this model, and GGUF has {len(_ENDS)} of them.")
-    own, ropes = _of_layers(config, attention, mlp)
+    own, ropes = _of_layers(architecture, config, attention)
     own |= _of_ropes(architecture, config, attention, ropes) | _of_granite(config, layer, attention)
     found: dict[str, Value] = {"general.architecture": architecture}
     found |= {f"{architecture}.{key}": value for key, value in own.items()}
     found |= {f"tokenizer.ggml.{key}_token_id": value for key, value in zip(_ENDS, ends, strict=False)}
     found |= {} if bos is None else {"tokenizer.ggml.bos_token_id": bos}
-    described = Described(found, ropes, (attention.heads.query, attention.heads.key_value))
+    described = Described(found, ropes, head_counts(attention))
     _check(config, described)
     return described
 
 
-def _with_felt_windows(config: DecoderConfig) -> DecoderConfig:
-    """Without the windows that are no shorter than the longest sequence."""
+def _as_felt(config: DecoderConfig) -> DecoderConfig:
+    """Without the windows that are no shorter than the longest sequence, and the layers behind that draft tokens."""
     longest = config.max_position_embeddings
 
     def changed(layer: LayerConfig) -> LayerConfig:
@@ -98,53 +106,42 @@ def _with_felt_windows(config: DecoderConfig) -> DecoderConfig:
             return layer
         return replace(layer, attention=replace(part, sliding_window=None))
 
-    return replace(config, layers=tuple(map(changed, config.layers)))
+    layers = tuple(map(changed, config.layers))
+    return replace(config, layers=layers, layers_left_out=0, multi_token=None, draft_head=None)
 
 
 def _of_layers(
-    config: DecoderConfig, attention: AttentionConfig, mlp: GatedMLPConfig | MoEConfig
+    architecture: str, config: DecoderConfig, attention: Attention
 ) -> tuple[dict[str, Value], dict[str, list[float]]]:
     """The keys behind the architecture's name, and the divisors of rotary frequencies."""
-    heads, norm = attention.heads, config.final_norm
-    rope = _global_rope(config)
+    norm, rope, rotated = config.final_norm, _global_rope(config), rotated_channels(attention)
     own: dict[str, Value] = {
         # Before scaling, which the reader applies.
         "context_length": rope.max_position_embeddings or config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": len(config.layers),
-        "feed_forward_length": mlp.intermediate_size,
-        "attention.head_count": heads.query,
-        "attention.head_count_kv": heads.key_value,
-        "attention.key_length": heads.size,
-        "attention.value_length": heads.size,
         "attention.layer_norm_rms_epsilon": float(norm.eps if norm is not None else 0.0),
         "vocab_size": config.vocab_size,
         "rope.freq_base": float(rope.theta),
-        "rope.dimension_count": int(heads.size * rope.partial_rotary_factor),
+        "rope.dimension_count": rotated,
     }
-    if isinstance(mlp, MoEConfig):
-        own |= {"expert_count": mlp.num_experts, "expert_used_count": mlp.top_k}
-        own["expert_feed_forward_length"] = mlp.intermediate_size
-        if mlp.shared_size is not None:
-            own["expert_shared_feed_forward_length"] = mlp.shared_size
-    if attention.soft_cap is not None:
-        own["attn_logit_softcapping"] = float(attention.soft_cap)
+    own |= of_attention(attention) | of_feed_forward(config, architecture == "deepseek2")
     if config.logits_soft_cap is not None:
         own["final_logit_softcapping"] = float(config.logits_soft_cap)
-    return own, _divisors(rope, int(heads.size * rope.partial_rotary_factor))
+    return own, _divisors(rope, rotated)
 
 
 def _of_ropes(
-    architecture: str, config: DecoderConfig, attention: AttentionConfig, ropes: dict[str, list[float]]
+    architecture: str, config: DecoderConfig, attention: Attention, ropes: dict[str, list[float]]
 ) -> dict[str, Value]:
     """Windows, and scaling of rotary frequencies."""
     own: dict[str, Value] = {}
-    windows = [part.sliding_window for part in _attention_parts(config)]
+    windows = [_window(part) for part in _attention_parts(config)]
     if any(windows):
         own["attention.sliding_window"] = next(size for size in windows if size)
     if architecture == "gemma3":
         own["attention.sliding_window_pattern"] = windows.index(None) + 1 if None in windows else len(windows) + 1
-        local = next((part.rope for part in _attention_parts(config) if part.sliding_window), None)
+        local = next((part.rope for part in _attention_parts(config) if _window(part)), None)
         own["rope.freq_base_swa"] = float(local.theta if local is not None else 10000.0)
     rope = _global_rope(config)
     if rope.rope_type in ("linear", "yarn"):
@@ -152,13 +149,12 @@ def _of_ropes(
     if rope.rope_type in ("yarn", "longrope"):
         own["rope.scaling.original_context_length"] = rope.original_max_position_embeddings
     if "rope_factors_long.weight" in ropes:
-        rotated = int(attention.heads.size * rope.partial_rotary_factor)
-        own["rope.scaling.type"] = "longrope"
-        own["rope.scaling.attn_factor"] = float(frequencies(rope, rotated, config.max_position_embeddings)[1])
+        _, factor = frequencies(rope, rotated_channels(attention), config.max_position_embeddings)
+        own |= {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": float(factor)}
     return own
 
 
-def _of_granite(config: DecoderConfig, layer: LayerConfig, attention: AttentionConfig) -> dict[str, Value]:
+def _of_granite(config: DecoderConfig, layer: LayerConfig, attention: Attention) -> dict[str, Value]:
     """What Granite multiplies by; other models have no such norms."""
     if not isinstance(layer.norms, ScaledPreNorms) or attention.scale is None:
         return {}
@@ -182,14 +178,18 @@ def _divisors(rope: RopeParameters, rotated: int) -> dict[str, list[float]]:
     return {"rope_freqs.weight": (1.0 / base_wavelengths(rope.theta, rotated) / scaled).tolist()}
 
 
-def _attention_parts(config: DecoderConfig) -> list[AttentionConfig]:
-    return [layer.attention for layer in config.layers if isinstance(layer.attention, AttentionConfig)]
+def _attention_parts(config: DecoderConfig) -> list[Attention]:
+    return [layer.attention for layer in config.layers if isinstance(layer.attention, Attention)]
+
+
+def _window(part: Attention) -> int | None:
+    return part.sliding_window if isinstance(part, AttentionConfig) else None
 
 
 def _global_rope(config: DecoderConfig) -> RopeParameters:
     """Of the layers without a window, else of the first."""
     parts = _attention_parts(config)
-    found = next((part.rope for part in parts if part.sliding_window is None), parts[0].rope)
+    found = next((part.rope for part in parts if _window(part) is None), parts[0].rope)
     if found is None:
         raise LLMError("this model has no rotary embedding, which every model in GGUF that is written here has.")
     return found
@@ -202,10 +202,11 @@ def _check(config: DecoderConfig, described: Described) -> None:
     bias = isinstance(mlp, GatedMLPConfig) and mlp.bias
     ropes = {name: np.asarray(values, np.float32).tolist() for name, values in described.ropes.items()}
     tied = config.tie_word_embeddings
-    header = Header(described.metadata, config.vocab_size, not tied, parts[0].qkv_bias, bias, ropes)
+    qkv_bias = isinstance(parts[0], AttentionConfig) and parts[0].qkv_bias
+    header = Header(described.metadata, config.vocab_size, not tied, qkv_bias, bias, ropes)
     raw = config_of(header)
     model_class = resolve_model_cls([], raw["model_type"])
-    read = _with_felt_windows(model_class.read_config(ConfigReader(raw)))
+    read = _as_felt(model_class.read_config(ConfigReader(raw)))
     if _without_ropes(read) != _without_ropes(config) or len(parts) != len(config.layers):
         raise LLMError(
             "this model would be read from GGUF as another one, since the format has no keys for all of its "
@@ -219,6 +220,8 @@ def _check(config: DecoderConfig, described: Described) -> None:
 def _without_ropes(config: DecoderConfig) -> DecoderConfig:
     def stripped(layer: LayerConfig) -> LayerConfig:
         attention = layer.attention
+        if isinstance(attention, LatentAttentionConfig):
+            return replace(layer, attention=replace(attention, rope=None))
         if not isinstance(attention, AttentionConfig):
             return layer
         scale = attention.heads.size**-0.5 if attention.scale is None else attention.scale
@@ -227,12 +230,16 @@ def _without_ropes(config: DecoderConfig) -> DecoderConfig:
     return replace(config, layers=tuple(stripped(layer) for layer in config.layers))
 
 
-def _same_rope(mine: AttentionConfig, other: AttentionConfig, longest: int) -> bool:
+def _same_rope(mine: Attention, other: Attention, longest: int) -> bool:
     if mine.rope is None or other.rope is None:
         return mine.rope is other.rope
-    rotated = int(mine.heads.size * mine.rope.partial_rotary_factor)
-    if rotated != int(other.heads.size * other.rope.partial_rotary_factor) or mine.rope.mrope_section:
+    rotated = rotated_channels(mine)
+    if rotated != rotated_channels(other) or mine.rope.mrope_section:
         return False
+    # AttentionConfig's scale is no part of its rope.
+    if isinstance(mine, LatentAttentionConfig) and isinstance(other, LatentAttentionConfig):
+        if not math.isclose(mine.scale, other.scale, rel_tol=_ROPE_TOLERANCE):
+            return False
     for length in (1, longest):
         first, factor = frequencies(mine.rope, rotated, length)
         second, other_factor = frequencies(other.rope, rotated, length)

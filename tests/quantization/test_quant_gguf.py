@@ -13,7 +13,7 @@ import pytest
 import torch
 from embedded import PROMPTS, open_llm, run
 from gguf import GGMLQuantizationType as Type
-from tiny_models import LLAMA3, TinyModel, write_checkpoint
+from tiny_models import LLAMA3, NULL, TinyModel, write_checkpoint
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, normalizers, trainers
 from tokenizers.models import BPE
@@ -47,6 +47,12 @@ LONG_ROPE = {
 }
 PHI3 = {**SIZES, "head_dim": None, "original_max_position_embeddings": 32, "rope_parameters": LONG_ROPE}
 MIXTURE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {**{"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}}
+LATENT: dict[str, Any] = {
+    **{**SIZES, "head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16},
+    **{"qk_rope_head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+}
 FAMILIES: dict[str, tuple[TinyModel, str]] = {
     "llama-3.1": (TinyModel("LlamaConfig", {**SIZES, "rope_parameters": LLAMA3, "attention_bias": True}), "q8_0"),
     "mistral": (TinyModel("MistralConfig", {**SIZES, "sliding_window": None}), "q4_0"),
@@ -74,6 +80,30 @@ FAMILIES: dict[str, tuple[TinyModel, str]] = {
     "qwen3-moe": (
         TinyModel("Qwen3MoeConfig", {**SIZES, **MIXTURE, "hidden_size": 256, "norm_topk_prob": True}),
         "q4_k",
+    ),
+    "gpt-oss": (
+        TinyModel(
+            "GptOssConfig",
+            {
+                **{**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7},
+                "rope_parameters": {**YARN, "truncate": False},
+            },
+        ),
+        "mxfp4",
+    ),
+    "deepseek-v2": (
+        TinyModel(
+            "DeepseekV2Config",
+            {
+                **{**LATENT, "q_lora_rank": NULL, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+                "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+            },
+        ),
+        "q8_0",
+    ),
+    "deepseek-v3": (
+        TinyModel("DeepseekV3Config", {**LATENT, "q_lora_rank": 32, "n_group": 2, "topk_group": 1}),
+        "q4_0",
     ),
 }
 
@@ -153,7 +183,8 @@ def test_each_family_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     model, scheme = FAMILIES[name]
     write_checkpoint(model, tmp_path / "float")
     prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]}, {"prompt_token_ids": [200, 3]}]
-    with opened(tmp_path / "float", quantization=scheme) as llm:
+    head = {"lm_head": "q8_0"} if scheme == "mxfp4" else {}
+    with opened(tmp_path / "float", quantization={"scheme": scheme, **head}) as llm:
         before, weights = run(llm, prompts, GREEDY), held(llm)
         assert llm.save_quantized(tmp_path / "m.gguf", "gguf") == tmp_path / "m.gguf"
     with opened(tmp_path / "m.gguf") as llm:

@@ -12,9 +12,9 @@ from llm.base.errors import UnsupportedModelError
 from llm.base.types import JsonObject
 from llm.loading.gguf.keys import Metadata
 
-_SOFTMAX, _SIGMOID = 1, 2
+SOFTMAX, SIGMOID = 1, 2
 # The converter writes this part of mscale_all_dim.
-_LOG_MULTIPLIER = 0.1
+LOG_MULTIPLIER = 0.1
 
 
 def _mixtral(metadata: Metadata, config: JsonObject) -> JsonObject:
@@ -81,23 +81,24 @@ def _gpt_oss(metadata: Metadata, config: JsonObject) -> JsonObject:
     found["intermediate_size"] = metadata.integer("expert_feed_forward_length", config["intermediate_size"])
     found["sliding_window"] = metadata.integer("attention.sliding_window")
     found["attention_bias"] = bool(config.get("attention_bias"))
-    if "rope_scaling" in config:
-        found["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
+    # A file says it if there is one; config.json's own default is YaRN.
+    scaling = config.get("rope_scaling")
+    found["rope_scaling"] = {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}
     return found
 
 
 def _deepseek(metadata: Metadata, config: JsonObject) -> JsonObject:
     """V2, or V3 where scores are sigmoids. Files since 2025 have the sizes of a head under keys of their own."""
-    gating = metadata.integer("expert_gating_func", _SOFTMAX)
-    if gating not in (_SOFTMAX, _SIGMOID):
-        raise metadata.error("expert_gating_func", gating, f"{_SOFTMAX}, softmax, or {_SIGMOID}, sigmoid")
+    gating = metadata.integer("expert_gating_func", SOFTMAX)
+    if gating not in (SOFTMAX, SIGMOID):
+        raise metadata.error("expert_gating_func", gating, f"{SOFTMAX}, softmax, or {SIGMOID}, sigmoid")
     rotated = metadata.integer("rope.dimension_count")
     key = metadata.integer("attention.key_length_mla", metadata.integer("attention.key_length", 0))
     value = metadata.integer("attention.value_length_mla", metadata.integer("attention.value_length", 0))
     groups = metadata.integer("expert_group_count", 1) or 1
     found = {name: item for name, item in config.items() if name != "partial_rotary_factor"} | _used(metadata)
     found |= {
-        "model_type": "deepseek_v3" if gating == _SIGMOID else "deepseek_v2",
+        "model_type": "deepseek_v3" if gating == SIGMOID else "deepseek_v2",
         "num_key_value_heads": config["num_attention_heads"],
         "head_dim": rotated,
         "qk_rope_head_dim": rotated,
@@ -114,11 +115,11 @@ def _deepseek(metadata: Metadata, config: JsonObject) -> JsonObject:
         "n_group": groups,
         "topk_group": metadata.integer("expert_group_used_count", 1) or 1,
     }
-    if gating == _SOFTMAX:
+    if gating == SOFTMAX:
         found["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     scaling = config.get("rope_scaling")
     if scaling and scaling["rope_type"] == "yarn":
-        scale = metadata.number("rope.scaling.yarn_log_multiplier", 0.0) / _LOG_MULTIPLIER
+        scale = metadata.number("rope.scaling.yarn_log_multiplier", 0.0) / LOG_MULTIPLIER
         found["rope_scaling"] = scaling | ({"mscale": scale, "mscale_all_dim": scale} if scale else {})
     return found
 

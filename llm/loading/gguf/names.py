@@ -55,6 +55,7 @@ _LATENT = {
 }
 _IN_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", re.ASCII)
 _OF_LAYER = re.compile(r"model\.layers\.(\d{1,5})\.([\w.]+)\.(weight|bias)", re.ASCII)
+_PART_OF_LAYER = re.compile(r"model\.layers\.(\d{1,5})\.([\w.]+)", re.ASCII)
 _AT_TOP = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 # Tensors whose Hugging Face's name has no "weight" or "bias".
 _WHOLE = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
@@ -135,8 +136,12 @@ def gguf_name(name: str, family: Family) -> str:
     ours = {theirs: mine for mine, theirs in (family.names if in_layer else _TOP).items()}
     if in_layer is not None and in_layer[2] in ours:
         return f"blk.{in_layer[1]}.{ours[in_layer[2]]}.{in_layer[3]}"
-    module, _, last = name.rpartition(".")
-    return f"{ours[module]}.{last}" if in_layer is None and module in ours else ""
+    path, _, last = name.rpartition(".")
+    part = _PART_OF_LAYER.fullmatch(name)
+    whole = {theirs: mine for mine, theirs in _WHOLE.items()}
+    if part is not None and part[2] in whole:
+        return f"blk.{part[1]}.{whole[part[2]]}"
+    return f"{ours[path]}.{last}" if in_layer is None and path in ours else ""
 
 
 def as_trained(name: str, tensor: torch.Tensor, family: Family, heads: int, kv_heads: int) -> torch.Tensor:
