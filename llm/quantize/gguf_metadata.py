@@ -236,10 +236,9 @@ def _same_rope(mine: Attention, other: Attention, longest: int) -> bool:
     rotated = rotated_channels(mine)
     if rotated != rotated_channels(other) or mine.rope.mrope_section:
         return False
-    # AttentionConfig's scale is no part of its rope.
-    if isinstance(mine, LatentAttentionConfig) and isinstance(other, LatentAttentionConfig):
-        if not math.isclose(mine.scale, other.scale, rel_tol=_ROPE_TOLERANCE):
-            return False
+    is_latent = isinstance(mine, LatentAttentionConfig) and isinstance(other, LatentAttentionConfig)
+    if is_latent and not math.isclose(mine.scale or 1.0, other.scale or 1.0, rel_tol=_ROPE_TOLERANCE):
+        return False
     for length in (1, longest):
         first, factor = frequencies(mine.rope, rotated, length)
         second, other_factor = frequencies(other.rope, rotated, length)
