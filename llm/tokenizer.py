@@ -7,6 +7,7 @@ detokenization. Chat templates and tokenizers without that file use transformers
 from __future__ import annotations
 
 import codecs
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from llm.tokenizer_backends import (
     definition_of,
     refusing_panics,
 )
+from llm.tokenizer_bound import TokenBound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +88,15 @@ class Tokenizer:
     def encode_rendered(self, texts: Sequence[str], cut: Truncation | None = None) -> list[list[int]]:
         """Ids of texts that a chat template rendered; the template has added the special tokens."""
         return self._backend.encode(list(texts), False, cut)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, found without tokenizing it; 0 where none is known."""
+        return 0 if self._bound is None else self._bound.fewest(text)
+
+    @functools.cached_property
+    def _bound(self) -> TokenBound | None:
+        fast = self._backend.fast if isinstance(self._backend, FastBackend) else None
+        return None if fast is None else TokenBound.of(fast, _bytes_of_letters)
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], cut: Truncation | None = None
@@ -218,8 +229,7 @@ class _TokenBytes:
         if name is None:  # the model has more ids than its tokenizer
             return b""
         if self._byte_level:
-            known = all(letter in _BYTE_OF_LETTER for letter in name)
-            return bytes(_BYTE_OF_LETTER[letter] for letter in name) if known else name.encode()
+            return _bytes_of_letters(name)
         is_byte = self.stand_in is not None and re.fullmatch("<0x[0-9A-F]{2}>", name)
         return bytes.fromhex(name[3:5]) if is_byte else None
 
@@ -303,6 +313,12 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _byte_letters()
+
+
+def _bytes_of_letters(name: str) -> bytes:
+    """What a token of byte-level BPE stands for; added ones stand for their names."""
+    known = all(letter in _BYTE_OF_LETTER for letter in name)
+    return bytes(_BYTE_OF_LETTER[letter] for letter in name) if known else name.encode()
 
 
 def _with_text_content(messages: list[ChatMessage], template: str) -> list[ChatMessage]:

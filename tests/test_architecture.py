@@ -57,6 +57,7 @@ FLOORS = {
     "llm.chat_template": 6,
     "llm.tokenizer": 6,
     "llm.tokenizer_backends": 6,
+    "llm.tokenizer_bound": 6,
     "llm.engine": 7,
     "llm.engine.async_llm_engine": 8,
     "llm.explain": 7,

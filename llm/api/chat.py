@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from llm.api.adapters import LoRARequests
+from llm.api.asking import ChatOptions, Rendering, Tools
 from llm.api.checks import check_asks_nothing
 from llm.api.generation import OnOutput
 from llm.api.host import Host
@@ -18,7 +19,6 @@ from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutputs
-from llm.replies.choice import ToolChoice
 from llm.sampling_params import SamplingParams
 
 
@@ -36,16 +36,6 @@ class ChatHost(Host, Protocol):
         on_interrupt: str = "raise",
         on_output: OnOutput | None = None,
     ) -> RequestOutputs: ...
-
-
-def _arguments(template: str | None, generates: bool, continues: bool, tools: list[JsonObject] | None) -> JsonObject:
-    """What the renderer is given by name."""
-    return {
-        "chat_template": template,
-        "add_generation_prompt": generates,
-        "continue_final_message": continues,
-        "tools": tools,
-    }
 
 
 class Chat:
@@ -82,23 +72,24 @@ class Chat:
         check_asks_nothing(
             mm_processor_kwargs=mm_processor_kwargs, chat_template_content_format=chat_template_content_format
         )
-        choice, shown = ToolChoice.of(tool_choice, parallel_tool_calls, tools)
         self._open_engine()
-        options = _arguments(chat_template, add_generation_prompt, continue_final_message, shown)
-        prompts = self._preprocessor.render_chat(messages, options, chat_template_kwargs or {}, tokenization_kwargs)
-        reader = self._preprocessor.reply_reader(chat_template, choice.parser(tool_parser), shown is not None)
+        rendering = Rendering(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        may_call = Tools(tools, tool_choice, parallel_tool_calls, tool_parser)
+        options = ChatOptions(rendering, may_call, tokenization_kwargs)
+        default = self.get_default_sampling_params
+        asked = options.ask(self._preprocessor, messages, sampling_params, default, on_too_long)
         outputs = self.generate(
-            prompts,
-            choice.constrained(sampling_params, shown, self.get_default_sampling_params),
+            asked.prompts,
+            asked.params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             priority=priority,
             on_error=on_error,
             on_too_long=on_too_long,
             on_interrupt=on_interrupt,
-            on_output=reader.before(on_output, choice),
+            on_output=asked.before(on_output),
         )
-        return reader.read(outputs, choice)
+        return asked.read(outputs)
 
     @known_names("LLM.render_chat", CALLS)
     def render_chat(
@@ -114,5 +105,5 @@ class Chat:
     ) -> list[TokensPrompt]:
         """The prompts that `chat` passes to `generate`, one per conversation; `stream` also accepts one."""
         self._open_engine()
-        options = _arguments(chat_template, add_generation_prompt, continue_final_message, tools)
+        options = Rendering(chat_template, add_generation_prompt, continue_final_message).options(tools)
         return self._preprocessor.render_chat(messages, options, chat_template_kwargs or {}, tokenization_kwargs)

@@ -33,7 +33,7 @@ class PromptTooLongError(ValidationError):
     """A prompt leaves no room for a generated token.
 
     Attributes:
-        num_tokens: tokens of the prompt.
+        num_tokens: tokens of the prompt; at least as many where tokenizing it would have taken long.
         limit: max_model_len, which must hold them and at least one more.
     """
 

@@ -10,17 +10,16 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llm.base.checks import refuse
-from llm.base.errors import LLMError, PromptTooLongError, ValidationError
-from llm.base.types import JsonObject
+from llm.base.errors import PromptTooLongError, ValidationError
 from llm.config.engine import ModelConfig, ReasoningConfig
-from llm.engine.prompts import ParsedPrompt, check_text, list_conversations, list_prompts, parse_prompt
-from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, rows_only
+from llm.engine.conversations import no_tokenizer, rendered
+from llm.engine.prompts import ParsedPrompt, check_text, list_prompts, parse_prompt
+from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.engine.tokenization import Tokenization
 from llm.inputs import TokensPrompt
-from llm.replies.history import readable
 from llm.replies.reader import ReplyReader
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.request import check_request_processors
@@ -33,11 +32,6 @@ from llm.tokenizer import Tokenizer
 logger = logging.getLogger("llm")
 
 _MAX_PROBLEMS_LISTED = 10
-# Arguments of the renderer that are not the template's: they decide what rendering returns.
-_RESERVED_FOR_RENDERING = frozenset(
-    "conversation messages tokenize padding truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs".split()
-)
 
 
 class Place(NamedTuple):
@@ -94,18 +88,18 @@ class Preprocessor:
         """
         _check_generates(self.config)
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
-        parsed = [_parsed_or_error(prompt) for prompt in prompts]
+        parsed = [_parsed_or_refused(prompt) for prompt in prompts]
         per_row = _per_row_params(params, len(parsed), default)
         call, first, stride = place or self.new_call()
         maker = RowMaker(self.config, call, on_too_long)
         checked: dict[int, SamplingParams | ValidationError] = {}  # by identity: many rows usually share one object
         rows: list[AnyRow] = []
-        whole = [ParsedPrompt(None, []) if isinstance(item, ValidationError) else item for item in parsed]
-        for offset, (text, token_ids) in enumerate(self.tokenize(whole, tokenization)):
+        parsed = self._without_too_long(parsed, per_row, tokenization, on_too_long)
+        for offset, (text, token_ids) in enumerate(self.tokenize(parsed, tokenization)):
             given, found, index = per_row[offset], parsed[offset], first + offset * stride
             try:
-                if isinstance(found, ValidationError):
-                    raise found
+                if found.error is not None:
+                    raise found.error
                 row = maker.make(text, token_ids, self._own_params(given, checked), index)
                 row.cache_salt = found.cache_salt
                 rows.append(row)
@@ -179,27 +173,57 @@ class Preprocessor:
         Raises:
             ValidationError: `messages` is no conversation, an argument is not the template's, or the template raises.
         """
-        conversations = [readable(conversation) for conversation in list_conversations(messages)]
-        if not isinstance(template_arguments, Mapping):
-            refuse("chat_template_kwargs", template_arguments, "a dict of the template's arguments, or None")
-        for name in template_arguments:
-            if name in options or name in _RESERVED_FOR_RENDERING:
-                refuse("chat_template_kwargs", name, "arguments of the template alone")
+        return self._encoded(rendered(self.tokenizer, messages, options, template_arguments), tokenization_kwargs)
+
+    def chat_prompts(
+        self,
+        messages: object,
+        options: Mapping[str, object],
+        template_arguments: Mapping[str, object],
+        tokenization_kwargs: object,
+        on_too_long: str,
+        params: object,
+        default: Callable[[], SamplingParams],
+    ) -> list[TokensPrompt | ParsedPrompt]:
+        """As `render_chat`, for rows with these params; conversations that cannot fit are refused."""
+        texts = rendered(self.tokenizer, messages, options, template_arguments)
+        per_row = _per_row_params(params, len(texts), default)
+        tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
+        parsed = [ParsedPrompt(text, None) for text in texts]
+        parsed = self._without_too_long(parsed, per_row, tokenization, on_too_long)
+        fitting = [text for text, item in zip(texts, parsed, strict=True) if item.error is None]
+        encoded = iter(self._encoded(fitting, tokenization_kwargs))
+        return [next(encoded) if item.error is None else item for item in parsed]
+
+    def _encoded(self, texts: Sequence[str], tokenization_kwargs: object) -> list[TokensPrompt]:
+        """Prompts of rendered conversations."""
         if self.tokenizer is None:
-            raise _no_tokenizer("chat needs one; give generate() token ids.")
-        arguments = {**options, **template_arguments}
-        texts = [_render(self.tokenizer, conversation, arguments) for conversation in conversations]
-        if options.get("tools"):
-            _check_tools_are_shown(self.tokenizer, conversations[0], arguments, texts[0])
+            raise no_tokenizer("chat needs one; give generate() token ids.")
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
         encode = self.tokenizer.encode if tokenization.add_special_tokens else self.tokenizer.encode_rendered
         encoded = encode([check_text(text) for text in texts], tokenization.truncation)
         return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
 
+    def _without_too_long(
+        self,
+        parsed: list[ParsedPrompt],
+        per_row: Sequence[SamplingParams],
+        tokenization: Tokenization,
+        on_too_long: str,
+    ) -> list[ParsedPrompt]:
+        """With those refused whose texts are so long that tokenizing them would take seconds, for nothing."""
+        if self.tokenizer is None or tokenization.truncation is not None or on_too_long not in ("error", "skip"):
+            return parsed
+        limit = self.config.max_model_len
+        pairs = zip(parsed, per_row, strict=True)
+        return [
+            item if own.truncate_prompt_tokens else refuse_too_long(item, self.tokenizer, limit) for item, own in pairs
+        ]
+
     def reply_reader(self, chat_template: str | Path | None, tool_parser: str | None, has_tools: bool) -> ReplyReader:
         """Reads the replies to conversations that were rendered with this template; None: the model's."""
         if self.tokenizer is None:
-            raise _no_tokenizer("chat needs one; give generate() token ids.")
+            raise no_tokenizer("chat needs one; give generate() token ids.")
         template = self.tokenizer.template_text(chat_template, has_tools)
         return ReplyReader.of(self.tokenizer, self._eos_token_ids, template, tool_parser, has_tools, self.reasoning)
 
@@ -207,7 +231,7 @@ class Preprocessor:
         """(text, token ids) of each prompt; one call of the tokenizer for all texts."""
         texts = [item.text for item in parsed if item.token_ids is None and item.text is not None]
         if texts and self.tokenizer is None:
-            raise _no_tokenizer("text prompts need one; pass prompt_token_ids.")
+            raise no_tokenizer("text prompts need one; pass prompt_token_ids.")
         encoded: Iterator[list[int]] = iter(())
         if self.tokenizer is not None and texts:
             plain = tokenization.add_special_tokens is False
@@ -305,14 +329,16 @@ def _is_open(given: SamplingParams, row: AnyRow) -> bool:
     return is_free and isinstance(row, Row) and (row.params.max_tokens or 0) > _MAX_TOKENS_OF_VLLM
 
 
-def _parsed_or_error(prompt: object) -> ParsedPrompt | ValidationError:
-    """A prompt in whose place its error stands already keeps that."""
-    if isinstance(prompt, ValidationError):
+def _parsed_or_refused(prompt: object) -> ParsedPrompt:
+    """A prompt that is parsed already, and one in whose place its error stands, keep that."""
+    if isinstance(prompt, ParsedPrompt):
         return prompt
     try:
+        if isinstance(prompt, ValidationError):
+            raise prompt
         return parse_prompt(prompt)
     except ValidationError as error:
-        return error
+        return ParsedPrompt(None, [], error=error)
 
 
 @functools.cache
@@ -323,30 +349,6 @@ def _note_open_ends() -> None:
         "tokens; pass SamplingParams(max_tokens=...) for shorter ones.",
         _MAX_TOKENS_OF_VLLM,
     )
-
-
-def _render(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Mapping[str, Any]) -> str:
-    try:
-        return tokenizer.render_chat(conversation, **arguments)
-    except LLMError:
-        raise
-    except Exception as error:  # a template is the model's own program: it can raise anything
-        reason = " ".join(str(error).split())[:200]
-        raise ValidationError(
-            f"the chat template cannot render these messages ({type(error).__name__}: {reason}).", parameter="messages"
-        ) from error
-
-
-def _check_tools_are_shown(
-    tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Mapping[str, object], text: str
-) -> None:
-    """Refuse tools that the template does not show to the model."""
-    try:
-        without = _render(tokenizer, conversation, {**arguments, "tools": None})
-    except ValidationError:  # it reads them
-        return
-    if without == text:
-        refuse("tools", "a list", "left out: this model's chat template does not show tools to the model")
 
 
 def _per_row_params(params: object, count: int, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
@@ -376,9 +378,3 @@ def raise_refused(rows: Sequence[AnyRow]) -> None:
     more = f" (also bad: {listed}{', ...' if others[_MAX_PROBLEMS_LISTED:] else ''})" if others else ""
     error = first.error
     raise ValidationError(f"{where}{error}{more}", parameter=error.parameter, value=error.value) from error
-
-
-def _no_tokenizer(message: str) -> ValidationError:
-    return ValidationError(
-        f"there is no tokenizer, for skip_tokenizer_init=True; {message}", parameter="skip_tokenizer_init", value=True
-    )

@@ -19,12 +19,13 @@ from llm.config.elsewhere import NOT_TEXT
 class ParsedPrompt(NamedTuple):
     """A prompt's text, and its token ids or None if the text is not tokenized yet.
 
-    Only prompts with equal `cache_salt` share cached prefixes.
+    Only prompts with equal `cache_salt` share cached prefixes. One with an `error` is not run, and has no tokens.
     """
 
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
+    error: ValidationError | None = None
 
 
 def list_prompts(prompts: object) -> list[object]:

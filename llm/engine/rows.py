@@ -13,12 +13,16 @@ from llm.base.checks import refuse
 from llm.base.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError, ValidationError
 from llm.config.engine import ModelConfig
 from llm.engine.adapter_slots import Adapter
+from llm.engine.prompts import ParsedPrompt
 from llm.engine.step import PoolingRow
 from llm.sampling_params import SamplingParams
+from llm.tokenizer import Tokenizer
 
 ON_TOO_LONG = ("error", "truncate_left", "truncate_middle", "skip")
 # A prompt that is cut, of a request without max_tokens, leaves this share of the context for the answer.
 _SHARE_OF_ANSWER = 4
+# Characters; a shorter text is tokenized in a fraction of a second.
+_LONG_TEXT = 1 << 18
 
 
 @dataclass
@@ -103,15 +107,26 @@ class RowMaker:
         if len(token_ids) < limit:
             return token_ids
         if self.on_too_long in ("error", "skip"):
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {limit}, which must hold at least one "
-                "generated token too; shorten it, raise max_model_len or pass on_too_long.",
-                num_tokens=len(token_ids),
-                limit=limit,
-            )
+            raise _too_long(len(token_ids), limit)
         keep = max(1, limit - min(_answer_room(params, limit), limit - 1))
         head = 0 if self.on_too_long == "truncate_left" else (keep + 1) // 2
         return token_ids[:head] + token_ids[len(token_ids) - (keep - head) :]
+
+
+def refuse_too_long(prompt: ParsedPrompt, tokenizer: Tokenizer, limit: int) -> ParsedPrompt:
+    """The prompt, refused if its text takes long to tokenize and cannot fit."""
+    if prompt.token_ids is not None or prompt.text is None or len(prompt.text) < _LONG_TEXT:
+        return prompt
+    fewest = tokenizer.fewest_tokens(prompt.text)
+    return prompt if fewest < limit else prompt._replace(token_ids=[], error=_too_long(fewest, limit, "at least "))
+
+
+def _too_long(count: int, limit: int, bound: str = "") -> PromptTooLongError:
+    message = (
+        f"the prompt has {bound}{count} tokens and max_model_len is {limit}, which must hold at least one generated "
+        "token too; shorten it, raise max_model_len or pass on_too_long."
+    )
+    return PromptTooLongError(message, num_tokens=count, limit=limit)
 
 
 def derive_seed(engine_seed: int, call: int, row: int) -> int:

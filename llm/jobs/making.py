@@ -70,7 +70,9 @@ class Maker:
                 if asked.messages is not None:
                     options = {name: value for name, value in asked.chat.items() if name != "chat_template_kwargs"}
                     arguments = asked.chat.get("chat_template_kwargs") or {}
-                    (prompt,) = preprocessor.render_chat(asked.messages, options, arguments)
+                    (prompt,) = preprocessor.chat_prompts(
+                        asked.messages, options, arguments, None, self.on_too_long, own, llm.get_default_sampling_params
+                    )
             except ValidationError as error:
                 prompt = error
             prompts.append(prompt)

@@ -1,0 +1,102 @@
+"""A conversation as it is asked: its prompt, what constrains the reply, and how that is read.
+
+Owns what `LLM.chat`, `LLM.stream_chat` and `AsyncLLM.chat` have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from llm.base.types import JsonObject
+from llm.engine.preprocess import Preprocessor
+from llm.engine.prompts import ParsedPrompt
+from llm.inputs import TokensPrompt
+from llm.outputs import RequestOutput
+from llm.replies.choice import ToolChoice
+from llm.replies.reader import Outputs, ReplyReader
+from llm.sampling_params import SamplingParams
+
+ManyParams = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Conversations, ready to be generated.
+
+    Attributes:
+        params: with what constrains the replies.
+    """
+
+    prompts: Sequence[TokensPrompt | ParsedPrompt]
+    params: ManyParams
+    _reader: ReplyReader
+    _choice: ToolChoice
+
+    def read(self, outputs: Outputs) -> Outputs:
+        """`outputs`, with `content`, `reasoning` and `tool_calls`."""
+        return self._reader.read(outputs, self._choice)
+
+    def before(self, tell: Callable[[RequestOutput], object] | None) -> Callable[[RequestOutput], object] | None:
+        """`tell`, with outputs that have been read."""
+        return self._reader.before(tell, self._choice)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How conversations become texts: the arguments of `LLM.chat`, by their names."""
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, object] | None = None
+
+    def options(self, tools: list[JsonObject] | None) -> JsonObject:
+        """What the renderer is given by name."""
+        return {
+            "chat_template": self.chat_template,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "tools": tools,
+        }
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a reply may call: the arguments of `LLM.chat`, by their names."""
+
+    tools: list[JsonObject] | None
+    tool_choice: str | JsonObject | None
+    parallel_tool_calls: bool
+    tool_parser: str | None
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a chat is given beside its conversations."""
+
+    rendering: Rendering
+    tools: Tools
+    tokenization_kwargs: Mapping[str, object] | None
+
+    def ask(
+        self,
+        preprocessor: Preprocessor,
+        messages: object,
+        params: ManyParams,
+        default: Callable[[], SamplingParams],
+        on_too_long: str = "error",
+    ) -> Asked:
+        """Render conversations.
+
+        Raises:
+            ValidationError: a conversation or an argument is wrong.
+        """
+        own, rendering = self.tools, self.rendering
+        choice, shown = ToolChoice.of(own.tool_choice, own.parallel_tool_calls, own.tools)
+        options, arguments = rendering.options(shown), rendering.chat_template_kwargs or {}
+        prompts = preprocessor.chat_prompts(
+            messages, options, arguments, self.tokenization_kwargs, on_too_long, params, default
+        )
+        reader = preprocessor.reply_reader(rendering.chat_template, choice.parser(own.tool_parser), shown is not None)
+        return Asked(prompts, choice.constrained(params, shown, default), reader, choice)

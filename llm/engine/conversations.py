@@ -1,0 +1,74 @@
+"""Conversations to texts, with the model's chat template.
+
+Owns what a template may be given, and what becomes of its failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llm.base.checks import refuse
+from llm.base.errors import LLMError, ValidationError
+from llm.base.types import JsonObject
+from llm.engine.prompts import list_conversations
+from llm.replies.history import readable
+from llm.tokenizer import Tokenizer
+
+# Arguments of the renderer that are not the template's: they decide what rendering returns.
+_RESERVED_FOR_RENDERING = frozenset(
+    "conversation messages tokenize padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+
+
+def rendered(
+    tokenizer: Tokenizer | None,
+    messages: object,
+    options: Mapping[str, object],
+    template_arguments: Mapping[str, object],
+) -> list[str]:
+    """The text of each conversation; see `Preprocessor.render_chat`."""
+    conversations = [readable(conversation) for conversation in list_conversations(messages)]
+    if not isinstance(template_arguments, Mapping):
+        refuse("chat_template_kwargs", template_arguments, "a dict of the template's arguments, or None")
+    for name in template_arguments:
+        if name in options or name in _RESERVED_FOR_RENDERING:
+            refuse("chat_template_kwargs", name, "arguments of the template alone")
+    if tokenizer is None:
+        raise no_tokenizer("chat needs one; give generate() token ids.")
+    arguments = {**options, **template_arguments}
+    texts = [_render(tokenizer, conversation, arguments) for conversation in conversations]
+    if options.get("tools"):
+        _check_tools_are_shown(tokenizer, conversations[0], arguments, texts[0])
+    return texts
+
+
+def _render(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Mapping[str, Any]) -> str:
+    try:
+        return tokenizer.render_chat(conversation, **arguments)
+    except LLMError:
+        raise
+    except Exception as error:  # a template is the model's own program: it can raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise ValidationError(
+            f"the chat template cannot render these messages ({type(error).__name__}: {reason}).", parameter="messages"
+        ) from error
+
+
+def _check_tools_are_shown(
+    tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Mapping[str, object], text: str
+) -> None:
+    """Refuse tools that the template does not show to the model."""
+    try:
+        without = _render(tokenizer, conversation, {**arguments, "tools": None})
+    except ValidationError:  # it reads them
+        return
+    if without == text:
+        refuse("tools", "a list", "left out: this model's chat template does not show tools to the model")
+
+
+def no_tokenizer(message: str) -> ValidationError:
+    return ValidationError(
+        f"there is no tokenizer, for skip_tokenizer_init=True; {message}", parameter="skip_tokenizer_init", value=True
+    )
