@@ -162,6 +162,13 @@ class InputBatch:
         for row, token in zip(rows.tolist(), tokens, strict=True):
             self.output_token_ids[row].append(token)
 
+    def extend(self, row: int, tokens: list[int]) -> None:
+        """Append several tokens to one row."""
+        start = self.num_tokens[row]
+        self.token_ids[row, start : start + len(tokens)] = tokens
+        self.num_tokens[row] += len(tokens)
+        self.output_token_ids[row].extend(tokens)
+
     def settle(self, step: StepInput) -> None:
         """Update the counts after all lines are sampled: rejected drafts do not count, and their blocks are freed."""
         self.num_computed[step.rows] += step.counts

@@ -8,7 +8,8 @@ lines, up to and including the first that differs from the draft. The logits of 
 Logits processors see the output tokens up to their line. So lines are sampled in rounds: the first line of every row,
 then the second line of the rows whose first draft was right, and so on. Between rounds the accepted tokens are appended
 and `update_state(None)` is called, as between steps; to a processor a round is a step in which the other rows are not
-scheduled. No state is ever rolled back. Without active processors one round samples all lines.
+scheduled. No state is ever rolled back. Without active processors one round samples all lines. Where a grammar is the
+only one and leaves no other token than the draft, there is nothing to sample: a round begins with all such tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from llm.engine.recorded_head import Scores
 from llm.engine.step import RunnerOutput
 from llm.engine.step_input import Drafts, Lines
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.logprobs import TokenLogprobs, select_lines
+from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, select_lines
 from llm.sampling.sampler import Sampler, SamplerOutput
 
 _MANY = 2**31  # more logprobs than any vocabulary has tokens
@@ -105,7 +106,9 @@ class LineReader:
             logits = self.compute_logits(hidden, lines.rows)
 
         def sample_round(current: np.ndarray) -> np.ndarray:
-            own = select_lines(hidden if logits is None else logits, current)
+            if logits is not None:
+                current = self._take_forced(logits, current, lines.rows, result)
+            own = _of_lines(hidden if logits is None else logits, current)
             sampled = self._sample(own, lines.rows[current], lines.positions[current], logits is not None)
             self._take(lines.rows[current], sampled, result)
             return _accepted(drafts, current, sampled)
@@ -113,11 +116,31 @@ class LineReader:
         current = sample_round(drafts.firsts)
         try:
             while len(current):
-                self.processors.update_state(None)
+                self.processors.update_state(None, _drafts_from(lines.rows, drafts, current))
                 current = sample_round(current)
         except LogitsProcessorError as error:
             # The accepted tokens may have ended these rows, so the engine decides whether the call fails.
             result.errors.update((self.batch.request_ids[row], error) for row in lines.rows[current].tolist())
+
+    def _take_forced(
+        self, logits: torch.Tensor, current: np.ndarray, rows: np.ndarray, result: RunnerOutput
+    ) -> np.ndarray:
+        """Append the tokens to which a row's grammar leaves no alternative; returns the line after them of each row.
+
+        A row that asks for logprobs samples them. So does one whose logits would give an error.
+        """
+        batch, after = self.batch, current.copy()
+        for index, line in enumerate(current.tolist()):
+            row = int(rows[line])
+            tokens = self.processors.forced(row) if batch.sampling.logprobs[row] == NO_LOGPROBS else []
+            if not tokens:
+                continue
+            own = logits[torch.arange(line, line + len(tokens)), tokens].isfinite().tolist()
+            tokens = tokens[: [*own, False].index(False)]
+            batch.extend(row, tokens)
+            result.sampled_token_ids.setdefault(batch.request_ids[row], []).extend(tokens)
+            after[index] += len(tokens)
+        return after
 
     def _sample(
         self, source: torch.Tensor, rows: np.ndarray, positions: np.ndarray, has_logits: bool = False
@@ -161,7 +184,7 @@ class LineReader:
             }
             return
         for request_id, token in zip(request_ids, tokens, strict=True):
-            result.sampled_token_ids[request_id].append(token)
+            result.sampled_token_ids.setdefault(request_id, []).append(token)
 
     def _score(self, hidden: torch.Tensor, rows: np.ndarray, positions: np.ndarray, result: RunnerOutput) -> None:
         """LM head and logprobs of the prompt tokens after these lines, in chunks of lines."""
@@ -175,6 +198,21 @@ class LineReader:
             found += self.sampler.gather_logprobs(logits, chosen, counts[start : start + size], {})
         for row, logprobs in zip(rows.tolist(), found, strict=True):
             result.prompt_logprobs.setdefault(batch.request_ids[row], []).append(logprobs)
+
+
+def _of_lines(tensor: torch.Tensor, lines: np.ndarray) -> torch.Tensor:
+    """These lines of a tensor; a single one without a copy, as no line is read twice."""
+    return tensor[lines[0] : lines[0] + 1] if len(lines) == 1 else select_lines(tensor, lines)
+
+
+def _drafts_from(rows: np.ndarray, drafts: Drafts, current: np.ndarray) -> dict[int, list[int]]:
+    """Batch row -> its drafts after each of the `current` lines."""
+    ends = [*drafts.firsts[1:].tolist(), len(drafts.tokens)]
+    lasts = np.array(ends)[np.searchsorted(drafts.firsts, current, side="right") - 1] - 1
+    return {
+        int(rows[line]): drafts.tokens[line:last].tolist()
+        for line, last in zip(current.tolist(), lasts.tolist(), strict=True)
+    }
 
 
 def _accepted(drafts: Drafts, current: np.ndarray, sampled: _Sampled) -> np.ndarray:

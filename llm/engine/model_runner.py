@@ -150,7 +150,9 @@ class ModelRunner(ModelInspection, CacheRows):
         """Compute the scheduled tokens and sample for the batch rows whose last known token was computed."""
         with library_defaults(self.plan.config.num_threads), self.platform.inference_mode():
             self._load_adapters(plan)
-            self.processors.update_state(self.batch.update(plan))
+            changes = self.batch.update(plan)
+            drafts = {self.batch.index[request_id]: own for request_id, own in plan.draft_token_ids.items()}
+            self.processors.update_state(changes, drafts)
             if self.proposer is not None:
                 self.proposer.update(plan)
             if not plan.num_scheduled_tokens:

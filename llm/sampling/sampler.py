@@ -213,8 +213,9 @@ class _Step:
     def _argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(largest logit, its token) of each line; lines without a token are recorded in `errors`."""
         largest, tokens = self.sampler.backend.op("argmax")(logits)
-        for line in (~(largest > -math.inf)).nonzero().flatten().tolist():
-            self.errors.setdefault(line, SamplingError(_NAN if math.isnan(float(largest[line])) else _ALL_BARRED))
+        for line, value in enumerate(largest.tolist()):
+            if not value > -math.inf:
+                self.errors.setdefault(line, SamplingError(_NAN if math.isnan(value) else _ALL_BARRED))
         return largest, tokens
 
     def _report(self, lines: np.ndarray, logits: torch.Tensor, overwritten: bool) -> None:

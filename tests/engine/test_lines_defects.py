@@ -112,7 +112,7 @@ def drafts_are_left_in_the_state_of_grammars(monkeypatch: pytest.MonkeyPatch) ->
 
 def processors_are_not_told_between_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     def planted(self: LineReader, *rest: Any) -> None:
-        self.processors.update_state, kept = (lambda update: None), self.processors.update_state
+        self.processors.update_state, kept = (lambda update, drafts: None), self.processors.update_state
         try:
             verify(self, *rest)
         finally:

@@ -6,7 +6,7 @@ Owns the instances: the built-in ones, and those of the loaded classes, which ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,6 @@ class LogitsProcessors:
         self._device = device
         self._custom = list(custom)
         self._is_stale = False
-        self.grammar: list[LogitsProcessor] = []
         self.rebuild()
 
     def forget_rows(self) -> None:
@@ -67,15 +66,16 @@ class LogitsProcessors:
     def rebuild(self) -> None:
         """Construct every instance again, for an empty batch."""
         self._is_stale = False
-        self.end_call()
-        grammar: list[type[LogitsProcessor]] = [StructuredOutputsLogitsProcessor]
+        if "_structured" in vars(self):
+            self.end_call()
         before: list[type[LogitsProcessor]] = [
             AllowedTokensLogitsProcessor,
             BadWordsLogitsProcessor,
             MinTokensLogitsProcessor,
             LogitBiasLogitsProcessor,
         ]
-        self.grammar = [self._make(kind) for kind in grammar]
+        self._structured = StructuredOutputsLogitsProcessor(self._config, self._device, self._backend.pins)
+        self.grammar: list[LogitsProcessor] = [self._structured]
         custom = [self._make(kind) for kind in self._custom]
         invariant = [bool(processor.is_argmax_invariant()) for processor in custom]
         self.non_argmax_invariant = [
@@ -117,18 +117,20 @@ class LogitsProcessors:
 
     def end_call(self) -> None:
         """Release what is held during a call: threads."""
-        for processor in self.grammar:
-            if isinstance(processor, StructuredOutputsLogitsProcessor):
-                processor.end_call()
+        self._structured.end_call()
 
     def is_idle(self) -> bool:
         """True if no processor would change anything in this step."""
         return all(processor.is_idle() for processor in self._following)
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Call every processor's `update_state`; raises `LogitsProcessorError` if one raises."""
+    def update_state(self, batch_update: BatchUpdate | None, drafts: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Call every processor's `update_state`; raises `LogitsProcessorError` if one raises.
+
+        `drafts`: batch row -> the tokens drafted after its last one.
+        """
         if self._is_stale:
             self.rebuild()
+        self._structured.drafts = drafts or {}
         if batch_update is not None:
             self._following = list(self.all)
         for processor in self._following:
@@ -140,6 +142,13 @@ class LogitsProcessors:
             # A built-in one that is idle stays so until rows come, and learns nothing from a step without changes.
             own = [item for item in self._following if type(item) in self._custom or not item.is_idle()]
             self._following = own
+
+    def forced(self, row: int) -> list[int]:
+        """The next tokens of a batch row, as far as they were drafted and its grammar leaves no other, whatever the
+        logits are: no other processor is active.
+        """
+        active = [item for item in self._following if type(item) in self._custom or not item.is_idle()]
+        return self._structured.forced(row) if active == [self._structured] else []
 
     def apply(
         self,

@@ -3,6 +3,10 @@
 Owns the state of the rows and the thread pool that computes masks. A mask depends on the row's own tokens alone. Its
 computation starts in `update_state`, before the forward; `apply`, after the forward, waits for it.
 
+Where a mask leaves one token and that token has been drafted, the mask after it is computed too, and so on: the tokens
+up to there are known before the forward. A processor that comes later may still let another token be sampled. Then the
+answer is read anew from its tokens.
+
 Where the number of bytes that an answer still needs is known, a token is also masked if more bytes would be needed
 after it than tokens are left. A byte needs one token at most. So if an answer fits the budget at the start, some token
 always keeps it so, and the answer is complete within the budget.
@@ -12,8 +16,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +33,14 @@ if TYPE_CHECKING:
     from llm.config.engine import VllmConfig
 
 
+@dataclass(frozen=True)
+class _Masks:
+    """`barred[i]`: bool [vocab], True for tokens that may not follow the output and `forced[:i]`."""
+
+    barred: list[np.ndarray]
+    forced: list[int]
+
+
 @dataclass
 class _Row:
     """A constrained batch row.
@@ -35,7 +48,10 @@ class _Row:
     Attributes:
         output_ids: live list of the output's token ids.
         budget: maximum number of generated tokens.
-        answer: what the first `read` tokens came to; None until the first mask.
+        answer: what the first `read` tokens and those `ahead` came to; None until the first mask.
+        ahead: drafted tokens to which there is no alternative.
+        barred: after the first `read` tokens, and after each of those `ahead`.
+        masks: computed for the first `asked` tokens; `looked`: and for drafts.
     """
 
     structure: Structure
@@ -43,21 +59,54 @@ class _Row:
     budget: int
     answer: Answer | None = None
     read: int = 0
-    allowed: Future[np.ndarray] | None = None
+    ahead: list[int] = field(default_factory=list)
+    barred: list[np.ndarray] = field(default_factory=list)
+    masks: Future[_Masks] | None = None
+    asked: int = 0
+    looked: bool = False
 
-    def compute(self) -> np.ndarray:
-        """bool [vocab], True for tokens that may come next."""
-        if self.answer is None:
-            self.answer = Answer(self.structure)
-        for token in self.output_ids[self.read :]:
+    def compute(self, drafts: Sequence[int] = (), after: Future[_Masks] | None = None) -> _Masks:
+        """The mask of the next token, and of those that it forces among the `drafts`; `after`: once that is done."""
+        if after is not None:
+            after.exception()  # waits
+        answer = self._follow()
+        if not self.barred:
+            self.barred = [self._mask(answer)]
+        try:
+            while len(self.ahead) < len(drafts) and self._forces(drafts[len(self.ahead)]):
+                answer.read(drafts[len(self.ahead)])
+                self.ahead.append(drafts[len(self.ahead)])
+                self.barred.append(self._mask(answer))
+        except Exception:  # comes again with the line it belongs to
+            self.answer = None
+        forced = [token for token, draft in zip(self.ahead, drafts, strict=False) if token == draft]
+        return _Masks(list(self.barred), forced[: len(self.barred) - 1])
+
+    def _follow(self) -> Answer:
+        """The answer after all output tokens."""
+        new = self.output_ids[self.read :]
+        known = len(self.ahead)
+        if self.answer is None or new[:known] != self.ahead[: len(new)]:
+            self.answer, self.read, self.ahead, self.barred = Answer(self.structure), 0, [], []
+            new, known = list(self.output_ids), 0
+        for token in new[known:]:
             self.answer.read(token)
-        self.read = len(self.output_ids)
-        return self.answer.allowed(self.budget - self.read - 1)
+        count = len(new)
+        self.read, self.ahead, self.barred = self.read + count, self.ahead[count:], self.barred[count:]
+        return self.answer
+
+    def _mask(self, answer: Answer) -> np.ndarray:
+        return ~answer.allowed(self.budget - self.read - len(self.ahead) - 1)
+
+    def _forces(self, token: int) -> bool:
+        barred = self.barred[-1]
+        return not barred[token] and int(np.count_nonzero(barred)) == len(barred) - 1
 
 
 class StructuredOutputsLogitsProcessor(LogitsProcessor):
     """Attributes:
     row_errors: batch row -> why its mask could not be computed; the engine takes these after `apply`.
+    drafts: batch row -> the tokens drafted for it, of the next `update_state`.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -65,6 +114,7 @@ class StructuredOutputsLogitsProcessor(LogitsProcessor):
         self._rows: dict[int, _Row] = {}
         self._pool: ThreadPoolExecutor | None = None
         self.row_errors: dict[int, Exception] = {}
+        self.drafts: Mapping[int, Sequence[int]] = {}
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -74,18 +124,28 @@ class StructuredOutputsLogitsProcessor(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self._rows, batch_update, self._new_row)
-        for row in self._rows.values():
-            if row.allowed is None or row.read != len(row.output_ids):
-                row.allowed = self._begin(row)
+        for index, row in self._rows.items():
+            drafts = self.drafts.get(index, ())
+            if row.masks is None or row.asked != len(row.output_ids) or (drafts and not row.looked):
+                row.asked, row.looked = len(row.output_ids), bool(drafts)
+                row.masks = self._start(row, drafts)
+
+    def forced(self, index: int) -> list[int]:
+        """The next tokens of a batch row, as far as they were drafted and there is no alternative to them."""
+        row = self._rows.get(index)
+        if row is None or row.masks is None or not row.looked or row.asked != len(row.output_ids):
+            return []
+        return [] if row.masks.exception() is not None else row.masks.result().forced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         for index, row in self._rows.items():
             try:
-                allowed = row.allowed.result() if row.allowed is not None else row.compute()
+                masks = row.masks.result() if row.masks is not None else row.compute()
             except Exception as error:  # ends this request alone
                 self.row_errors[index] = error
                 continue
-            logits[index, torch.from_numpy(~allowed).to(logits.device)] = -math.inf
+            barred = torch.from_numpy(masks.barred[len(row.output_ids) - row.asked])
+            logits[index].masked_fill_(barred.to(logits.device), -math.inf)
         return logits
 
     def end_call(self) -> None:
@@ -94,10 +154,10 @@ class StructuredOutputsLogitsProcessor(LogitsProcessor):
             self._pool.shutdown()
             self._pool = None
 
-    def _begin(self, row: _Row) -> Future[np.ndarray]:
+    def _start(self, row: _Row, drafts: Sequence[int]) -> Future[_Masks]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="llm-grammar")
-        return self._pool.submit(row.compute)
+        return self._pool.submit(row.compute, drafts, row.masks)
 
     def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> _Row | None:
         structure = params.structure
