@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import TinyModel, make_prompts, reference_model, write_checkpoint
+from tiny_models import TINY_MODELS, TinyModel, make_prompts, reference_model, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from llm import LLM, SamplingParams
@@ -35,7 +35,9 @@ MODELS = {
             **{"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "tie_word_embeddings": True},
         },
     ),
+    **{name: TINY_MODELS[name] for name in ("mixtral", "olmoe", "gpt-oss", "qwen3-next")},
 }
+STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # (name, model, arguments of LoraConfig, how it is used)
 ADAPTERS: list[tuple[str, str, dict[str, Any], str]] = [
     ("all-linear", "llama", {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}, "row merge"),
@@ -61,6 +63,12 @@ ADAPTERS: list[tuple[str, str, dict[str, Any], str]] = [
     ("scaled embedding", "gemma", {"r": 4, "target_modules": ["embed_tokens", "up_proj"]}, "row"),
     ("fused", "phi3", {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]}, "row merge"),
     ("conv1d", "gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}, "row merge"),
+    ("experts", "mixtral", {"r": 3, "target_modules": ["q_proj"], "target_parameters": STACKED}, "row merge"),
+    ("experts by module", "mixtral", {"r": 3, "target_modules": ["w1", "w2", "w3", "o_proj"]}, "row merge"),
+    ("experts' down", "olmoe", {"r": 2, "target_modules": [], "target_parameters": STACKED[1:]}, "row merge"),
+    ("experts, turned", "gpt-oss", {"r": 3, "target_modules": [], "target_parameters": STACKED}, "row merge"),
+    ("experts, hybrid", "qwen3-next", {"r": 3, "target_modules": [], "target_parameters": STACKED}, "row merge"),
+    ("parameter", "llama", {"r": 3, "target_modules": [], "target_parameters": ["o_proj.weight"]}, "row merge"),
     ("gaussian start", "llama", {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "gaussian"}, "row merge"),
 ]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -64,14 +65,20 @@ def over_experts(
     topk_weights: torch.Tensor,
     each: Sequence[Callable[[torch.Tensor], torch.Tensor]],
     width: int,
+    of_tokens: Callable[[torch.Tensor], AbstractContextManager[None]] | None = None,
 ) -> torch.Tensor:
-    """The sum of `experts`, float32 [N, width]; each[e] computes what expert e makes of its tokens."""
+    """The sum of `experts`, float32 [N, width]; each[e] computes what expert e makes of its tokens.
+
+    Args:
+        of_tokens: the context in which an expert computes these tokens.
+    """
     products = x.new_empty(*topk_ids.shape, width)
     for expert in topk_ids.unique().tolist():
         if not 0 <= expert < len(each):
             raise IndexError(f"expert ids must be in [0, {len(each)}), got {expert}")
         tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
-        products[tokens, slots] = each[expert](x[tokens])
+        with nullcontext() if of_tokens is None else of_tokens(tokens):
+            products[tokens, slots] = each[expert](x[tokens])
     total = x.new_zeros(len(x), width)
     for slot in range(topk_ids.shape[1]):
         term = topk_weights[:, slot, None] * products[:, slot]

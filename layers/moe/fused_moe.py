@@ -18,8 +18,9 @@ from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.kernels.reference.experts import UNGATED
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import ExpertWeights
+from llm.layers.lora import AdapterRows
 from llm.layers.moe.expert import ACTIVATIONS, FIRST_LAYER, Expert, together, weights_of
-from llm.layers.moe.method import UnquantizedFusedMoEMethod
+from llm.layers.moe.method import OfTokens, UnquantizedFusedMoEMethod
 from llm.layers.moe.router import Routing, make_router
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import FusedMoEMethodBase, QuantizationConfig
@@ -59,6 +60,9 @@ class FusedMoE(PluggableLayer):
         swiglu_limit: of the activation "swigluoai".
         tp: this layer's place in a tensor-parallel group.
         routing: how experts are chosen, see `make_router`.
+
+    Attributes:
+        adapter_rows: of the step, while a loaded adapter changes an expert.
 
     Raises:
         ValidationError: numbers that do not fit each other.
@@ -107,6 +111,7 @@ class FusedMoE(PluggableLayer):
         self.place_experts(None)
         self._is_watched = Watch(module for expert in self._experts for module in expert.modules())
         self._weights: ExpertWeights | None = None
+        self.adapter_rows: AdapterRows | None = None
 
     def _make_router(self, routing: Routing) -> nn.Module | None:
         return make_router(self.top_k, **routing) if self.custom_routing_function is None else None
@@ -197,6 +202,14 @@ class FusedMoE(PluggableLayer):
         if known is None or known.gate_up != gate_up or known.down != down:
             known = self._weights = together(gate_up, down)
         return known
+
+    def of_tokens(self) -> OfTokens | None:
+        """Opens the adapters of some of the step's tokens; None: no token has an adapter that changes an expert."""
+        rows = self.adapter_rows
+        slots = None if rows is None else rows.slots
+        if rows is None or slots is None:
+            return None
+        return lambda tokens: rows.of(slots[tokens])
 
     def stacked_parameter(self, expert: str, projection: str, last: str) -> tuple[str, str] | None:
         """The parameter, and the shard of it, that a checkpoint's tensor of one expert fills; None: the expert's own.

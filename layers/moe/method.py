@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,9 @@ from llm.kernels.weight import ExpertWeights
 from llm.layers.kernel_op import KernelOp
 from llm.quantization.base import FusedMoEMethodBase, WeightLoader
 
+# Token indices -> the context in which an expert computes them.
+OfTokens = Callable[[torch.Tensor], AbstractContextManager[None]]
+
 
 class ExpertLayer(Protocol):
     """What methods read of a layer of experts, which is a `FusedMoE`."""
@@ -27,13 +31,14 @@ class ExpertLayer(Protocol):
     @property
     def placed_experts(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]: ...
     def expert_weights(self) -> ExpertWeights | None: ...
+    def of_tokens(self) -> OfTokens | None: ...
 
 
 class ExpertsMethod(KernelOp, FusedMoEMethodBase):
     """Computes with the weights of the layer's `experts`, which are pairs of linear layers.
 
-    Where those cannot be given to one operation (they are hooked, or of several kinds) it calls them one by one, with
-    the same bits.
+    Where those cannot be given to one operation (they are hooked, of several kinds, or an adapter of a token changes
+    them) it calls them one by one, with the same bits.
     """
 
     operations = ("experts",)
@@ -68,9 +73,10 @@ class ExpertsMethod(KernelOp, FusedMoEMethodBase):
     def sum_of_experts(
         self, ops: Operations, layer: ExpertLayer, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        weights = layer.expert_weights()
+        of_tokens = layer.of_tokens()
+        weights = layer.expert_weights() if of_tokens is None else None
         if weights is None:
-            return over_experts(x, topk_ids, topk_weights, layer.placed_experts, layer.hidden_size)
+            return over_experts(x, topk_ids, topk_weights, layer.placed_experts, layer.hidden_size, of_tokens)
         if self._place.is_slow:
             chosen = topk_ids.unique().tolist()
             self._place.fetch(each.data for index in chosen for each in (weights.gate_up[index], weights.down[index]))

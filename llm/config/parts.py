@@ -113,7 +113,7 @@ class LoRAConfig:
     Attributes:
         max_loras: how many are in memory, and so in one step, at a time; rows with further ones wait.
         max_lora_rank: the largest rank of one.
-        lora_memory_bytes: what `max_loras` adapters of that rank for every matrix take at most.
+        lora_memory_bytes: what `max_loras` adapters of that rank for every matrix but experts' take at most.
     """
 
     max_loras: int

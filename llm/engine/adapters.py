@@ -22,6 +22,7 @@ from llm.kernels.backend import Backend
 from llm.kernels.lora import LoraTerm, LoraTerms
 from llm.layers.linear import LinearBase
 from llm.layers.lora import AdapterRows, LayerAdapters
+from llm.layers.moe import FusedMoE
 from llm.loading.adapters.folder import AdapterFolder, Pair
 from llm.loading.adapters.targets import LayerTarget, Targets, check_switchable
 from llm.loading.resolve import resolve_folder
@@ -43,16 +44,19 @@ class ModelAdapters:
 
     Attributes:
         tokens, lines: what the layers read: the slots of a step's tokens, and of the rows whose logits are computed.
+        change_experts: a loaded adapter changes experts: which of them compute is read in each step.
     """
 
     def __init__(self, model: nn.Module, config: LoRAConfig, backend: Backend) -> None:
         self.tokens, self.lines = AdapterRows(), AdapterRows()
+        self.change_experts = False
         self._targets = Targets(model)
         self._config = config
         self._backend = backend
         self._slots: dict[int, _Loaded] = {}
         self._widths: dict[LayerAdapters, tuple[int, bool]] = {}  # channels, whether it looks rows up
         self._checked: dict[str, tuple[Stamp, str]] = {}
+        self._experts: dict[LayerAdapters, FusedMoE] = {}
         self._unreached: dict[LayerAdapters, str] = {}  # the names of layers that no step with adapters has called
 
     def check(self, path: str) -> str:
@@ -63,8 +67,9 @@ class ModelAdapters:
         if known is not None and known[0] == stamp:
             return known[1]
         with AdapterFolder(folder_path) as folder:
-            check_switchable(folder, self._config.max_lora_rank)
-            for pair in self._targets.computed(folder):
+            pairs = self._targets.computed(folder)
+            check_switchable(folder, pairs, self._config.max_lora_rank)
+            for pair in pairs:
                 self._targets.find(folder, pair)
                 folder.matrices(pair)  # values that are not finite are told before any work starts
             digest = folder.digest()
@@ -120,7 +125,7 @@ class ModelAdapters:
         if bias is not None:
             packed = replace(packed, bias=bias)
         down = down.t().contiguous() if pair.is_lookup else down
-        term = LoraTerm(slot, target.first, pack(down), packed, folder.config.scale_of(pair.name))
+        term = LoraTerm(slot, target.first, pack(down), packed, folder.config.scale_of(pair.key))
         return self._layer(target, pair.is_lookup, pair.name), term
 
     def _layer(self, target: LayerTarget, is_lookup: bool, name_of: str) -> LayerAdapters:
@@ -133,7 +138,9 @@ class ModelAdapters:
             setattr(target.layer, name, found)
             width = target.layer.output_size if isinstance(target.layer, LinearBase) else target.channels
             self._widths[found] = width, is_lookup
-            if not target.is_head:
+            if target.experts is not None:  # which tokens reach one is not known before
+                self._experts[found] = target.experts
+            elif not target.is_head:
                 self._unreached[found] = name_of
         return found
 
@@ -145,6 +152,10 @@ class ModelAdapters:
                     by_layer[layer].append(term)
         for layer, terms in by_layer.items():
             layer.terms = LoraTerms(tuple(terms), *self._widths[layer]) if terms else None
+        changed = {self._experts[layer] for layer in self._experts if layer.terms is not None}
+        for experts in self._experts.values():
+            experts.adapter_rows = self.tokens if experts in changed else None
+        self.change_experts = bool(changed)
 
 
 def _stamp(folder: Path) -> Stamp:

@@ -313,7 +313,8 @@ class ModelRunner(ModelInspection, CacheRows):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [N, H] of the step's tokens; the next step may overwrite them."""
-        hidden = None if self.replay is None else self.replay.run(batch)
+        reads_experts = batch.adapter_ids is not None and self.adapters is not None and self.adapters.change_experts
+        hidden = None if self.replay is None or reads_experts else self.replay.run(batch)
         if hidden is not None:
             return hidden
         return self.model.forward(batch) if self.adapters is None else self._compute(batch)

@@ -22,8 +22,9 @@ def plan_adapters(
     """The adapters that rows can have (None: `enable_lora` is off), and what they leave of the free memory,
     of which there are `free` bytes, or what the platform says.
 
-    As many matrices as the checkpoint has, each with two of its sides by the largest rank. Weights of experts have no
-    adapters; in a checkpoint that packs its integers, a matrix may have more channels than its tensor shows.
+    As many matrices as the checkpoint has, each with two of its sides by the largest rank. Those of experts come on top:
+    few adapters have them, and they would be most of the sum. In a checkpoint that packs its integers, a matrix may have
+    more channels than its tensor shows.
     """
     free = platform.memory_free() if free is None else free
     if not args.enable_lora:
@@ -57,7 +58,7 @@ def adapter_reasons(args: EngineArgs, model: ReadModel) -> dict[str, str]:
     """Field name of `LoRAConfig` -> why it has its value."""
     if not args.enable_lora:
         return {"lora_config": args.why("enable_lora")}
-    most = "at most, by the checkpoint's tensors; taken when an adapter is first used"
+    most = "at most, by the checkpoint's tensors but those of experts; taken when an adapter is first used"
     return {
         "max_loras": args.why("max_loras"),
         "max_lora_rank": args.why("max_lora_rank"),

@@ -16,7 +16,13 @@ from tiny_models import TinyModel, make_prompts, reference_model, write_checkpoi
 from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, LLMError, OutOfMemoryError
 from llm.inputs import LoRARequest
+from llm.layers.moe import FusedMoE
 from llm.loading.adapters.config import AdapterConfig
+from llm.loading.adapters.experts import by_expert
+from llm.loading.adapters.folder import AdapterFolder
+from llm.loading.weight_map import WeightMap
+from llm.models.decoder.moe import down, gate_and_up
+from llm.models.interface import Cut
 
 # Stacked by key head in its checkpoint, with biases; and a layer of experts.
 FUSED = TinyModel("GPTBigCodeConfig", {
@@ -129,7 +135,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (edit(use_dora=True), "use_dora, which cannot be switched per row; merge"),
     (edit(peft_type="IA3"), "peft_type is 'IA3'"),
     (edit(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
-    (edit(target_parameters=["experts.w1"]), "asks for 'target_parameters'"),
+    (edit(arrow_config={"n": 1}), "asks for 'arrow_config'"),
     (edit(rank_pattern={"(a+)+b": 2}), "names of modules, or regular expressions"),
     (edit(lora_alpha="4"), "lora_alpha is '4'"),
     (tensors(lambda held: held.pop(f"{FIRST}.lora_B.weight")), "one of its two matrices"),
@@ -163,19 +169,113 @@ def test_what_cannot_be_used_is_named(
     assert enabled.generate([[5, 6]], PARAMS, use_tqdm=False)[0].finished
 
 
-def test_other_models_are_named(checkpoints: dict[str, Path], tmp_path: Path, enabled: LLM) -> None:
-    experts = reference_model(checkpoints["experts"])
-    folder = write_adapter(experts, tmp_path / "experts", ("q_proj",))
-    held = load_file(folder / "adapter_model.safetensors")
-    for part, shape in (("lora_A", (4, 48)), ("lora_B", (91, 4))):
-        held[f"base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.{part}.weight"] = torch.ones(shape)
+STACKED = "base_model.model.model.layers.0.mlp.experts"
+
+
+def stack_of(layer: str, count: int, inputs: int, channels: int, rank: int, seed: int) -> dict[str, torch.Tensor]:
+    """The pair of one parameter of all experts, in PEFT's layout."""
+    drawn = torch.Generator().manual_seed(seed)
+    return {
+        f"{layer}.lora_A.weight": torch.randn(count * rank, inputs, generator=drawn) / inputs**0.5,
+        f"{layer}.lora_B.weight": torch.randn(channels, count * rank, generator=drawn) / rank**0.5,
+    }
+
+
+def write_tensors(folder: Path, held: dict[str, torch.Tensor], **config: Any) -> LoRARequest:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 3, **config}))
     save_file(held, folder / "adapter_model.safetensors")
-    request = LoRARequest("a", 1, str(folder))
-    with (
-        LLM(checkpoints["experts"], skip_tokenizer_init=True, enable_lora=True) as llm,
-        pytest.raises(CheckpointError, match=r"experts\.0\.w1', .*cannot be switched per row"),
-    ):
-        llm.generate([[5]], PARAMS, lora_request=request, use_tqdm=False)
+    return LoRARequest(folder.name, 1 + len(folder.name), str(folder))
+
+
+def delta_of(held: dict[str, torch.Tensor], layer: str, count: int) -> torch.Tensor:
+    """[experts, channels, inputs], by PEFT's formula."""
+    first, second = held[f"{layer}.lora_A.weight"], held[f"{layer}.lora_B.weight"]
+    return torch.einsum(
+        "ore,eri->eoi", second.reshape(len(second), -1, count), first.reshape(count, -1, first.shape[1])
+    )
+
+
+def test_adapters_of_experts(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Stacked as transformers 5 has them, and by module as before; switched beside other rows, and merged."""
+    inner, outer = f"{STACKED}.base_layer", STACKED
+    held = {**stack_of(inner, 4, 48, 182, 4, 1), **stack_of(outer, 4, 91, 48, 2, 2)}
+    twice = {"rank_pattern": {r".*\.gate_up_proj": 4}, "alpha_pattern": {r".*\.gate_up_proj": 6}}
+    names = ["experts.gate_up_proj", "down_proj"]
+    stacked = write_tensors(tmp_path / "stacked", held, target_parameters=names, **twice)
+    old = f"{STACKED.replace('mlp', 'block_sparse_moe')}.2.w3"
+    one = write_tensors(tmp_path / "one", stack_of(old, 1, 48, 91, 2, 3))
+    plain, other = (reference_model.__wrapped__(checkpoints["experts"]) for _ in range(2))
+    experts = plain.model.layers[0].mlp.experts
+    experts.gate_up_proj.data += 1.5 * delta_of(held, inner, 4)
+    experts.down_proj.data += 1.5 * delta_of(held, outer, 4)
+    added = delta_of(load_file(tmp_path / "one" / "adapter_model.safetensors"), old, 1)
+    other.model.layers[0].mlp.experts.gate_up_proj.data[2, 91:] += 1.5 * added[0]
+    prompts = make_prompts(EXPERTS)[1:4]
+    rows: list[tuple[LoRARequest | None, Any]] = [
+        (stacked, plain),
+        (None, reference_model(checkpoints["experts"])),
+        (one, other),
+    ]
+    requests = [request for request, _ in rows]
+    with LLM(checkpoints["experts"], skip_tokenizer_init=True, enable_lora=True) as llm:
+        outputs = llm.generate(prompts, PARAMS, lora_request=requests, use_tqdm=False)
+        for (request, model), prompt, output in zip(rows, prompts, outputs, strict=True):
+            tokens, own = logprobs_of(llm, prompt, lora_request=request)
+            assert torch.allclose(own, expected_of(model, prompt, tokens), rtol=0, atol=1e-4)
+            again = output.outputs[0]
+            told = [item[t].logprob for item, t in zip(again.logprobs, again.token_ids, strict=True)]
+            assert again.token_ids == tokens
+            assert told == own.tolist() or not llm.config.invariant
+            if request is not None:
+                before = expected_of(rows[1][1], prompt, tokens)
+                assert not torch.allclose(own, before, rtol=0, atol=1e-3), "the adapter changes nothing"
+    for request, model in (rows[0], rows[2]):
+        with LLM(checkpoints["experts"], skip_tokenizer_init=True, merge_lora=request.lora_path) as llm:
+            tokens, own = logprobs_of(llm, prompts[0])
+        assert torch.allclose(own, expected_of(model, prompts[0], tokens), rtol=0, atol=1e-4)
+
+
+class Experts(torch.nn.Module):
+    """Of a model: three experts whose first matrix is square. Stored as [inputs, channels] if `is_turned`."""
+
+    def __init__(self, is_turned: bool) -> None:
+        super().__init__()
+        self.experts = FusedMoE(3, 1, 8, 4, params_dtype=torch.float32)
+        cuts: dict[str, Cut] = {"experts.gate_up_proj": gate_and_up, "experts.down_proj": down}
+        turned = {name: lambda part, cut=cut: cut(part.t()) for name, cut in cuts.items()}
+        self.stacked_weights = turned if is_turned else cuts
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_what_a_stack_of_experts_is_over(tmp_path: Path, is_turned: bool, is_exchanged: bool) -> None:
+    """Older versions of PEFT, and Llama 4 in the present one, have the first tensor over the channels."""
+    layers = {"experts.base_layer": (8, 8), "experts": (8, 4)}
+    held = {}
+    for seed, (layer, (channels, inputs)) in enumerate(layers.items()):
+        sides = (channels, inputs) if is_exchanged else (inputs, channels)
+        held |= stack_of(f"base_model.model.{layer}", 3, *sides, 2, seed)
+    weight_map = WeightMap(Experts(is_turned))
+    write_tensors(tmp_path / "both", held, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    with AdapterFolder(tmp_path / "both") as folder:
+        found = {pair.name: folder.matrices(pair) for pair in by_expert(folder, weight_map)}
+    assert len(found) == 9
+    for layer, names in (("experts.base_layer", ("gate_proj", "up_proj")), ("experts", ("down_proj",))):
+        delta = delta_of(held, f"base_model.model.{layer}", 3)
+        for index in range(3):
+            pairs = [found[f"experts.{index}.{name}"] for name in names]
+            own = torch.cat([up @ first for first, up, _ in pairs])
+            assert torch.allclose(own, delta[index].t() if is_exchanged else delta[index], atol=1e-6)
+    alone = {name: tensor for name, tensor in held.items() if "base_layer" in name}
+    write_tensors(tmp_path / "square", alone, target_parameters=["experts.gate_up_proj"])
+    write_tensors(tmp_path / "misfit", held, target_parameters=["experts.gate_up_proj", "experts.down_proj"], r=3)
+    for name, said in (("square", "all its sides are equal"), ("misfit", "3 experts with down_proj of 8 by 4 and")):
+        with AdapterFolder(tmp_path / name) as folder, pytest.raises(CheckpointError, match=said):
+            by_expert(folder, weight_map)
+
+
+def test_other_models_are_named(checkpoints: dict[str, Path], tmp_path: Path, enabled: LLM) -> None:
     other = write_adapter(reference_model(checkpoints["fused"]), tmp_path / "other", ("c_attn",))
     with pytest.raises(CheckpointError, match=r"no layer of this model.*trained for 'tiny'"):
         enabled.generate([[5]], PARAMS, lora_request=LoRARequest("b", 2, str(other)), use_tqdm=False)

@@ -30,6 +30,7 @@ _HARMLESS = frozenset(
     lora_dropout target_modules exclude_modules fan_in_fan_out bias use_rslora modules_to_save init_lora_weights
     layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_config megatron_core loftq_config eva_config
     corda_config lora_ga_config use_dora qalora_group_size lora_bias runtime_config ensure_weight_tying
+    target_parameters
     """.split()
 )
 # Starts for which PEFT changes the base model's weights too, so that the adapter does not belong to the checkpoint.
@@ -51,6 +52,7 @@ class AdapterConfig:
         bias: "none"; "all" or "lora_only": biases of the base model were trained too.
         fan_in_fan_out: the base model stores these weights as [K, N].
         lora_bias: the second matrix has a bias.
+        target_parameters: ends of the paths of parameters that were adapted by themselves, as stacked experts are.
     """
 
     base: str = ""
@@ -63,6 +65,7 @@ class AdapterConfig:
     bias: str = "none"
     fan_in_fan_out: bool = False
     lora_bias: bool = False
+    target_parameters: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
@@ -102,6 +105,7 @@ class AdapterConfig:
             bias=bias,
             fan_in_fan_out=reader.boolean("fan_in_fan_out", False),
             lora_bias=reader.boolean("lora_bias", False),
+            target_parameters=tuple(reader.names("target_parameters") or ()),
         )
         # Of what is not known, nothing that is off changes a number.
         unknown = sorted(
@@ -113,6 +117,11 @@ class AdapterConfig:
                 "(merge_and_unload) and load the model that is saved."
             )
         return found
+
+    def parameters_of(self, module: str) -> list[str]:
+        """The parameters of this module that `target_parameters` names, by PEFT's rule."""
+        pairs = [(path, path.rpartition(".")[2]) for path in self.target_parameters]
+        return sorted({name for path, name in pairs if f".{module}.{name}".endswith(f".{path}")})
 
     def rank_of(self, module: str) -> int:
         return _of_module(self.rank_pattern, module, self.rank)

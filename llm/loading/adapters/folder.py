@@ -18,10 +18,12 @@ from llm.base.errors import CheckpointError
 from llm.base.text import list_names, quote
 from llm.loading.adapters.config import AdapterConfig, is_adapter
 from llm.loading.checkpoint import Checkpoint, TensorInfo
+from llm.models.interface import Cut
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _CHUNK = 1 << 20
+_KEPT = 4  # tensors of all experts: two pairs of a layer
 # The end of a tensor's name -> what it is of its module.
 _PARTS = {
     "lora_A.weight": "down",
@@ -35,6 +37,36 @@ _PARTS = {
 
 
 @dataclass(frozen=True)
+class ExpertPart:
+    """One expert's matrices in a pair of tensors of all experts, see `experts.py`.
+
+    Attributes:
+        index, count: of the expert, and how many there are.
+        is_exchanged: the first tensor is over the channels, and the second over the inputs.
+        is_turned, cut, place: how the checkpoint stores one expert's parameter, into what it is cut, and which one.
+        channels, inputs: of the matrix.
+    """
+
+    index: int
+    count: int
+    is_exchanged: bool
+    is_turned: bool
+    cut: Cut
+    place: int
+    channels: int
+    inputs: int
+
+    def of(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(down [rank, inputs], up [channels, rank])."""
+        down = first.unflatten(0, (self.count, -1))[self.index]
+        up = second.unflatten(1, (-1, self.count))[:, :, self.index]
+        if self.is_exchanged:
+            down, up = up.t(), down.t()
+        _, rows = list(self.cut(up.t() if self.is_turned else up))[self.place]
+        return down.contiguous(), rows.contiguous()
+
+
+@dataclass(frozen=True)
 class Pair:
     """The tensors of one module.
 
@@ -43,6 +75,8 @@ class Pair:
         down, up: their names in the file: [rank, K] and [N, rank].
         is_lookup: of an embedding table; then K is the number of ids.
         up_bias, magnitude: "": there is none.
+        key: what the patterns of the configuration are compared with.
+        part: the tensors are of all experts, and this is one of them; None: they are of this module alone.
     """
 
     name: str
@@ -51,6 +85,8 @@ class Pair:
     is_lookup: bool
     up_bias: str = ""
     magnitude: str = ""
+    key: str = ""
+    part: ExpertPart | None = None
 
 
 class AdapterFolder:
@@ -69,6 +105,7 @@ class AdapterFolder:
             raise CheckpointError(f"{folder} is no adapter: it has no adapter_config.json")
         self.config = AdapterConfig.read(folder)
         self._checkpoint = Checkpoint.of_file(_weights(folder))
+        self._last: dict[str, torch.Tensor] = {}
         by_module: dict[str, dict[str, str]] = {}
         self.replaced: dict[str, str] = {}
         for name in self._checkpoint.tensors:
@@ -115,11 +152,18 @@ class AdapterFolder:
         down, up = parts.get("lora_embedding_A" if is_lookup else "lora_A.weight"), parts.get("up")
         if down is None or up is None:
             raise CheckpointError(f"{self.folder}: {quote(module)} has one of its two matrices, and needs both")
-        return Pair(module, down, up, is_lookup, parts.get("up_bias", ""), parts.get("magnitude", ""))
+        return Pair(module, down, up, is_lookup, parts.get("up_bias", ""), parts.get("magnitude", ""), module)
 
     def check_shapes(self, pair: Pair, inputs: int, channels: int) -> None:
         """Raise `CheckpointError` unless the matrices are floats that fit a layer [channels, inputs]."""
-        rank = self.config.rank_of(pair.name)
+        rank, part = self.config.rank_of(pair.key), pair.part
+        if part is not None:
+            if (part.inputs, part.channels) != (inputs, channels):
+                raise CheckpointError(
+                    f"the adapter in {self.folder} does not fit this model: {quote(pair.name)} is {part.channels} by "
+                    f"{part.inputs} in it, the model has {channels} by {inputs}."
+                )
+            return
         wanted = {pair.down: (rank, inputs), pair.up: (channels, rank), pair.up_bias: (channels,)}
         for name, shape in wanted.items():
             if not name:
@@ -138,11 +182,23 @@ class AdapterFolder:
 
     def matrices(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(down, up, the bias of up) as stored, in a type that the kernels read; 64 bits become 32."""
-        down, up = _narrow(self.load(pair.down)), _narrow(self.load(pair.up))
+        if pair.part is None:
+            down, up = self.load(pair.down), self.load(pair.up)
+        else:
+            down, up = pair.part.of(self._kept(pair.down), self._kept(pair.up))
+        down, up = _narrow(down), _narrow(up)
         for name, tensor in ((pair.down, down), (pair.up, up)):
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{self.folder}: {quote(name)} has values that are not finite.")
         return down, up, self.load(pair.up_bias).float() if pair.up_bias else None
+
+    def _kept(self, name: str) -> torch.Tensor:
+        """A tensor of all experts, which is kept until those of the next layer are read."""
+        if name not in self._last:
+            if len(self._last) == _KEPT:
+                self._last.clear()
+            self._last[name] = self.load(name)
+        return self._last[name]
 
     def digest(self) -> str:
         """SHA-256 of both files: adapters with the same digest give the same answers."""

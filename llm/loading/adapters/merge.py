@@ -13,9 +13,11 @@ from torch import nn
 
 from llm.base.errors import CheckpointError
 from llm.base.text import list_names, quote
+from llm.loading.adapters.experts import by_expert
 from llm.loading.adapters.folder import AdapterFolder, Pair
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.source import Tensors
+from llm.loading.stacked import per_expert
 from llm.loading.weight_map import WeightMap
 
 _INSTEAD = "pass LLM(enable_lora=True) and lora_request in each call"
@@ -35,7 +37,7 @@ class MergedTensors:
         self._tensors = tensors
         self._adapter = adapter
         self._map = WeightMap(model)
-        self._pairs = {self._map.target(f"{name}.weight"): pair for name, pair in adapter.pairs.items()}
+        self._pairs = {self._map.target(f"{pair.name}.weight"): pair for pair in by_expert(adapter, self._map)}
         self._replaced = {self._map.target(name): tensor for name, tensor in adapter.replaced.items()}
         every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
         shared = {name for name, parameter in model.named_parameters() if sum(parameter is one for one in every) > 1}
@@ -56,7 +58,7 @@ class MergedTensors:
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises `CheckpointError` at the end if the adapter has a module that the checkpoint does not."""
         left = {target: pair.name for target, pair in self._pairs.items()} | self._replaced
-        for name, tensor in self._tensors.stream():
+        for name, tensor in self._pieces():
             target = self._map.target(name)
             if left.pop(target, None) is None:
                 yield name, tensor
@@ -74,6 +76,15 @@ class MergedTensors:
                 f"does not have as floats{trained}."
             )
 
+    def _pieces(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The checkpoint's tensors; stacked ones expert by expert, where the adapter changes experts."""
+        changes = any(pair.part is not None for pair in self._pairs.values())
+        for name, tensor in self._tensors.stream():
+            if changes:
+                yield from per_expert(name, tensor, self._map)
+            else:
+                yield name, tensor
+
     def _replacement(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         own = self._adapter.load(name)
         if own.shape != tensor.shape:
@@ -88,7 +99,7 @@ class MergedTensors:
         channels, inputs = reversed(tensor.shape) if pair.is_lookup else tensor.shape
         self._adapter.check_shapes(pair, inputs, channels)
         down, up, _ = self._adapter.matrices(pair)
-        delta = self._adapter.config.scale_of(pair.name) * (up.float() @ down.float())
+        delta = self._adapter.config.scale_of(pair.key) * (up.float() @ down.float())
         total = tensor.float() + (delta.t() if pair.is_lookup else delta)
         if pair.magnitude:
             total *= (self._magnitude(pair, channels) / total.norm(dim=1)).unsqueeze(1)

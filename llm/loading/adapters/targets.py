@@ -5,7 +5,7 @@ Owns the refusals: a module that no layer here can add to is named, with the way
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from llm.base.text import list_names, quote
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
+from llm.loading.adapters.experts import by_expert
 from llm.loading.adapters.folder import AdapterFolder, Pair
 from llm.loading.weight_map import WeightMap
 from llm.quantization.absorbed import AbsorbedLinearMethod
@@ -31,6 +32,7 @@ class LayerTarget:
         layer: the linear layer or the table.
         is_head: the table as the LM head, whose input are hidden states.
         arrange: brings the rows of the second matrix into the order of the layer's; None: they are.
+        experts: the layer of experts that the layer is a part of.
     """
 
     layer: LinearBase | VocabParallelEmbedding
@@ -39,6 +41,7 @@ class LayerTarget:
     channels: int
     inputs: int
     arrange: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    experts: FusedMoE | None = None
 
 
 class Targets:
@@ -49,11 +52,11 @@ class Targets:
         # A tied LM head has the embedding's module under a second name.
         self._modules = dict(model.named_modules(remove_duplicate=False))
         blocks = [module for module in model.modules() if isinstance(module, FusedMoE)]
-        self._of_experts = {id(layer) for block in blocks for layer in block.modules()}
+        self._of_experts = {id(layer): block for block in blocks for layer in block.modules()}
 
     def computed(self, folder: AdapterFolder) -> list[Pair]:
         """The pairs of layers that are computed: not of what the model leaves out, such as an encoder's unused head."""
-        return [pair for pair in folder.pairs.values() if not self._map.ignores(f"{pair.name}.weight")]
+        return [pair for pair in by_expert(folder, self._map) if not self._map.ignores(f"{pair.name}.weight")]
 
     def find(self, folder: AdapterFolder, pair: Pair) -> LayerTarget:
         """The target of a pair whose shapes are checked; raises `CheckpointError` if there is none."""
@@ -65,7 +68,8 @@ class Targets:
             first = 0 if index is None else sum(layer.output_sizes[:index])
             channels = layer.output_size if index is None else layer.output_sizes[index]
             arrange = self._map.restacking(target)
-            found = LayerTarget(layer, False, first, channels, layer.input_size, arrange)
+            experts = self._of_experts.get(id(layer))
+            found = LayerTarget(layer, False, first, channels, layer.input_size, arrange, experts)
         elif isinstance(layer, VocabParallelEmbedding) and layer.is_plain:
             width, ids = layer.embedding_dim, layer.num_embeddings
             if pair.is_lookup:
@@ -78,15 +82,12 @@ class Targets:
         return found
 
     def _adds(self, layer: LinearBase) -> bool:
-        """Whether the layer itself computes: experts are one call, and latent attention reads `kv_b_proj` in parts."""
-        is_read = id(layer) in self._of_experts or isinstance(layer.quant_method, AbsorbedLinearMethod)
-        return layer.tp_size == 1 and not is_read
+        """Whether the layer itself computes: latent attention reads `kv_b_proj` in parts."""
+        return layer.tp_size == 1 and not isinstance(layer.quant_method, AbsorbedLinearMethod)
 
     def _refusal(self, folder: AdapterFolder, pair: Pair, layer: nn.Module | None) -> CheckpointError:
         if layer is None and not any(name.startswith(f"{pair.name}.") for name in self._modules):
             what = "which is no layer of this model by itself"
-        elif id(layer) in self._of_experts:
-            what = "which is of an expert"
         else:
             what = f"a {type(layer).__name__}" if layer is not None else "which holds layers"
         base = f" (it was trained for {quote(folder.config.base)})" if folder.config.base else ""
@@ -96,7 +97,7 @@ class Targets:
         )
 
 
-def check_switchable(folder: AdapterFolder, max_lora_rank: int) -> None:
+def check_switchable(folder: AdapterFolder, pairs: Sequence[Pair], max_lora_rank: int) -> None:
     """Raise `CheckpointError` for what only merging can do, and for a rank that was not planned for."""
     config, name = folder.config, folder.folder
     if config.use_dora or any(pair.magnitude for pair in folder.pairs.values()):
@@ -107,7 +108,7 @@ def check_switchable(folder: AdapterFolder, max_lora_rank: int) -> None:
             f"the adapter in {name} has whole tensors ({why}: {list_names(folder.replaced, 3)}), which cannot be "
             f"switched per row; {_MERGE}."
         )
-    rank = max(config.rank_of(module) for module in folder.pairs)
+    rank = max((config.rank_of(pair.key) for pair in pairs), default=0)
     if rank > max_lora_rank:
         raise CheckpointError(
             f"the adapter in {name} has rank {rank} and max_lora_rank is {max_lora_rank}; pass "
