@@ -37,6 +37,9 @@ class Asked:
         """`outputs`, with `content`, `reasoning` and `tool_calls`."""
         return self._reader.read(outputs, self._choice)
 
+    def read_one(self, output: RequestOutput) -> None:
+        self._reader.read([output], self._choice)
+
     def before(self, tell: Callable[[RequestOutput], object] | None) -> Callable[[RequestOutput], object] | None:
         """`tell`, with outputs that have been read."""
         return self._reader.before(tell, self._choice)
@@ -100,3 +103,11 @@ class ChatOptions:
         )
         reader = preprocessor.reply_reader(rendering.chat_template, choice.parser(own.tool_parser), shown is not None)
         return Asked(prompts, choice.constrained(params, shown, default), reader, choice)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """One conversation in the place of a prompt; `ask` makes it one."""
+
+    messages: object
+    options: ChatOptions

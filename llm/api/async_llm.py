@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from itertools import count
 from types import TracebackType
 
+from llm.api.asking import ChatOptions, ChatPrompt, Rendering, Tools
 from llm.api.checks import check_priority
 from llm.api.engine_thread import Call, EngineThread
 from llm.api.facade import LLM
 from llm.base.checks import refuse
 from llm.base.errors import EngineClosedError
 from llm.base.names import known_names
+from llm.base.types import JsonObject
+from llm.config.argument_check import CALLS
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
@@ -108,6 +111,35 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._thread.leave(call)
+
+    @known_names("AsyncLLM.chat", CALLS)
+    def chat(
+        self,
+        messages: Sequence[object],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[JsonObject] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        priority: int = 0,
+        tool_parser: str | None = "auto",
+        tool_choice: str | JsonObject | None = None,
+        parallel_tool_calls: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for one conversation; the arguments are those of `LLM.chat`.
+
+        The last output has `content`, `reasoning` and `tool_calls`, of the whole reply also where `output_kind` is
+        DELTA.
+        """
+        rendering = Rendering(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        may_call = Tools(tools, tool_choice, parallel_tool_calls, tool_parser)
+        prompt = ChatPrompt(messages, ChatOptions(rendering, may_call, tokenization_kwargs))
+        return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
 
     def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs after the tasks that were ready: gathered requests reach the thread together, and start in one step."""

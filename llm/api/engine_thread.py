@@ -18,13 +18,14 @@ from functools import partial
 from time import perf_counter
 
 from llm.api.adapters import give_adapters
+from llm.api.asking import Asked, ChatPrompt
 from llm.api.flow import FlowHost
-from llm.api.told import Told
+from llm.api.told import Reading, Told
 from llm.base.errors import EngineClosedError, LLMError, ValidationError
 from llm.engine.engine import Engine
 from llm.engine.prompts import list_prompts
 from llm.engine.request import without_frames
-from llm.engine.rows import RefusedRow
+from llm.engine.rows import RefusedRow, Row
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import RequestOutputKind, SamplingParams
@@ -162,23 +163,32 @@ class EngineThread:
             if call.request_id in self._live:
                 problem = f"request_id must be the id of no unfinished request, got {call.request_id!r}."
                 raise ValidationError(problem, parameter="request_id", value=call.request_id)
-            prompts = list_prompts(call.prompt)
-            if len(prompts) != 1:
-                message = f"generate takes one prompt, got {len(prompts)}; call it for each."
-                raise ValidationError(message, parameter="prompt", value=len(prompts))
-            default = self._llm.get_default_sampling_params
-            [row] = self._llm._preprocessor.checked_rows(prompts, call.params, default, call.tokenization_kwargs)
-            if isinstance(row, RefusedRow):
-                raise row.error
+            row, read = self._row(call)
             give_adapters(engine, [row], call.lora_request)
         except Exception as error:
             del self._waiting[call]
             _answer([(call, error.with_traceback(None))])
             return
         kind = row.params.output_kind
-        call.told = Told(engine.add(row, streaming=kind is not RequestOutputKind.FINAL_ONLY), kind)
+        call.told = Told(engine.add(row, streaming=kind is not RequestOutputKind.FINAL_ONLY), kind, read)
         self._live[call.request_id] = call
         del self._waiting[call]
+
+    def _row(self, call: Call) -> tuple[Row, Reading | None]:
+        """The row of a prompt or a conversation, and what reads its reply."""
+        preprocessor, default = self._llm._preprocessor, self._llm.get_default_sampling_params
+        asked: Asked | None = None
+        if isinstance(call.prompt, ChatPrompt):
+            asked = call.prompt.options.ask(preprocessor, call.prompt.messages, call.params, default)
+        listed = list_prompts(call.prompt if asked is None else asked.prompts)
+        if len(listed) != 1:
+            message = f"generate takes one prompt, got {len(listed)}; call it for each."
+            raise ValidationError(message, parameter="prompt", value=len(listed))
+        params = call.params if asked is None else asked.params
+        [row] = preprocessor.checked_rows(listed, params, default, call.tokenization_kwargs)
+        if isinstance(row, RefusedRow):
+            raise row.error
+        return row, None if asked is None else asked.read_one
 
     def _abort(self, request_id: str, engine: Engine) -> None:
         call = self._live.get(request_id)

@@ -7,19 +7,22 @@ early, its request is dropped.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from llm.api.adapters import give_adapters
+from llm.api.asking import ChatOptions, Rendering, Tools
 from llm.api.host import Host
 from llm.base.errors import GenerationInterrupted, LLMError, ValidationError
 from llm.base.names import known_names
+from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
 from llm.config.elsewhere import ASKS_NOTHING
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.rows import Row
 from llm.inputs import LoRARequest
+from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
 
 _ELSEWHERE = {
@@ -39,12 +42,41 @@ class StreamingHost(Host, Protocol):
     def stream_state(
         self,
         prompt: object,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: LoRARequest | None = None,
-    ) -> Iterator[PromptState]: ...
+    ) -> Generator[PromptState, None, None]: ...
     def _abort_if_idle(self) -> None: ...
     def _drop(self, *states: PromptState) -> None: ...
+
+
+class ChatStream(Iterator[str]):
+    """The pieces of one reply. Closing or dropping it ends the request.
+
+    Attributes:
+        output: the whole, read as `LLM.chat` reads it, after the last piece; None before.
+    """
+
+    def __init__(self, states: Generator[PromptState, None, None], read: Callable[[RequestOutput], None]) -> None:
+        self.output: RequestOutput | None = None
+        self._states = states
+        self._read = read
+        self._pieces: list[str] = []
+        self._error: Exception | None = None
+
+    def __next__(self) -> str:
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            state = next(self._states)
+            self._pieces, self._error = state.completions[0].pieces, state.completions[0].request.error
+            if state.finished:
+                self.output = state.output()
+                self._read(self.output)
+        return self._pieces.pop(0)
+
+    def close(self) -> None:
+        self._states.close()
 
 
 class Streaming:
@@ -69,14 +101,40 @@ class Streaming:
             if error is not None:
                 raise error
 
+    @known_names("LLM.stream_chat", {**CALLS, "use_tqdm": "a stream shows no bar"})
+    def stream_chat(
+        self: StreamingHost,
+        messages: Sequence[object],
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[JsonObject] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        tool_parser: str | None = "auto",
+        tool_choice: str | JsonObject | None = None,
+        parallel_tool_calls: bool = True,
+    ) -> ChatStream:
+        """As `stream`, for one conversation; the arguments are those of `chat`. After the last piece, `output` of what
+        is returned has `content`, `reasoning` and `tool_calls`; the pieces are all that is generated."""
+        self._open_engine()
+        rendering = Rendering(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        may_call = Tools(tools, tool_choice, parallel_tool_calls, tool_parser)
+        options = ChatOptions(rendering, may_call, tokenization_kwargs)
+        asked = options.ask(self._preprocessor, messages, sampling_params, self.get_default_sampling_params)
+        return ChatStream(self.stream_state(asked.prompts, asked.params, lora_request=lora_request), asked.read_one)
+
     @known_names("LLM.stream_state", _ELSEWHERE)
     def stream_state(
         self: StreamingHost,
         prompt: object,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: LoRARequest | None = None,
-    ) -> Iterator[PromptState]:
+    ) -> Generator[PromptState, None, None]:
         """As `stream`, but yields the prompt's state whenever there is new text, and once at the end."""
         state: PromptState | None = None
         try:

@@ -5,11 +5,14 @@ Owns `output_kind`: all of the answer so far, what is new of it, or all of it on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llm.engine.output import PromptState
 from llm.outputs import CompletionOutput, RequestOutput
 from llm.sampling_params import RequestOutputKind
+
+Reading = Callable[[RequestOutput], None]
 
 
 @dataclass
@@ -17,12 +20,14 @@ class Told:
     """A request, and how much of each of its completions was told.
 
     Attributes:
+        read: what reads the whole of it; None: nothing does.
         texts: what streaming has given of each completion.
         told: tokens and characters of each that outputs have had.
     """
 
     state: PromptState
     kind: RequestOutputKind
+    read: Reading | None = None
     texts: list[str] = field(default_factory=list)
     told: list[tuple[int, int]] = field(default_factory=list)
 
@@ -40,6 +45,8 @@ class Told:
             return None
         output = self.state.output()
         output.request_id = name
+        if self.read is not None and output.finished:
+            self.read(output)
         for index, own in enumerate(output.outputs):
             self._advance(index, own)
         return output

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from embedded import open_llm
+from embedded import assert_idle, open_llm
 
-from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
+from llm import (
+    LLM,
+    AsyncLLM,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    ValidationError,
+)
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker
 from llm.replies.calls import Found, ToolCall
@@ -220,6 +230,46 @@ def test_of_parallel_calls_the_first_is_kept(llm: LLM) -> None:
     assert len(answer(llm, text).tool_calls) == 2
     assert len(answer(llm, text, parallel_tool_calls=False).tool_calls) == 1
     assert answer(llm, text, tool_choice="none").tool_calls == []
+
+
+def test_streamed_and_gathered_chats_call_as_chat_does(llm: LLM) -> None:
+    choices: list[Any] = ["required", named("forecast"), "none"]
+    params = SamplingParams(max_tokens=120, seed=4)
+    given: dict[str, Any] = {"chat_template": QWEN, "tools": TWO, "parallel_tool_calls": False}
+    expected = [llm.chat(ASK, params, use_tqdm=False, tool_choice=choice, **given)[0].outputs[0] for choice in choices]
+    assert [len(own.tool_calls) for own in expected[:2]] == [1, 1]
+
+    for choice, own in zip(choices, expected, strict=True):
+        stream = llm.stream_chat(ASK, params, tool_choice=choice, **given)
+        assert stream.output is None
+        assert "".join(stream) == own.text and stream.output is not None
+        assert vars(stream.output.outputs[0]) == vars(own)
+    with pytest.raises(ValidationError, match="names 'forcast', which is none of the tools"):
+        llm.stream_chat(ASK, params, tool_choice=named("forcast"), **given)
+    with pytest.raises(ValidationError, match="stream takes one prompt, got 2"):
+        next(llm.stream_chat([ASK, ASK], params, **given))
+    left = llm.stream_chat(ASK, SamplingParams(max_tokens=90, ignore_eos=True), chat_template=QWEN)
+    next(left)
+    del left
+    assert_idle(llm)
+
+    async def gather() -> list[list[RequestOutput]]:
+        async def told(choice: Any, kind: RequestOutputKind) -> list[RequestOutput]:
+            own = dataclasses.replace(params, output_kind=kind)
+            return [output async for output in engine.chat(ASK, own, tool_choice=choice, **given)]
+
+        kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA)
+        return await asyncio.gather(*(told(choice, kind) for choice in choices for kind in kinds))
+
+    with AsyncLLM(llm) as engine:
+        for index, outputs in enumerate(asyncio.run(asyncio.wait_for(gather(), 60))):
+            whole, last = expected[index // 2], outputs[-1].outputs[0]
+            assert (last.tool_calls, last.content, last.reasoning) == (whole.tool_calls, whole.content, whole.reasoning)
+            assert "".join(output.outputs[0].text for output in outputs if index % 2) in ("", whole.text)
+            assert index % 2 or last.text == whole.text
+        wrong = engine.chat(ASK, params, tool_choice="must", **given)
+        with pytest.raises(ValidationError, match="tool_choice must be 'auto', 'none', 'required' or"):
+            asyncio.run(asyncio.wait_for(anext(wrong), 60))
 
 
 def test_chats_of_a_job_have_tools_and_reasoning(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
