@@ -22,9 +22,9 @@ def plan_adapters(
     """The adapters that rows can have (None: `enable_lora` is off), and what they leave of the free memory,
     of which there are `free` bytes, or what the platform says.
 
-    As many matrices as the checkpoint has, each with two of its sides by the largest rank. Those of experts come on top:
-    few adapters have them, and they would be most of the sum. In a checkpoint that packs its integers, a matrix may have
-    more channels than its tensor shows.
+    As many matrices as the checkpoint has, each with two of its sides by the largest rank. Those of experts come on
+    top: few adapters have them, and they would be most of the sum. In a checkpoint that packs its integers, a matrix
+    may have more channels than its tensor shows.
     """
     free = platform.memory_free() if free is None else free
     if not args.enable_lora:
