@@ -15,6 +15,7 @@
 // counted from position 0. One thread reduces scores over channels in order and outputs over keys in order. A key that
 // a query does not see takes no part in that query's arithmetic.
 #include "attention_int8.h"
+#include "attention_latent.h"
 #include "attention_tiles.h"
 #include "kinds.h"
 #include "parallel.h"
@@ -188,17 +189,16 @@ template <class T> class Attention {
     void stage_latent(const Task& task, Span seen, int64_t first, float* keys, float* values) const {
         const int64_t size = layer.head_size, value_size = layer.value_size();
         const int64_t stride = size + (IS_CODE ? LATENT_SCALE_BYTES : 0);
-        for (int64_t position = seen.first; position < seen.end; ++position) {
-            const T* from = key_cache + step.slot(task.row, position) * stride;
-            float *value = values + (position - first) * value_size, *key = keys + position - first;
-            LatentScales scales{};
-            if constexpr (IS_CODE) std::memcpy(&scales, from + size, LATENT_SCALE_BYTES);
-            const float latent = widen(scales.latent), rope = widen(scales.rope);
-            for (int64_t i = 0; i < value_size; ++i) value[i] = IS_CODE ? widen(from[i]) * latent : widen(from[i]);
-            for (int64_t i = 0; i < value_size; ++i) key[i * LANES] = value[i];
-            for (int64_t i = value_size; i < size; ++i)
-                key[i * LANES] = IS_CODE ? widen(from[i]) * rope : widen(from[i]);
+        LatentRows<T> rows{};
+        rows.first = seen.first - first, rows.end = seen.end - first;
+        for (int64_t lane = rows.first; lane < rows.end; ++lane) {
+            rows.from[lane] = key_cache + step.slot(task.row, first + lane) * stride;
+            LatentScales scales{{0x3f80}, {0x3f80}};  // 1
+            if constexpr (IS_CODE) std::memcpy(&scales, rows.from[lane] + size, LATENT_SCALE_BYTES);
+            rows.latent[lane] = widen(scales.latent), rows.rope[lane] = widen(scales.rope);
         }
+        stage_channels(rows, rows.latent, 0, value_size, keys, values);
+        stage_channels(rows, rows.rope, value_size, size, keys, nullptr);
     }
 
     // Advances all query rows over the block of positions that begins at `start`.
