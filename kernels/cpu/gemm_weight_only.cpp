@@ -68,16 +68,19 @@ template <class Call, int... J> LLM_INLINE void for_each(const Call& call, std::
 
 constexpr int FEW_ROWS = 6;
 #if LLM_AVX512
-constexpr int panels_for(int rows) { return rows <= 3 ? 4 : 2; }
+template <Form FORM> constexpr int panels_for(int rows) { return rows <= 3 ? 4 : 2; }
 #elif LLM_NEON
-constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
+template <Form FORM> constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
 #else
-constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+// Scales and shifts of four panels would not stay in registers.
+template <Form FORM> constexpr int panels_for(int rows) {
+    return rows == 1 ? (FORM == Form::PLAIN ? 4 : 2) : rows == 2 ? 2 : 1;
+}
 #endif
 
 // Few batch rows, whole steps in every group: weights go from memory straight to the FMA.
 template <Code CODE, Form FORM, int ROWS> __attribute__((noinline)) void few_rows(const Product& p, int64_t panel) {
-    constexpr int PANELS = panels_for(ROWS), STEP = step_of(CODE);
+    constexpr int PANELS = panels_for<FORM>(ROWS), STEP = step_of(CODE);
     const Lookup<CODE> lookup(p);
     const uint8_t* b[PANELS];
     F32 acc[ROWS][PANELS];
@@ -152,18 +155,18 @@ template <Code CODE, Form FORM> void few_rows(const Product& p, const Tasks& tas
 #if LLM_AVX2
                 if constexpr (CODE == Code::FLOAT8)
                     if (scales_below(p, panel, end, SMALL_SCALES)) {
-                        for (; panel < end; panel += panels_for(ROWS))
+                        for (; panel < end; panel += panels_for<FORM>(ROWS))
                             few_rows<Code::FLOAT8_SMALL, FORM, ROWS>(p, panel);
                         return;
                     }
                 if constexpr (FORM == Form::ZEROS)
                     if (zeros_scale(p, panel, end)) {
-                        for (; panel < end; panel += panels_for(ROWS))
+                        for (; panel < end; panel += panels_for<Form::SCALED_ZEROS>(ROWS))
                             few_rows<CODE, Form::SCALED_ZEROS, ROWS>(p, panel);
                         return;
                     }
 #endif
-                for (; panel < end; panel += panels_for(ROWS)) few_rows<CODE, FORM, ROWS>(p, panel);
+                for (; panel < end; panel += panels_for<FORM>(ROWS)) few_rows<CODE, FORM, ROWS>(p, panel);
             }
         });
     });
