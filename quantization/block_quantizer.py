@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from llm.quantization.float_quantizer import parts_of, square_errors
+from llm.quantization.float_quantizer import largest_of, parts_of, square_errors
 from llm.quantization.quantizer import Quantized
 
 GROUP = 32
@@ -28,7 +28,7 @@ def quantize_q8_0(weight: torch.Tensor) -> Quantized:
     """Rounds to nearest, halves away from zero. Raises ValueError: a weight is not finite, or too large."""
     result = _empty(weight)
     for rows, groups in parts_of(weight, GROUP):
-        scale = _largest(groups).abs() / 127
+        scale = largest_of(groups) / 127
         x = groups * _inverse(scale)
         # As ggml-quants.c and `gguf` round: the magnitude's floor, plus one where twice the rest reaches one.
         magnitude = x.abs()
@@ -42,7 +42,7 @@ def quantize_q4_0(weight: torch.Tensor) -> Quantized:
     """The value of the largest magnitude becomes -8. Raises ValueError: a weight is not finite, or too large."""
     result = _empty(weight)
     for rows, groups in parts_of(weight, GROUP):
-        scale = _largest(groups) / -8
+        scale = _signed_largest(groups) / -8
         codes = torch.trunc(groups * _inverse(scale) + 8.5).clamp_(0, _MOST_CODE) - 8
         _put(result, rows, groups, codes, scale)
     return result
@@ -59,7 +59,7 @@ def quantize_q4_k(weight: torch.Tensor) -> Quantized:
     result = _empty(weight)
     result.minimum = torch.empty_like(result.scale)
     for rows, groups in parts_of(weight, GROUP):
-        if (_largest(groups).abs() > _LARGEST).any():
+        if (largest_of(groups) > _LARGEST).any():
             raise ValueError(_BEYOND)
         x = groups.reshape(-1, SUPER_BLOCK // GROUP, GROUP)
         step, least = _best_lines(x)
@@ -77,12 +77,10 @@ def _empty(weight: torch.Tensor) -> Quantized:
     return Quantized(q, torch.empty(rows, columns // GROUP), 0.0, 0.0)
 
 
-def _largest(groups: torch.Tensor) -> torch.Tensor:
-    """The value of the largest magnitude, with its sign; the first of several."""
-    found = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
-    if not found.isfinite().all():
-        raise ValueError("holds NaN or infinite values and cannot be quantized")
-    return found
+def _signed_largest(groups: torch.Tensor) -> torch.Tensor:
+    """The value of the largest magnitude, with its sign; the first of several. Raises ValueError: one is not finite."""
+    largest_of(groups)
+    return groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import torch
 
 from llm.quantization.quantizer import Quantized
-from llm.quantization.tables import doubled_fp4, nf4
+from llm.quantization.tables import nf4
 
 _LARGEST_FLOAT8 = 448.0
-# Of e2m1, by code. Halfway values round to the even code.
-_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_LARGEST_FP4 = 6.0
 _LARGEST_EXPONENT = 2
+# Of a float32's bits.
+_SIGN_BIT, _EXPONENT_BITS, _EXPONENT_STEP, _ONE = -(1 << 31), 0xFF << 23, 1 << 23, 127 << 23
 # So that half of a scale is still a byte of MXFP4, and above it nothing is infinite.
 _EXPONENTS = (-126, 100)
 # A weight is quantized this many elements at a time.
@@ -31,7 +32,7 @@ def quantize_float8(weight: torch.Tensor, group_size: int) -> Quantized:
     q = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     result = Quantized(q, torch.empty(rows, columns // group_size), 0.0, 0.0)
     for part, groups in parts_of(weight, group_size):
-        largest = _largest(groups)
+        largest = largest_of(groups)
         scale = torch.where(largest == 0, torch.ones_like(largest), largest / _LARGEST_FLOAT8)
         found = (groups / scale).clamp_(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(q.dtype)
         q[part], result.scale[part] = found.view(-1, columns), scale[..., 0]
@@ -48,21 +49,19 @@ def quantize_mxfp4(weight: torch.Tensor, group_size: int) -> Quantized:
     rows, columns = weight.shape
     q = torch.empty(rows, columns, dtype=torch.int8)
     result = Quantized(q, torch.empty(rows, columns // group_size), 0.0, 0.0)
-    table = doubled_fp4()
     for part, groups in parts_of(weight, group_size):
-        largest = _largest(groups)
+        largest = largest_of(groups)
         exponent = (torch.frexp(largest)[1] - 1 - _LARGEST_EXPONENT).clamp_(*_EXPONENTS)
-        tried = []
-        for power in (exponent, exponent + 1):
-            half = torch.ldexp(torch.ones(power.shape), power - 1)
-            codes = _nearest_fp4(groups / (2 * half))
-            tried.append((half, codes, table[codes.long()] * half))
-        errors = [(groups - value).square_().sum(-1, keepdim=True) for _, _, value in tried]
-        half, codes, value = (
-            torch.where(errors[0] <= errors[1], first, second) for first, second in zip(*tried, strict=True)
-        )
-        q[part], result.scale[part] = (codes - 8).view(-1, columns), half[..., 0]
-        square_errors(result, groups, value)
+        scales = [torch.ldexp(torch.ones(exponent.shape), power) for power in (exponent, exponent + 1)]
+        tried = [_nearest_fp4(groups / scale) for scale in scales]
+        errors = [
+            torch.addcmul(groups, value, scale, value=-1).square_().sum(-1, keepdim=True)
+            for value, scale in zip(tried, scales, strict=True)
+        ]
+        first = errors[0] <= errors[1]
+        scale, value = torch.where(first, *scales), torch.where(first, *tried)
+        q[part], result.scale[part] = (_codes_of_fp4(value) - 8).view(-1, columns), 0.5 * scale[..., 0]
+        square_errors(result, groups, value * scale)
     return result
 
 
@@ -74,13 +73,16 @@ def quantize_nf4(weight: torch.Tensor, group_size: int) -> Quantized:
     rows, columns = weight.shape
     result = Quantized(torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, columns // group_size), 0.0, 0.0)
     table = nf4()
-    borders = (table[1:] + table[:-1]) / 2
+    borders = ((table[1:] + table[:-1]) / 2).tolist()
     for part, groups in parts_of(weight, group_size):
-        largest = _largest(groups)
+        largest = largest_of(groups)
         scale = torch.where(largest == 0, torch.ones_like(largest), largest)
-        codes = torch.bucketize(groups / scale, borders)
-        result.q[part], result.scale[part] = (codes - 8).to(torch.int8).view(-1, columns), scale[..., 0]
-        square_errors(result, groups, table[codes] * scale)
+        x = groups / scale
+        codes = torch.zeros(x.shape, dtype=torch.int8)
+        for border in borders:  # comparisons of a part in the L2 cache are faster than `torch.bucketize`
+            codes += (x > border).view(torch.int8)
+        result.q[part], result.scale[part] = (codes - 8).view(-1, columns), scale[..., 0]
+        square_errors(result, groups, table[codes.int()] * scale)
     return result
 
 
@@ -92,19 +94,30 @@ def parts_of(weight: torch.Tensor, group_size: int) -> Iterator[tuple[slice, tor
         yield rows, weight[rows].float().unflatten(1, (-1, group_size))
 
 
-def _largest(groups: torch.Tensor) -> torch.Tensor:
+def largest_of(groups: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each group, [..., 1]. Raises ValueError: a value is not finite."""
     largest = groups.abs().amax(dim=-1, keepdim=True)
     if not largest.isfinite().all():
         raise ValueError("holds NaN or infinite values and cannot be quantized")
     return largest
 
 
-def _nearest_fp4(values: torch.Tensor) -> torch.Tensor:
-    """The code of the nearest value, int8; beyond 6 it is that of 6."""
-    halfway = (_FP4[1:] + _FP4[:-1]) / 2
-    halfway[1::2] = torch.nextafter(halfway[1::2], torch.zeros(()))  # from the odd code on, a tie goes up
-    codes = torch.bucketize(values.abs().contiguous(), halfway).to(torch.int8)
-    return codes + 8 * (values < 0).to(torch.int8)
+def _nearest_fp4(x: torch.Tensor) -> torch.Tensor:
+    """The nearest value of e2m1; halfway the one with the even code; beyond 6 it is 6."""
+    x = x.clamp(-_LARGEST_FP4, _LARGEST_FP4).add_(0.0)  # -0 + 0 is 0
+    # Neighbours below 2 differ by a half, above it by half of the power of two below them.
+    power = (x.view(torch.int32) & _EXPONENT_BITS).clamp_(min=_ONE)
+    step = power.sub_(_EXPONENT_STEP).view(torch.float32)
+    return (x / step).round_().mul_(step)
+
+
+def _codes_of_fp4(values: torch.Tensor) -> torch.Tensor:
+    """The codes of values of e2m1, int8; that of -0 is 8."""
+    bits = values.view(torch.int32)
+    # From 1 on a code is the exponent and the first bit of the mantissa; below it there are 0 and a half.
+    codes = ((bits & ~_SIGN_BIT) >> 22) - ((_ONE >> 22) - 2)
+    codes = torch.where(codes < 2, (values.abs() * 2).to(torch.int32), codes)
+    return (codes + 8 * (bits < 0)).to(torch.int8)
 
 
 def square_errors(result: Quantized, groups: torch.Tensor, value: torch.Tensor) -> None:
