@@ -1,0 +1,108 @@
+"""Another engine's side of `bench_rivals.py`, in an interpreter that has it: `rival_child.py ENGINE < task`.
+
+The task is JSON: `{"model": path, "workloads": {name: {"prompts": [[token ids]], "first": [[token ids]], "new": n}}}`.
+One line of JSON is printed: seconds of each workload, and of start-up. This file imports nothing of offline-llm.
+"""
+
+import json
+import os
+import sys
+from time import perf_counter
+
+THREADS = len(os.sched_getaffinity(0))
+ROWS, LONGEST = 256, 1024
+
+
+def measure(generate, workloads):
+    """Seconds of each workload: of one new token per prompt of `first`, where it has such prompts, and of the whole.
+
+    `generate(prompts, new)` gives the new tokens of each prompt, as many as were asked for.
+    """
+    generate([[5] * 8], 2)
+    found = {}
+    for name, work in workloads.items():
+        seconds = [0.0]
+        if work["first"]:
+            started = perf_counter()
+            generate(work["first"], 1)
+            seconds[0] = perf_counter() - started
+        started = perf_counter()
+        tokens = generate(work["prompts"], work["new"])
+        seconds.append(perf_counter() - started)
+        if any(len(row) != work["new"] for row in tokens):
+            raise RuntimeError(f"{name}: rows have {sorted({len(row) for row in tokens})} tokens, not {work['new']}")
+        found[name] = seconds
+    return found
+
+
+def vllm(model):
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": f"0-{THREADS - 1}"}
+    from vllm import LLM, SamplingParams
+
+    options = {"max_model_len": LONGEST, "max_num_seqs": ROWS, "skip_tokenizer_init": True}
+    llm = LLM(model, dtype="float32", **options)
+
+    def generate(prompts, new):
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)]
+
+    return generate
+
+
+def openvino(model):
+    import numpy as np
+    import openvino
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.enable_prefix_caching, scheduler.max_num_seqs = 2, True, ROWS
+    pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": THREADS})
+
+    def generate(prompts, new):
+        config = genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False, eos_token_id=0)
+        asked = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        return [found.m_generation_ids[0] for found in pipeline.generate(asked, [config] * len(asked))]
+
+    return generate
+
+
+def llama_cpp(model):
+    from llama_cpp_child import LlamaCpp
+
+    return LlamaCpp(model, rows=ROWS, tokens=32 * LONGEST).generate
+
+
+def transformers(model):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(THREADS)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    loaded.generation_config.eos_token_id, loaded.generation_config.pad_token_id = None, 0
+
+    def generate(prompts, new):
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.inference_mode():
+            found = loaded.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+        return found[:, longest:].tolist()
+
+    return generate
+
+
+ENGINES = {function.__name__: function for function in (vllm, openvino, llama_cpp, transformers)}
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    started = perf_counter()
+    generate = ENGINES[sys.argv[1]](task["model"])
+    found = {"load": perf_counter() - started, **measure(generate, task["workloads"])}
+    print("\n" + json.dumps(found), flush=True)
+    os._exit(0)  # some engines' worker processes do not end by themselves
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this file
+    main()

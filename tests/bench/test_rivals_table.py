@@ -1,0 +1,46 @@
+"""The tables of `bench_rivals.py`: what is measured, what a cell says, and where they go."""
+
+from __future__ import annotations
+
+import bench_experts as experts
+import bench_rivals as rivals
+import pytest
+from rival_child import measure
+
+
+def test_an_engine_must_give_all_tokens_that_were_asked_for() -> None:
+    asked = []
+
+    def generate(prompts: list[list[int]], new: int) -> list[list[int]]:
+        asked.append((len(prompts), new))
+        return [[7] * min(new, 5) for _ in prompts]
+
+    work = {"w1": {"prompts": [[1]], "first": [[2]], "new": 5}, "w2": {"prompts": [[1], [2]], "first": [], "new": 4}}
+    found = measure(generate, work)
+    assert asked == [(1, 2), (1, 1), (1, 5), (2, 4)]
+    assert found.keys() == work.keys() and found["w2"][0] == 0.0 and min(map(max, found.values())) > 0
+    work["w2"]["new"] = 6
+    with pytest.raises(RuntimeError, match=r"w2: rows have \[5\] tokens, not 6"):
+        measure(generate, work)
+
+
+def test_a_line_has_medians_and_their_range_and_nothing_where_nothing_ran() -> None:
+    large, small = rivals.CONTESTANTS[3], rivals.CONTESTANTS[-1]
+    assert (large.name, large.workloads) == ("offline-llm, w8a16", "w1")
+    rounds = [{"load": 1.0, "w1": (0.1, 0.1 + 127 * token)} for token in (0.03, 0.02, 0.0216)]
+    one = [{"load": 0.25, "w4": (0.0, 2.0)}]
+    first, second = rivals.section([(large, rounds), (small, one)], 3).split("\n\n")[1:]
+    assert first.splitlines()[2] == "| offline-llm, w8a16 | 100 | 21.6 (20-30) |  |  | 1 |"
+    assert second.splitlines()[2] == "| llama.cpp, Q8_0 | 8192 | 0.25 |"
+
+
+def test_every_round_asks_for_other_ids() -> None:
+    one, other = (rivals.workloads_of(rivals.CONTESTANTS[0], rep) for rep in (0, 1))
+    assert list(one) == ["w1", "w2", "w3"] and [bool(work["first"]) for work in one.values()] == [True, False, False]
+    assert all(one[name]["prompts"] != other[name]["prompts"] for name in one)
+    assert one["w1"]["prompts"] != one["w1"]["first"]
+
+
+def test_the_readme_has_the_place_once() -> None:
+    text = (experts.ROOT / "README.md").read_text(encoding="utf-8")
+    assert [text.count(mark) for mark in rivals.MARKS] == [1, 1]
