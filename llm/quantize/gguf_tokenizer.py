@@ -103,10 +103,10 @@ def _pre_tokenizer(saved: JsonObject) -> str | None:
         return "gpt-2"
     if [step["type"] for step in before] == ["Digits"] and not ignores:
         return "smollm"
-    if [step["type"] for step in before] == ["Split"]:
-        expression = before[0]["pattern"].get("Regex")
+    if {step["type"] for step in before} == {"Split"}:
+        found = tuple(step["pattern"].get("Regex") for step in before)
         for name, known in EXPRESSIONS.items():
-            if known == expression and (name in IGNORES_MERGES) == ignores:
+            if found in (known, (known,)) and (name in IGNORES_MERGES) == ignores:
                 return name
     raise LLMError("this tokenizer splits text by a rule that has no name in GGUF that is known here.")
 

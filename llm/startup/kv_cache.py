@@ -59,4 +59,6 @@ def check_cache(
     scales = "; a scale per token and KV head" if heads else "; a scale per token of each part of the latent vector"
     if static is not None and static.dtype == dtype:
         scales = ""
-    return f"{scales}; {size:,} bytes per token in all layers"
+    # Of both types int8 alone is multiplied as integers, and of heads alone.
+    widened = "" if heads and dtype == torch.int8 else "; widened to float32 to be read: it saves memory, not time"
+    return f"{scales}; {size:,} bytes per token in all layers{widened}"

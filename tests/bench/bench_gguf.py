@@ -29,6 +29,8 @@ import torch
 MARKS = ("<!-- llama.cpp -->", "<!-- end of llama.cpp -->")
 SHAPE = "qwen2.5-0.5b"
 SCHEMES = {"Q8_0": "q8_0", "Q4_K": "q4_k"}
+# With int8 activations, as llama.cpp has them.
+REQUANTIZED = {"Q8_0": "w8a8", "Q4_K": "w4a8"}
 MODELS = {"tiny": "the embedded model", SHAPE: "Qwen2.5-0.5B's shape"}
 
 
@@ -61,6 +63,7 @@ def child(args: argparse.Namespace) -> int:
 
     file = Path(args.file)
     options: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_dtype": "float32", "speculative_config": None}
+    options["requantize"] = args.requantize
     with LLM(file, max_model_len=128, max_num_seqs=experts.ROWS, enable_prefix_caching=False, **options) as llm:
 
         def generate(prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -99,9 +102,10 @@ def run(args: argparse.Namespace) -> int:
             task = {"file": str(file), "prompts": prompts, "new": experts.NEW_TOKENS, "runs": experts.RUNS}
             script = str(Path(__file__).with_name("llama_cpp_child.py"))
             theirs = started([args.llama_python, script, json.dumps(task)], "")
-            ours = started([sys.executable, __file__, "child", "--file", str(file)], json.dumps(theirs["tokens"]))
-            rows.append((name, kind, ours, theirs))
-            print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+            own = [sys.executable, __file__, "child", "--file", str(file)]
+            for label, more in ((kind, []), (f"{kind} as {REQUANTIZED[kind]}", ["--requantize", REQUANTIZED[kind]])):
+                rows.append((name, label, started(own + more, json.dumps(theirs["tokens"])), theirs))
+                print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     text = table(rows)
     print(text)
     if args.readme:
@@ -141,9 +145,9 @@ def section(text: str) -> str:
         The same GGUF files, of `save_quantized`, here and in llama.cpp, on {len(os.sched_getaffinity(0))}
         cores of {experts.cpu()}: ours, then llama.cpp's. w1 is a prompt of {experts.STREAM_PROMPT} and
         {experts.NEW_TOKENS} new tokens, w2 {experts.ROWS} prompts of {experts.LENGTHS[0]} to {experts.LENGTHS[1]}.
-        "Same tokens" is the share of w2's greedy tokens before a row's first difference; the gap there is our logprob
-        of our token less that of llama.cpp's, which rounds activations to 8 bits. `tests/bench/bench_gguf.py` measures
-        it."""
+        "as w8a8" is `LLM(file, requantize="w8a8")`, with int8 activations. "Same tokens" is the share of w2's greedy
+        tokens before a row's first difference; the gap there is our logprob of our token less that of llama.cpp's,
+        which rounds activations to 8 bits. `tests/bench/bench_gguf.py` measures it."""
     return f"\n{textwrap.fill(' '.join(intro.split()), 120)}\n\n{text}\n"
 
 
@@ -154,6 +158,8 @@ def main() -> int:
         command = commands.add_parser(name)
         command.set_defaults(run=function)
         command.add_argument("--file" if name == "child" else "--folder", required=True)
+        if name == "child":
+            command.add_argument("--requantize")
         if name == "run":
             command.add_argument("--llama-python", required=True, help="interpreter with llama-cpp-python")
             command.add_argument("--only", help=f"of {', '.join(MODELS)}, with commas")

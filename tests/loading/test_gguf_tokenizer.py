@@ -88,6 +88,8 @@ def test_special_tokens_around_a_text(sentencepiece: tuple[FastTokenizer, dict])
         ("smollm", "ab12", ["ab", "1", "2"]),
         ("tekken", "helloWorld 12", ["hello", "World", " ", "1", "2"]),
         ("gpt-4o", "helloWorld 1234", ["hello", "World", " ", "123", "4"]),
+        ("deepseek-v3", "ab \u4e2d\u6587x 1234 (y", ["ab", " ", "\u4e2d\u6587", "x", " ", "123", "4", " (", "y"]),
+        ("deepseek-coder", "ab. 12\n", ["ab", ".", " ", "1", "2", "\n"]),
     ],
 )
 def test_texts_are_split_by_the_rule(pre: str, text: str, words: list[str]) -> None:

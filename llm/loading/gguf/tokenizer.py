@@ -36,14 +36,24 @@ _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_RES
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
 _TEKKEN = _CASED % ("", "", r"\p{N}")
 _GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
-# tokenizer.ggml.pre -> the expression; None: GPT-2's own. "digits": single digits are split off first.
-EXPRESSIONS: Mapping[str, str | None] = {
+# DeepSeek's, one after the other: digits, Chinese and Japanese, and the rest.
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+# tokenizer.ggml.pre -> the expression, or several; None: GPT-2's own. "digits": single digits are split off first.
+EXPRESSIONS: Mapping[str, str | tuple[str, ...] | None] = {
     **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jina-es", "jina-de"), None),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), "digits"),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    "deepseek-coder": _DEEPSEEK_CODER,
 }
 # A word that is a token as a whole is taken as it is, whatever the merges say.
 IGNORES_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
@@ -90,12 +100,10 @@ class _Reader:
             digits = [pre_tokenizers.Digits(individual_digits=True)] if expression else []
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, level]) if digits else level
         else:
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Split(Regex(expression), behavior="isolated"),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-                ]
-            )
+            several = (expression,) if isinstance(expression, str) else expression
+            splits = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in several]
+            level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
         if self._pre in ("qwen2", "deepseek-r1-qwen"):
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.decoder = decoders.ByteLevel()
