@@ -89,9 +89,12 @@ def _column(value: object) -> object:
 
 
 def _plain(value: object) -> object:
-    """One-dimensional arrays, series, columns and tensors as lists; anything else (such as 2-D token ids) unchanged."""
+    """One-dimensional arrays, series, columns and tensors as lists, and pyarrow's scalars as Python's; anything else
+    (such as 2-D token ids) unchanged."""
     if hasattr(value, "to_pylist"):  # pyarrow
         return value.to_pylist()
+    if hasattr(value, "as_py"):
+        return value.as_py()
     if hasattr(value, "to_list") and not hasattr(value, "tolist"):  # polars
         return value.to_list()
     return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", None) == 1 else value

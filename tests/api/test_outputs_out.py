@@ -89,3 +89,4 @@ def test_tables_are_prompts(llm: LLM) -> None:
     arrow = pytest.importorskip("pyarrow")
     table = arrow.Table.from_pandas(frame)
     assert tokens(run(llm, table)) == tokens(run(llm, table["prompt"])) == expected
+    assert tokens(list(llm.generate_iter(table["prompt"], GREEDY, ordered=True))) == expected
