@@ -44,12 +44,12 @@ class ModelAdapters:
 
     Attributes:
         tokens, lines: what the layers read: the slots of a step's tokens, and of the rows whose logits are computed.
-        change_experts: a loaded adapter changes experts: which of them compute is read in each step.
+        change_experts, change_head: a loaded adapter changes experts, the LM head.
     """
 
     def __init__(self, model: nn.Module, config: LoRAConfig, backend: Backend) -> None:
         self.tokens, self.lines = AdapterRows(), AdapterRows()
-        self.change_experts = False
+        self.change_experts = self.change_head = False
         self._targets = Targets(model)
         self._config = config
         self._backend = backend
@@ -57,6 +57,7 @@ class ModelAdapters:
         self._widths: dict[LayerAdapters, tuple[int, bool]] = {}  # channels, whether it looks rows up
         self._checked: dict[str, tuple[Stamp, str]] = {}
         self._experts: dict[LayerAdapters, FusedMoE] = {}
+        self._heads: list[LayerAdapters] = []
         self._unreached: dict[LayerAdapters, str] = {}  # the names of layers that no step with adapters has called
 
     def check(self, path: str) -> str:
@@ -138,6 +139,8 @@ class ModelAdapters:
             setattr(target.layer, name, found)
             width = target.layer.output_size if isinstance(target.layer, LinearBase) else target.channels
             self._widths[found] = width, is_lookup
+            if target.is_head:
+                self._heads.append(found)
             if target.experts is not None:  # which tokens reach one is not known before
                 self._experts[found] = target.experts
             elif not target.is_head:
@@ -156,6 +159,7 @@ class ModelAdapters:
         for experts in self._experts.values():
             experts.adapter_rows = self.tokens if experts in changed else None
         self.change_experts = bool(changed)
+        self.change_head = any(head.terms is not None for head in self._heads)
 
 
 def _stamp(folder: Path) -> Stamp:

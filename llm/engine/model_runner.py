@@ -327,7 +327,8 @@ class ModelRunner(ModelInspection, CacheRows):
         return self.adapters.compute(lambda: forward(batch), batch.adapter_ids)
 
     def _new_replay(self) -> DecodeReplay:
-        is_recorded = self.adapters is None and type(self).compute_logits is ModelRunner.compute_logits
+        is_plain = self.adapters is None or not self.adapters.change_head
+        is_recorded = is_plain and type(self).compute_logits is ModelRunner.compute_logits
         head = partial(RecordedHead, self.backend, self.compute_logits, self._vocab_size) if is_recorded else None
         return DecodeReplay(self.model, self.backend, self.batch.max_blocks, self._compute, head)
 
