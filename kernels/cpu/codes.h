@@ -5,6 +5,8 @@
 // gemm_int8.cpp and gemm_int4.cpp. Those of 8-bit floats are [k][16].
 #pragma once
 
+#include <utility>
+
 #include "weight.h"
 
 namespace llm {
@@ -20,6 +22,11 @@ constexpr int step_of(Code code) { return is_nibble(code) ? 8 : 4; }
 // Where value j of a step is within its 32 bits of an output channel. A nibble is stored plus 8; k and k + 4 share a
 // byte.
 constexpr int nibble_bit(int j) { return j < 4 ? 8 * j : 8 * (j - 4) + 4; }
+
+// Calls call(std::integral_constant j) for j = 0 ... N - 1.
+template <class Call, int... J> LLM_INLINE void for_each(const Call& call, std::integer_sequence<int, J...>) {
+    (call(std::integral_constant<int, J>{}), ...);
+}
 
 // `Opened<CODE>::value<J>()` is value J of a step, as a float, plus VALUE_BIAS and divided by VALUE_DIVISOR: both are
 // powers of two, so that what undoes them is exact. `Lookup<CODE>` is what all steps of a weight share.

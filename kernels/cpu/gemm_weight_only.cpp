@@ -6,9 +6,8 @@
 // rows, weights become float32 in registers just before they are multiplied. For more, a block of k is widened once
 // into the L2 cache and shared by a block of row tiles.
 #include <cmath>
-#include <utility>
 
-#include "codes.h"
+#include "exact_scales.h"
 
 namespace llm {
 namespace {
@@ -58,11 +57,6 @@ template <Code CODE, Form FORM> struct Grid {
         return VALUE_BIAS<CODE> || FORM == Form::SCALED_ZEROS ? fma(value, scale, shift) : value * scale;
     }
 };
-
-// Calls call(std::integral_constant j) for j = 0 ... N - 1.
-template <class Call, int... J> LLM_INLINE void for_each(const Call& call, std::integer_sequence<int, J...>) {
-    (call(std::integral_constant<int, J>{}), ...);
-}
 
 #if !defined(LLM_PLAIN)
 
@@ -148,6 +142,10 @@ inline bool zeros_scale(const Product& p, int64_t panel, int64_t end) {
 #endif
 
 template <Code CODE, Form FORM> void few_rows(const Product& p, const Tasks& tasks) {
+#if LLM_AVX2
+    constexpr bool SHORT = FORM == Form::PLAIN && (CODE == Code::INT4 || CODE == Code::WHOLES);
+    const bool in_range = SHORT && p.m <= 2 && inputs_in_range(p);
+#endif
     tasks.run([&](int64_t, int64_t panel, int64_t end) {
         with_rows(p.m, [&](auto rows) {
             constexpr int ROWS = decltype(rows)::value;
@@ -159,6 +157,15 @@ template <Code CODE, Form FORM> void few_rows(const Product& p, const Tasks& tas
                             few_rows<Code::FLOAT8_SMALL, FORM, ROWS>(p, panel);
                         return;
                     }
+                if constexpr (SHORT && ROWS <= 2) {
+                    int64_t pair = panel;
+                    const bool narrow = p.scale_kind == Kind::FLOAT16;
+                    if (in_range && scales_may_be_short(p, panel))
+                        while (pair < end &&
+                               (narrow ? exact_rows<CODE, ROWS, true> : exact_rows<CODE, ROWS, false>)(p, pair))
+                            pair += 2;
+                    if (pair >= end) return;
+                }
                 if constexpr (FORM == Form::ZEROS)
                     if (zeros_scale(p, panel, end)) {
                         for (; panel < end; panel += panels_for<Form::SCALED_ZEROS>(ROWS))

@@ -64,10 +64,12 @@ def random_scale(n: int, k: int, size: int) -> torch.Tensor:
     return torch.rand(n, -(-k // size)) * torch.logspace(-44, 30, n)[:, None]
 
 
-def check(lib: library.Library, ours: packed.PanelWeight, twin: Weight, exact: torch.Tensor, m: int) -> None:
-    """`exact` [N, K] is what the weight stands for."""
+def check(
+    lib: library.Library, ours: packed.PanelWeight, twin: Weight, exact: torch.Tensor, m: int, size: float = 1.0
+) -> None:
+    """`exact` [N, K] is what the weight stands for; `size` that of the inputs."""
     n, k = exact.shape
-    x, bias, ids = torch.randn(m, k), torch.randn(n), torch.tensor([n - 1, 0, n // 2])
+    x, bias, ids = size * torch.randn(m, k), size * torch.randn(n), torch.tensor([n - 1, 0, n // 2])
     of_floats = replace(packed.pack(lib, exact), bias=bias)
     assert torch.equal(bits(linear.linear(lib, x, replace(ours, bias=bias))), bits(linear.linear(lib, x, of_floats)))
     assert torch.equal(ours.dequantize(), exact) and torch.equal(twin.dequantize(), exact)
@@ -118,6 +120,24 @@ def test_products_with_a_table(lib: library.Library, name: str, m: int, n: int, 
     check(lib, ours, twin, table[codes.long() + 8] * spread(scale, size)[:, :k], m)
     other = replace(ours, table=table.flip(0))
     assert not torch.equal(other.dequantize(), ours.dequantize())
+
+
+# What some scales of the second group are, beside the short ones; and the size of the inputs.
+@pytest.mark.parametrize("odd", [0.0, -1.5, 2.0**-30, 2.0**-31, 2.0**16, 2.0**17, 1 + 2.0**-15, 1e-40])
+@pytest.mark.parametrize("size", [1.0, 2.0**-76, 2.0**-85, 2.0**-140, 2.0**22])
+def test_scales_whose_products_are_exact(lib: library.Library, odd: float, size: float) -> None:
+    """AVX2 multiplies integers where scales have 15 bits, of one and two rows; on both sides of where it may."""
+    n, k = 90, 64
+    codes = torch.randint(-8, 8, (n, k), dtype=torch.int8)
+    scale = torch.randn(n, 2).half().float() * 2.0 ** torch.randint(-12, 5, (n, 1))
+    scale[39:, 1] = odd
+    for m, table in ((1, None), (2, TABLES["wholes"])):
+        ours, twin = (
+            replace(pack.scaled(scale, None, 32), table=table)
+            for pack in (packed.pack(lib, codes, "int4"), reference.pack(codes, "int4"))
+        )
+        values = codes.float() if table is None else table[codes.long() + 8]
+        check(lib, ours, twin, values * spread(scale, 32), m, size)
 
 
 def test_what_is_no_8_bit_weight_is_refused(lib: library.Library) -> None:
