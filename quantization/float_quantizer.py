@@ -59,7 +59,7 @@ def quantize_mxfp4(weight: torch.Tensor, group_size: int) -> Quantized:
             for value, scale in zip(tried, scales, strict=True)
         ]
         first = errors[0] <= errors[1]
-        scale, value = torch.where(first, *scales), torch.where(first, *tried)
+        scale, value = (torch.where(first, pair[0], pair[1]) for pair in (scales, tried))
         q[part], result.scale[part] = (_codes_of_fp4(value) - 8).view(-1, columns), 0.5 * scale[..., 0]
         square_errors(result, groups, value * scale)
     return result
