@@ -1,12 +1,15 @@
 """Decode steps of the operations that keep a state per request, beside the memory's speed.
 
-Part of `python -m llm kernels bench`. A step reads and writes each row's state once, so it can be no faster than those
-bytes at the rate of a loop that reads and writes memory in place. The states of several layers take turns: together
-they are larger than the caches. Sizes are those of published models.
+Part of `python -m llm kernels bench`. A step reads and writes each row's state once, so it can be no faster than a loop
+that reads and writes the same memory in place; the two are timed in turns. The states of several layers take turns:
+together they are larger than the caches. A layer whose state is in the caches already is timed too: what it takes is
+arithmetic and the fixed cost of a call, which are most of a step where the state is small. Sizes are those of published
+models.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -18,6 +21,7 @@ from llm.kernels.backend import Backend, Operations
 
 _COLD_BYTES = 192 << 20
 _ROWS = (1, 16)
+_REPEATED = 8
 
 Step = Callable[[Operations, torch.Tensor, RecurrentMetadata], torch.Tensor]
 
@@ -32,53 +36,57 @@ class Case:
 
 
 def run(backend: Backend, seconds: float) -> Iterator[str]:
-    """Lines of a table: microseconds of a step of one layer, and of the bytes of its states at the memory's rate."""
-    rate = _in_place_rate(seconds)
-    threads = torch.get_num_threads()
-    yield f"states in decode steps, {threads} threads; memory is read and written at {rate / 1e9:.1f} GB/s"
-    yield f"{'':<34}{'rows':>5}{'MB':>8}{'us':>10}{'floor us':>10}{'x floor':>9}"
+    """Lines of a table: microseconds of a step of one layer, from memory and from the caches, and of the bytes of its
+    states at the memory's rate."""
+    yield f"states in decode steps, {torch.get_num_threads()} threads; the floor is of states read and written in place"
+    yield f"{'':<34}{'rows':>5}{'MB':>8}{'us':>10}{'cached':>10}{'floor us':>10}{'x floor':>9}{'GB/s':>8}"
     for case in CASES:
         for rows in _ROWS:
             nbytes = 4 * rows * torch.Size(case.shape).numel()
-            took, floor = _best(backend, case, rows, seconds), 2 * nbytes / rate
-            times = f"{took * 1e6:>10.1f}{floor * 1e6:>10.1f}{took / floor:>9.2f}"
+            took, cached, floor = (1e6 * time for time in _best(backend, case, rows, seconds))
+            times = f"{took:>10.1f}{cached:>10.1f}{floor:>10.1f}{took / floor:>9.2f}{2 * nbytes / floor / 1e3:>8.1f}"
             yield f"{case.name:<34}{rows:>5}{nbytes / 1e6:>8.2f}{times}"
 
 
-def _best(backend: Backend, case: Case, rows: int, seconds: float) -> float:
-    """Seconds of one layer's step, recorded where the backend records."""
+def _best(backend: Backend, case: Case, rows: int, seconds: float) -> tuple[float, float, float]:
+    """Seconds of one layer's step, recorded where the backend records; of one whose state was just used; of PyTorch's
+    `x *= 1` over the states, with as many threads."""
     nbytes = 4 * rows * torch.Size(case.shape).numel()
-    layers = [torch.randn(rows, *case.shape) for _ in range(max(1, _COLD_BYTES // nbytes))]
+    states = torch.randn(1, rows, *case.shape).repeat(max(1, _COLD_BYTES // nbytes), *[1] * (1 + len(case.shape)))
     counts = torch.arange(rows + 1, dtype=torch.int32)
     lengths = torch.full((rows,), 9, dtype=torch.int32)
     metadata = RecurrentMetadata(torch.arange(rows), counts, lengths, [1] * rows, [9] * rows)
-    step = case.make(rows)
+    step, last = case.make(rows), states[-1:].expand(_REPEATED, *states.shape[1:])
 
-    def pass_over() -> object:
-        return [step(backend.ops, state, metadata) for state in layers]
+    def pass_over(layers: torch.Tensor) -> None:
+        for state in layers:
+            step(backend.ops, state, metadata)
 
     with torch.inference_mode():
-        if backend.records:
-            with backend.record() as program:
-                pass_over()
-            return _least(program.run, seconds) / len(layers)
-        return _least(pass_over, seconds) / len(layers)
+        passes = [_prepared(backend, lambda layers=layers: pass_over(layers)) for layers in (states, last)]  # type: ignore[misc]
+        took, cached, floor = _least([*passes, lambda: states.mul_(1.0)], seconds)
+    return took / len(states), cached / _REPEATED, floor / len(states)
 
 
-def _least(function: Callable[[], object], seconds: float) -> float:
-    times: list[float] = []
-    end = perf_counter() + seconds
-    while perf_counter() < end or len(times) < 3:
-        started = perf_counter()
+def _prepared(backend: Backend, function: Callable[[], None]) -> Callable[[], object]:
+    if not backend.records:
+        return function
+    with backend.record() as program:
         function()
-        times.append(perf_counter() - started)
-    return min(times)
+    return program.run
 
 
-def _in_place_rate(seconds: float) -> float:
-    """Bytes per second, read and written, of x = x * y by PyTorch's threads, which are as many."""
-    x = torch.ones(_COLD_BYTES // 4)
-    return 2 * x.nbytes / _least(lambda: x.mul_(1.0), seconds)
+def _least(functions: list[Callable[[], object]], seconds: float) -> list[float]:
+    """The least time of each; they take turns."""
+    least = [math.inf] * len(functions)
+    end, turns = perf_counter() + seconds, 0
+    while perf_counter() < end or turns < 3:
+        for index, function in enumerate(functions):
+            started = perf_counter()
+            function()
+            least[index] = min(least[index], perf_counter() - started)
+        turns += 1
+    return least
 
 
 def _convolution(rows: int) -> Step:

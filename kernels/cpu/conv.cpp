@@ -11,6 +11,8 @@ namespace llm {
 namespace {
 
 constexpr int64_t SLICE = 256;
+constexpr int MOST_TAPS = 4;    // of a token that changes the state where it is
+constexpr int64_t AHEAD = 512;  // floats that its inputs are prefetched, for the next slice
 
 struct Convolution {
     StateRows rows;
@@ -86,31 +88,45 @@ struct Slice {
     }
 };
 
+// Sixteen channels of one token, of which `left` exist. All inputs are loaded before the first is stored: a load of an
+// address whose lower bits are those of a store just before it would have to wait for that store.
+template <bool WHOLE, class T>
+LLM_INLINE void convolve_one(const Convolution& conv, const T* weight, const T* bias, float* state, const float* x,
+                             float* out, int64_t left) {
+    F32 sum = bias ? take<WHOLE>(bias, left) : zero(), input[MOST_TAPS];
+    const int64_t taps = conv.taps;
+    LLM_UNROLL for (int k = 0; k < MOST_TAPS; ++k) {
+        if (k >= taps) break;
+        const float* from = k + 1 < taps ? state + k * conv.state_tap : x;
+        prefetch(from + AHEAD);
+        input[k] = take<WHOLE>(from, left);
+        sum = fma(take<WHOLE>(weight + k * conv.weight_tap, left), input[k], sum);
+    }
+    LLM_UNROLL for (int k = 1; k < MOST_TAPS; ++k) if (k < taps)
+        give<WHOLE>(state + (k - 1) * conv.state_tap, input[k], left);
+    give<WHOLE>(out, conv.silu ? activate<SILU>(sum) : sum, left);
+}
+
 // One token of one row, whose channels are side by side in weight and state: each input moves to the place before.
 template <class T> void convolve_one(const Convolution& conv, int64_t row, int64_t begin) {
-    const int64_t count = min(SLICE, conv.channels - begin), taps = conv.taps, token = conv.rows.first(row);
+    const int64_t count = min(SLICE, conv.channels - begin), token = conv.rows.first(row);
     const T* weight = static_cast<const T*>(conv.weight) + begin;
     const T* bias = conv.bias ? static_cast<const T*>(conv.bias) + begin : nullptr;
     float* state = conv.state + conv.rows.slots[row] * conv.state_slot + begin;
     const float* x = conv.x + token * conv.x_stride + begin;
     float* out = conv.out + token * conv.channels + begin;
-    for (int64_t i = 0; i < count; i += LANES) {
-        const int64_t left = count - i;
-        F32 sum = bias ? load_part(bias + i, left) : zero();
-        for (int64_t k = 0; k < taps; ++k) {
-            const F32 input = load_part(k + 1 < taps ? state + k * conv.state_tap + i : x + i, left);
-            sum = fma(load_part(weight + k * conv.weight_tap + i, left), input, sum);
-            if (k) store_part(state + (k - 1) * conv.state_tap + i, input, left);
-        }
-        store_part(out + i, conv.silu ? activate<SILU>(sum) : sum, left);
-    }
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        convolve_one<true>(conv, weight + i, bias ? bias + i : nullptr, state + i, x + i, out + i, LANES);
+    if (i < count)
+        convolve_one<false>(conv, weight + i, bias ? bias + i : nullptr, state + i, x + i, out + i, count - i);
 }
 
 void convolve_slice(const Convolution& conv, int64_t row, int64_t begin, char* scratch) {
     const int64_t tokens = conv.rows.count(row);
     if (!tokens) return;
-    if (tokens == 1 && conv.rows.stored(row) && !conv.rows.is_new(row) && conv.weight_channel == 1 &&
-        conv.state_channel == 1)
+    const bool side_by_side = conv.weight_channel == 1 && conv.state_channel == 1 && conv.taps <= MOST_TAPS;
+    if (tokens == 1 && conv.rows.stored(row) && !conv.rows.is_new(row) && side_by_side)
         return with_type(conv.kind, [&](auto type) { convolve_one<typename decltype(type)::Value>(conv, row, begin); });
     Slice slice(conv, row, begin, scratch);
     float* state = conv.state + conv.rows.slots[row] * conv.state_slot + begin * conv.state_channel;

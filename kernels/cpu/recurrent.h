@@ -2,6 +2,7 @@
 #pragma once
 
 #include "integers.h"
+#include "simd.h"
 
 namespace llm {
 namespace {
@@ -21,6 +22,16 @@ struct StateRows {
     // Its first token is at position 0: its slot has what an earlier request left.
     bool is_new(int64_t row) const { return lengths[row] == count(row); }
 };
+
+// Sixteen lanes: all of them exist, or the first `left`.
+template <bool WHOLE, class T> LLM_INLINE F32 take(const T* from, int64_t left) {
+    if constexpr (WHOLE) return load(from);
+    else return load_part(from, left);
+}
+template <bool WHOLE> LLM_INLINE void give(float* to, F32 value, int64_t left) {
+    if constexpr (WHOLE) store(to, value);
+    else store_part(to, value, left);
+}
 
 // The first row whose slot or tokens do not exist; -1 if there is none.
 inline int64_t first_bad_row(const StateRows& rows, int64_t num_slots, int64_t tokens) {

@@ -18,19 +18,10 @@ struct Tokens {
     const float* at(int64_t token) const { return from + token * stride; }
 };
 
-template <bool WHOLE> LLM_INLINE F32 take(const float* from, int64_t left) {
-    if constexpr (WHOLE) return load(from);
-    else return load_part(from, left);
-}
-template <bool WHOLE> LLM_INLINE void give(float* to, F32 value, int64_t left) {
-    if constexpr (WHOLE) store(to, value);
-    else store_part(to, value, left);
-}
-
 // Mamba: every channel has its own step and its own decays.
 struct SelectiveScan {
-    static constexpr int64_t SLICE = 256;  // channels of a task
-    static constexpr int64_t AHEAD = 4 * LANES;
+    static constexpr int64_t SLICE = 512;  // channels of a task
+    static constexpr int64_t AHEAD = 2;    // states whose channels are prefetched
 
     StateRows rows;
     Tokens x, dt, b, c, gate;  // no gate: null
@@ -41,8 +32,9 @@ struct SelectiveScan {
     int64_t channels, states;
     float* out;
 
-    // Per thread, of a slice: a state and the rates, [states][SLICE] each.
-    int64_t scratch_bytes() const { return 2 * states * SLICE * static_cast<int64_t>(sizeof(float)); }
+    // Per thread, of a slice: a state and the rates, [states][SLICE] each; then of a token [SLICE] each: its steps, the
+    // inputs times the steps, and the sums over the states.
+    int64_t scratch_bytes() const { return (2 * states + 3) * SLICE * static_cast<int64_t>(sizeof(float)); }
 
     // -exp(a_log) log2(e): a decay is a power of two.
     void gather_rates(int64_t begin, int64_t count, float* rates) const {
@@ -58,70 +50,89 @@ struct SelectiveScan {
         }
     }
 
-    // Sixteen channels of one token, of which `left` exist. `own` is a column of a state, `stride` floats from one
-    // state to the next, and `rates` one of the scratch.
+    // The steps of one token's channels and their inputs times these.
+    void read_token(int64_t token, int64_t begin, int64_t count, float* steps, float* scaled) const {
+        for (int64_t i = 0; i < count; i += LANES) {
+            const int64_t left = count - i;
+            F32 step = load_part(dt.at(token) + begin + i, left);
+            if (dt_bias) step = step + load_part(dt_bias + begin + i, left);
+            step = softplus(step);
+            store(steps + i, step);
+            store(scaled + i, step * load_part(x.at(token) + begin + i, left));
+        }
+    }
+
+    // Sixteen channels of one state, of which `left` exist.
     template <bool WHOLE>
-    LLM_INLINE void advance(int64_t token, int64_t channel, int64_t left, float* own, int64_t stride,
-                            const float* rates) const {
-        F32 step = load_part(dt.at(token) + channel, left);
-        if (dt_bias) step = step + load_part(dt_bias + channel, left);
-        step = softplus(step);
-        const F32 input = load_part(x.at(token) + channel, left), scaled = step * input;
-        const float *in = b.at(token), *read = c.at(token);
-        F32 sum = zero();
-        for (int64_t n = 0; n < states; ++n) {
-            prefetch(own + n * stride + AHEAD);
-            const F32 decay = exp2_of_negative(load(rates + n * SLICE) * step);
-            const F32 next = fma(decay, take<WHOLE>(own + n * stride, left), set1(in[n]) * scaled);
-            give<WHOLE>(own + n * stride, next, left);
-            sum = fma(set1(read[n]), next, sum);
-        }
-        sum = fma(load_part(d + channel, left), input, sum);
-        if (gate.from) sum = sum * activate<SILU>(load_part(gate.at(token) + channel, left));
-        store_part(out + token * channels + channel, sum, left);
+    LLM_INLINE void advance(float* own, int64_t left, F32 rate, F32 in, F32 read, const float* step,
+                            const float* scaled, float* sum) const {
+        const F32 decay = exp2_of_negative(rate * load(step));
+        const F32 next = fma(decay, take<WHOLE>(own, left), in * load(scaled));
+        give<WHOLE>(own, next, left);
+        store(sum, fma(read, next, load(sum)));
     }
 
-    // The tokens [from, to) of a slice; `own`: its states.
-    void pass(int64_t from, int64_t to, int64_t begin, int64_t count, float* own, int64_t stride,
-              const float* rates) const {
+    void write_token(int64_t token, int64_t begin, int64_t count, const float* sums) const {
+        for (int64_t i = 0; i < count; i += LANES) {
+            const int64_t left = count - i;
+            F32 sum = fma(load_part(d + begin + i, left), load_part(x.at(token) + begin + i, left), load(sums + i));
+            if (gate.from) sum = sum * activate<SILU>(load_part(gate.at(token) + begin + i, left));
+            store_part(out + token * channels + begin + i, sum, left);
+        }
+    }
+
+    // The tokens [from, to) of a slice. `own`: its states, `stride` floats from one to the next; `after`: what is read
+    // after the last of them. A state's channels lie side by side in memory, and the next state's far away: they are
+    // read in this order, and prefetched, because the processor does not see where the next are.
+    void pass(int64_t from, int64_t to, int64_t begin, int64_t count, float* own, int64_t stride, const float* after,
+              const float* rates, float* scratch) const {
+        float *steps = scratch, *scaled = steps + SLICE, *sums = scaled + SLICE;
         for (int64_t token = from; token < to; ++token) {
-            int64_t i = 0;
-            for (; i + LANES <= count; i += LANES) advance<true>(token, begin + i, LANES, own + i, stride, rates + i);
-            if (i < count) advance<false>(token, begin + i, count - i, own + i, stride, rates + i);
+            read_token(token, begin, count, steps, scaled);
+            std::memset(sums, 0, SLICE * sizeof(float));
+            for (int64_t n = 0; n < states; ++n) {
+                const F32 in = set1(b.at(token)[n]), read = set1(c.at(token)[n]);
+                float* at = own + n * stride;
+                const float* rate = rates + n * SLICE;
+                const float* later = n + AHEAD < states ? at + AHEAD * stride : after + (n + AHEAD - states) * stride;
+                int64_t i = 0;
+                for (; i + LANES <= count; i += LANES) {
+                    prefetch(later + i);
+                    advance<true>(at + i, LANES, load(rate + i), in, read, steps + i, scaled + i, sums + i);
+                }
+                if (i < count)
+                    advance<false>(at + i, count - i, load(rate + i), in, read, steps + i, scaled + i, sums + i);
+            }
+            write_token(token, begin, count, sums);
         }
     }
 
-    void run(int64_t row, int64_t begin, const float* rates, float* scratch) const {
+    void run(int64_t row, int64_t begin, const float* after, const float* rates, float* scratch) const {
         const int64_t count = min(SLICE, channels - begin), first = rows.first(row), tokens = rows.count(row);
         if (!tokens) return;
         float* kept = state + rows.slots[row] * states * channels + begin;
+        float *own = scratch, *more = scratch + states * SLICE;
         // One token is not worth a copy of the state.
         if (tokens == 1 && rows.stored(row) == 1 && !rows.is_new(row))
-            return pass(first, first + 1, begin, count, kept, channels, rates);
+            return pass(first, first + 1, begin, count, kept, channels, after, rates, more);
         for (int64_t n = 0; n < states; ++n)
-            if (rows.is_new(row)) std::memset(scratch + n * SLICE, 0, count * sizeof(float));
-            else std::memcpy(scratch + n * SLICE, kept + n * channels, count * sizeof(float));
+            if (rows.is_new(row)) std::memset(own + n * SLICE, 0, count * sizeof(float));
+            else std::memcpy(own + n * SLICE, kept + n * channels, count * sizeof(float));
         const int64_t behind = first + rows.stored(row);
-        pass(first, behind, begin, count, scratch, SLICE, rates);
-        for (int64_t n = 0; n < states; ++n)
-            std::memcpy(kept + n * channels, scratch + n * SLICE, count * sizeof(float));
-        pass(behind, first + tokens, begin, count, scratch, SLICE, rates);
-    }
-
-    // States are far apart in memory: the processor does not see which comes next.
-    void prefetch_start(const float* own) const {
-        for (int64_t n = 0; n < states; ++n)
-            for (int64_t i = 0; i < AHEAD; i += LANES) prefetch(own + n * channels + i);
+        pass(first, behind, begin, count, own, SLICE, own, rates, more);
+        for (int64_t n = 0; n < states; ++n) std::memcpy(kept + n * channels, own + n * SLICE, count * sizeof(float));
+        pass(behind, first + tokens, begin, count, own, SLICE, own, rates, more);
     }
 
     // All rows of a slice, whose rates are computed once.
     void run(int64_t slice, float* scratch) const {
-        const int64_t begin = slice * SLICE;
-        float* rates = scratch + states * SLICE;
+        const int64_t begin = slice * SLICE, size = states * channels;
+        float* rates = scratch + (states + 3) * SLICE;
         gather_rates(begin, min(SLICE, channels - begin), rates);
         for (int64_t row = 0; row < rows.rows; ++row) {
-            if (row + 1 < rows.rows) prefetch_start(state + rows.slots[row + 1] * states * channels + begin);
-            run(row, begin, rates, scratch);
+            const bool last = row + 1 == rows.rows;
+            const float* after = state + rows.slots[last ? 0 : row + 1] * size + begin + (last ? SLICE : 0);
+            run(row, begin, after, rates, scratch);
         }
     }
 };
