@@ -31,8 +31,8 @@ from llm.outputs import RequestOutput
 from llm.sampling_params import RequestOutputKind, SamplingParams
 
 # Between two steps that tell what is new pass this many times what telling took, if it was told to more than a few;
-# and at most so many seconds.
-_PAUSE = 24.0
+# and at most so many seconds. Callers take about as long to be told, in their threads but under the same GIL.
+_PAUSE = 48.0
 _LONGEST_PAUSE = 0.1
 _FEW = 4
 _SHUT_DOWN = "this AsyncLLM is shut down; make a new one."

@@ -23,6 +23,7 @@ class Told:
         read: what reads the whole of it; None: nothing does.
         texts: what streaming has given of each completion.
         told: tokens and characters of each that outputs have had.
+        has_begun: nothing but an end has to be told at once.
     """
 
     state: PromptState
@@ -30,14 +31,16 @@ class Told:
     read: Reading | None = None
     texts: list[str] = field(default_factory=list)
     told: list[tuple[int, int]] = field(default_factory=list)
+    has_begun: bool = False
 
     def __post_init__(self) -> None:
         self.texts = [""] * len(self.state.completions)
         self.told = [(0, 0)] * len(self.state.completions)
+        self.has_begun = self.kind is RequestOutputKind.FINAL_ONLY
 
     def is_due(self, is_time: bool) -> bool:
         """Whether to tell it now: a beginning and an end at once, else when it is time."""
-        return is_time or self.state.finished or not any(tokens for tokens, _ in self.told)
+        return is_time or not self.has_begun or self.state.finished
 
     def next_output(self, name: str) -> RequestOutput | None:
         """What there is to tell now, of the request that the caller calls `name`; None: nothing."""
@@ -65,6 +68,7 @@ class Told:
         if own.finish_reason is None:
             own.text = self.texts[index]  # without what may yet be the start of a stop string
         tokens, characters = self.told[index]
+        self.has_begun = self.has_begun or bool(own.token_ids)
         self.told[index] = len(own.token_ids), len(own.text)
         if self.kind is RequestOutputKind.DELTA:
             own.text, own.token_ids = own.text[characters:], own.token_ids[tokens:]

@@ -218,13 +218,14 @@ class InputBatch:
             # Stored after the known tokens: `append` overwrites them.
             self.token_ids[row, start : start + len(own)] = own
         counts = lines.positions - self.num_tokens[lines.rows] + 2
-        firsts = np.cumsum(counts) - counts
-        until_last = np.repeat(firsts + counts - 1, counts) - np.arange(counts.sum())
+        ends = np.cumsum(counts)
+        firsts = ends - counts
+        until_last = np.repeat(ends - 1, counts) - np.arange(ends[-1])
         lines.rows = np.repeat(lines.rows, counts)
         lines.positions = np.repeat(lines.positions, counts) - until_last
         following = np.minimum(lines.positions + 1, self.token_ids.shape[1] - 1)
         tokens = np.where(until_last > 0, self.token_ids[lines.rows, following], -1)
-        lines.drafts = Drafts(firsts, tokens)
+        lines.drafts = Drafts(firsts, ends, tokens)
         return np.repeat(indices, counts) - until_last
 
     def _add_scored(

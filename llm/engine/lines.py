@@ -48,16 +48,6 @@ class _Sampled:
         for line, error in found.errors.items():
             self.errors[start + line] = error
 
-    def of(self, lines: list[int]) -> _Sampled:
-        """The same for these lines only."""
-        found = _Sampled([self.tokens[line] for line in lines])
-        for index, line in enumerate(lines):
-            if line in self.logprobs:
-                found.logprobs[index] = self.logprobs[line]
-            if line in self.errors:
-                found.errors[index] = self.errors[line]
-        return found
-
 
 @dataclass
 class LineReader:
@@ -92,10 +82,23 @@ class LineReader:
 
     def _verify_at_once(self, hidden: torch.Tensor, lines: Lines, drafts: Drafts, result: RunnerOutput) -> None:
         sampled = self._sample(hidden, lines.rows, lines.positions)
-        current = drafts.firsts
-        while len(current):
-            self._take(lines.rows[current], (own := sampled.of(current.tolist())), result)
-            current = _accepted(drafts, current, own)
+        right = drafts.tokens == sampled.tokens
+        right[list(sampled.errors)] = False
+        lasts = np.flatnonzero(~right)
+        lasts = lasts[np.searchsorted(lasts, drafts.firsts)]
+        firsts, rows = drafts.firsts.tolist(), lines.rows[drafts.firsts].tolist()
+        for row, first, last in zip(rows, firsts, lasts.tolist(), strict=True):
+            name = self.batch.request_ids[row]
+            reached = range(first, last + 1)
+            if sampled.logprobs:
+                own = [sampled.logprobs[line] for line in reached if line in sampled.logprobs]
+                result.logprobs.update({name: own} if own else {})
+            if last in sampled.errors:
+                result.errors[name] = sampled.errors[last]
+                reached = range(first, last)
+            if reached:
+                result.sampled_token_ids[name] = sampled.tokens[reached.start : reached.stop]
+                self.batch.extend(row, sampled.tokens[reached.start : reached.stop])
 
     def _verify_in_rounds(self, hidden: torch.Tensor, lines: Lines, drafts: Drafts, result: RunnerOutput) -> None:
         # One GEMM with the LM head for all rounds, if its result fits.
@@ -207,8 +210,7 @@ def _of_lines(tensor: torch.Tensor, lines: np.ndarray) -> torch.Tensor:
 
 def _drafts_from(rows: np.ndarray, drafts: Drafts, current: np.ndarray) -> dict[int, list[int]]:
     """Batch row -> its drafts after each of the `current` lines."""
-    ends = [*drafts.firsts[1:].tolist(), len(drafts.tokens)]
-    lasts = np.array(ends)[np.searchsorted(drafts.firsts, current, side="right") - 1] - 1
+    lasts = drafts.ends[np.searchsorted(drafts.ends, current, side="right")] - 1
     return {
         int(rows[line]): drafts.tokens[line:last].tolist()
         for line, last in zip(current.tolist(), lasts.tolist(), strict=True)

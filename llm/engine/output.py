@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from llm.engine.request import Request
@@ -79,8 +78,14 @@ class Completion:
         request, stream = self.request, self._stream
         if stream is None or (_ended_by_token(request) and not request.params.include_stop_str_in_output):
             return
-        new = len(stream.push(token))
-        if self._stops and new and request.num_output_tokens > request.params.min_tokens:
+        piece = stream.push(token)
+        if not self._stops:
+            if piece and self._streaming:
+                self._emitted += len(piece)
+                self.pieces.append(piece)
+            return
+        new = len(piece)
+        if new and request.num_output_tokens > request.params.min_tokens:
             self._find_stop(stream.text, new)
         self._emit(stream.text if self._text is None else self._text, last=self._text is not None)
 
@@ -270,7 +275,7 @@ def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
 def _metrics(request: Request) -> RequestStateStats:
     """A copy, because a stream's output may be taken before the request ends."""
     names = ("num_preemptions", "num_drafted_tokens", "num_accepted_tokens")
-    return replace(request.metrics, **{name: getattr(request, name) for name in names})
+    return RequestStateStats(**vars(request.metrics) | {name: getattr(request, name) for name in names})
 
 
 def _plain(params: SamplingParams) -> SamplingParams:

@@ -9,7 +9,7 @@ many were accepted.
 
 A step, as a proposer sees it:
  1. `update(plan)` before the forward: which rows left the batch, which came or were resumed;
- 2. `looks()` after it: whether it wants to see the step;
+ 2. `looks(batch)` after it: whether it wants to see the step;
  3. `propose(step)` if so: the computed tokens, their hidden states, and what was sampled.
 `reset()` follows a step that failed: the batch is empty.
 """
@@ -59,8 +59,11 @@ class Proposer(ABC):
     def update(self, plan: SchedulerOutput) -> None:
         """Follow the batch: `plan.removed` have left, `plan.new_rows` have come, new or after a preemption."""
 
-    def looks(self) -> bool:
-        """Called after every step. False: the step is not described to `propose`, and no row gets new drafts."""
+    def looks(self, batch: InputBatch) -> bool:
+        """Called after every step. False: the step is not described to `propose`, and no row gets new drafts.
+
+        `batch`: its rows after the step, read only.
+        """
         return True
 
     @abstractmethod
@@ -96,7 +99,7 @@ def propose(
             states that are not rolled back.
     """
     # Describing a step takes tens of microseconds, a few percent of a small model's.
-    if not proposer.looks():
+    if not proposer.looks(batch):
         return {}
     drafts = proposer.propose(_computed_step(batch, step, hidden, result, seconds))
     if not drafts:

@@ -17,11 +17,12 @@ class Drafts:
     """The drafts that a step verifies.
 
     Attributes:
-        firsts: int64 [rows that sample], the index of each one's first line.
+        firsts, ends: int64 [rows that sample], the indices of each one's first line and of that after its last.
         tokens: int64 [sampled lines], the draft for the token after each line; -1 at a row's last line.
     """
 
     firsts: np.ndarray
+    ends: np.ndarray
     tokens: np.ndarray
 
 
@@ -52,7 +53,7 @@ class Lines:
         """int64, the number of drafts of each of `sampled_rows`."""
         if self.drafts is None:
             return np.zeros(self.num_sampled, dtype=np.int64)
-        return np.diff(self.drafts.firsts, append=self.num_sampled) - 1
+        return self.drafts.ends - self.drafts.firsts - 1
 
 
 @dataclass

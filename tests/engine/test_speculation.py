@@ -11,8 +11,10 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from drafts import drafting
 from embedded import engine_of, open_llm
@@ -233,6 +235,29 @@ class TestPace:
             else:
                 chances.fade("row")
         assert drafted > 150
+
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_sources_that_had_no_offer_for_long_are_asked_seldom(self, rows: int) -> None:
+        """And only those: of more rows than were measured, steps are looked at, so that they are."""
+        proposer = Speculator((NgramSource(2),), 7)
+        tokens = np.arange(600, dtype=np.int32).reshape(2, 300)
+        tokens[:, 200:] = tokens[:, 100:200]
+        batch: Any = SimpleNamespace(
+            token_ids=tokens,
+            num_tokens=np.array([1, 1]),
+            request_ids=["0-0", "1-0"][:rows],
+            params=[SamplingParams(max_tokens=None)] * rows,
+            output_token_ids=[[]] * rows,
+        )
+        looked = []
+        for step in range(220):
+            batch.num_tokens += 1
+            if proposer.looks(batch):
+                looked.append(step)
+        assert looked[:8] == list(range(8))
+        again = [step for step in looked[8:] if step < 200]
+        assert again == ([] if rows == 1 else list(range(11, 200, 4)))
+        assert looked[-1] > 200
 
     def test_measured_times_replace_the_expected_ones(self) -> None:
         times = StepTimes()

@@ -13,8 +13,9 @@ from llm.engine.speculation.pace import MOST_ROWS, Chances, Choice, StepTimes, c
 from llm.engine.speculation.source import Offer, Source
 from llm.engine.step import SchedulerOutput
 
-# After so many steps without drafts, only every fourth is looked at: a step of a small model is soon over.
-_PATIENCE, _SELDOM = 16, 4
+# After so many steps without drafts, sources are asked at every fourth only, and nothing else is done if none of them
+# has an offer: a step of a small model is soon over.
+_PATIENCE, _SELDOM = 8, 4
 _BEST_CASE = {0: Choice(most=7, chance=0.95)}
 
 
@@ -40,9 +41,11 @@ class Speculator(Proposer):
             for source in self._sources:
                 source.forget(request_id)
 
-    def looks(self) -> bool:
+    def looks(self, batch: InputBatch) -> bool:
         self._vain += 1
-        return bool(self._following) or self._vain <= _PATIENCE or self._vain % _SELDOM == 0
+        if self._following or self._vain <= _PATIENCE:
+            return True
+        return self._vain % _SELDOM == 0 and self._may_draft(batch)
 
     def propose(self, step: ComputedStep) -> Mapping[str, Sequence[int]]:
         self._learn(step)
@@ -79,6 +82,16 @@ class Speculator(Proposer):
     def close(self) -> None:
         for source in self._sources:
             source.close()
+
+    def _may_draft(self, batch: InputBatch) -> bool:
+        """False if no row would get drafts; True too where the times of steps with so many rows are unknown."""
+        rows = len(batch.request_ids)
+        if rows > 1:
+            if rows > MOST_ROWS or self._times.seconds(rows) is None:
+                return rows <= MOST_ROWS
+            if not self._counts(rows, _BEST_CASE):
+                return False
+        return any(self._offer(batch, row) is not None for row in range(rows))
 
     def _counts(self, rows: int, choices: Mapping[int, Choice]) -> dict[int, int]:
         return choose(rows, choices, self._times)
