@@ -144,8 +144,8 @@ struct Columns {
 };
 
 // One token of a head whose state stays where it is. Its rows of keys are read in the order of memory, a few at a time,
-// with the sums of all columns in the L1 cache; `values` is a multiple of LANES. A slice of the columns at a time takes a
-// third longer.
+// with the sums of all columns in the L1 cache; `values` is a multiple of LANES. A slice of the columns at a time takes
+// a third longer.
 struct InPlace {
     static constexpr int TOGETHER = 4;     // rows of keys
     static constexpr int64_t AHEAD = 512;  // floats of this state, or of the next head's, that are prefetched
