@@ -92,7 +92,8 @@ class LineReader:
             reached = range(first, last + 1)
             if sampled.logprobs:
                 own = [sampled.logprobs[line] for line in reached if line in sampled.logprobs]
-                result.logprobs.update({name: own} if own else {})
+                if own:
+                    result.logprobs[name] = own
             if last in sampled.errors:
                 result.errors[name] = sampled.errors[last]
                 reached = range(first, last)
