@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -149,8 +149,20 @@ def measure(generate: Any, vocabulary: int, **more: object) -> dict[str, object]
     return {"prefill": best["first"], "token": token, "rate": rate, "tokens": tokens, **more}
 
 
+def greedy(llm: Any) -> Callable[[list[list[int]], int], list[list[int]]]:
+    """`generate(prompts, new)` of an `LLM`: the likeliest tokens of each prompt, past any end."""
+    from llm import SamplingParams
+
+    def generate(prompts: list[list[int]], new: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(found.outputs[0].token_ids) for found in llm.generate(asked, params, use_tqdm=False)]
+
+    return generate
+
+
 def ours(folder: str, arguments: dict[str, object]) -> dict[str, object]:
-    from llm import LLM, SamplingParams
+    from llm import LLM
     from llm.bench.calibrate import calibrate
 
     bandwidth = calibrate(1.0).rates.bytes_per_s
@@ -160,14 +172,9 @@ def ours(folder: str, arguments: dict[str, object]) -> dict[str, object]:
     with LLM(folder, max_model_len=128, max_num_seqs=ROWS, **options, **arguments) as llm:
         load, cost = perf_counter() - started, llm._open_engine().runner.cost()
 
-        def generate(prompts: list[list[int]], new: int) -> list[list[int]]:
-            params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-            return [list(found.outputs[0].token_ids) for found in llm.generate(asked, params, use_tqdm=False)]
-
         floor = (cost.bytes_per_step + 2 * cost.state_bytes) / bandwidth
         size = llm.config.model_config.vocab_size
-        return measure(generate, size, load=load, floor=floor, bytes=cost.weight_bytes, bandwidth=bandwidth)
+        return measure(greedy(llm), size, load=load, floor=floor, bytes=cost.weight_bytes, bandwidth=bandwidth)
 
 
 def transformers(folder: str, dtype: str) -> dict[str, object]:

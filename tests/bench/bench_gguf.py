@@ -59,20 +59,14 @@ def vocabulary_of(file: Path) -> int:
 
 def child(args: argparse.Namespace) -> int:
     """Our side: rates, greedy tokens of w2, and the gaps to llama.cpp's tokens where there are such."""
-    from llm import LLM, SamplingParams
+    from llm import LLM
 
     file = Path(args.file)
     options: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_dtype": "float32", "speculative_config": None}
     options["requantize"] = args.requantize
     with LLM(file, max_model_len=128, max_num_seqs=experts.ROWS, enable_prefix_caching=False, **options) as llm:
-
-        def generate(prompts: list[list[int]], new: int) -> list[list[int]]:
-            params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-            return [list(found.outputs[0].token_ids) for found in llm.generate(asked, params, use_tqdm=False)]
-
         size = llm.config.model_config.vocab_size
-        found = experts.measure(generate, size, bytes=file.stat().st_size)
+        found = experts.measure(experts.greedy(llm), size, bytes=file.stat().st_size)
         theirs = json.loads(sys.stdin.read() or "[]")
         found["gaps"] = gaps(llm, experts.prompts_of(size)[1], found["tokens"], theirs) if theirs else []
     print(json.dumps(found))

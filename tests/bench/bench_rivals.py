@@ -28,6 +28,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -42,6 +43,7 @@ MARKS = ("<!-- rivals -->", "<!-- end of rivals -->")
 QWEN, SMALL = "qwen2.5-0.5b", "model-b"
 # Shape -> the type of its weights.
 SHAPES = {QWEN: "bfloat16", SMALL: "float32"}
+HERE = ("offline-llm", "transformers")  # engines of this interpreter
 Figures = Mapping[str, Sequence[float]]
 
 
@@ -124,27 +126,25 @@ def workloads_of(contestant: Contestant, rep: int) -> dict[str, dict[str, object
 
 
 def child(args: argparse.Namespace) -> int:
-    """Our side; the task is on the standard input."""
-    from llm import LLM, SamplingParams
+    """The sides that run in this interpreter, ours and transformers'; the task is on the standard input."""
+    from llm import LLM
+    from llm.bench.compare import Transformers
 
     task = json.load(sys.stdin)
     options = {"max_model_len": 1024, "skip_tokenizer_init": True, "speculative_config": None, **task["options"]}
     started = perf_counter()
-    with LLM(task["model"], max_num_seqs=256, **options) as llm:
-        load = perf_counter() - started
-
-        def generate(prompts: list[list[int]], new: int) -> list[list[int]]:
-            params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-            return [list(found.outputs[0].token_ids) for found in llm.generate(asked, params, use_tqdm=False)]
-
-        print(json.dumps({"load": load, **measure(generate, task["workloads"])}))
+    with ExitStack() as opened:
+        if args.engine == "transformers":
+            generate = Transformers.load(Path(task["model"])).generate
+        else:
+            generate = experts.greedy(opened.enter_context(LLM(task["model"], max_num_seqs=256, **options)))
+        print(json.dumps({"load": perf_counter() - started, **measure(generate, task["workloads"])}))
     return 0
 
 
 def run(args: argparse.Namespace) -> int:
-    pythons = dict(item.split("=", 1) for item in args.python) | {"transformers": sys.executable}
-    chosen = [each for each in CONTESTANTS if each.engine in pythons or each.engine == "offline-llm"]
+    pythons = dict(item.split("=", 1) for item in args.python)
+    chosen = [each for each in CONTESTANTS if each.engine in (*HERE, *pythons)]
     kept = Path(args.results) if args.results else None
     found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else {}
     for rep in range(args.rounds):
@@ -167,8 +167,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def command(each: Contestant, pythons: Mapping[str, str]) -> list[str]:
-    if each.engine == "offline-llm":
-        return [sys.executable, __file__, "child"]
+    if each.engine in HERE:
+        return [sys.executable, __file__, "child", "--engine", each.engine]
     return [*shlex.split(pythons[each.engine]), str(Path(__file__).with_name("rival_child.py")), each.engine]
 
 
@@ -244,7 +244,9 @@ def main() -> int:
     for name, function in (("write", write), ("run", run), ("child", child)):
         command = commands.add_parser(name)
         command.set_defaults(run=function)
-        if name != "child":
+        if name == "child":
+            command.add_argument("--engine", choices=HERE, required=True)
+        else:
             command.add_argument("--folder", required=True)
         if name == "write":
             command.add_argument("--openvino-python", required=True, help="interpreter with optimum-intel and nncf")

@@ -73,26 +73,7 @@ def llama_cpp(model):
     return LlamaCpp(model, rows=ROWS, tokens=32 * LONGEST).generate
 
 
-def transformers(model):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(THREADS)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    loaded.generation_config.eos_token_id, loaded.generation_config.pad_token_id = None, 0
-
-    def generate(prompts, new):
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        with torch.inference_mode():
-            found = loaded.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
-        return found[:, longest:].tolist()
-
-    return generate
-
-
-ENGINES = {function.__name__: function for function in (vllm, openvino, llama_cpp, transformers)}
+ENGINES = {function.__name__: function for function in (vllm, openvino, llama_cpp)}
 
 
 def main() -> None:
