@@ -65,21 +65,14 @@ class Rendering:
 
 
 @dataclass(frozen=True)
-class Tools:
-    """What a reply may call: the arguments of `LLM.chat`, by their names."""
+class ChatOptions:
+    """What a chat is given beside its conversations: the arguments of `LLM.chat`, by their names."""
 
+    rendering: Rendering
     tools: list[JsonObject] | None
     tool_choice: str | JsonObject | None
     parallel_tool_calls: bool
     tool_parser: str | None
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """What a chat is given beside its conversations."""
-
-    rendering: Rendering
-    tools: Tools
     tokenization_kwargs: Mapping[str, object] | None
 
     def ask(
@@ -95,13 +88,13 @@ class ChatOptions:
         Raises:
             ValidationError: a conversation or an argument is wrong.
         """
-        own, rendering = self.tools, self.rendering
-        choice, shown = ToolChoice.of(own.tool_choice, own.parallel_tool_calls, own.tools)
+        rendering = self.rendering
+        choice, shown = ToolChoice.of(self.tool_choice, self.parallel_tool_calls, self.tools)
         options, arguments = rendering.options(shown), rendering.chat_template_kwargs or {}
         prompts = preprocessor.chat_prompts(
             messages, options, arguments, self.tokenization_kwargs, on_too_long, params, default
         )
-        reader = preprocessor.reply_reader(rendering.chat_template, choice.parser(own.tool_parser), shown is not None)
+        reader = preprocessor.reply_reader(rendering.chat_template, choice.parser(self.tool_parser), shown is not None)
         return Asked(prompts, choice.constrained(params, shown, default), reader, choice)
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from itertools import count
 from types import TracebackType
 
-from llm.api.asking import ChatOptions, ChatPrompt, Rendering, Tools
+from llm.api.asking import ChatOptions, ChatPrompt, Rendering
 from llm.api.checks import check_priority
 from llm.api.engine_thread import Call, EngineThread
 from llm.api.facade import LLM
@@ -137,8 +137,8 @@ class AsyncLLM:
         DELTA.
         """
         rendering = Rendering(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
-        may_call = Tools(tools, tool_choice, parallel_tool_calls, tool_parser)
-        prompt = ChatPrompt(messages, ChatOptions(rendering, may_call, tokenization_kwargs))
+        options = ChatOptions(rendering, tools, tool_choice, parallel_tool_calls, tool_parser, tokenization_kwargs)
+        prompt = ChatPrompt(messages, options)
         return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
 
     def _submit(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from llm.api.adapters import LoRARequests
-from llm.api.asking import ChatOptions, Rendering, Tools
+from llm.api.asking import ChatOptions, Rendering
 from llm.api.checks import check_asks_nothing
 from llm.api.generation import OnOutput
 from llm.api.host import Host
@@ -74,8 +74,7 @@ class Chat:
         )
         self._open_engine()
         rendering = Rendering(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
-        may_call = Tools(tools, tool_choice, parallel_tool_calls, tool_parser)
-        options = ChatOptions(rendering, may_call, tokenization_kwargs)
+        options = ChatOptions(rendering, tools, tool_choice, parallel_tool_calls, tool_parser, tokenization_kwargs)
         default = self.get_default_sampling_params
         asked = options.ask(self._preprocessor, messages, sampling_params, default, on_too_long)
         outputs = self.generate(

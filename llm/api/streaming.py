@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from llm.api.adapters import give_adapters
-from llm.api.asking import ChatOptions, Rendering, Tools
+from llm.api.asking import ChatOptions, Rendering
 from llm.api.host import Host
 from llm.base.errors import GenerationInterrupted, LLMError, ValidationError
 from llm.base.names import known_names
@@ -122,8 +122,7 @@ class Streaming:
         is returned has `content`, `reasoning` and `tool_calls`; the pieces are all that is generated."""
         self._open_engine()
         rendering = Rendering(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
-        may_call = Tools(tools, tool_choice, parallel_tool_calls, tool_parser)
-        options = ChatOptions(rendering, may_call, tokenization_kwargs)
+        options = ChatOptions(rendering, tools, tool_choice, parallel_tool_calls, tool_parser, tokenization_kwargs)
         asked = options.ask(self._preprocessor, messages, sampling_params, self.get_default_sampling_params)
         return ChatStream(self.stream_state(asked.prompts, asked.params, lora_request=lora_request), asked.read_one)
 
