@@ -147,6 +147,7 @@ class Model(nn.Module):
 
 class Plamo2ForCausalLM(PreTrainedModel):  # type: ignore[misc]
     config_class = Plamo2Config
+    computes_in = torch.float64
 
     def __init__(self, config: Plamo2Config) -> None:
         super().__init__(config)
@@ -157,7 +158,7 @@ class Plamo2ForCausalLM(PreTrainedModel):  # type: ignore[misc]
         """As they are built."""
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> CausalLMOutput:
-        self.double()
+        self.to(self.computes_in)
         (ids,) = input_ids
         hidden = self.model.embed_tokens(ids)
         for layer in self.model.layers.layers:
