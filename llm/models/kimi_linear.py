@@ -17,9 +17,8 @@ from llm.models.decoder import (
     read_decoder,
     read_rms_norm,
 )
-from llm.models.decoder.recurrent import GatedDeltaConfig
+from llm.models.decoder.recurrent import GatedDeltaConfig, attending_layers
 from llm.models.deepseek_v3 import sigmoid_experts
-from llm.models.qwen3_next import attending_layers
 from llm.models.reading_experts import W1_W2_W3, ignore_training
 
 # Names of keys in published files -> DeepSeek V3's.

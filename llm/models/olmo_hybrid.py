@@ -18,8 +18,7 @@ from llm.models.decoder import (
     read_heads,
     read_rms_norm,
 )
-from llm.models.decoder.recurrent import GatedDeltaConfig
-from llm.models.qwen3_next import attending_layers
+from llm.models.decoder.recurrent import GatedDeltaConfig, attending_layers
 
 # Of the output of a head, whatever rms_norm_eps is.
 _HEAD_EPS = 1e-5

@@ -8,7 +8,8 @@ from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig
 from llm.models.decoder.part import PartConfig
 from llm.models.qwen3_5_text import Qwen3_5ForCausalLM, ignore_second_token
-from llm.models.qwen3_next import SHARED_EXPERT_OF_MTP, qwen_experts, qwen_hybrid
+from llm.models.qwen3_next import SHARED_EXPERT_OF_MTP, qwen_hybrid
+from llm.models.reading_experts import qwen_experts
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):

@@ -13,7 +13,6 @@ from llm.models.decoder import (
     DecoderForCausalLM,
     GatedMLPConfig,
     LayerConfig,
-    MoEConfig,
     PartConfig,
     PreNorms,
     longest_sequence,
@@ -22,8 +21,8 @@ from llm.models.decoder import (
     read_rms_norm,
 )
 from llm.models.decoder.multi_token import MultiTokenConfig
-from llm.models.decoder.recurrent import GatedDeltaConfig
-from llm.models.reading_experts import ignore_training, sparse_layers
+from llm.models.decoder.recurrent import GatedDeltaConfig, attending_layers
+from llm.models.reading_experts import qwen_experts, sparse_layers
 
 SHARED_EXPERT_OF_MTP = (("mtp.layers.*.mlp.shared_expert", "mtp.layers.*.mlp.shared_experts.0"),)
 
@@ -49,20 +48,6 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
 def predicts_second_token(name: str) -> bool:
     """True for weights of the layer that does, which the model has if it drafts."""
     return name.startswith("mtp.")
-
-
-def qwen_experts(reader: ConfigReader, count: int = 512, best: int = 10) -> MoEConfig:
-    """`count` and `best` are defaults."""
-    ignore_training(reader)
-    return MoEConfig(
-        reader.positive("num_experts", count),
-        reader.positive("num_experts_per_tok", best),
-        reader.positive("moe_intermediate_size", 512),
-        reader.string("hidden_act", "silu"),
-        renormalize=reader.boolean("norm_topk_prob", True),
-        shared_size=reader.positive("shared_expert_intermediate_size", 512),
-        shared_gate=True,
-    )
 
 
 def qwen_hybrid(reader: ConfigReader, kind: str, mlps: list[PartConfig], kv_heads: int = 2) -> DecoderConfig:
@@ -96,14 +81,3 @@ def qwen_hybrid(reader: ConfigReader, kind: str, mlps: list[PartConfig], kv_head
         positions=longest_sequence(reader, rope, 32768),
         multi_token=MultiTokenConfig(predicting, norm, "mtp", False),
     )
-
-
-def attending_layers(reader: ConfigReader, count: int, default: list[bool] | None = None) -> list[bool]:
-    """Which layers have full attention: by `layer_types`, or `default`, or every `full_attention_interval`-th."""
-    every = reader.positive("full_attention_interval", 4)
-    kinds = reader.names("layer_types")
-    if kinds is None:
-        return default or [(index + 1) % every == 0 for index in range(count)]
-    if len(kinds) != count or set(kinds) - {"full_attention", "linear_attention"}:
-        raise reader.error("layer_types", kinds, f"{count} of 'full_attention' or 'linear_attention'")
-    return [kind == "full_attention" for kind in kinds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llm.models.config_reader import ConfigReader
+from llm.models.decoder.moe import MoEConfig
 
 # Mixtral's names: w1 is the gate, w3 the value, w2 goes down.
 W1_W2_W3 = (
@@ -35,3 +36,17 @@ def layers_with_experts(reader: ConfigReader, first: int) -> list[bool]:
     if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
         raise reader.error("mlp_layer_types", kinds, f"{count} of 'dense' or 'sparse'")
     return [kind == "sparse" for kind in kinds]
+
+
+def qwen_experts(reader: ConfigReader, count: int = 512, best: int = 10) -> MoEConfig:
+    """Qwen's, with a shared expert that has a gate; `count` and `best` are defaults."""
+    ignore_training(reader)
+    return MoEConfig(
+        reader.positive("num_experts", count),
+        reader.positive("num_experts_per_tok", best),
+        reader.positive("moe_intermediate_size", 512),
+        reader.string("hidden_act", "silu"),
+        renormalize=reader.boolean("norm_topk_prob", True),
+        shared_size=reader.positive("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )

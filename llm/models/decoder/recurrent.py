@@ -19,6 +19,7 @@ from llm.layers.linear_attention.gated_delta_net import (
 )
 from llm.layers.mamba.short_conv import ShortConv
 from llm.layers.parallel import TensorParallel
+from llm.models.config_reader import ConfigReader
 from llm.models.decoder.part import BuildContext, PartConfig
 
 
@@ -95,3 +96,14 @@ class GatedDeltaConfig(PartConfig):
         window = self.kernel_size - 1, (2 * heads.keys + heads.values) // tp.size
         matrices = heads.heads // tp.size, heads.key_size, heads.value_size
         return (RecurrentSpec((window, matrices), (torch.float32, torch.float32), rolls_back=True),)
+
+
+def attending_layers(reader: ConfigReader, count: int, default: list[bool] | None = None) -> list[bool]:
+    """Which layers have full attention: by `layer_types`, or `default`, or every `full_attention_interval`-th."""
+    every = reader.positive("full_attention_interval", 4)
+    kinds = reader.names("layer_types")
+    if kinds is None:
+        return default or [(index + 1) % every == 0 for index in range(count)]
+    if len(kinds) != count or set(kinds) - {"full_attention", "linear_attention"}:
+        raise reader.error("layer_types", kinds, f"{count} of 'full_attention' or 'linear_attention'")
+    return [kind == "full_attention" for kind in kinds]
