@@ -57,6 +57,7 @@ OPERATIONS: dict[str, str] = {
     "ids_below": "elementwise",
     "multiply": "elementwise",
     "add": "elementwise",
+    "scale": "elementwise",
     "select_experts": "routing",
     "mix_two_experts": "routing",
     "experts": "experts",

@@ -46,7 +46,8 @@ class LogitsLayer(PluggableLayer):
         self.scale = scale
         self.logits_as_input = logits_as_input
         self.soft_cap = soft_cap
-        self._soft_cap = backend_of_construction().op("soft_cap")
+        backend = backend_of_construction()
+        self._soft_cap, self._scale = backend.op("soft_cap"), backend.op("scale")
 
     def forward(
         self, lm_head: VocabParallelEmbedding, hidden: torch.Tensor, embedding_bias: torch.Tensor | None = None
@@ -60,7 +61,7 @@ class LogitsLayer(PluggableLayer):
         if self.soft_cap is not None:
             logits = self._soft_cap(logits.contiguous(), self.soft_cap)
         if self.scale != 1.0:
-            logits *= self.scale
+            logits = self._scale(logits.contiguous(), self.scale)
         return logits
 
     def _of_ids(self, lm_head: VocabParallelEmbedding, own: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,24 @@ LLM_EXPORT void llm_add(const float* x, const float* y, float* out, int64_t coun
     });
 }
 
-LLM_EXPORT void llm_scale(const float* x, float factor, float* out, int64_t count) {
+namespace llm {
+namespace {
+
+void scale(const float* x, float factor, float* out, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES)
         store_part(out + i, load_part(x + i, count - i) * set1(factor), count - i);
+}
+
+}  // namespace
+}  // namespace llm
+
+// `out` may be x.
+LLM_EXPORT void llm_scale(const float* x, float factor, float* out, int64_t count, int64_t threads) {
+    constexpr int64_t width = 1 << 12;
+    for_rows(ceil_div(count, width), width, threads, [&](int64_t row) {
+        const int64_t begin = row * width;
+        scale(x + begin, factor, out + begin, min(width, count - begin));
+    });
 }
 
 // Rows of `width` floats, `x_stride` and `y_stride` apart -> out, contiguous.
@@ -34,7 +49,7 @@ LLM_EXPORT void llm_multiply(const float* x, int64_t x_stride, const float* y, i
 LLM_EXPORT void llm_scale_rows(const float* x, int64_t stride, const float* factors, int64_t factor_stride, float* out,
                                int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; ++row)
-        llm_scale(x + row * stride, factors[row * factor_stride], out + row * width, width);
+        scale(x + row * stride, factors[row * factor_stride], out + row * width, width);
 }
 
 LLM_EXPORT void llm_offset(const float* x, float offset, float* out, int64_t count) {

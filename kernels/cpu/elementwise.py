@@ -65,6 +65,14 @@ def add(library: Library, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def scale(library: Library, x: torch.Tensor, factor: float) -> torch.Tensor:
+    """float32, in place: x * factor."""
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise TypeError(f"scale takes contiguous float32, got {x.dtype}")
+    library.call(_SCALE, x.data_ptr(), factor, x.data_ptr(), x.numel(), torch.get_num_threads())
+    return x
+
+
 def ids_below(library: Library, ids: torch.Tensor, limit: int) -> torch.Tensor:
     """int64 [n] -> [n]: ids below `limit`, and 0 in the place of others."""
     ids = ids.contiguous()
@@ -109,7 +117,7 @@ def _multiply(library: Library, args: Any, allocate: Allocate) -> torch.Tensor |
     if not _is_dense(x, torch.float32) or not isinstance(factor, float):
         return None
     out = allocate(x.shape, x.dtype)
-    library.call(_SCALE, x.data_ptr(), factor, out.data_ptr(), x.numel())
+    library.call(_SCALE, x.data_ptr(), factor, out.data_ptr(), x.numel(), torch.get_num_threads())
     return out
 
 

@@ -103,7 +103,7 @@ void llm_draw_nucleus(const float* x, const float* largest, const double* top_p,
 void llm_cut_below_largest(float* x, const float* offset, int64_t rows, int64_t width, int64_t threads)
 
 void llm_add(const float* x, const float* y, float* out, int64_t count, int64_t threads)
-void llm_scale(const float* x, float factor, float* out, int64_t count)
+void llm_scale(const float* x, float factor, float* out, int64_t count, int64_t threads)
 void llm_multiply(const float* x, int64_t x_stride, const float* y, int64_t y_stride, float* out, int64_t rows,
     int64_t width, int64_t threads)
 void llm_scale_rows(const float* x, int64_t stride, const float* factors, int64_t factor_stride, float* out,

@@ -20,6 +20,11 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + y
 
 
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """float32, in place: x * factor."""
+    return x.mul_(factor)
+
+
 def ids_below(ids: torch.Tensor, limit: int) -> torch.Tensor:
     """int64 [n] -> [n]: ids below `limit`, and 0 in the place of others."""
     return torch.where(ids < limit, ids, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from drafts import FakeProposer, Recorder, drafting
 from embedded import engine_of, open_llm, run
 from kernel_sets import has_kernels, needs_compiler
+from tiny_models import TINY_MODELS, write_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.engine.batch import InputBatch
@@ -102,6 +104,20 @@ def test_the_head_of_a_recorded_step_is_recorded(llm: LLM, monkeypatch: pytest.M
     monkeypatch.setattr(model, "compute_logits", lambda hidden: calls.append(len(hidden)) or compute(hidden))
     assert tokens(llm) == expected
     assert len(calls) >= 30
+
+
+@needs_compiler
+@pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")
+@pytest.mark.parametrize("row", ["granite", "gemma2-caps"])
+def test_a_head_whose_logits_are_scaled_or_capped_is_recorded(row: str, tmp_path: Path) -> None:
+    write_checkpoint(TINY_MODELS[row], tmp_path)
+    prompts = [[token % 50 for token in prompt] for prompt in PROMPTS]
+    with LLM(tmp_path, skip_tokenizer_init=True) as llm:
+        run(llm, prompts, GREEDY)
+        runner: Any = engine_of(llm).runner
+        step = runner.replay._last
+        scores = step.head.run()
+        assert torch.equal(scores.logits, runner.model.compute_logits(step.hidden))
 
 
 @needs_compiler

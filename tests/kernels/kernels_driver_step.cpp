@@ -112,7 +112,7 @@ template <class T> void rows(Kind kind, int64_t count, int64_t width) {
     llm_soft_cap(out.data, 3.0f, count * width, 1);
     llm_log_softmax(x.data, out.data, count, width, 1);
     llm_add(x.data, y.data, out.data, count * width, 1);
-    llm_scale(x.data, 3.0f, out.data, count * width);
+    llm_scale(x.data, 3.0f, out.data, count * width, 1);
     llm_multiply(x.data, width, x.data, width, out.data, count, width, 1);
     llm_scale_rows(x.data, width, y.data, width, out.data, count, width);
     llm_offset(x.data, 3.0f, out.data, count * width);

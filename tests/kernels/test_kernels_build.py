@@ -337,7 +337,7 @@ def test_kernels_get_the_arguments_they_declare() -> None:
     found = kernels.library
     scale, shift = signatures.KERNELS["llm_scale"], signatures.KERNELS["llm_shift"]
     x, out = torch.tensor([1.0, 3.0, -7.0]), torch.empty(3)
-    found.call(scale, x.data_ptr(), -0.1, out.data_ptr(), 3)
+    found.call(scale, x.data_ptr(), -0.1, out.data_ptr(), 3, 1)
     assert torch.equal(out, x * torch.tensor(-0.1))
     ids, shifted = torch.tensor([5, -(2**62)]), torch.empty(2, dtype=torch.int64)
     assert found.call(shift, ids.data_ptr(), -(2**40) - 3, shifted.data_ptr(), 2) == 0

@@ -159,6 +159,7 @@ CASES = (
         lambda kernels, x: kernels.op("xielu")(x, *(torch.tensor([n]) for n in (0.3, -0.4, 0.5)), -1e-6),
         xielu_64,
     ),
+    Case("scale", lambda kernels, x: kernels.op("scale")(x.clone(), 0.3), lambda x: x * torch.tensor(0.3).double()),
     Case("soft_cap", lambda kernels, x: kernels.op("soft_cap")(x.clone(), 3.0), lambda x: 3 * torch.tanh(x / 3)),
     Case("gated_rms_norm", gated(1), lambda x: gated_64(x, 1, gate_first=True), 2),
     Case("gated_rms_norm of groups", gated(3, True, "sigmoid"), lambda x: gated_64(x, 3, gate_first=False), 6),

@@ -154,8 +154,8 @@ def test_a_kernel_that_is_gone_is_refused(objects: Path, tmp_path: Path) -> None
 
 def test_a_block_of_arguments_is_checked_for_their_number_and_for_floats() -> None:
     scale = KERNELS["llm_scale"]
-    assert scale.names == ("x", "factor", "out", "count")
-    assert struct.unpack("=qdqq", scale.pack(1, -0.1, 2, 3)) == (1, -0.1, 2, 3)
-    for wrong in ((1, 1.0, 2), (None, 1.0, 2, 3), (1, 1.0, 2.5, 3), (1, 1.0, 2, 3, 4)):
+    assert scale.names == ("x", "factor", "out", "count", "threads")
+    assert struct.unpack("=qdqqq", scale.pack(1, -0.1, 2, 3, 4)) == (1, -0.1, 2, 3, 4)
+    for wrong in ((1, 1.0, 2, 3), (None, 1.0, 2, 3, 4), (1, 1.0, 2.5, 3, 4), (1, 1.0, 2, 3, 4, 5)):
         with pytest.raises(struct.error):
             scale.pack(*wrong)
