@@ -157,7 +157,7 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
-    """The matrices of a layer of experts, one pair per expert, all of one kind and one size.
+    """The matrices of a layer of experts, one pair per expert, all of one size. Their kinds may differ.
 
     Attributes:
         gate_up: [2I, H] each: the gate in rows 0 to I - 1, then the value; [I, H] of experts without a gate.
@@ -178,11 +178,8 @@ class ExpertWeights:
         rows = inner if self.gate_up[0].n == inner else 2 * inner
         for weights, shape in ((self.gate_up, (rows, hidden)), (self.down, (hidden, inner))):
             for weight in weights:
-                if (weight.n, weight.k) != shape or weight.kind != weights[0].kind:
-                    raise ValueError(
-                        f"experts have weights {list(shape)} of {weights[0].kind}, got {[weight.n, weight.k]} of "
-                        f"{weight.kind}"
-                    )
+                if (weight.n, weight.k) != shape:
+                    raise ValueError(f"experts have weights {list(shape)}, got {[weight.n, weight.k]}")
 
     @property
     def hidden_size(self) -> int:

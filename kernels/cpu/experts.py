@@ -47,7 +47,9 @@ def experts(
         lowest, highest = int(topk_ids.min()), int(topk_ids.max())
         raise IndexError(f"expert ids must be in [0, {len(weights.down)}), got {lowest} to {highest}")
     if result == _NO_SCALES:
-        raise ValueError(f"a weight of {weights.down[0].kind} needs its scales")
+        each = (*weights.gate_up, *weights.down)
+        kind = next(weight.kind for weight in each if weight.scale is None and not weight.is_float)
+        raise ValueError(f"a weight of {kind} needs its scales")
     if library.recorder is not None:
         library.recorder.kept.append(weights)
     return out

@@ -58,7 +58,7 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     if weight.activations == "bfloat16":
         x = x.bfloat16().float()
     if weight.is_float and weight.data.dtype == x.dtype:
-        return F.linear(x, weight.data, bias)
+        return F.linear(x, weight.unpack(), bias)  # that of another backend is in panels
     if weight.activations == "int8" and weight.columns is not None:
         x = x[..., weight.columns.long()]
     product = {"int8": _int8, "int4": _int4}[weight.kind] if weight.activations == "int8" else _float

@@ -97,9 +97,6 @@ def _weight_of(layer: LinearBase, adds_bias: bool) -> Weight | None:
 
 
 def together(gate_up: Sequence[Weight | None], down: Sequence[Weight | None]) -> ExpertWeights | None:
-    """None where they are not of one kind: patterns may quantize some experts in another way than others."""
-    for weights in (gate_up, down):
-        known = [(weight.kind, weight.activations, weight.group_size) for weight in weights if weight is not None]
-        if len(known) < len(weights) or len(set(known)) > 1:
-            return None
-    return ExpertWeights(tuple(filter(None, gate_up)), tuple(filter(None, down)))
+    """None where only the layers' methods know some of them. Patterns may quantize some in another way than others."""
+    first, last = tuple(filter(None, gate_up)), tuple(filter(None, down))
+    return ExpertWeights(first, last) if len(first) == len(gate_up) and len(last) == len(down) else None

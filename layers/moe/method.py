@@ -37,8 +37,8 @@ class ExpertLayer(Protocol):
 class ExpertsMethod(KernelOp, FusedMoEMethodBase):
     """Computes with the weights of the layer's `experts`, which are pairs of linear layers.
 
-    Where those cannot be given to one operation (they are hooked, of several kinds, or an adapter of a token changes
-    them) it calls them one by one, with the same bits.
+    Where those cannot be given to one operation (they are hooked, or an adapter of a token changes them) it calls them
+    one by one, with the same bits.
     """
 
     operations = ("experts",)

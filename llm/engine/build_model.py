@@ -6,7 +6,7 @@ Owns the order in which the model class, the quantization config and the loader 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ def weight_file(plan: RunnerPlan, platform: Platform) -> WeightFile | None:
     return WeightFile(Path(offload.offload_folder), offload.resident_weight_bytes, platform.release_memory)
 
 
+def constructing(plan: RunnerPlan, platform: Platform, file: WeightFile | None = None) -> AbstractContextManager[None]:
+    """Layers constructed inside this context are bound as those of the plan's model."""
+    may_round = plan.store_as is torch.bfloat16
+    return constructing_for(platform, plan.config.compilation_config, may_round=may_round, weights=file)
+
+
 def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = None) -> Any:
     """The model with empty weights; raises `ValidationError` for a setting of the user that matched no layer."""
     quant_config = plan.config.quant_config
@@ -43,9 +49,7 @@ def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = 
         quant_config.apply_mapper(lambda name: stored_name(name, renames, modules))
         if plan.has_weights:
             quant_config.describe_tensors({name: info.shape for name, info in plan.source.tensors().tensors.items()})
-    may_round = plan.store_as is torch.bfloat16
-    compilation = plan.config.compilation_config
-    with constructing_for(platform, compilation, may_round=may_round, weights=file), _told_of_memory():
+    with constructing(plan, platform, file), _told_of_memory():
         tp = tensor_parallel(platform, plan.rank, plan.tp_size)
         model = plan.model_class(plan.architecture, plan.build_options(tp))
         if quant_config is not None:

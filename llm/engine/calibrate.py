@@ -60,7 +60,7 @@ def _tell_of_unreached(statistics: Mapping[str, ActivationStatistics]) -> None:
     missed = [name for name, item in statistics.items() if not item.rows]
     if missed:
         logger.warning(
-            "the calibration texts reached no token of %d of %d layers (%s); they are experts that no token chose, and "
-            "use the statistics of the others beside them: more, and more varied, texts reach more.",
+            "no token of the calibration texts reached %d of %d layers (%s): no router chose these experts. They use "
+            "the statistics of the other experts of their layer; more, and more varied, texts reach more.",
             *(len(missed), len(statistics), list_names(missed)),
         )

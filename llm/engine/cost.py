@@ -129,11 +129,11 @@ def count_model(model: nn.Module, kv_cache_dtype: torch.dtype, states: Sequence[
 
 
 def _weights(model: nn.Module) -> Iterator[Weight]:
-    """The packed weights of all layers, of a layer of experts those of one."""
+    """The packed weights of all layers."""
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, ExpertWeights):
-                yield from (*value.gate_up[:1], *value.down[:1])
+                yield from (*value.gate_up, *value.down)
             elif isinstance(value, Weight):
                 yield value
 

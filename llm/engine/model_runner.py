@@ -21,7 +21,7 @@ from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from llm.engine.adapters import ModelAdapters
 from llm.engine.batch import InputBatch
 from llm.engine.boundary import Loaded, RunnerPlan
-from llm.engine.build_model import build_model, fill_model, weight_file
+from llm.engine.build_model import build_model, constructing, fill_model, weight_file
 from llm.engine.cache_rows import CacheRows
 from llm.engine.extensions import held_otherwise, what_varies
 from llm.engine.inspection import ModelInspection
@@ -197,9 +197,9 @@ class ModelRunner(ModelInspection, CacheRows):
 
     @library_defaults()
     def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R:
-        """`function(model)`. It may change the model, so recorded steps are dropped."""
+        """`function(model)`. It may change the model: recorded steps are dropped. Layers made in it have kernels."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), constructing(self.plan, self.platform):
                 return function(self.model)
         finally:
             if self.replay is not None:

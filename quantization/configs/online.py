@@ -265,7 +265,9 @@ def _layers(given: Any, asked: Any) -> tuple[tuple[str, str, int | None], ...]:
         options = {"scheme": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
         if not options or set(options) - {"scheme", "group_size"}:
             raise _wrong(
-                asked, f"gives {show(pattern)} the value {show(value)}; use a scheme, or scheme and group_size."
+                asked,
+                f"gives {show(pattern)} the value {show(value)}; use a scheme, or scheme and group_size; layers in "
+                "'ignore' are not quantized.",
             )
         recipe = _recipe(options.get("scheme"), asked)
         result.append((pattern, recipe, _group_size(options.get("group_size"), recipe, asked)))

@@ -102,9 +102,10 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Small embeddings are lost in what the layers add: one token, and so its experts, would come again and again."""
     if len(shape) == 1 and "norm" in name:
         return torch.ones(shape, dtype=torch.bfloat16)
-    return torch.empty(shape).normal_(0.0, 0.04, generator=generator).bfloat16()
+    return torch.empty(shape).normal_(0.0, 1.0 if "embed" in name else 0.04, generator=generator).bfloat16()
 
 
 def published(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -163,18 +164,19 @@ def greedy(llm: Any) -> Callable[[list[list[int]], int], list[list[int]]]:
 
 def ours(folder: str, arguments: dict[str, object]) -> dict[str, object]:
     from llm import LLM
-    from llm.bench.calibrate import calibrate
+    from llm.bench.calibrate import calibrate, calibrate_for
 
-    bandwidth = calibrate(1.0).rates.bytes_per_s
+    before = calibrate(1.0).rates.bytes_per_s
     options = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "kv_cache_dtype": "float32"}
     options["speculative_config"] = None  # drafts from random text say nothing of other text
     started = perf_counter()
     with LLM(folder, max_model_len=128, max_num_seqs=ROWS, **options, **arguments) as llm:
         load, cost = perf_counter() - started, llm._open_engine().runner.cost()
-
-        floor = (cost.bytes_per_step + 2 * cost.state_bytes) / bandwidth
-        size = llm.config.model_config.vocab_size
-        return measure(greedy(llm), size, load=load, floor=floor, bytes=cost.weight_bytes, bandwidth=bandwidth)
+        found = measure(greedy(llm), llm.config.model_config.vocab_size, load=load, bytes=cost.weight_bytes)
+    # The better counts, as of the runs. A step that fits into the caches is read at their rate.
+    bandwidth = max(before, calibrate_for(calibrate(1.0), cost, 1.0).rates.bytes_per_s)
+    floor = (cost.bytes_per_step + 2 * cost.state_bytes) / bandwidth
+    return {**found, "floor": floor, "bandwidth": bandwidth}
 
 
 def transformers(folder: str, dtype: str) -> dict[str, object]:

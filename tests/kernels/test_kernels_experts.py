@@ -115,10 +115,14 @@ KINDS: dict[str, Make] = {
 }
 
 
+# Of one layer, expert by expert: patterns may quantize some in another way than others.
+SEVERAL = ("w4a8", "bfloat16", "w8a8 static", "w4a16 g=8", "float32")
+
+
 def mixture(lib: library.Library, kind: str, count: int, hidden: int, inner: int) -> ExpertWeights:
-    make = KINDS[kind]
-    gate_up = tuple(make(lib, 2 * inner, hidden) for _ in range(count))
-    return ExpertWeights(gate_up, tuple(make(lib, hidden, inner) for _ in range(count)))
+    makes = [KINDS[SEVERAL[index % len(SEVERAL)] if kind == "several" else kind] for index in range(count)]
+    gate_up = tuple(make(lib, 2 * inner, hidden) for make in makes)
+    return ExpertWeights(gate_up, tuple(make(lib, hidden, inner) for make in makes))
 
 
 def routing(tokens: int, slots: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +187,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "several"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_bits_are_those_of_the_twin(lib: library.Library, shape: tuple[int, ...], kind: str) -> None:
     tokens, slots, count, hidden, inner = shape
@@ -258,7 +262,7 @@ def unpacked(weight: Weight) -> Weight:
 # A row and its company.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "several"])
 def test_a_row_has_the_same_bits_alone(lib: library.Library, kind: str) -> None:
     weights = mixture(lib, kind, 5, 40, 24)
     x, (ids, factors) = torch.randn(40, 40), routing(40, 3, 5)

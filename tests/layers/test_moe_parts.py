@@ -110,6 +110,42 @@ def test_the_parts_of_the_modular_method_are_swapped() -> None:
     assert "ByFirstExpert, FusedMoEExperts" in str(made)
 
 
+def test_a_script_swaps_the_method_of_a_running_model(folder: Path) -> None:
+    """What `apply_model` makes is bound as the model's own layers are."""
+
+    def swap(model: Any) -> list[FusedMoEModularMethod]:
+        methods = []
+        for module in model.modules():
+            if isinstance(module, FusedMoE):
+                module.quant_method = FusedMoEModularMethod(ByFirstExpert())
+                methods.append(module.quant_method)
+        return methods
+
+    with open_llm(folder, skip_tokenizer_init=True) as llm:
+        expected = answers(llm)
+        [methods] = llm.apply_model(swap)
+        assert methods and {method.binding.method == "forward_cpu" for method in methods} == {has_kernels()}
+        assert answers(llm) == expected or not has_kernels()
+        methods[0].prepare_finalize.undoes = False  # type: ignore[attr-defined]
+        assert answers(llm) != expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_definition_computes_with_packed_weights(folder: Path, dtype: str) -> None:
+    """vLLM's `custom_ops` "none": the loop over experts reads weights that the kernels' backend packed."""
+    found = []
+    for ops in ("all", "none"):
+        more: Any = {"compilation_config": {"custom_ops": [ops]}, "dtype": dtype}
+        with open_llm(folder, skip_tokenizer_init=True, **more) as llm:
+            method = next(module for module in engine_of(llm).runner.model.modules() if isinstance(module, FusedMoE))
+            assert (method.quant_method.binding.method == "forward_native") == (ops == "none" or not has_kernels())
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            found.append([output.outputs[0].logprobs[0] for output in outputs])
+    for kernels, definition in zip(*found, strict=True):
+        assert kernels.keys() == definition.keys()
+        assert all(abs(kernels[token].logprob - definition[token].logprob) < 1e-3 for token in kernels)
+
+
 def test_permuted_experts_give_the_same_bits() -> None:
     made, x, logits = layer(), normal(3, 19, H), normal(4, 19, E)
     y, first = made(x, logits), made.experts[0]
