@@ -64,6 +64,7 @@ class ModelCost:
         head_weights: elements of the LM head's weight.
         bytes_per_step: stored bytes that each step reads, whatever its batch size: all but an untied embedding and
             the experts that a token does not choose.
+        chosen_bytes: those of them of the experts that a token chooses: others than the step before read.
         weight_bytes: stored bytes of all weights.
         attention: number of layers of each kind of attention.
         state_bytes: of one request's recurrent states in all layers.
@@ -78,6 +79,7 @@ class ModelCost:
     attention: Counter[AttentionCost] = field(default_factory=Counter)
     state_bytes: int = 0
     arithmetic: frozenset[tuple[str, str]] = frozenset()
+    chosen_bytes: int = 0
 
     def operations(self, spans: list[tuple[int, int]], sampled: int) -> int:
         """Operations for requests that compute positions start to end - 1 and sample `sampled` tokens in all."""
@@ -105,9 +107,9 @@ def count_model(model: nn.Module, kv_cache_dtype: torch.dtype, states: Sequence[
     lookup_only = [module for module in layers if module.quant_kind == "embedding" and module is not head]
     attention = [module for module in model.modules() if isinstance(module, Attention | LatentAttention)]
     total = _stored_bytes(model.modules())
-    unread = _stored_bytes(iter(lookup_only)) + sum(
-        round(_stored_bytes(module.modules()) * _unchosen(module)) for module in model.modules()
-    )
+    mixtures = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    experts = [_stored_bytes(module.modules()) for module in mixtures]
+    unchosen = sum(round(size * _unchosen(module)) for size, module in zip(experts, mixtures, strict=True))
     linear = sum(_matrix_elements(module) for module in layers if module.quant_kind != "embedding")
     unmet = sum(
         round(sum(_matrix_elements(part) for part in module.modules() if hasattr(part, "quant_kind")) * share)
@@ -118,7 +120,8 @@ def count_model(model: nn.Module, kv_cache_dtype: torch.dtype, states: Sequence[
         parameters=sum(_elements(module) for module in model.modules()),
         linear_weights=linear - unmet,
         head_weights=0 if head is None else _matrix_elements(head),
-        bytes_per_step=total - unread,
+        bytes_per_step=total - _stored_bytes(iter(lookup_only)) - unchosen,
+        chosen_bytes=sum(experts) - unchosen,
         weight_bytes=total,
         attention=Counter(attention_cost(module, kv_cache_dtype) for module in attention),
         state_bytes=sum(spec.bytes_per_request() for spec in states),

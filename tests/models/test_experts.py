@@ -149,3 +149,12 @@ def test_the_load_of_experts_is_told(tmp_path: Path) -> None:
     assert str(load).count("\n") == 2 and load._repr_html_().count("<rect") == 8
     with open_llm() as dense, pytest.raises(ValidationError, match="no layers of experts"):
         dense.expert_load(["x"])
+
+
+def test_a_step_reads_the_experts_that_a_token_chose(llm: LLM) -> None:
+    cost = engine_of(llm).runner.cost()
+    stored = [(layer, sum(parameter.nbytes for parameter in layer.parameters())) for layer in layers(llm)]
+    chosen = sum(size * layer.top_k // layer.num_experts for layer, size in stored)
+    assert 0 < cost.chosen_bytes == chosen < cost.bytes_per_step
+    tables = engine_of(llm).runner.model.model.embed_tokens.weight.nbytes
+    assert cost.weight_bytes - cost.bytes_per_step in (left := sum(size for _, size in stored) - chosen, left + tables)
