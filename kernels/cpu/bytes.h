@@ -64,11 +64,13 @@ LLM_INLINE Bytes load_bytes(const void* p) {
 
 // sum += unsigned bytes * signed bytes, four products to an int32.
 LLM_INLINE void dot(Bytes& sum, Bytes unsigned_bytes, Bytes signed_bytes) {
+    Bytes out = sum;
 #if LLM_AVX512
-    asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+    asm volatile("vpdpbusd %2, %1, %0" : "+v"(out) : "v"(unsigned_bytes), "v"(signed_bytes));
 #else
-    asm volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(unsigned_bytes), "x"(signed_bytes));
+    asm volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(out) : "x"(unsigned_bytes), "x"(signed_bytes));
 #endif
+    sum = out;
 }
 
 // Panels that a tile of `rows` rows takes at once: its sums fill the registers. Few rows take several panels, so that

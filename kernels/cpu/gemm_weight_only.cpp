@@ -60,20 +60,52 @@ template <Code CODE, Form FORM> struct Grid {
 
 #if !defined(LLM_PLAIN)
 
-constexpr int FEW_ROWS = 6;
 #if LLM_AVX512
-template <Form FORM> constexpr int panels_for(int rows) { return rows <= 3 ? 4 : 2; }
+constexpr int FEW_ROWS = 12;
+template <Form FORM> constexpr int panels_for(int rows) { return rows <= 2 ? 4 : 2; }
 #elif LLM_NEON
+constexpr int FEW_ROWS = 6;
 template <Form FORM> constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
 #else
+constexpr int FEW_ROWS = 6;
 // Scales and shifts of four panels would not stay in registers.
 template <Form FORM> constexpr int panels_for(int rows) {
     return rows == 1 ? (FORM == Form::PLAIN ? 4 : 2) : rows == 2 ? 2 : 1;
 }
 #endif
 
+// acc += x w of one step.
+template <Code CODE, Form FORM, int ROWS, int PANELS>
+LLM_INLINE void add_step(const float* a, int64_t stride, const uint8_t* const (&b)[PANELS], int64_t s,
+                         const Lookup<CODE>& lookup, const Grid<CODE, FORM> (&grid)[PANELS], F32 (&acc)[ROWS][PANELS]) {
+    constexpr std::make_integer_sequence<int, step_of(CODE)> all{};
+#if LLM_AVX512
+    // Panels side by side: a broadcast input is used at once, or gcc keeps those of a whole panel and spills.
+    for_each([&](auto j) {
+        constexpr int J = decltype(j)::value;
+        F32 w[PANELS];
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c)
+            w[c] = grid[c].weight(Opened<CODE>(b[c] + s * STEP_BYTES, lookup).template value<J>());
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+            const F32 value = set1(a[r * stride + J]);
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c] = fma(value, w[c], acc[r][c]);
+        }
+    }, all);
+#else
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
+        const Opened<CODE> opened(b[c] + s * STEP_BYTES, lookup);
+        for_each([&](auto j) {
+            constexpr int J = decltype(j)::value;
+            const F32 w = grid[c].weight(opened.template value<J>());
+            LLM_UNROLL for (int r = 0; r < ROWS; ++r) acc[r][c] = fma(set1(a[r * stride + J]), w, acc[r][c]);
+        }, all);
+    }
+#endif
+}
+
 // Few batch rows, whole steps in every group: weights go from memory straight to the FMA.
-template <Code CODE, Form FORM, int ROWS> __attribute__((noinline)) void few_rows(const Product& p, int64_t panel) {
+template <Code CODE, Form FORM, int ROWS>
+__attribute__((noinline)) void few_rows(const Product& p, int64_t row, int64_t panel) {
     constexpr int PANELS = panels_for<FORM>(ROWS), STEP = step_of(CODE);
     const Lookup<CODE> lookup(p);
     const uint8_t* b[PANELS];
@@ -94,21 +126,14 @@ template <Code CODE, Form FORM, int ROWS> __attribute__((noinline)) void few_row
         for (const int64_t end = min(steps, s + group_steps); s < end; ++s) {
             const int64_t distance = ahead.distance(s);
             LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(b[c] + s * STEP_BYTES + distance);
-            const float* a = p.x + s * STEP;
-            LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-                const Opened<CODE> opened(b[c] + s * STEP_BYTES, lookup);
-                for_each([&](auto j) {
-                    const F32 w = grid[c].weight(opened.template value<decltype(j)::value>());
-                    LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-                        acc[r][c] = fma(set1(a[r * p.k + decltype(j)::value]), w, acc[r][c]);
-                }, std::make_integer_sequence<int, STEP>{});
-            }
+            const float* a = p.x + row * p.k + s * STEP;
+            add_step<CODE, FORM, ROWS, PANELS>(a, p.k, b, s, lookup, grid, acc);
         }
     }
     LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
         const int64_t column = min(panel + c, p.panels() - 1) * LANES;
         const F32 biases = p.biases(column);
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r) p.store_output(r, column, acc[r][c], biases);
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) p.store_output(row + r, column, acc[r][c], biases);
     }
 }
 
@@ -146,15 +171,16 @@ template <Code CODE, Form FORM> void few_rows(const Product& p, const Tasks& tas
     constexpr bool SHORT = FORM == Form::PLAIN && (CODE == Code::INT4 || CODE == Code::WHOLES);
     const bool in_range = SHORT && p.m <= 2 && inputs_in_range(p);
 #endif
-    tasks.run([&](int64_t, int64_t panel, int64_t end) {
-        with_rows(p.m, [&](auto rows) {
+    tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
+        const int64_t row = tasks.first_row(tile);
+        with_rows(tasks.rows(tile), [&](auto rows) {
             constexpr int ROWS = decltype(rows)::value;
             if constexpr (ROWS <= FEW_ROWS) {
 #if LLM_AVX2
                 if constexpr (CODE == Code::FLOAT8)
                     if (scales_below(p, panel, end, SMALL_SCALES)) {
                         for (; panel < end; panel += panels_for<FORM>(ROWS))
-                            few_rows<Code::FLOAT8_SMALL, FORM, ROWS>(p, panel);
+                            few_rows<Code::FLOAT8_SMALL, FORM, ROWS>(p, row, panel);
                         return;
                     }
                 if constexpr (SHORT && ROWS <= 2) {
@@ -169,11 +195,11 @@ template <Code CODE, Form FORM> void few_rows(const Product& p, const Tasks& tas
                 if constexpr (FORM == Form::ZEROS)
                     if (zeros_scale(p, panel, end)) {
                         for (; panel < end; panel += panels_for<Form::SCALED_ZEROS>(ROWS))
-                            few_rows<CODE, Form::SCALED_ZEROS, ROWS>(p, panel);
+                            few_rows<CODE, Form::SCALED_ZEROS, ROWS>(p, row, panel);
                         return;
                     }
 #endif
-                for (; panel < end; panel += panels_for<FORM>(ROWS)) few_rows<CODE, FORM, ROWS>(p, panel);
+                for (; panel < end; panel += panels_for<FORM>(ROWS)) few_rows<CODE, FORM, ROWS>(p, row, panel);
             }
         });
     });
@@ -252,12 +278,15 @@ void block(const Product& p, const Tasks& tasks, int64_t first_tile, int64_t end
 }
 
 template <Code CODE, Form FORM> void multiply(const Product& p, int64_t threads) {
-    const Tasks tasks(p.m, p.n, MAX_ROWS, 0, 0, threads);
 #if !defined(LLM_PLAIN)
     constexpr int STEP = step_of(CODE);
-    if (p.m <= FEW_ROWS && p.k % STEP == 0 && (p.group_size % STEP == 0 || p.group_size >= p.k))
-        return few_rows<CODE, FORM>(p, tasks);
+    if (p.m <= FEW_ROWS && p.k % STEP == 0 && (p.group_size % STEP == 0 || p.group_size >= p.k)) {
+        // No tile of one or two rows beside another: it takes four panels at once, and a task then has two.
+        const Tasks even(p.m, p.n, p.m % 2 ? 6 : MAX_ROWS, 0, 0, threads);
+        return few_rows<CODE, FORM>(p, even);
+    }
 #endif
+    const Tasks tasks(p.m, p.n, MAX_ROWS, 0, 0, threads);
     const int64_t fitting = BLOCK_BYTES / (p.k * static_cast<int64_t>(sizeof(float)) * MAX_ROWS + 1);
     const int64_t block_tiles = min(max(8, fitting), tasks.tiles());
     const int64_t groups = ceil_div(p.panels(), TILE_PANELS), blocks = ceil_div(tasks.tiles(), block_tiles);

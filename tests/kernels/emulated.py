@@ -64,13 +64,13 @@ ASSEMBLY: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "bytes.h",
-        'asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));',
-        "sum = emulated::dpbusd(sum, unsigned_bytes, signed_bytes);",
+        'asm volatile("vpdpbusd %2, %1, %0" : "+v"(out) : "v"(unsigned_bytes), "v"(signed_bytes));',
+        "out = emulated::dpbusd(out, unsigned_bytes, signed_bytes);",
     ),
     (
         "bytes.h",
-        'asm volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(unsigned_bytes), "x"(signed_bytes));',
-        "sum = emulated::dpbusd(sum, unsigned_bytes, signed_bytes);",
+        'asm volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(out) : "x"(unsigned_bytes), "x"(signed_bytes));',
+        "out = emulated::dpbusd(out, unsigned_bytes, signed_bytes);",
     ),
     ("gemm_int8.cpp", 'asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(x));', "sum = emulated::add_doubles(sum, x);"),
     (

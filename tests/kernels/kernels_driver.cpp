@@ -165,7 +165,7 @@ int main(int argc, char**) {
         llm_embedding(&weight, &id, y.data, 1, 1);
         return 0;
     }
-    for (int64_t m : {1, 2, 4, 5, 7, 13, 23})
+    for (int64_t m : {1, 2, 4, 5, 7, 12, 13, 23})
         for (int64_t n : {1, 15, 16, 33, 81})
             for (int64_t k : {1, 3, 8, 17, 31, 64, 259}) {
                 if (k > 64 && n != 33) continue;  // more than one block of k: once for each height

@@ -31,7 +31,16 @@ TABLES = {
     "too large": torch.arange(16.0) * 10,
 }
 # m, n, k, group size: few rows and many, whole steps and parts of one, groups that end within a step.
-SHAPES = [(1, 300, 64, 32), (3, 37, 75, 5), (6, 33, 520, 128), (13, 17, 40, 40), (40, 20, 264, 8), (2, 16, 3, 2)]
+SHAPES = [
+    (1, 300, 64, 32),
+    (3, 37, 75, 5),
+    (6, 33, 520, 128),
+    (11, 33, 520, 128),
+    (12, 37, 64, 32),
+    (13, 17, 40, 40),
+    (40, 20, 264, 8),
+    (2, 16, 3, 2),
+]
 
 
 @pytest.fixture(scope="module", params=TARGETS)

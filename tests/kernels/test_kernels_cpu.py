@@ -449,7 +449,9 @@ def test_rows_of_integers_in_groups_by_id(lib: library.Library, bits: int) -> No
 
 
 # Few rows and many, one block of k and more, one block of rows and more (the last).
-@pytest.mark.parametrize("shape", [(1, 300, 64), (3, 100, 288), (6, 33, 520), (7, 40, 512), (100, 17, 2744)])
+@pytest.mark.parametrize(
+    "shape", [(1, 300, 64), (3, 100, 288), (6, 33, 520), (7, 40, 512), (9, 300, 64), (12, 17, 136), (100, 17, 2744)]
+)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_weight_only_products_are_those_of_the_float_weight(lib: library.Library, shape: tuple, bits: int) -> None:
     m, n, k = shape
