@@ -26,7 +26,7 @@ class KernelState:
 
 def kernel_state() -> KernelState:
     """The state of the kernels that the next model would use."""
-    targets = tuple(build.supported_targets())
+    targets = tuple(build.fast_targets())
     try:
         isa = requested_isa()
         if isa == "none":

@@ -9,7 +9,7 @@ import pytest
 
 from llm.kernels.cpu import build
 from llm.kernels.cpu.backend import CpuBackend
-from llm.kernels.cpu.library import choose_target, load_library, requested_isa
+from llm.kernels.cpu.library import ISA_CHOICES, choose_target, load_library, requested_isa
 
 
 def has_compiler() -> bool:
@@ -26,16 +26,14 @@ def has_kernels() -> bool:
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
-_SUPPORTED = build.supported_targets()
+_SUPPORTED, _BEST = build.supported_targets(), build.fast_targets()[-1]
 # Compiling one takes most of a minute of one core, so targets between AVX2 and the best are tested only with
 # TEST_ALL_ISAS=1: set it when you change a kernel.
 TARGETS = [
-    target
-    for target in _SUPPORTED
-    if target in {"plain", "avx2", _SUPPORTED[-1]} or os.environ.get("TEST_ALL_ISAS") == "1"
+    target for target in _SUPPORTED if target in {"plain", "avx2", _BEST} or os.environ.get("TEST_ALL_ISAS") == "1"
 ]
-# avx512 stands for its VNNI variant where there is one.
-ISAS = tuple(dict.fromkeys(target.partition("_")[0] for target in TARGETS))
+# avx512 stands for its fastest variant, avx2 for the one without VNNI.
+ISAS = tuple(dict.fromkeys(t if t in ISA_CHOICES and t != "avx2_vnni" else t.partition("_")[0] for t in TARGETS))
 
 
 @lru_cache

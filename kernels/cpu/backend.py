@@ -22,7 +22,7 @@ from llm.platforms.interface import Platform
 # Operation -> the module here that has its function, where that is not named as in `OPERATIONS`.
 _MODULES = {"pack": "packed"}
 # What a compiler knows that does not know a target.
-_NEXT_BEST = {"amx": "avx512_bf16", "avx512_bf16": "avx512_vnni", "avx2_vnni": "avx2", "neon_i8mm": "neon"}
+_NEXT_BEST = {"amx": "avx512_vnni", "avx512_bf16": "avx512_vnni", "avx2_vnni": "avx2", "neon_i8mm": "neon"}
 
 
 class CpuBackend(Backend):

@@ -65,6 +65,8 @@ _CPU_FLAGS = {
     "neon": "asimd asimddp",
     "neon_i8mm": "asimd asimddp i8mm",
 }
+# Golden Cove and its successors: outside AMX they multiply bfloat16 at half the rate of float32 (kernels/README.md).
+_SLOW_BF16 = {"GenuineIntel", "avx512_fp16"}
 _X86, _ARM = {"x86_64", "amd64"}, {"aarch64", "arm64"}
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
 _COMPILERS = ("c++", "g++", "clang++")
@@ -85,6 +87,13 @@ def supported_targets(cpu_flags: set[str] | None = None) -> list[str]:
     return [target for target, needed in _CPU_FLAGS.items() if flags.issuperset(needed.split())]
 
 
+def fast_targets(cpu_flags: set[str] | None = None) -> list[str]:
+    """`supported_targets` but those that are slower than the one before them."""
+    flags = read_cpu_flags() if cpu_flags is None else cpu_flags
+    slow = {"avx512_bf16"} if flags.issuperset(_SLOW_BF16) else set()
+    return [target for target in supported_targets(cpu_flags) if target not in slow]
+
+
 def machine_targets() -> list[str]:
     """The targets of this machine's architecture, whether or not its processor supports them."""
     machine = platform.machine().lower()
@@ -102,11 +111,14 @@ def wheel_targets(wanted: str) -> list[str]:
         return machine_targets()
     if wanted:
         return wanted.split(",")
-    return [target for target in machine_targets() if target in {"avx2", supported_targets()[-1]}]
+    return [target for target in machine_targets() if target in {"avx2", fast_targets()[-1]}]
 
 
 def read_cpu_flags() -> set[str]:
-    """The processor features this process can use, by Linux's names; empty if it is neither x86-64 nor aarch64."""
+    """The processor features this process can use, by Linux's names, and the processor's vendor.
+
+    Empty if it is neither x86-64 nor aarch64.
+    """
     path = Path("/proc/cpuinfo")
     if platform.machine().lower() not in _X86 | _ARM or not path.exists():
         return set()
@@ -117,9 +129,10 @@ def read_cpu_flags() -> set[str]:
 
 
 def flags_in(cpuinfo: str) -> set[str]:
-    """The first processor's features; the line is called "flags" on x86-64 and "Features" on aarch64."""
-    lines = (line.split(":", 1) for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
-    return set(next(lines, ["", ""])[1].split())
+    """The first processor's features and vendor; the features are called "flags" on x86-64, "Features" on aarch64."""
+    first = cpuinfo.split("\n\n", 1)[0]
+    lines = (line.split(":", 1) for line in first.splitlines() if line.startswith(("flags", "Features", "vendor_id")))
+    return {word for _, words in lines for word in words.split()}
 
 
 def request_tiles() -> bool:

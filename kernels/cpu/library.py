@@ -21,7 +21,7 @@ from llm.kernels.cpu import build
 from llm.kernels.cpu.memory import Pool, eighths
 from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
 
-ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "amx", "neon", "none")
+ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "avx512_bf16", "amx", "neon", "none")
 
 # Results of at least _POOLED elements use pooled memory; the pool keeps at most _MOST_FREE free bytes.
 _POOLED = 1 << 18
@@ -103,7 +103,7 @@ class Library:
 
     @property
     def multiplies_bf16(self) -> bool:
-        """True if an instruction multiplies bfloat16: GEMMs are faster on activations rounded to it."""
+        """True if GEMMs are faster on activations rounded to bfloat16: an instruction multiplies it."""
         return self.target in {"avx512_bf16", "amx"}
 
     def ask_large_pages(self, address: int, nbytes: int, written: bool = False) -> None:
@@ -118,13 +118,14 @@ class Library:
 def choose_target(isa: str | None, cpu_flags: set[str] | None = None) -> tuple[str, str]:
     """(target, reason) for `isa`, one of `ISA_CHOICES` except "none"; None: the fastest.
 
-    "avx512" includes VNNI and BF16 if the processor has them, "neon" I8MM. Raises `ValidationError` for what it lacks.
+    "avx512" includes VNNI, and BF16 where it is fast, "neon" I8MM. Raises `ValidationError` for what it lacks.
     """
-    supported = build.supported_targets(cpu_flags)
+    supported, fast = build.supported_targets(cpu_flags), build.fast_targets(cpu_flags)
     if isa is None:
-        return supported[-1], "the best this processor runs"
+        return fast[-1], "the best this processor runs"
     with_more = tuple(f"{isa}_" for family in ("avx512", "neon") if family == isa)
-    fitting = [target for target in supported if target == isa or target.startswith(with_more)]
+    fitting = [target for target in supported if target == isa]
+    fitting += [target for target in fast if target.startswith(with_more)]
     if not fitting:
         raise ValidationError(
             f"LLM_CPU_ISA={isa!r} needs instructions that this processor does not have; it runs "

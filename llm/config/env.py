@@ -15,7 +15,7 @@ from llm.base.errors import ValidationError
 
 VARIABLES: dict[str, str] = {
     "LLM_LOG_LEVEL": "logging level of the `llm` logger: DEBUG, INFO, WARNING (default) or ERROR",
-    "LLM_CPU_ISA": "CPU kernels: plain, avx2, avx2_vnni, avx512, amx, neon (default: the best) or none (PyTorch's)",
+    "LLM_CPU_ISA": "CPU kernels: plain, avx2, avx2_vnni, avx512, avx512_bf16, amx, neon (or the best), none (PyTorch)",
     "LLM_PLATFORM": "the platform to use, whatever is detected: cpu, cuda, rocm, xpu, tpu, or the name of a plugin",
     "LLM_PLUGINS": "plugins that may be loaded, names separated by commas; unset: all that are installed, empty: none",
     "LLM_PLUGIN_ERRORS": "raise (default): a plugin that fails is an error; warn: it is left out, with a warning",

@@ -26,6 +26,7 @@ from llm.platforms import select_platform
 
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+BF16 = {"avx512_vnni", "avx512_bf16"}
 AMX = {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,6 +56,11 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
         (build.flags_in("processor\t: 0\nFeatures\t: fp asimd crc32 asimdhp asimddp\nprocessor\t: 1\n"), "neon"),
         ({"asimd", "asimddp", "i8mm"}, "neon_i8mm"),
         (build.flags_in("processor\t: 0\nFeatures\t: fp asimd crc32\n"), "plain"),
+        (AVX512 | BF16 | {"GenuineIntel"}, "avx512_bf16"),
+        (AVX512 | BF16 | {"AuthenticAMD", "avx512_fp16"}, "avx512_bf16"),
+        (AVX512 | BF16 | {"GenuineIntel", "avx512_fp16"}, "avx512_vnni"),
+        (AVX512 | BF16 | AMX | {"GenuineIntel", "avx512_fp16"}, "amx"),
+        (build.flags_in(f"vendor_id\t: GenuineIntel\nflags\t\t: avx512_fp16 {' '.join(AVX512 | BF16)}"), "avx512_vnni"),
         (build.flags_in("vmx flags : x\nflags\t\t: fpu avx2 fma f16c\n"), "avx2"),
     ],
 )
@@ -93,6 +99,9 @@ def test_an_instruction_set_can_be_forced() -> None:
     assert library.choose_target("avx512", flags)[0] == "avx512_vnni"
     assert library.choose_target("avx512", AVX512)[0] == "avx512"
     assert library.choose_target("avx512", flags | AMX)[0] == "avx512_bf16"
+    slow = AVX512 | BF16 | {"GenuineIntel", "avx512_fp16"}
+    assert library.choose_target("avx512", slow)[0] == "avx512_vnni"
+    assert library.choose_target("avx512_bf16", slow)[0] == "avx512_bf16"
     assert library.choose_target("amx", flags | AMX)[0] == "amx"
     assert library.choose_target("neon", {"asimd", "asimddp"})[0] == "neon"
     assert library.choose_target("neon", {"asimd", "asimddp", "i8mm"})[0] == "neon_i8mm"
@@ -111,8 +120,8 @@ def test_without_the_registers_of_amx_the_next_best_is_chosen(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("unknown", "flags", "next_best"),
     [
-        (("amx",), AVX512 | {"avx512_vnni"} | AMX, "avx512_bf16"),
-        (("amx", "avx512_bf16"), AVX512 | {"avx512_vnni"} | AMX, "avx512_vnni"),
+        (("amx",), AVX512 | {"avx512_vnni"} | AMX, "avx512_vnni"),
+        (("avx512_bf16",), AVX512 | BF16, "avx512_vnni"),
         (("avx2_vnni",), AVX2 | {"avx_vnni"}, "avx2"),
         (("neon_i8mm",), {"asimd", "asimddp", "i8mm"}, "neon"),
     ],
