@@ -263,7 +263,8 @@ def section(text: str, config: dict[str, Any]) -> str:
 def cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next(line for line in lines if line.startswith("flags"))
-    best = next((name for flag, name in (("amx_tile", "AMX"), ("avx512f", "AVX-512")) if flag in flags), "AVX2")
+    known = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512"}
+    best = next((name for flag, name in known.items() if flag in flags), "AVX2")
     return f"a shared machine with {best}"
 
 

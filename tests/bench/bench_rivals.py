@@ -56,6 +56,7 @@ class Contestant:
     model: str
     workloads: str
     options: tuple[tuple[str, object], ...] = ()
+    needs_bf16: bool = False  # left out on processors that multiply no bfloat16
 
 
 def _ours(shape: str, workloads: str, scheme: str | None) -> Contestant:
@@ -63,22 +64,30 @@ def _ours(shape: str, workloads: str, scheme: str | None) -> Contestant:
     return Contestant(name, "offline-llm", shape, workloads, (("quantization", scheme),) if scheme else ())
 
 
+def _in_bf16(name: str, engine: str, shape: str, workloads: str) -> Contestant:
+    return Contestant(name, engine, shape, workloads, (("dtype", "bfloat16"),), needs_bf16=True)
+
+
 # Workloads that an engine is not given would take it minutes: where w3 is missing, it shares no prefixes.
 CONTESTANTS = [
     _ours(QWEN, "w1,w2,w3", None),
+    _in_bf16('offline-llm, `dtype="bfloat16"`', "offline-llm", QWEN, "w1,w2,w3"),
     _ours(QWEN, "w1,w2,w3", "w8a8"),
     _ours(QWEN, "w1,w2,w3", "w4a8"),
     _ours(QWEN, "w1", "w8a16"),
     _ours(QWEN, "w1", "w4a16"),
-    Contestant("vLLM, float32", "vllm", QWEN, "w1,w2,w3"),
+    Contestant("vLLM, float32", "vllm", QWEN, "w1,w2,w3", (("dtype", "float32"),)),
+    _in_bf16("vLLM, bfloat16", "vllm", QWEN, "w1,w2,w3"),
     Contestant("OpenVINO, int8", "openvino", f"{QWEN}-int8", "w1,w2"),
-    Contestant("OpenVINO, int4", "openvino", f"{QWEN}-int4", "w1"),
+    Contestant("OpenVINO, int4", "openvino", f"{QWEN}-int4", "w1,w2"),
     Contestant("llama.cpp, Q8_0", "llama_cpp", f"{QWEN}-Q8_0.gguf", "w1,w2"),
     Contestant("llama.cpp, Q4_0", "llama_cpp", f"{QWEN}-Q4_0.gguf", "w1,w2"),
     Contestant("transformers, float32", "transformers", QWEN, "w1"),
     _ours(SMALL, "w4", None),
+    _in_bf16('offline-llm, `dtype="bfloat16"`', "offline-llm", SMALL, "w4"),
     _ours(SMALL, "w4", "w8a8"),
-    Contestant("vLLM, float32", "vllm", SMALL, "w4"),
+    Contestant("vLLM, float32", "vllm", SMALL, "w4", (("dtype", "float32"),)),
+    _in_bf16("vLLM, bfloat16", "vllm", SMALL, "w4"),
     Contestant("OpenVINO, float32", "openvino", f"{SMALL}-fp32", "w4"),
     Contestant("llama.cpp, Q8_0", "llama_cpp", f"{SMALL}-Q8_0.gguf", "w4"),
 ]
@@ -144,7 +153,8 @@ def child(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     pythons = dict(item.split("=", 1) for item in args.python)
-    chosen = [each for each in CONTESTANTS if each.engine in (*HERE, *pythons)]
+    has_bf16 = any(name in experts.cpu() for name in ("BF16", "AMX"))
+    chosen = [each for each in CONTESTANTS if each.engine in (*HERE, *pythons) and has_bf16 >= each.needs_bf16]
     kept = Path(args.results) if args.results else None
     found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else {}
     for rep in range(args.rounds):

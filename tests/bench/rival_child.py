@@ -1,7 +1,8 @@
 """Another engine's side of `bench_rivals.py`, in an interpreter that has it: `rival_child.py ENGINE < task`.
 
-The task is JSON: `{"model": path, "workloads": {name: {"prompts": [[token ids]], "first": [[token ids]], "new": n}}}`.
-One line of JSON is printed: seconds of each workload, and of start-up. This file imports nothing of offline-llm.
+The task is JSON: `{"model": path, "options": {name: value}, "workloads": {name: {"prompts": [[token ids]], "first":
+[[token ids]], "new": n}}}`. One line of JSON is printed: seconds of each workload, and of start-up. This file imports
+nothing of offline-llm.
 """
 
 import json
@@ -35,12 +36,12 @@ def measure(generate, workloads):
     return found
 
 
-def vllm(model):
+def vllm(model, dtype):
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": f"0-{THREADS - 1}"}
     from vllm import LLM, SamplingParams
 
     options = {"max_model_len": LONGEST, "max_num_seqs": ROWS, "skip_tokenizer_init": True}
-    llm = LLM(model, dtype="float32", **options)
+    llm = LLM(model, dtype=dtype, **options)
 
     def generate(prompts, new):
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -79,7 +80,7 @@ ENGINES = {function.__name__: function for function in (vllm, openvino, llama_cp
 def main() -> None:
     task = json.load(sys.stdin)
     started = perf_counter()
-    generate = ENGINES[sys.argv[1]](task["model"])
+    generate = ENGINES[sys.argv[1]](task["model"], **task["options"])
     found = {"load": perf_counter() - started, **measure(generate, task["workloads"])}
     print("\n" + json.dumps(found), flush=True)
     os._exit(0)  # some engines' worker processes do not end by themselves

@@ -25,7 +25,7 @@ def test_an_engine_must_give_all_tokens_that_were_asked_for() -> None:
 
 
 def test_a_line_has_medians_and_their_range_and_nothing_where_nothing_ran() -> None:
-    large, small = rivals.CONTESTANTS[3], rivals.CONTESTANTS[-1]
+    large, small = rivals.CONTESTANTS[4], rivals.CONTESTANTS[-1]
     assert (large.name, large.workloads) == ("offline-llm, w8a16", "w1")
     rounds = [{"load": 1.0, "w1": (0.1, 0.1 + 127 * token)} for token in (0.03, 0.02, 0.0216)]
     one = [{"load": 0.25, "w4": (0.0, 2.0)}]
