@@ -99,7 +99,7 @@ def _processor(root: Path) -> Iterator[Finding]:
     yield Finding("processor", f"{cpu.get_device_name()}; kernels for {', '.join(kernel_state().targets)}")
     allowed, quota, threads = len(usable_cores()), cpu_quota(root), torch.get_num_threads()
     limit = "no CPU quota" if quota is None else f"CPU quota {quota:g}"
-    text = f"{os.cpu_count()} processors, {allowed} of them for this process, {limit}; PyTorch uses {threads} threads"
+    text = f"{os.cpu_count()} processors, {allowed} of them for this process, {limit}; threads of PyTorch: {threads}"
     most = cpu.num_threads()
     todo = f"LLM(num_threads={most}), or OMP_NUM_THREADS={most}, uses no more than there are" if threads > most else ""
     yield Finding("threads", text, todo)
