@@ -115,6 +115,8 @@ void llm_shift(const int64_t* x, int64_t offset, int64_t* out, int64_t count)
 void llm_copy_rows(const float* x, int64_t stride, float* out, int64_t rows, int64_t width)
 void llm_place_rows(const float* x, float* out, int64_t stride, int64_t rows, int64_t width)
 int64_t llm_select_rows(const float* x, int64_t rows, const int64_t* indices, float* out, int64_t count, int64_t width)
+
+void llm_probe_math(int64_t function, const float* x, float* out, int64_t count)
 """
 # Called one argument at a time, never recorded: replay.h, LLM_FUNCTION.
 _FUNCTIONS = """
@@ -124,7 +126,6 @@ void llm_end_threads()
 int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t turns, int64_t threads)
 int64_t llm_count_regions()
 int64_t llm_region_ns()
-void llm_probe_math(int64_t function, const float* x, float* out, int64_t count)
 """
 
 # The fields of Weight (weight.h), in order; there is what they mean.

@@ -17,4 +17,4 @@ LLM_EXPORT void llm_probe_math(int64_t function, const float* x, float* out, int
     }
 }
 
-LLM_FUNCTION(llm_probe_math)
+LLM_KERNEL(llm_probe_math)

@@ -20,6 +20,7 @@ from pages import normal
 from tiny_models import one_thread
 
 from llm.kernels.backend import Backend
+from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference.backend import REFERENCE
 
 pytestmark = needs_compiler
@@ -357,8 +358,7 @@ def evaluate(name: str, x: torch.Tensor, isa: str = BEST) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     library: Any = kernel_set(isa).library
-    probe = library.function("llm_probe_math")
-    probe(FUNCTIONS[name][0], x.data_ptr(), out.data_ptr(), x.numel())
+    library.call(KERNELS["llm_probe_math"], FUNCTIONS[name][0], x.data_ptr(), out.data_ptr(), x.numel())
     return out
 
 
