@@ -90,9 +90,10 @@ def resolve_quantization(
     if user is None or is_found:
         return _as_found(found, folder, hf_config)
     if found is not None:
+        again = f" pass requantize={show(user)} to quantize it again," if on_load else ""
         raise ValidationError(
             f"quantization={show(asked)} contradicts the checkpoint: it is quantized as {show(found.name)} "
-            f"({found.source}); leave quantization out to use it, or pass the unquantized checkpoint.",
+            f"({found.source}); leave quantization out to use it,{again} or pass the unquantized checkpoint.",
             parameter="quantization",
             value=asked,
         )

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from llm.base.errors import CheckpointError
 from llm.kernels.weight import LEAST
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.gguf_blocks import BLOCKS, Block, Decoded
@@ -66,7 +65,7 @@ class GgufStorage(StreamedStorage):
         scale, minimum, q = decoded.scale, decoded.minimum, decoded.q
         for values in (scale, minimum):
             if values is not None and not values.isfinite().all():
-                raise CheckpointError("a GGUF tensor has a scale that is not finite.")
+                raise ValueError("has a scale that is not finite")
         if block.table and not self.table:
             q = torch.tensor(block.table, dtype=torch.int8)[q.long() + 8]
         least = LEAST[self.kind]

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,11 +112,12 @@ class _Reader:
             what = "is big-endian" if swapped in _VERSIONS else f"has version {version}"
             raise self._error(f"{what}; versions 2 and 3 in little-endian order are read")
         tensor_count, key_count = self._number("Q"), self._number("Q")
-        if tensor_count > min(_MOST_TENSORS, self._size // 24):
-            raise self._error(f"claims {tensor_count} tensors")
-        # A key with its value takes 13 bytes or more.
-        if key_count > min(_MOST_KEYS, self._size // 13):
-            raise self._error(f"claims {key_count} metadata keys")
+        # A description takes 24 bytes or more, a key with its value 13.
+        most_tensors, most_keys = min(_MOST_TENSORS, self._size // 24), min(_MOST_KEYS, self._size // 13)
+        if tensor_count > most_tensors:
+            raise self._error(f"claims {tensor_count} tensors, where at most {most_tensors} are possible")
+        if key_count > most_keys:
+            raise self._error(f"claims {key_count} metadata keys, where at most {most_keys} are possible")
         metadata = self._metadata(key_count)
         described = [self._description() for _ in range(tensor_count)]
         return GgufFile(self._path, metadata, self._placed(described, self._alignment(metadata)))
@@ -170,7 +172,8 @@ class _Reader:
             )
         values = BLOCKS[known].values
         if math.prod(shape) >= 2**63 or not all(shape) or shape[-1] % values:
-            raise self._error(f"gives {quote(name)} the shape {list(shape)}, in blocks of {values} columns")
+            what = f"the shape {list(shape)}; sizes are positive, and columns a multiple of {values}"
+            raise self._error(f"gives {quote(name)} {what}")
         return name, known, shape, offset
 
     def _alignment(self, metadata: dict[str, Value]) -> int:
@@ -197,13 +200,14 @@ class _Reader:
                     f"ends before its tensor {quote(tensor.name)} does; if it was downloaded or copied, do that again"
                 )
         if len({tensor.name for tensor in placed}) < len(placed):
-            raise self._error("has two tensors of one name")
+            counts = Counter(tensor.name for tensor in placed)
+            raise self._error(f"has {quote(counts.most_common(1)[0][0])} more than once")
         return tuple(placed)
 
     def _string(self, limit: int) -> str:
         length = self._number("Q")
         if length > limit:
-            raise self._error(f"has a string of {length} bytes in its header")
+            raise self._error(f"has a string of {length} bytes in its header, where at most {limit} are allowed")
         data = self._bytes(length)
         try:
             return data.decode("utf-8")
