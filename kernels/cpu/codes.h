@@ -50,7 +50,7 @@ LLM_INLINE __m256i float16_bits(const uint8_t* p) {
 
 #if LLM_AVX512
 
-template <Code CODE> constexpr int VALUE_BIAS = 0;
+template <Code CODE> constexpr int VALUE_BIAS = CODE == Code::INT8 ? 128 : CODE == Code::INT4 ? 8 : 0;
 
 template <> struct Lookup<Code::TABLE> {
     __m512 table;
@@ -59,18 +59,30 @@ template <> struct Lookup<Code::TABLE> {
 template <> struct Lookup<Code::INT4> {
     __m512 table;
     LLM_INLINE explicit Lookup(const Weight&)
-        : table(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)) {}
+        : table(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)) {}
 };
 
 template <Code CODE> struct Opened {
     __m512i raw;
     const Lookup<CODE>& lookup;
     LLM_INLINE Opened(const uint8_t* p, const Lookup<CODE>& shared) : raw(_mm512_loadu_si512(p)), lookup(shared) {}
+    // The permutation reads only the lowest four bits of each index.
     template <int J> LLM_INLINE F32 value() const {
-        if constexpr (CODE == Code::INT8)
-            return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(raw, 24 - 8 * J), 24))};
-        // The permutation reads only the lowest four bits of each index.
-        else return {_mm512_permutexvar_ps(_mm512_srli_epi32(raw, nibble_bit(J)), lookup.table)};
+        return {_mm512_permutexvar_ps(_mm512_srli_epi32(raw, nibble_bit(J)), lookup.table)};
+    }
+};
+
+template <> struct Opened<Code::INT8> {
+    __m512i raw;  // unsigned bytes
+    LLM_INLINE Opened(const uint8_t* p, const Lookup<Code::INT8>&)
+        : raw(_mm512_sub_epi8(_mm512_loadu_si512(p), _mm512_set1_epi8(-128))) {}
+    // A mask for the first byte leaves one of the two ports of shifts and shuffles to the others.
+    template <int J> LLM_INLINE F32 value() const {
+        if constexpr (J == 0) return {_mm512_cvtepi32_ps(_mm512_and_si512(raw, _mm512_set1_epi32(255)))};
+        if constexpr (J == 3) return {_mm512_cvtepi32_ps(_mm512_srli_epi32(raw, 24))};
+        constexpr int Z = static_cast<int>(0x80808000u);
+        const __m512i byte = _mm512_broadcast_i32x4(_mm_setr_epi32(Z | J, Z | (4 + J), Z | (8 + J), Z | (12 + J)));
+        return {_mm512_cvtepi32_ps(_mm512_shuffle_epi8(raw, byte))};
     }
 };
 

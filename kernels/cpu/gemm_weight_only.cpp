@@ -49,6 +49,12 @@ template <Code CODE, Form FORM> struct Grid {
         else if constexpr (FORM == Form::MINIMA) shift = zero() - p.minima().load(group, column, p.n - column);
         else if (VALUE_BIAS<CODE>) shift = scale * set1(-VALUE_BIAS<CODE>);
     }
+    // Of a later panel: they come from memory one line at a time.
+    LLM_INLINE void fetch_group(const Product& p, int64_t group, int64_t column) const {
+        p.scales().fetch(group, column);
+        if constexpr (FORM == Form::ZEROS || FORM == Form::SCALED_ZEROS) p.zeros().fetch(group, column);
+        if constexpr (FORM == Form::MINIMA) p.minima().fetch(group, column);
+    }
     LLM_INLINE F32 weight(F32 value) const {
         if constexpr (FORM == Form::MINIMA)
             return fma(CODE_BIAS<CODE> ? value + set1(CODE_BIAS<CODE>) : value, scale, shift);
@@ -120,8 +126,7 @@ __attribute__((noinline)) void few_rows(const Product& p, int64_t row, int64_t p
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const int64_t column = min(panel + c, p.panels() - 1) * LANES;
             grid[c].load_group(p, group, column);
-            // A later panel's scales: they come from memory one line at a time.
-            p.scales().fetch(group, column + PANELS * LANES);
+            grid[c].fetch_group(p, group, column + PANELS * LANES);
         }
         for (const int64_t end = min(steps, s + group_steps); s < end; ++s) {
             const int64_t distance = ahead.distance(s);
@@ -137,7 +142,7 @@ __attribute__((noinline)) void few_rows(const Product& p, int64_t row, int64_t p
     }
 }
 
-#if LLM_AVX2
+#if LLM_AVX2 || LLM_AVX512
 // Whether call(group, column) is 0 for all groups of panels [panel, end).
 template <class Call> bool none_of(const Product& p, int64_t panel, int64_t end, const Call& call) {
     uint32_t found = 0;
@@ -145,13 +150,6 @@ template <class Call> bool none_of(const Product& p, int64_t panel, int64_t end,
         for (int64_t column = panel * LANES; column < min(end * LANES, p.n); column += LANES)
             found |= call(group, column);
     return !found;
-}
-
-// Whether all scales of panels [panel, end) are below `limit`.
-inline bool scales_below(const Product& p, int64_t panel, int64_t end, float limit) {
-    return none_of(p, panel, end, [&](int64_t group, int64_t column) {
-        return not_at_most(p.scales().load(group, column, p.n - column), set1(std::nextafter(limit, 0.0f)));
-    });
 }
 
 // Whether all zero points are whole and have 11 bits, and all scales have 11 bits and leave room for the product.
@@ -162,6 +160,15 @@ inline bool zeros_scale(const Product& p, int64_t panel, int64_t end) {
         const F32 scales = p.scales().load(group, column, p.n - column);
         return not_at_most(abs(zeros), set1(0x1p11f)) | not_at_most(abs(zeros - round_even(zeros)), zero()) |
                not_at_most(abs(scales), set1(0x1p100f));
+    });
+}
+#endif
+
+#if LLM_AVX2
+// Whether all scales of panels [panel, end) are below `limit`.
+inline bool scales_below(const Product& p, int64_t panel, int64_t end, float limit) {
+    return none_of(p, panel, end, [&](int64_t group, int64_t column) {
+        return not_at_most(p.scales().load(group, column, p.n - column), set1(std::nextafter(limit, 0.0f)));
     });
 }
 #endif
@@ -192,6 +199,8 @@ template <Code CODE, Form FORM> void few_rows(const Product& p, const Tasks& tas
                             pair += 2;
                     if (pair >= end) return;
                 }
+#endif
+#if LLM_AVX2 || LLM_AVX512
                 if constexpr (FORM == Form::ZEROS)
                     if (zeros_scale(p, panel, end)) {
                         for (; panel < end; panel += panels_for<Form::SCALED_ZEROS>(ROWS))

@@ -88,6 +88,13 @@ EMULATED __m512 permutexvar_ps(__m512i index, __m512 x) { return __builtin_shuff
 EMULATED __m512i permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
     return (__m512i)__builtin_shuffle((__v32hi)a, (__v32hi)b, (__v32hi)index);
 }
+EMULATED __m512i broadcast_i32x4(__m128i x) {
+    return whole(_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x));
+}
+EMULATED __m512i shuffle_epi8(__m512i x, __m512i index) {
+    return whole(_mm256_shuffle_epi8(halves(x).lo, halves(index).lo),
+                 _mm256_shuffle_epi8(halves(x).hi, halves(index).hi));
+}
 
 // --- Masks. Memory of lanes that are masked out is not touched.
 
@@ -364,6 +371,8 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_extracti32x8_epi32 emulated::extracti32x8_epi32
 #define _mm512_permutexvar_ps emulated::permutexvar_ps
 #define _mm512_permutex2var_epi16 emulated::permutex2var_epi16
+#define _mm512_broadcast_i32x4 emulated::broadcast_i32x4
+#define _mm512_shuffle_epi8 emulated::shuffle_epi8
 #define _mm512_mask_blend_ps emulated::mask_blend_ps
 #define _mm512_maskz_mov_ps emulated::maskz_mov_ps
 #define _mm512_maskz_sub_ps emulated::maskz_sub_ps
