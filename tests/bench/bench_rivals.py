@@ -38,6 +38,7 @@ import bench_experts as experts
 from rival_child import measure
 
 from llm.bench.workloads import PREFILL_REPS, make_workload
+from llm.kernels.cpu.library import choose_target
 
 MARKS = ("<!-- rivals -->", "<!-- end of rivals -->")
 QWEN, SMALL = "qwen2.5-0.5b", "model-b"
@@ -56,7 +57,7 @@ class Contestant:
     model: str
     workloads: str
     options: tuple[tuple[str, object], ...] = ()
-    needs_bf16: bool = False  # left out on processors that multiply no bfloat16
+    in_bf16: bool = False  # products of bfloat16
 
 
 def _ours(shape: str, workloads: str, scheme: str | None) -> Contestant:
@@ -65,7 +66,7 @@ def _ours(shape: str, workloads: str, scheme: str | None) -> Contestant:
 
 
 def _in_bf16(name: str, engine: str, shape: str, workloads: str) -> Contestant:
-    return Contestant(name, engine, shape, workloads, (("dtype", "bfloat16"),), needs_bf16=True)
+    return Contestant(name, engine, shape, workloads, (("dtype", "bfloat16"),), in_bf16=True)
 
 
 # Workloads that an engine is not given would take it minutes: where w3 is missing, it shares no prefixes.
@@ -153,8 +154,7 @@ def child(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     pythons = dict(item.split("=", 1) for item in args.python)
-    has_bf16 = any(name in experts.cpu() for name in ("BF16", "AMX"))
-    chosen = [each for each in CONTESTANTS if each.engine in (*HERE, *pythons) and has_bf16 >= each.needs_bf16]
+    chosen = [each for each in CONTESTANTS if each.engine in (*HERE, *pythons) and (not each.in_bf16 or has_bf16(each))]
     kept = Path(args.results) if args.results else None
     found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else {}
     for rep in range(args.rounds):
@@ -174,6 +174,13 @@ def run(args: argparse.Namespace) -> int:
     if args.readme:
         experts.replace_in_readme(text, MARKS)
     return 0
+
+
+def has_bf16(each: Contestant) -> bool:
+    """True if the processor multiplies bfloat16: fast enough for ours, at all for other engines."""
+    if each.engine in HERE:
+        return choose_target(None)[0] in {"avx512_bf16", "amx"}
+    return any(name in experts.cpu() for name in ("BF16", "AMX"))
 
 
 def command(each: Contestant, pythons: Mapping[str, str]) -> list[str]:
