@@ -23,12 +23,14 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -190,10 +192,21 @@ def command(each: Contestant, pythons: Mapping[str, str]) -> list[str]:
 
 
 def answer(words: list[str], task: dict[str, object]) -> dict[str, Any]:
-    done = subprocess.run(words, input=json.dumps(task), capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(words)}: exit {done.returncode}: {done.stderr[-2000:]}")
+    """The child's last line. Processes that it leaves behind are ended: they hold memory, and a pipe open."""
+    with tempfile.TemporaryDirectory() as folder:
+        said, log = Path(folder, "out"), Path(folder, "err")
+        with said.open("w") as out, log.open("w") as err:
+            child = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True, start_new_session=True
+            )
+            try:
+                child.communicate(json.dumps(task))
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        lines, errors = said.read_text().splitlines(), log.read_text()
+    if child.returncode or not lines:
+        raise RuntimeError(f"{' '.join(words)}: exit {child.returncode}: {errors[-2000:]}")
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 
