@@ -21,7 +21,7 @@ def test_an_engine_must_give_all_tokens_that_were_asked_for() -> None:
 
     work = {"w1": {"prompts": [[1]], "first": [[2]], "new": 5}, "w2": {"prompts": [[1], [2]], "first": [], "new": 4}}
     found = measure(generate, work)
-    assert asked == [(1, 2), (1, 1), (1, 5), (2, 4)]
+    assert asked == [(1, 2), (1, 2), (1, 1), (1, 5), (2, 4)]
     assert found.keys() == work.keys() and found["w2"][0] == 0.0 and min(map(max, found.values())) > 0
     work["w2"]["new"] = 6
     with pytest.raises(RuntimeError, match=r"w2: rows have \[5\] tokens, not 6"):
