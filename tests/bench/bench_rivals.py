@@ -220,8 +220,8 @@ def section(lines: Sequence[tuple[Contestant, Sequence[Figures]]], rounds: int) 
         Qwen2.5-0.5B's shape with random weights in bfloat16, on {len(os.sched_getaffinity(0))} cores of
         {experts.cpu()}, w1 to w3 as above, and a llama of 34 M parameters in float32 in w4: 256 prompts of 16 to 64, 64
         new tokens each. Every engine ran in turn, {rounds} times: medians, and in parentheses the least and the most.
-        "Started" is the time from the weights on disk to the first token. Empty: not run, because it would take
-        minutes. `tests/bench/bench_rivals.py` measures it."""
+        "Started" is the time from the weights on disk to an engine that takes prompts, of llama.cpp, OpenVINO and vLLM
+        with their imports. Empty: not run, because it would take minutes. `tests/bench/bench_rivals.py` measures it."""
     large = [line for line in lines if line[0].model.startswith(QWEN)]
     small = [line for line in lines if line[0].model.startswith(SMALL)]
     tables = table(large, ["w1", "w2", "w3"]), table(small, ["w4"])
