@@ -19,10 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -229,12 +232,7 @@ def run(args: argparse.Namespace) -> int:
         if name in results:
             continue
         started = perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = done.stdout.splitlines()
-        if done.returncode or not lines:
-            print(f"{name}: exit {done.returncode}: {done.stderr[-2000:]}", file=sys.stderr)
-            return 1
-        results[name] = json.loads(lines[-1])
+        results[name] = answer(command)
         print(f"{name}: {perf_counter() - started:.0f} s in all", file=sys.stderr, flush=True)
         if kept:
             kept.write_text(json.dumps(results))
@@ -266,6 +264,29 @@ def cpu() -> str:
     known = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512"}
     best = next((name for flag, name in known.items() if flag in flags), "AVX2")
     return f"a shared machine with {best}"
+
+
+def answer(words: list[str], given: str = "") -> dict[str, Any]:
+    """The last line, JSON, of a command that is given a text; raises `RuntimeError` if it fails.
+
+    Processes that it leaves behind are ended: they hold memory, and a pipe open.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        said, log = Path(folder, "out"), Path(folder, "err")
+        with said.open("w") as out, log.open("w") as err:
+            child = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True, start_new_session=True
+            )
+            try:
+                child.communicate(given)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        lines, errors = said.read_text().splitlines(), log.read_text()
+    if child.returncode or not lines:
+        raise RuntimeError(f"{' '.join(words)}: exit {child.returncode}: {errors[-2000:]}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:

@@ -16,11 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import bench_experts as experts
@@ -95,26 +93,16 @@ def run(args: argparse.Namespace) -> int:
             prompts = experts.prompts_of(vocabulary_of(file))
             task = {"file": str(file), "prompts": prompts, "new": experts.NEW_TOKENS, "runs": experts.RUNS}
             script = str(Path(__file__).with_name("llama_cpp_child.py"))
-            theirs = started([args.llama_python, script, json.dumps(task)], "")
+            theirs = experts.answer([args.llama_python, script, json.dumps(task)])
             own = [sys.executable, __file__, "child", "--file", str(file)]
             for label, more in ((kind, []), (f"{kind} as {REQUANTIZED[kind]}", ["--requantize", REQUANTIZED[kind]])):
-                rows.append((name, label, started(own + more, json.dumps(theirs["tokens"])), theirs))
+                rows.append((name, label, experts.answer(own + more, json.dumps(theirs["tokens"])), theirs))
                 print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     text = table(rows)
     print(text)
     if args.readme:
         experts.replace_in_readme(section(text), MARKS)
     return 0
-
-
-def started(command: list[str], given: str) -> dict[str, Any]:
-    begun = perf_counter()
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        raise RuntimeError(f"exit {done.returncode} after {perf_counter() - begun:.0f} s: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
 
 
 def table(rows: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -89,11 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measured(folder: str, contestant: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "child", "--folder", folder, "--contestant", contestant]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{contestant}: exit {done.returncode}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return bench_experts.answer(command)
 
 
 # Long contexts.

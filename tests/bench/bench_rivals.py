@@ -23,14 +23,12 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -40,7 +38,7 @@ import bench_experts as experts
 from rival_child import measure
 
 from llm.bench.workloads import PREFILL_REPS, make_workload
-from llm.kernels.cpu.library import choose_target
+from llm.kernels.cpu.library import choose_target, load_library
 
 MARKS = ("<!-- rivals -->", "<!-- end of rivals -->")
 QWEN, SMALL = "qwen2.5-0.5b", "model-b"
@@ -59,7 +57,10 @@ class Contestant:
     model: str
     workloads: str
     options: tuple[tuple[str, object], ...] = ()
-    in_bf16: bool = False  # products of bfloat16
+
+    @property
+    def in_bf16(self) -> bool:
+        return ("dtype", "bfloat16") in self.options
 
 
 def _ours(shape: str, workloads: str, scheme: str | None) -> Contestant:
@@ -68,7 +69,7 @@ def _ours(shape: str, workloads: str, scheme: str | None) -> Contestant:
 
 
 def _in_bf16(name: str, engine: str, shape: str, workloads: str) -> Contestant:
-    return Contestant(name, engine, shape, workloads, (("dtype", "bfloat16"),), in_bf16=True)
+    return Contestant(name, engine, shape, workloads, (("dtype", "bfloat16"),))
 
 
 # Workloads that an engine is not given would take it minutes: where w3 is missing, it shares no prefixes.
@@ -164,9 +165,15 @@ def run(args: argparse.Namespace) -> int:
             key = f"{each.name} {each.model} {rep}"
             if key in found:
                 continue
-            task = {"model": str(Path(args.folder, each.model)), "options": dict(each.options)}
+            task = {
+                "model": str(Path(args.folder, each.model)),
+                "options": dict(each.options),
+                "workloads": workloads_of(each, rep),
+            }
             started = perf_counter()
-            found[key] = answer(command(each, pythons), task | {"workloads": workloads_of(each, rep)})
+            found[key] = experts.answer(
+                command(each, pythons), json.dumps(task)
+            )
             print(f"{key}: {perf_counter() - started:.0f} s in all", file=sys.stderr, flush=True)
             if kept:
                 kept.write_text(json.dumps(found))
@@ -181,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
 def has_bf16(each: Contestant) -> bool:
     """True if the processor multiplies bfloat16: fast enough for ours, at all for other engines."""
     if each.engine in HERE:
-        return choose_target(None)[0] in {"avx512_bf16", "amx"}
+        return load_library(choose_target(None)[0]).multiplies_bf16
     return any(name in experts.cpu() for name in ("BF16", "AMX"))
 
 
@@ -189,26 +196,6 @@ def command(each: Contestant, pythons: Mapping[str, str]) -> list[str]:
     if each.engine in HERE:
         return [sys.executable, __file__, "child", "--engine", each.engine]
     return [*shlex.split(pythons[each.engine]), str(Path(__file__).with_name("rival_child.py")), each.engine]
-
-
-def answer(words: list[str], task: dict[str, object]) -> dict[str, Any]:
-    """The child's last line. Processes that it leaves behind are ended: they hold memory, and a pipe open."""
-    with tempfile.TemporaryDirectory() as folder:
-        said, log = Path(folder, "out"), Path(folder, "err")
-        with said.open("w") as out, log.open("w") as err:
-            child = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True, start_new_session=True
-            )
-            try:
-                child.communicate(json.dumps(task))
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-        lines, errors = said.read_text().splitlines(), log.read_text()
-    if child.returncode or not lines:
-        raise RuntimeError(f"{' '.join(words)}: exit {child.returncode}: {errors[-2000:]}")
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
 
 
 # The tables.

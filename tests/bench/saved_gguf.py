@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_experts as experts
-from bench_gguf import gaps, started
+from bench_gguf import gaps
 
 HERE = Path(__file__).resolve().parent
 NEW_TOKENS = 12
@@ -47,7 +47,7 @@ def compared(folder: Path, name: str, model: Any, scheme: str, llama_python: str
         llm.save_quantized(file, "gguf")
     prompts = make_prompts(model)[:4]
     task = {"file": str(file), "prompts": [prompts[:1], prompts], "new": NEW_TOKENS, "runs": 1}
-    theirs = started([llama_python, str(HERE / "llama_cpp_child.py"), json.dumps(task)], "")["tokens"]
+    theirs = experts.answer([llama_python, str(HERE / "llama_cpp_child.py"), json.dumps(task)])["tokens"]
     with LLM(file, max_model_len=64, **options) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)

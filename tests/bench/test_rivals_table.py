@@ -31,13 +31,13 @@ def test_an_engine_must_give_all_tokens_that_were_asked_for() -> None:
 def test_processes_that_a_contestant_leaves_behind_are_ended() -> None:
     left = "import json, subprocess as s, sys; p = s.Popen(['sleep', '600']); print(json.dumps({'pid': p.pid}))"
     started = perf_counter()
-    pid = rivals.answer([sys.executable, "-c", left], {})["pid"]
+    pid = experts.answer([sys.executable, "-c", left])["pid"]
     status = Path(f"/proc/{pid}/stat")
     while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
         assert perf_counter() - started < 60
         sleep(0.01)
     with pytest.raises(RuntimeError, match="exit 3: no"):
-        rivals.answer([sys.executable, "-c", "import sys; sys.stderr.write('no'); sys.exit(3)"], {})
+        experts.answer([sys.executable, "-c", "import sys; sys.stderr.write('no'); sys.exit(3)"])
 
 
 def test_a_line_has_medians_and_their_range_and_nothing_where_nothing_ran() -> None:
