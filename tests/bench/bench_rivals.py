@@ -171,9 +171,7 @@ def run(args: argparse.Namespace) -> int:
                 "workloads": workloads_of(each, rep),
             }
             started = perf_counter()
-            found[key] = experts.answer(
-                command(each, pythons), json.dumps(task)
-            )
+            found[key] = experts.answer(command(each, pythons), json.dumps(task))
             print(f"{key}: {perf_counter() - started:.0f} s in all", file=sys.stderr, flush=True)
             if kept:
                 kept.write_text(json.dumps(found))
