@@ -18,6 +18,8 @@ from llm.quantize.overview import overview
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PAGES = "\n".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
+REFERENCE = ROOT / "docs" / "reference"
 ROOMS = ("llm", "layers", "quantization", "platforms", "kernels")
 
 
@@ -68,9 +70,26 @@ def test_a_lost_line_is_seen(lost: str) -> None:
 
 def test_every_file_that_is_named_in_passing_exists() -> None:
     rooms = "|".join((*ROOMS, "tests", "notebooks", "docs"))
-    named = re.findall(rf"`((?:{rooms})/[\w./]*)`", README + ARCHITECTURE)
+    named = re.findall(rf"`((?:{rooms})/[\w./]*)`", README + PAGES)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def lost_links(text: str) -> list[str]:
+    """Links of the README to places of the tree that are not there, or to headings that it does not have."""
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    headings = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    found = []
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        path, _, heading = target.partition("#")
+        if not (ROOT / path).exists() or (not path and heading not in headings):
+            found.append(target)
+    return found
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    assert len(re.findall(r"\]\(docs/", README)) > 20 and lost_links(README) == []
+    assert lost_links("[a](docs/none.md) [b](#none)") == ["docs/none.md", "#none"]
 
 
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
@@ -82,13 +101,13 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
     assert done.stdout.startswith("In the beginning ") and "max_model_len" in done.stdout and "rms_norm" in done.stdout
 
 
-def differences_of(readme: str) -> str:
-    return readme.split("<!-- differences -->\n", 1)[1].split("\n<!-- end of differences -->", 1)[0]
+def differences_of(page: str) -> str:
+    return page.split("<!-- differences -->\n\n", 1)[1].split("\n\n<!-- end of differences -->", 1)[0]
 
 
 def test_the_differences_from_vllm_are_those_of_the_tables() -> None:
     """`python -m llm.config.differences` prints what belongs between the two comments."""
-    assert differences_of(README) == differences()
+    assert differences_of((REFERENCE / "differences.md").read_text()) == differences()
 
 
 def test_the_formats_are_those_that_are_registered() -> None:
@@ -113,6 +132,6 @@ def test_every_argument_of_the_table_is_told_once_or_honoured() -> None:
     assert "| `max_tokens` | default None, until the context is full; vLLM: 16 |" in told
 
 
-def test_the_families_of_the_readme_are_those_that_are_registered() -> None:
-    section = README.split("## Model families\n", 1)[1].split("\n## ", 1)[0]
-    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == ["model_type", *sorted(_FAMILIES)]
+def test_the_families_of_the_reference_are_those_that_are_registered() -> None:
+    page = (REFERENCE / "models.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == ["model_type", *sorted(_FAMILIES)]

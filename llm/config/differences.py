@@ -1,6 +1,7 @@
-"""The differences from vLLM as Markdown: the README's tables. `python -m llm.config.differences` prints them.
+"""The differences from vLLM as Markdown: the tables of docs/reference/differences.md.
 
-Owns the form. The content is in `llm.config.arguments` and in the docstring of `llm.sampling_params`.
+`python -m llm.config.differences` prints them. Owns the form. The content is in `llm.config.arguments` and in the
+docstring of `llm.sampling_params`.
 """
 
 from __future__ import annotations
@@ -17,32 +18,18 @@ _NAMES = {*ARGUMENTS, *(item.name for item in fields(SamplingParams))}
 
 
 def differences() -> str:
-    """The tables, each after a line that says what it lists."""
-    return "\n".join(
-        [
-            "`SamplingParams`, where it is different or has more:",
-            "",
-            *_table("field", "here", _described("Different from vLLM, on purpose", "Beyond vLLM")),
-            "",
-            "Arguments of `LLM` with another default or a wider meaning:",
-            "",
-            *_table("argument", "here", DIFFERENT.items()),
-            "",
-            *_folded(
-                "Refused, except at the values that ask for nothing",
-                _table("argument", "why, and what to do instead", _by_note("refused")),
-            ),
-            "",
-            *_folded(
-                "Taken, and without an effect of its own on any answer", _table("argument", "why", _by_note("accepted"))
-            ),
-        ]
-    )
-
-
-def _folded(title: str, lines: list[str]) -> list[str]:
-    """Where Markdown is shown as a page, the lines open with a click on the title."""
-    return ["<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>"]
+    """The tables, each under a heading that says what it lists."""
+    tables = {
+        "`SamplingParams`, where it is different or has more": _table(
+            "field", "here", _described("Different from vLLM, on purpose", "Beyond vLLM")
+        ),
+        "Arguments of `LLM` with another default or a wider meaning": _table("argument", "here", DIFFERENT.items()),
+        "Refused, except at the values that ask for nothing": _table(
+            "argument", "why, and what to do instead", _by_note("refused")
+        ),
+        "Taken, and without an effect of its own on any answer": _table("argument", "why", _by_note("accepted")),
+    }
+    return "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in tables.items())
 
 
 def _described(*titles: str) -> list[tuple[str, str]]:
