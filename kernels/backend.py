@@ -236,11 +236,13 @@ class Backend:
 
     # --- Recording. ---
 
-    def record(self, tokens: int = 0, most: int = 0) -> AbstractContextManager[Program]:
+    def record(self, tokens: int = 0, most: int = 0, like: Program | None = None) -> AbstractContextManager[Program]:
         """A context in which operations run as usual and are recorded as a program that can be replayed.
 
         Args:
             tokens, most: of a program for `for_any_size`: how many tokens there are, and how many there are to be.
+            like: a recording of the same computation. The operations are recorded and not run: their results have any
+                contents.
 
         Raises:
             NotRecordable: the program could not replay an operation; raised at the end of the context, when all have

@@ -62,8 +62,10 @@ class CpuBackend(Backend):
         self.library.pool.clear()
         self.library.end_threads()
 
-    def record(self, tokens: int = 0, most: int = 0) -> AbstractContextManager[Recording]:
-        return record(self.library, tokens, most)
+    def record(self, tokens: int = 0, most: int = 0, like: Program | None = None) -> AbstractContextManager[Recording]:
+        if like is not None and not isinstance(like, Recording):
+            raise TypeError("`like` is a program that this backend recorded")
+        return record(self.library, tokens, most, like)
 
     def for_any_size(self, small: Program, large: Program) -> AnySize:
         if not isinstance(small, Recording) or not isinstance(large, Recording):

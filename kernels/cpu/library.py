@@ -70,14 +70,16 @@ class Library:
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised float32 tensor for a result; large ones are in pooled memory."""
-        if self.recorder is not None or math.prod(shape) < _POOLED:
+        if self.recorder is not None and self.recorder.is_recording():
+            return self.recorder.empty(shape, torch.float32)
+        if math.prod(shape) < _POOLED:
             # Half the time of torch.empty(shape, dtype=...).
             return self._float32.new_empty(*shape) if shape else self._float32.new_empty(())
         return self.pool.empty(shape, torch.float32)
 
     def empty_like(self, x: torch.Tensor) -> torch.Tensor:
         """`empty` in the shape of `x`, contiguous float32."""
-        return torch.empty_like(x) if x.numel() < _POOLED else self.empty(*x.shape)
+        return torch.empty_like(x) if x.numel() < _POOLED and self.recorder is None else self.empty(*x.shape)
 
     def call(self, kernel: Signature, *arguments: Any) -> int:
         """Call a kernel; returns what it returns, 0 for void.
@@ -87,10 +89,7 @@ class Library:
         """
         entry = self.entries[kernel]
         slots = kernel.pack(*arguments)
-        result = entry(slots)
-        if self.recorder is not None:
-            self.recorder.note(entry, slots, result)
-        return result
+        return entry(slots) if self.recorder is None else self.recorder.call(entry, slots)
 
     def function(self, name: str) -> Callable[..., Any]:
         """The function `name`, which is no kernel: its calls are never recorded."""

@@ -27,11 +27,9 @@ def linear(library: Library, x: torch.Tensor, weight: PanelWeight) -> torch.Tens
     # `Library.call` inlined: this is the most frequent call of a step, and a frame less.
     entry = library.entries[_LINEAR]
     slots = _LINEAR.pack(weight.address, x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads())
-    result = entry(slots)
-    if result:
+    if entry(slots) if library.recorder is None else library.recorder.call(entry, slots):
         raise ValueError(f"a weight of {weight.kind} needs its scales")
     if library.recorder is not None:
-        library.recorder.note(entry, slots, result)
         library.recorder.kept.append(weight)
     return out
 

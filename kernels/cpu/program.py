@@ -11,7 +11,7 @@ import ctypes
 import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,6 +28,15 @@ _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
+}
+# Their results are always views.
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.transpose.int,
 }
 # Filled once, at recording: no call of a program writes into them.
 _CONSTANTS = {
@@ -59,15 +68,17 @@ class Program:
     Args:
         tokens, most: how many tokens the recorded step has, and for how many its tensors are to have memory; 0: it is
             repeated as it is.
+        like: a recording of the same step. Kernels are not run, and return what they returned there.
 
     Attributes:
         calls: in order.
         counts: with `tokens`, the elements of each tensor that was allocated, in order.
     """
 
-    def __init__(self, library: Library, tokens: int = 0, most: int = 0) -> None:
+    def __init__(self, library: Library, tokens: int = 0, most: int = 0, like: Program | None = None) -> None:
         self.library = library
         self.tokens, self.most = tokens, most
+        self._results = None if like is None else iter([call.result for call in like.calls])
         self.replay = library.function("llm_replay")
         self.calls: list[RecordedCall] = []
         self.counts: list[int] = []
@@ -90,15 +101,26 @@ class Program:
             self._compiled = (Call * len(compiled))(*compiled)
         return self.replay(ctypes.addressof(self._compiled), len(self.calls)) < 0
 
-    def note(self, entry: Any, slots: bytes, result: int) -> None:
-        """Record a call that was made, if the recording thread made it."""
-        if threading.get_ident() == self._owner:
-            self.calls.append(RecordedCall(_address(entry), slots, result))
+    def is_recording(self) -> bool:
+        """True in the thread that records: another one computes as usual."""
+        return threading.get_ident() == self._owner
 
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def call(self, entry: Any, slots: bytes) -> int:
+        """Call a kernel and record the call; returns what it returned."""
+        if not self.is_recording():
+            return entry(slots)
+        result = entry(slots) if self._results is None else next(self._results, None)
+        if result is None:
+            raise NotRecordable("the kernels that are called depend on the number of tokens")
+        self.calls.append(RecordedCall(_address(entry), slots, result))
+        return result
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the program's pool; its storage has room for `most` tokens."""
         count = math.prod(shape)
-        return self._pool.empty((self._room(count),), dtype)[:count].view(shape)
+        # Each view would be dispatched to `_OnlyKernels`, which takes longer than all the rest.
+        with torch._C._DisableTorchDispatch():
+            return self._pool.empty((self._room(count),), dtype)[:count].view(shape)
 
     def constant(self, shape: torch.Size, dtype: torch.dtype, value: int) -> torch.Tensor:
         """As `empty`, filled: no call of a program writes into it."""
@@ -123,17 +145,17 @@ def _address(item: Any) -> int:
 
 
 @contextmanager
-def record(library: Library, tokens: int = 0, most: int = 0) -> Iterator[Program]:
+def record(library: Library, tokens: int = 0, most: int = 0, like: Program | None = None) -> Iterator[Program]:
     """Record the kernel calls made inside the context as a program.
 
     Args:
-        tokens, most: as of `Program`.
+        tokens, most, like: as of `Program`.
 
     Raises:
         NotRecordable: PyTorch computed something that has no kernel; at the end, so that what changes in place,
             recurrent states for example, has changed once.
     """
-    program = Program(library, tokens, most)
+    program = Program(library, tokens, most, like)
     library.recorder = program
     try:
         with _OnlyKernels(program):
@@ -157,6 +179,8 @@ class _OnlyKernels(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _VIEWS:
+            return func(*args, **(kwargs or {}))
         program = self._program
         own = substitute(program.library, func, args, kwargs, program.empty)
         if own is not None:

@@ -1,9 +1,8 @@
 """Replayed steps of any number of tokens: one recording serves prompts, chunks of prompts and mixed batches.
 
-Owns the recorded step, its tensors, and what decides when to record. A step is recorded twice, with its first few
-tokens and with all of them: what differs between the two is what depends on the number of tokens (`for_any_size`).
-The longer one writes all keys and values again that the shorter one has written. Recurrent states would change twice:
-models that have some are not recorded here.
+Owns the recorded step, its tensors, and what decides when to record. A step is recorded twice, with all its tokens and
+with its first few: what differs between the two is what depends on the number of tokens (`for_any_size`). The second
+recording runs no kernels. Steps with recurrent states are not recorded here.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from llm.forward import AttentionMetadata, ForwardBatch
-from llm.kernels.backend import Backend, NotRecordable, SizedProgram
+from llm.kernels.backend import Backend, NotRecordable, Program, SizedProgram
 
 # With more tokens, the time between kernels is small compared to theirs; memory is allocated for so many.
 MOST_TOKENS = 256
@@ -99,7 +98,6 @@ class SizedReplay:
         self._max_blocks = max_blocks
         self._forward = forward
         self._steps: dict[_Key, _Step] = {}
-        self._seen: set[_Key] = set()
 
     def run(self, batch: ForwardBatch, may_record: bool) -> torch.Tensor | None:
         """The hidden states, float32 [N, H], overwritten by the next call; None if the step is not replayed."""
@@ -109,12 +107,8 @@ class SizedReplay:
         key = (torch.get_num_threads(), batch.adapter_ids is not None)
         step = self._steps.get(key)
         if step is None:
-            if not may_record or tokens < _LEAST:
-                return None
-            if key in self._seen:
-                return self._record(key, batch, tokens)
-            self._seen.add(key)  # more are likely to follow the second
-            return None
+            # Recording takes little longer than computing: the first step like this is recorded.
+            return self._record(key, batch, tokens) if may_record and tokens >= _LEAST else None
         step.inputs.fill(batch, tokens)
         # If a kernel refuses its arguments, the caller runs the model, which raises the error.
         if not step.program.run(tokens):
@@ -131,27 +125,34 @@ class SizedReplay:
 
     def _record(self, key: _Key, batch: ForwardBatch, tokens: int) -> torch.Tensor | None:
         inputs = _Inputs(batch, self._max_blocks)
-        hidden = None
+        inputs.fill(batch, tokens)
+        own, hidden = inputs.batch(batch, tokens), None
         try:
-            inputs.fill(batch, _FEW)
-            with self._backend.record(_FEW, MOST_TOKENS) as small:
-                self._forward(inputs.batch(batch, _FEW))
-            inputs.fill(batch, tokens)
-            own = inputs.batch(batch, tokens)
             with self._backend.record(tokens, MOST_TOKENS) as large:
                 hidden = self._forward(own)
-            self._steps[key] = _Step(self._backend.for_any_size(small, large), inputs, hidden, own.taps)
+            with self._backend.record(_FEW, MOST_TOKENS, like=large) as small:
+                self._forward(inputs.batch(batch, _FEW))
         except NotRecordable as reason:
             self.refusal = str(reason)
         except (IndexError, RuntimeError, ValueError) as reason:
-            if hidden is not None:
-                raise
-            # A model that reads the rows' lengths does not fit a few of their tokens. The caller runs it, which raises
-            # any other error again.
+            # A model that reads the rows' lengths does not fit a few of their tokens. If the step itself raised, the
+            # caller computes it, which raises again.
             self.refusal = f"{type(reason).__name__}: {reason}"
+        else:
+            program = self._in_one(small, large)
+            if program is not None:
+                self._steps[key] = _Step(program, inputs, hidden, own.taps)
+        # Recorded or not, it has run.
         if hidden is not None:
             batch.taps = own.taps
         return hidden
+
+    def _in_one(self, small: Program, large: Program) -> SizedProgram | None:
+        try:
+            return self._backend.for_any_size(small, large)
+        except NotRecordable as reason:
+            self.refusal = str(reason)
+            return None
 
 
 def _own_metadata(metadata: AttentionMetadata, max_blocks: int) -> AttentionMetadata:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,8 +54,7 @@ def eagerly(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 @pytest.fixture
 def replayed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens of the steps that the one recording served."""
-    for _ in range(2):  # every token of a prompt with prompt_logprobs needs logits, as of a step with drafts
-        run(llm, [list(range(9, 40))], SamplingParams(max_tokens=1, temperature=0))
+    run(llm, [list(range(9, 40))], SamplingParams(max_tokens=1, temperature=0))
     seen: list[int] = []
     (step,) = sizes_of(llm)._steps.values()
     run_program = step.program.run
@@ -98,6 +98,70 @@ def test_steps_that_change_recurrent_states_are_not_recorded() -> None:
     states = RecurrentMetadata(numbers[:1].long(), numbers, numbers[:1], [9], [9])
     batch = ForwardBatch(torch.arange(9), torch.arange(9), [states], [], torch.tensor([8]))
     assert [replay.run(batch, may_record=True) for _ in range(3)] == [None] * 3
+
+
+def test_the_first_prompt_is_recorded_and_one_of_another_length_is_not() -> None:
+    with open_llm(enable_prefix_caching=False) as opened:
+        once = SamplingParams(max_tokens=1, temperature=0)
+        run(opened, [list(range(9, 40))], once)
+        (step,) = sizes_of(opened)._steps.values()
+        run(opened, [list(range(9, 30)), list(range(40, 90))], once)
+        assert list(sizes_of(opened)._steps.values()) == [step]
+
+
+# Recording without running
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that changes its argument."""
+    assert KERNELS is not None
+    result: torch.Tensor = KERNELS.op("scale")(x, 2.0)
+    return result
+
+
+def test_the_second_recording_runs_no_kernel() -> None:
+    assert KERNELS is not None
+    x = torch.ones(MOST, 64)
+    with torch.inference_mode():
+        with KERNELS.record(9, MOST) as large:
+            scaled(x[:9])
+        with KERNELS.record(5, MOST, like=large) as small:
+            scaled(x[:5])
+        assert x[:9].eq(2).all()
+        assert KERNELS.for_any_size(small, large).run(7)
+        assert x[:7].eq(4).all() and x[7:9].eq(2).all()
+        with KERNELS.record(5, MOST):  # the control: a recording that runs them
+            scaled(x[:5])
+        assert x[:5].eq(8).all()
+
+
+def test_a_recording_with_more_kernels_than_the_first_is_refused() -> None:
+    assert KERNELS is not None
+    x = torch.ones(MOST, 64)
+    with torch.inference_mode():
+        with KERNELS.record(9, MOST) as large:
+            silu(x[:9])
+        with pytest.raises(NotRecordable, match="kernels that are called"), KERNELS.record(5, MOST, like=large):
+            silu(silu(x[:5]))
+    assert KERNELS.library.recorder is None
+    with pytest.raises(TypeError, match="`like`"):
+        KERNELS.record(5, MOST, like=type("Program", (), {"kept": [], "run": None})())
+
+
+def test_another_thread_computes_while_one_records() -> None:
+    assert KERNELS is not None
+    x, found = torch.randn(MOST, 64), []
+    expected = silu(x)
+    with torch.inference_mode():
+        with KERNELS.record(9, MOST) as large:
+            silu(x[:9])
+        with KERNELS.record(5, MOST, like=large) as small:
+            thread = threading.Thread(target=lambda: found.append(silu(x)))
+            thread.start()
+            thread.join()
+            silu(x[:5])
+    assert torch.equal(found[0], expected)
+    assert len(small) == 1 and len(small.counts) == 1
 
 
 # What two recordings may differ in
