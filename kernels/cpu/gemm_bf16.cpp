@@ -67,9 +67,8 @@ __attribute__((noinline)) void tile(const Product& p, const Pair* a, int64_t row
 constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
 
 template <int ROWS> void tiles(const Product& p, const Pair* a, int64_t row, int64_t panel, int64_t end) {
-    constexpr int wide = panels_for(ROWS);
-    for (; panel + wide <= end; panel += wide) tile<ROWS, wide>(p, a, row, panel);
-    for (; panel < end; ++panel) tile<ROWS, 1>(p, a, row, panel);
+    for_panels<panels_for(ROWS)>(panel, end,
+                                 [&](auto wide, int64_t at) { tile<ROWS, decltype(wide)::value>(p, a, row, at); });
 }
 
 }  // namespace

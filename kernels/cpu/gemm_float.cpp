@@ -77,9 +77,8 @@ constexpr int panels_for(int rows) {
 }
 
 template <class T, int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
-    constexpr int wide = panels_for(ROWS);
-    for (; panel + wide <= end; panel += wide) tile<T, ROWS, wide>(p, row, panel);
-    for (; panel < end; ++panel) tile<T, ROWS, 1>(p, row, panel);
+    for_panels<panels_for(ROWS)>(panel, end,
+                                 [&](auto wide, int64_t at) { tile<T, ROWS, decltype(wide)::value>(p, row, at); });
 }
 
 template <class T> void multiply(const Product& p, int64_t threads) {

@@ -212,10 +212,8 @@ template <int ROWS, int PANELS> void tile(const Int4Product& p, int64_t row, int
 }
 
 template <int ROWS> void tiles(const Int4Product& p, int64_t row, int64_t panel, int64_t end) {
-    constexpr int wide = panels_for(ROWS);
-    for (; panel + wide <= end; panel += wide) tile<ROWS, wide>(p, row, panel);
-    if (wide > 1)
-        for (; panel < end; ++panel) tile<ROWS, 1>(p, row, panel);
+    for_panels<panels_for(ROWS)>(panel, end,
+                                 [&](auto wide, int64_t at) { tile<ROWS, decltype(wide)::value>(p, row, at); });
 }
 
 #if LLM_AVX2

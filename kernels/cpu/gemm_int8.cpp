@@ -223,10 +223,8 @@ template <int ROWS, int PANELS> void tile(const Int8Product& p, int64_t row, int
 }
 
 template <int ROWS> void tiles(const Int8Product& p, int64_t row, int64_t panel, int64_t end) {
-    constexpr int wide = panels_for(ROWS);
-    for (; panel + wide <= end; panel += wide) tile<ROWS, wide>(p, row, panel);
-    if (wide > 1)
-        for (; panel < end; ++panel) tile<ROWS, 1>(p, row, panel);
+    for_panels<panels_for(ROWS)>(panel, end,
+                                 [&](auto wide, int64_t at) { tile<ROWS, decltype(wide)::value>(p, row, at); });
 }
 
 // Quantizes one batch row of a tile of `rows` to [k / 4][rows][4]; returns the factor of its sums.

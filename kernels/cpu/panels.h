@@ -27,12 +27,16 @@ constexpr int MAX_ROWS = 12;
 constexpr int MAX_ROWS = 6;
 #endif
 
-// Height of the next tile when `left` batch rows remain: an even split into tiles of at most `most` rows. Heights 1 to
-// 6, 8, 10 and 12 are compiled.
+// Height of the next tile when `left` batch rows remain: an even split into tiles of at most `most` rows. With AVX-512
+// the first tile waits for memory and computes all that fit in the same time, but leaves the next tile 4 rows: fewer do
+// not hide the latency of their products.
 LLM_INLINE int64_t tile_rows(int64_t left, int64_t most) {
-    const int64_t share = ceil_div(left, ceil_div(left, most));
-    if (share <= 6 || share % 2 == 0) return share;
-    return share < left ? share + 1 : share - 1;
+    if (left <= most) return left;
+#if LLM_AVX512
+    return min(most, left - 4);
+#else
+    return ceil_div(left, ceil_div(left, most));
+#endif
 }
 
 // A GEMM as tasks. The outer loop runs over blocks of row tiles, the inner one over groups of panels: a block's
@@ -107,11 +111,20 @@ template <class Call> LLM_INLINE void with_rows(int64_t rows, const Call& call) 
         case 5: return call(Rows<5>{});
         case 6: return call(Rows<6>{});
 #if LLM_AVX512
+        case 7: return call(Rows<7>{});
         case 8: return call(Rows<8>{});
+        case 9: return call(Rows<9>{});
         case 10: return call(Rows<10>{});
+        case 11: return call(Rows<11>{});
         case 12: return call(Rows<12>{});
 #endif
     }
+}
+
+// Calls call(Rows<count>, panel) for the panels [panel, end): WIDE of them at a time, then two, then one.
+template <int WIDE, class Call> LLM_INLINE void for_panels(int64_t panel, int64_t end, const Call& call) {
+    for (; panel + WIDE <= end; panel += WIDE) call(Rows<WIDE>{}, panel);
+    if constexpr (WIDE > 1) for_panels<(WIDE > 2 ? 2 : 1)>(panel, end, call);
 }
 
 }  // namespace
