@@ -13,7 +13,8 @@ from llm.kernels.cpu.library import choose_target, requested_isa
 
 @dataclass(frozen=True)
 class KernelState:
-    """`targets`: the instruction sets of this processor, the best last. `todo`: what to do; "": nothing is wrong.
+    """`targets`: the instruction sets of this processor, the best last, without those that are slower than the one
+    before them. `todo`: what to do; "": nothing is wrong.
 
     `is_compiled`: the next model compiles nothing.
     """
@@ -41,6 +42,12 @@ def kernel_state() -> KernelState:
         return KernelState(targets, text, f"{error}")
     state = "compiled, in the cache" if is_there else "not compiled yet: the first LLM(...) does it, in about a minute"
     return KernelState(targets, f"{target} ({reason}), {state}; compiler {Path(compiler).name}", "", is_there)
+
+
+def slower_targets() -> list[str]:
+    """The instruction sets of this processor that it computes slower with: they are used where they are asked for."""
+    fast = build.fast_targets()
+    return [target for target in build.supported_targets() if target not in fast]
 
 
 def private_cache() -> Path | None:

@@ -23,7 +23,7 @@ from llm.base.errors import LLMError
 from llm.bench.calibrate import CpuWatch, usable_cores
 from llm.config import env
 from llm.config.engine import GIB
-from llm.kernels.state import kernel_state
+from llm.kernels.state import kernel_state, slower_targets
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.limits import cpu_quota
 
@@ -96,7 +96,9 @@ def _other_package() -> Iterator[Finding]:
 
 def _processor(root: Path) -> Iterator[Finding]:
     cpu = CpuPlatform(root)
-    yield Finding("processor", f"{cpu.get_device_name()}; kernels for {', '.join(kernel_state().targets)}")
+    there, slower = ", ".join(kernel_state().targets), ", ".join(slower_targets())
+    there += f"; slower here, used if LLM_CPU_ISA asks for it: {slower}" if slower else ""
+    yield Finding("processor", f"{cpu.get_device_name()}; kernels for {there}")
     allowed, quota, threads = len(usable_cores()), cpu_quota(root), torch.get_num_threads()
     limit = "no CPU quota" if quota is None else f"CPU quota {quota:g}"
     text = f"{os.cpu_count()} processors, {allowed} of them for this process, {limit}; threads of PyTorch: {threads}"

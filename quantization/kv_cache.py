@@ -13,7 +13,7 @@ from torch import nn
 
 from llm.base.errors import CheckpointError, LLMError
 from llm.quantization.base import QuantizeMethodBase, StaticCache
-from llm.quantization.storage.floats import check_scales
+from llm.quantization.storage.base import check_positive_scales
 from llm.quantization.unquantized import new_parameter
 
 # In the order of the rows of `static_scales` (kernels/reference/quantized_cache.py).
@@ -80,9 +80,7 @@ class StaticCacheMethod(QuantizeMethodBase):
             row = getattr(layer, name, None)
             rows.append(torch.zeros(attention.num_kv_heads, attention.head_size) if row is None else row.data)
             if name in self.names and name.endswith("scale"):
-                check_scales(rows[-1], name)
-                if not (rows[-1] > 0).all():
-                    raise CheckpointError(f"{name} of a KV cache has values that are 0.")
+                check_positive_scales(rows[-1], f"{name} of a KV cache")
             elif name in self.names and not (rows[-1].abs() <= 128).all():
                 raise CheckpointError(f"{name} of a KV cache must be of values from -128 to 127.")
         attention.take_static_scales(self.cache.dtype, torch.stack(rows).contiguous())

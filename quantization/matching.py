@@ -105,11 +105,10 @@ def agreed(prefix: str, names: Sequence[str], find: Callable[[str], T]) -> T:
         if value != found[0]:
             if found[0] is None or value is None:
                 raise CheckpointError(
-                    f"Detected some but not all shards of {prefix} are quantized. All shards of fused layers to have "
-                    f"the same precision ({names[0]}: {found[0] or 'unquantized'}, {name}: {value or 'unquantized'})."
+                    f"some but not all shards of {prefix} are quantized, and a fused layer has one form "
+                    f"({names[0]}: {found[0] or 'unquantized'}, {name}: {value or 'unquantized'})."
                 )
             raise CheckpointError(
-                f"Not all shards of {prefix} are quantized with same quant type: {names[0]} uses {found[0]}, "
-                f"{name} uses {value}."
+                f"Not all shards of {prefix} are quantized in the same form: {names[0]} has {found[0]}, {name} {value}."
             )
     return found[0]

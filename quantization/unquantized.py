@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from llm.base.construction import construction
+from llm.base.errors import CheckpointError
 from llm.kernels.backend import ArrivingRows
 from llm.kernels.reference.linear import embedding, linear, pack
 from llm.kernels.select import backend_of_construction
-from llm.kernels.weight import Weight
+from llm.kernels.weight import FLOAT_KINDS, Weight
 from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader
 
 
@@ -58,6 +59,9 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         layer.packed_weight = None  # type: ignore[assignment]
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        if layer.weight.dtype not in FLOAT_KINDS:
+            stored, name = str(layer.weight.dtype).removeprefix("torch."), getattr(layer, "prefix", "") or "a layer"
+            raise CheckpointError(f"{name}: the weight is stored as {stored}; convert the checkpoint to float32.")
         if not self._packs or layer.packed_weight is not None:
             return
         arriving = _arriving_rows(layer.weight)

@@ -28,6 +28,7 @@ _OTHER_NAMES |= {"q4_k_m": "q4_k", "q4_k_s": "q4_k"}
 _OTHER_NAMES |= {"fp8_per_channel": "fp8", "fp8_per_tensor": "fp8", "fp8_per_block": "fp8", "mxfp8": "fp8"}
 # A key that the first generation of ModelSlim writes into config.json; the description file says the same per tensor.
 _MODELSLIM_NOTE = "quantize"
+_GGUF = "gguf"  # whose `quantization_config` is made of the file
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def _detect(folder: Path, hf_config: Mapping[str, object], user: str | None) -> 
     if not isinstance(given, str | None):
         raise CheckpointError(f"config.json's {key}: quant_method is {show(given)}, must be a string.")
     name = (given or "").lower()
-    return _Found(ALIASES.get(name, name), f"config.json's {key}", said)
+    source = "the types of its tensors" if name == _GGUF else f"config.json's {key}"
+    return _Found(ALIASES.get(name, name), source, said)
 
 
 def _quantization_config(hf_config: Mapping[str, object]) -> tuple[JsonObject, str]:
@@ -180,11 +182,12 @@ def _as_found(found: _Found | None, folder: Path, hf_config: Mapping[str, object
     if found is None:
         return Resolved(None, None, "the checkpoint is not quantized")
     if found.name not in quantization_methods():
-        named = show(found.name) if found.name else "without a quant_method"
+        said = f"the checkpoint is quantized as {show(found.name)} ({found.source}), which is not computed"
+        if not found.name:
+            said = f"{found.source} names no quant_method"
         schemes = schemes_instead(found.name) or " or ".join(map(repr, RECIPES))
         raise UnsupportedModelError(
-            f"the checkpoint is quantized as {named} ({found.source}), which is not computed; use the unquantized "
-            f"checkpoint with quantization={schemes}. "
+            f"{said}; use the unquantized checkpoint with quantization={schemes}. "
             f"Known: {', '.join(quantization_methods())}."
         )
     config = get_quantization_config(found.name).from_config(found.description)

@@ -16,6 +16,8 @@ from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.unquantized import new_parameter
 
 _LARGEST_OFFSET = 2**15
+# Beyond it a product of weight and activation is near the end of float32, and the kernels multiply by 256 inside.
+_LARGEST_SCALE = 2.0**100
 Ready = Callable[[IntegerWeight], None]
 
 
@@ -109,5 +111,12 @@ def order_of_groups(group_of: torch.Tensor, size: int, name: str) -> torch.Tenso
 
 
 def check_positive_scales(scale: torch.Tensor, what: str) -> None:
-    if not (scale.isfinite().all() and (scale > 0).all()):
-        raise CheckpointError(f"{what} must be positive and finite.")
+    check_scales(scale, what, scale > 0, "positive and finite")
+
+
+def check_scales(scale: torch.Tensor, what: str, allowed: torch.Tensor, must_be: str) -> None:
+    """Raise `CheckpointError`, with the first of them, if scales are NaN, too large or not `allowed`."""
+    fine = allowed & (scale.abs() <= _LARGEST_SCALE)
+    if not fine.all():
+        found = float(scale[~fine].flatten()[0])
+        raise CheckpointError(f"{what} must be {must_be}, and at most 2**100; it holds {found:g}.")

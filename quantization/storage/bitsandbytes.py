@@ -19,7 +19,7 @@ from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import WeightLoader
 from llm.quantization.configs.reader import Fields
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.storage.base import Ready, WeightStorage
+from llm.quantization.storage.base import Ready, WeightStorage, check_scales
 
 _PARTS = ("weight", "weight_absmax", "weight_quant_map", "weight_quant_state")
 _NESTED = ("weight_nested_absmax", "weight_nested_quant_map")
@@ -72,6 +72,7 @@ class FourBitStorage(WeightStorage):
         tables = [parts["weight_quant_map"] for parts in loaded]
         if any(not torch.equal(table, tables[0]) for table in tables):
             raise CheckpointError("quant_map differs between the shards of a fused layer.")
+        check_scales(tables[0], "quant_map", tables[0].isfinite(), "finite")
         group = math.gcd(self._columns, *(state.block for state in states))
         if group < _SMALLEST_GROUP:
             raise UnsupportedModelError(
@@ -144,8 +145,7 @@ class _State:
         if self._nested:
             outer = parts["weight_nested_absmax"].flatten().repeat_interleave(self._nested_block)[: len(absmax)]
             absmax = parts["weight_nested_quant_map"].flatten()[absmax.long()] * outer + self._offset
-        if not absmax.isfinite().all():
-            raise CheckpointError("absmax must be finite.")
+        check_scales(absmax, "absmax", absmax.isfinite(), "finite")
         starts = torch.arange(0, math.prod(self._shape), group)
         return absmax[starts // self.block].view(self._shape[0], -1)
 
@@ -169,7 +169,6 @@ class Int8Storage(WeightStorage):
         self.add(layer, "SCB", torch.empty(sum(sizes)), loader, output_dim=0)
 
     def read(self, layer: nn.Module) -> IntegerWeight:
-        scale = self.take(layer, "SCB").float() / 127
-        if not scale.isfinite().all() or (scale < 0).any():
-            raise CheckpointError("SCB must be finite and not negative.")
-        return IntegerWeight(self.take(layer, "weight"), scale[:, None], self._columns, 8)
+        scale = self.take(layer, "SCB").float()
+        check_scales(scale, "SCB", scale >= 0, "finite and not negative")
+        return IntegerWeight(self.take(layer, "weight"), (scale / 127)[:, None], self._columns, 8)

@@ -13,12 +13,11 @@ from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import unpack_fp4
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.storage.base import Ready, WeightStorage, expand_slots
+from llm.quantization.storage.base import Ready, WeightStorage, check_positive_scales, check_scales, expand_slots
 from llm.quantization.tables import doubled_fp4
 
 _EXPONENT_BIAS, _NO_EXPONENT = 127, 255
-# Beyond it a product of weight and activation is near the end of float32, and the kernels multiply by 256 inside.
-_LARGEST_SCALE = 2.0**100
+_NOT_NEGATIVE = "finite and not negative"
 _FP4_GROUPS = {torch.uint8: 32, torch.float8_e4m3fn: 16}
 
 
@@ -69,7 +68,7 @@ class Float8Storage(WeightStorage):
         scale = self.take(layer, given[0])
         if self.block is None:
             scale = expand_slots(scale, self._sizes)[:, None]
-        check_scales(scale, given[0])
+        check_scales(scale.float(), given[0], scale.float() >= 0, _NOT_NEGATIVE)
         return IntegerWeight(self.take(layer, "weight"), scale.float(), self.group_size, 8)
 
     def _check_blocks(self, layer: nn.Module) -> None:
@@ -131,13 +130,12 @@ class Float4Storage(WeightStorage):
     def read(self, layer: nn.Module) -> IntegerWeight:
         codes = unpack_fp4(self.take(layer, self.weight_name))
         scale = scale_values(self.take(layer, "weight_scale"))
-        check_scales(scale, "weight_scale")
+        check_scales(scale, "weight_scale", scale >= 0, _NOT_NEGATIVE)
         if self.scale_dtype != torch.uint8:
             divisor = self.take(layer, "weight_global_scale")
-            if not (divisor.isfinite().all() and (divisor > 0).all()):
-                raise CheckpointError("weight_global_scale must be positive and finite.")
+            check_positive_scales(divisor, "weight_global_scale")
             scale = scale / expand_slots(divisor, self._sizes)[:, None]
-            check_scales(scale, "weight_scale divided by weight_global_scale")
+            check_scales(scale, "weight_scale divided by weight_global_scale", scale >= 0, _NOT_NEGATIVE)
         q = codes.to(torch.int8) - 8
         return IntegerWeight(q, scale / 2, self.group_size, 4, table=doubled_fp4())
 
@@ -153,8 +151,3 @@ def scale_values(stored: torch.Tensor) -> torch.Tensor:
     if (stored == _NO_EXPONENT).any():
         raise ValueError("has a scale of 255, which is NaN")
     return torch.ldexp(torch.ones(stored.shape), stored.to(torch.int32) - _EXPONENT_BIAS)
-
-
-def check_scales(scale: torch.Tensor, what: str) -> None:
-    if not (scale.isfinite().all() and (scale >= 0).all() and (scale <= _LARGEST_SCALE).all()):
-        raise CheckpointError(f"{what} must be finite, not negative, and at most 2**100.")

@@ -98,7 +98,9 @@ class StaticInt8(_RowStorage):
         if self._offsets(layer, "weight_offset") is not None:
             raise CheckpointError("weight_offset is not 0; W8A8 computes symmetric weights.")
         q, scale = self.take(layer, "weight"), self._output_scale(layer, input_scale)
-        weight = IntegerWeight(q, (scale / input_scale).float()[:, None], self._columns, 8)
+        by_row = (scale / input_scale).float()[:, None]
+        check_positive_scales(by_row, "deq_scale divided by input_scale")
+        weight = IntegerWeight(q, by_row, self._columns, 8)
         weight.input_scale, weight.input_offset = input_scale, offset
         if self.was_loaded(layer, "quant_bias"):
             # The kernel subtracts offset * sum_k w itself: add it back to get the float bias.
@@ -184,7 +186,7 @@ class TwoLevelInt4(_RowStorage):
     def _check_scale_bias(self, scale_bias: torch.Tensor, weight: IntegerWeight) -> None:
         values = dequantize(weight.q, weight.scale, None, weight.group_size).double()
         allowed = _SCALE_BIAS_TOLERANCE * 8 * values.abs().sum(dim=1)
-        wrong = (scale_bias.double() - 8 * values.sum(dim=1)).abs() > allowed
+        wrong = ~((scale_bias.double() - 8 * values.sum(dim=1)).abs() <= allowed)  # NaN is wrong
         if wrong.any():
             raise CheckpointError(
                 f"scale_bias is not 8 times the sum of the weights in {int(wrong.sum())} of {len(wrong)} rows; the "

@@ -76,6 +76,16 @@ def test_each_fault_has_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("no_answer")
+def test_slower_kernels_are_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"GenuineIntel", "avx512_fp16", *build._CPU_FLAGS["avx512_bf16"].split()}
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: flags)
+    slower = "avx512_vnni; slower here, used if LLM_CPU_ISA asks for it: avx512_bf16"
+    assert named()["processor"].text.endswith(slower)
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: flags - {"avx512_fp16"})
+    assert named()["processor"].text.endswith("avx512_vnni, avx512_bf16")
+
+
+@pytest.mark.usefixtures("no_answer")
 def test_too_many_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.get_num_threads", lambda: 4096)
     assert "num_threads=" in named()["threads"].todo

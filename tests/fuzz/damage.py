@@ -6,6 +6,7 @@ bear that, too. `folders.py` opens what comes out.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -42,6 +43,8 @@ TEMPLATES = (
     "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ messages[0].content }}",
 )
+# What the first bytes of a tensor become: 0, -1, the largest, infinite, NaN, in one type or another.
+_ODD_BYTES = tuple(bytes.fromhex(text) for text in ("00" * 8, "ff" * 8, "7f" * 8, "80" * 8, "0000807f", "007c", "c07f"))
 # What an integer of a file becomes, cut to its width.
 _ODD_INTEGERS = (0, 1, 2, 3, 7, 8, 9, 31, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)
 
@@ -73,6 +76,11 @@ def damaged(seed: int, base: Path, target: Path) -> None:
         (target / name).write_text(damage_json(text, draw))
 
 
+def _odd(draw: random.Random) -> Any:
+    """A copy: a later change may be inside of it."""
+    return copy.deepcopy(draw.choice(ODD))
+
+
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) below a JSON value; of long lists and objects only some."""
     if isinstance(value, dict):
@@ -96,9 +104,9 @@ def damage_json(text: str, draw: random.Random) -> str:
             del container[key]
         elif action < 0.25 and isinstance(container, dict):
             added = draw.choice(["x", "quantization_config", "rope_scaling", "text_config", key + "x"])
-            container[added] = draw.choice(ODD)
+            container[added] = _odd(draw)
         else:
-            container[key] = draw.choice(ODD)
+            container[key] = _odd(draw)
         if not any(True for _ in places(value)):
             break
     return json.dumps(value)
@@ -113,7 +121,7 @@ def _place(value: Any, draw: random.Random) -> tuple[Any, Any]:
 
 
 def damage_safetensors(content: bytes, draw: random.Random) -> bytes:
-    """A value in the header, the length before it, or the end of the file."""
+    """A value in the header, the length before it, the end of the file, or a value of a small tensor (a scale)."""
     (length,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     action = draw.random()
@@ -122,6 +130,11 @@ def damage_safetensors(content: bytes, draw: random.Random) -> bytes:
     if action < 0.2:
         return struct.pack("<Q", draw.choice(_ODD_INTEGERS)) + content[8:]
     name = draw.choice(sorted(header.keys() - {"__metadata__"}))
+    action = draw.random()
+    if action < 0.3:
+        begin, end = draw.choice(_smallest(header))["data_offsets"]
+        odd = draw.choice(_ODD_BYTES)[: end - begin]
+        return content[: 8 + length] + data[:begin] + odd + data[begin + len(odd) :]
     action = draw.random()
     if action < 0.1:
         del header[name]
@@ -136,9 +149,15 @@ def damage_safetensors(content: bytes, draw: random.Random) -> bytes:
         header[name]["shape"] = draw.choice([shape[::-1], shape + shuffled, shuffled, shape[1:], [*shape[:-1], 1]])
     else:
         container, key = draw.choice(list(places(header[name])))
-        container[key] = draw.choice(ODD)
+        container[key] = _odd(draw)
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
+
+
+def _smallest(header: dict[str, Any]) -> list[dict[str, Any]]:
+    """The descriptions of the smaller half of the tensors: scales, zero points, orders of groups."""
+    own = [item for name, item in header.items() if name != "__metadata__"]
+    return sorted(own, key=lambda item: item["data_offsets"][1] - item["data_offsets"][0])[: len(own) // 2 + 1]
 
 
 def damage_gguf(path: Path, draw: random.Random) -> None:

@@ -38,6 +38,8 @@ QUANTIZED = (
     ("w4a8", "modelslim"),
     ("fp8", "compressed-tensors"),
     ("mxfp4", "compressed-tensors"),
+    ("w4a16", "gptq"),
+    ("nf4", "bitsandbytes"),
 )
 
 

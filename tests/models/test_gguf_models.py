@@ -260,7 +260,11 @@ def test_float_files_are_quantized_on_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda path: {"quantization": "w8a8"}, ValidationError, "it is quantized as 'gguf'"),
+        (
+            lambda path: {"quantization": "w8a8"},
+            ValidationError,
+            r"it is quantized as 'gguf' \(the types of its tensors\)",
+        ),
         (lambda path: {"load_format": "dummy"}, ValidationError, "load_format must be 'auto' for a GGUF file"),
         (lambda path: {"revision": "main"}, ValidationError, "revision='main' applies to hub models"),
     ],

@@ -110,7 +110,9 @@ HOSTILE: list[tuple[str, Callable[[Parts], None], str]] = [
     ("nf4", lambda parts: parts.pop(f"{DOWN}.weight.quant_map"), "no tensor fills: .*down_proj.weight_quant_map"),
     ("nf4", lambda parts: parts.update({f"{DOWN}.extra": torch.ones(3)}), "does not have: .*down_proj.extra"),
     ("fp4", changed("weight.absmax", put(math.inf)), "weight_absmax has values that are not finite"),
-    ("int8", changed("SCB", put(math.nan)), "SCB must be finite and not negative"),
+    ("fp4", changed("weight.absmax", put(3e38)), r"absmax must be finite, and at most 2\*\*100; it holds 3e\+38"),
+    ("nf4", changed("weight.quant_map", put(3e38)), r"quant_map must be finite, and at most 2\*\*100"),
+    ("int8", changed("SCB", put(math.nan)), "SCB must be finite and not negative, .* holds nan"),
     ("int8", changed("SCB", lambda x: -x), "SCB must be finite and not negative"),
     ("int8", changed("weight", lambda x: x.t()), r"weight has shape \[80, 64\], the model needs \[64, 80\]"),
 ]

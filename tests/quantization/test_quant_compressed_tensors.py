@@ -200,7 +200,10 @@ def test_ranges_of_fused_static_shards_are_joined(shards: list[tuple[float, int]
         ({"input_zero_point": torch.tensor([float("nan")])}, "values that are not whole; the model needs int32"),
         ({"input_zero_point": torch.tensor([1e30])}, "values beyond the range of int32"),
         ({"input_zero_point": torch.tensor([1 << 20])}, "input_zero_point is .*, and at most 32768"),
-        ({"input_scale": torch.tensor([3e38])}, "the range of input_scale and input_zero_point must be positive"),
+        (
+            {"input_scale": torch.tensor([3e38])},
+            r"input_scale must be .* at most 2\*\*100; it holds 1.5e\+38",
+        ),
     ],
 )
 def test_static_tensors_that_make_no_sense(
@@ -342,6 +345,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "endless": ({"ignore": ["re:(.+)+!$"]}, "repeats too much"),
     "no-pattern": ({"ignore": ["re:["]}, "is no regular expression"),
     "long": ({"x" * 10**5: 1}, r"x\.\.\."),
+    "no-method": (
+        {"quant_method": None},
+        "^config.json's quantization_config names no quant_method; use the unquantized checkpoint with quantization=",
+    ),
     "method": ({"quant_method": "hqq"}, "quantized as 'hqq' .*, which is not computed; .* Known: compressed-tensors"),
     "ignore": ({"ignore": "lm_head"}, "ignore is 'lm_head'"),
 }
@@ -367,7 +374,8 @@ def test_asking_for_something_else_contradicts_the_checkpoint(made: Any) -> None
     ("name", "value", "says"),
     [
         ("weight_shape", torch.tensor([64, 32]), r"weight_shape says \[64, 32\], the model needs \[64, 64\]"),
-        ("weight_scale", torch.zeros(64, 2), "weight_scale must be positive"),
+        ("weight_scale", torch.zeros(64, 2), "weight_scale must be positive and finite, .* it holds 0"),
+        ("weight_scale", torch.full((64, 2), 3e38), r"weight_scale must be .* at most 2\*\*100; it holds 3e\+38"),
         ("weight_zero_point", torch.zeros(8, 3, dtype=torch.int32), "the model needs int32"),
         ("weight_packed", torch.zeros(64, 9, dtype=torch.int32), r"has shape \[64, 9\], the model needs \[64, 8\]"),
     ],

@@ -191,7 +191,11 @@ def test_broken_fp8_files_are_refused(floats: Callable[[str], Path], tmp_path: P
     layer = "model.layers.1.mlp.down_proj"
     cases: list[tuple[str, Any, str]] = [
         (f"{layer}.weight_scale_inv", with_value(float("nan")), "down_proj: weight_scale_inv must be finite"),
-        (f"{layer}.weight_scale_inv", with_value(-1.0), "must be finite, not negative"),
+        (
+            f"{layer}.weight_scale_inv",
+            with_value(-1.0),
+            "must be finite and not negative, and at most 2.*100; it holds -1",
+        ),
         (f"{layer}.weight_scale_inv", with_value(1e38), r"at most 2\*\*100"),
         (f"{layer}.weight_scale_inv", lambda scale: scale[:, :-1], r"has shape \[4, 3\], the model needs \[4, 4\]"),
         (f"{layer}.weight_scale_inv", lambda scale: scale.to(torch.int32), "is torch.int32, scales are floats"),

@@ -296,6 +296,22 @@ def test_static_tensors_that_make_no_sense(edit: tuple[str, torch.Tensor], says:
         LLM(folder, skip_tokenizer_init=True)
 
 
+def test_an_input_scale_that_leaves_no_weights(write: Writer) -> None:
+    folder, written = write(CASES["static"][1])
+    written["model.layers.0.self_attn.o_proj.input_scale"] = torch.tensor([1e-45])
+    save_file(written, folder / "quant_model_weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"o_proj: deq_scale divided by input_scale must be .* it holds inf"):
+        LLM(folder, skip_tokenizer_init=True)
+
+
+def test_a_scale_bias_that_is_no_number(write: Writer) -> None:
+    folder, written = write(CASES["int4-new"][1])
+    written["model.layers.0.self_attn.o_proj.scale_bias"][3] = torch.nan
+    save_file(written, folder / "quant_model_weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"o_proj: scale_bias is not 8 times .* in 1 of 64 rows"):
+        LLM(folder, skip_tokenizer_init=True)
+
+
 @pytest.mark.parametrize("shape", [(), (64,), (64, 1, 1)])
 def test_a_scale_bias_of_another_shape(shape: tuple[int, ...], write: Writer) -> None:
     folder, written = write(CASES["int4-new"][1])

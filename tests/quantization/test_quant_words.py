@@ -247,7 +247,8 @@ HOSTILE: list[tuple[Any, Callable[[Parts], None], str]] = [
         "qkv_proj: g_idx differs between the shards",
     ),
     (ACT_ORDER, changed("scales", put(math.nan)), f"{LAYER}: scales must be finite and not 0"),
-    (ACT_ORDER, changed("scales", put(0.0)), "scales must be finite and not 0"),
+    (ACT_ORDER, changed("scales", put(0.0)), "scales must be finite and not 0, .* it holds 0"),
+    (ACT_ORDER, changed("scales", lambda x: put(3e38)(x.float())), r"at most 2\*\*100; it holds 3e\+38"),
     (ACT_ORDER, changed("scales", lambda x: x[:-1]), r"scales has shape \[5, 64\], the model needs \[6, 64\]"),
     (ACT_ORDER, changed("qweight", lambda x: x[:-1]), r"qweight has shape \[11, 64\], the model needs \[12, 64\]"),
     (ACT_ORDER, changed("qzeros", lambda x: x.repeat(1, 2)), r"qzeros has shape \[6, 16\], the model needs \[6, 8\]"),
@@ -256,9 +257,14 @@ HOSTILE: list[tuple[Any, Callable[[Parts], None], str]] = [
     (
         ACT_ORDER,
         lambda parts: parts.pop("model.layers.0.self_attn.v_proj.qweight"),
-        "Detected some but not all shards of model.layers.0.self_attn.qkv_proj are quantized",
+        "some but not all shards of model.layers.0.self_attn.qkv_proj are quantized, and a fused layer has one form",
     ),
     (ACT_ORDER, lambda parts: parts.update({f"{LAYER}.bias": torch.ones(64)}), "does not have: .*down_proj.bias"),
+    (
+        AWQ,
+        lambda parts: parts.update({"lm_head.weight": parts["lm_head.weight"].double()}),
+        "lm_head: the weight is stored as float64; convert the checkpoint to float32",
+    ),
     (AWQ, changed("scales", put(math.inf)), "scales must be finite and not 0"),
     (AWQ, changed("qweight", lambda x: x.t()), r"qweight has shape \[8, 96\], the model needs \[96, 8\]"),
 ]
