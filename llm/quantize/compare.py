@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from llm.api import LLM
 
-_HEADINGS = ("quantization", "weights", "perplexity", "95% interval", "change", "95% interval", "prefill", "decode")
+_HEADINGS = ("quantization", "weights", "perplexity", "95% interval", "change", "95% interval")
+_HEADINGS += ("prefill tok/s", "decode tok/s")
 
 
 @dataclass(frozen=True)
