@@ -225,11 +225,18 @@ def kind_of(values: torch.Tensor, kind: str | None) -> str:
         raise ValueError(f"a weight is {wanted} [N, K], got {values.dtype} {list(values.shape)}")
     if kind == "float8" and ((values.view(torch.uint8) & 0x7F) == 0x7F).any():
         raise ValueError("the weight has values that are NaN")
-    if kind == "int4" and values.numel() and (values.min() < -8 or values.max() > 7):
-        raise ValueError(f"int4 values lie in [-8, 7], got [{int(values.min())}, {int(values.max())}]")
+    least, most = _bounds(values) if kind == "int4" and values.numel() else (0, 0)
+    if least < -8 or most > 7:
+        raise ValueError(f"int4 values lie in [-8, 7], got [{least}, {most}]")
     if kind in ("int8", "int4") and values.shape[1] > MAX_INTEGER_K:
         raise ValueError(f"K is {values.shape[1]}; beyond {MAX_INTEGER_K} a sum of products can leave int32")
     return kind
+
+
+def _bounds(values: torch.Tensor) -> tuple[int, int]:
+    """The least and the largest. On a CPU by NumPy: PyTorch's OpenMP threads would spin beside the kernels' threads."""
+    numbers = values.numpy() if values.device.type == "cpu" else values
+    return int(numbers.min()), int(numbers.max())
 
 
 def _check_float(weight: Weight) -> None:

@@ -9,115 +9,11 @@
 #pragma once
 
 #include "attention_tiles.h"
+#include "factors.h"
 #include "quantized_cache.h"
 
 namespace llm {
 namespace {
-
-// 127 * 128, so that NEON multiplies the high and the low seven bits, which are int8.
-constexpr int64_t LARGEST_FACTOR = 16256;
-// Four factors, in the order in which they are multiplied.
-constexpr int64_t FOUR_BYTES = 8;
-#if LLM_PLAIN || LLM_NEON
-constexpr int INT8_ROWS = 2;
-#else
-constexpr int INT8_ROWS = 4;
-#endif
-
-// `Codes` are four codes of each of 16 lanes, 64 bytes. add() adds their products with the four factors at `four`, the
-// same for all lanes, to the lanes of a sum.
-#if LLM_AVX512
-
-using Sum = I32;
-LLM_INLINE Sum no_sum() { return set1_i(0); }
-LLM_INLINE I32 total_of(Sum sum) { return sum; }
-struct Codes {
-    __m512i even, odd;
-    LLM_INLINE explicit Codes(const uint8_t* p) {
-        const __m512i raw = _mm512_loadu_si512(p);
-        even = _mm512_srai_epi16(_mm512_slli_epi16(raw, 8), 8), odd = _mm512_srai_epi16(raw, 8);
-    }
-    LLM_INLINE void add(Sum& sum, const int32_t* four) const {
-        sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(even, _mm512_set1_epi32(four[0])));
-        sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(odd, _mm512_set1_epi32(four[1])));
-    }
-};
-
-#elif LLM_AVX2
-
-using Sum = I32;
-LLM_INLINE Sum no_sum() { return set1_i(0); }
-LLM_INLINE I32 total_of(Sum sum) { return sum; }
-struct Codes {
-    __m256i even_lo, even_hi, odd_lo, odd_hi;
-    LLM_INLINE explicit Codes(const uint8_t* p) {
-        const __m256i lo = load_256(p), hi = load_256(p + 32);
-        even_lo = _mm256_srai_epi16(_mm256_slli_epi16(lo, 8), 8), odd_lo = _mm256_srai_epi16(lo, 8);
-        even_hi = _mm256_srai_epi16(_mm256_slli_epi16(hi, 8), 8), odd_hi = _mm256_srai_epi16(hi, 8);
-    }
-    LLM_INLINE void add(Sum& sum, const int32_t* four) const {
-        const __m256i first = _mm256_set1_epi32(four[0]), second = _mm256_set1_epi32(four[1]);
-        sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(even_lo, first));
-        sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(even_hi, first));
-        sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(odd_lo, second));
-        sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(odd_hi, second));
-    }
-};
-
-#elif LLM_NEON
-
-struct Sum { I32 high, low; };
-LLM_INLINE Sum no_sum() { return {set1_i(0), set1_i(0)}; }
-LLM_INLINE I32 total_of(Sum sum) { return shift_left<7>(sum.high) + sum.low; }
-struct Codes {
-    int8x16_t codes[4];
-    LLM_INLINE explicit Codes(const uint8_t* p) {
-        LLM_UNROLL for (int i = 0; i < 4; ++i) codes[i] = vld1q_s8(reinterpret_cast<const int8_t*>(p) + 16 * i);
-    }
-    LLM_INLINE void add(Sum& sum, const int32_t* four) const {
-        const int8x16_t high = vreinterpretq_s8_s32(vdupq_n_s32(four[0]));
-        const int8x16_t low = vreinterpretq_s8_s32(vdupq_n_s32(four[1]));
-        LLM_UNROLL for (int i = 0; i < 4; ++i) {
-            sum.high.v[i] = vdotq_s32(sum.high.v[i], codes[i], high);
-            sum.low.v[i] = vdotq_s32(sum.low.v[i], codes[i], low);
-        }
-    }
-};
-
-#else
-
-using Sum = I32;
-LLM_INLINE Sum no_sum() { return set1_i(0); }
-LLM_INLINE I32 total_of(Sum sum) { return sum; }
-struct Codes {
-    const int8_t* codes;
-    explicit Codes(const uint8_t* p) : codes(reinterpret_cast<const int8_t*>(p)) {}
-    void add(Sum& sum, const int32_t* four) const {
-        int16_t factors[4];
-        std::memcpy(factors, four, FOUR_BYTES);
-        for (int i = 0; i < LANES; ++i)
-            for (int j = 0; j < 4; ++j) sum.v[i] += factors[j] * codes[4 * i + j];
-    }
-};
-
-#endif
-
-// Factors in the order in which `Codes` multiplies them.
-LLM_INLINE void encode_four(const int16_t* x, int32_t* to) {
-#if LLM_NEON
-    int8_t bytes[FOUR_BYTES];
-    for (int i = 0; i < 4; ++i) {
-        const int high = (x[i] + 64) >> 7;
-        bytes[i] = static_cast<int8_t>(high), bytes[4 + i] = static_cast<int8_t>(x[i] - high * 128);
-    }
-    std::memcpy(to, bytes, FOUR_BYTES);
-#elif LLM_PLAIN
-    std::memcpy(to, x, FOUR_BYTES);
-#else
-    const int16_t pairs[4] = {x[0], x[2], x[1], x[3]};
-    std::memcpy(to, pairs, FOUR_BYTES);
-#endif
-}
 
 // x [count], a multiple of 16, rounded to factors of at most `largest` -> fours; returns what a factor stands for. It
 // is NaN if an element of x is, and 0 where its reciprocal would be infinite.
@@ -125,11 +21,7 @@ LLM_INLINE float to_factors(const float* x, int64_t count, int64_t most, int32_t
     const float unit = largest_magnitude(x, count) / static_cast<float>(most);
     const bool vanishes = unit < 0x1p-126f;
     const F32 reciprocal = set1(vanishes ? 0.0f : 1.0f / unit);
-    alignas(64) int16_t rounded[LANES];
-    for (int64_t i = 0; i < count; i += LANES) {
-        store_int16(rounded, to_int(load(x + i) * reciprocal));
-        for (int j = 0; j < LANES; j += 4) encode_four(rounded + j, fours + (i + j) / 2);
-    }
+    for (int64_t i = 0; i < count; i += LANES) encode(to_int(load(x + i) * reciprocal), fours + i / 2);
     return vanishes ? 0.0f : unit;
 }
 

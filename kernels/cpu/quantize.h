@@ -40,6 +40,9 @@ class Divider {
   public:
     Divider(float divisor, bool divides)
         : divisor_(set1(divisor)), negative_(set1(-divisor)), reciprocal_(set1(1.0f / divisor)), divides_(divides) {}
+    // By a divisor with exact corrections whose reciprocal is known.
+    Divider(float divisor, float reciprocal)
+        : divisor_(set1(divisor)), negative_(set1(-divisor)), reciprocal_(set1(reciprocal)), divides_(false) {}
     LLM_INLINE F32 operator()(F32 x) const {
         return divides_ ? x / divisor_ : corrected(corrected(x * reciprocal_, x), x);
     }

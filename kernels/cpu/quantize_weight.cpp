@@ -2,6 +2,7 @@
 //
 // The formulas, roundings and orders of sums of kernels/reference/quantize_weight.py. A task is a row.
 #include "kinds.h"
+#include "ordered_sums.h"
 #include "quantize.h"
 
 #include <limits>
@@ -11,106 +12,84 @@ namespace {
 
 // Fractions of the scale that clips nothing.
 constexpr float SHARES[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f, 0.7f, 0.65f};
-constexpr int64_t SHARES_TRIED = 8;
-
-// The sum over i < count of value(i), in the order of `ordered_sum` and up to its last step: `lane` [8] is left to be
-// added to what is returned. `value` gives 16 lanes from i on, those from `count` on are 0; it is called once for each
-// i.
-//
-// 32 sums side by side over stripes of 32; runs of 16 stripes are summed by themselves, and runs of them again.
-template <class Value> LLM_INLINE float ordered_lanes(int64_t count, float* lane, const Value& value) {
-    constexpr int64_t levels = 4, run = 16;
-    const int64_t stripes = count / 32, left = count - stripes * 32;
-    alignas(64) float sums[32], rest[32];
-    F32 low = zero(), high = zero();
-    const auto add = [&](int64_t i) { low = low + value(i * 32), high = high + value(i * 32 + LANES); };
-    if (stripes < run) {
-        for (int64_t i = 0; i < stripes; ++i) add(i);
-    } else {
-        F32 lows[levels] = {low, low, low, low}, highs[levels] = {low, low, low, low};
-        int64_t i = 0;
-        while (i + run <= stripes) {
-            low = high = zero();
-            for (int64_t end = i + run; i < end; ++i) add(i);
-            for (int64_t level = 1, size = run; level < levels; ++level, size *= run) {
-                lows[level] = lows[level] + low, highs[level] = highs[level] + high;
-                if (i & (size * (run - 1))) break;
-                low = lows[level], high = highs[level];
-                if (level < levels - 1) lows[level] = highs[level] = zero();
-            }
-        }
-        low = high = zero();
-        for (; i < stripes; ++i) add(i);
-        for (int64_t level = 1; level < levels; ++level) low = low + lows[level], high = high + highs[level];
-    }
-    store(sums, low), store(sums + LANES, high);
-    float total = 0.0f;
-    if (left) {
-        store(rest, value(stripes * 32));
-        if (left > LANES) store(rest + LANES, value(stripes * 32 + LANES));
-        for (int64_t at = 0; at + 8 <= left; at += 8)
-            for (int64_t j = 0; j < 8; ++j) sums[j] += rest[at + j];
-        for (int64_t at = left / 8 * 8; at < left; ++at) total += rest[at];
-    }
-    for (int64_t j = 0; j < 8; ++j) lane[j] = sums[j] + sums[8 + j] + sums[16 + j] + sums[24 + j];
-    return total;
-}
-
-// The last step for all shares at once: the additions of one wait for each other.
-LLM_INLINE void add_lanes(float* totals, const float (*lane)[8]) {
-    for (int64_t j = 0; j < 8; ++j)
-        for (int64_t share = 0; share < SHARES_TRIED; ++share) totals[share] += lane[share][j];
-}
+constexpr int64_t SHARES_TRIED = SUMS;
 
 struct Rounding {
     float low, high;
     template <class Quotient> LLM_INLINE F32 operator()(const Quotient& quotient, F32 x) const {
-        return max(min(nan_to_zero(round_even(quotient(x))), set1(high)), set1(low));
+        return max(min(round_even(quotient(x)), set1(high)), set1(low));
     }
 };
 
-// Calls call(quotient) with what divides by `divisor`; a branch here, not in the loop.
-template <class Call> LLM_INLINE void with_quotient(float divisor, const Call& call) {
-    const F32 by = set1(divisor);
-    if (Divider::has_exact_corrections(divisor)) return call(Divider(divisor, false));
-    call([&](F32 x) { return x / by; });
-}
+// By a divisor for which corrections are not exact. The quotient of 0 / 0 is NaN, which becomes 0.
+struct TrueDivision {
+    F32 divisor;
+    LLM_INLINE F32 operator()(F32 x) const { return nan_to_zero(x / divisor); }
+};
+
+// The shares of one group's scale, tried side by side: their sums wait for each other's additions.
+struct Trial {
+    const float* x;
+    float* room;  // [SHARES_TRIED][padded]: the integers of each share
+    int64_t size, padded;
+    Rounding rounded;
+    alignas(64) float scales[SHARES_TRIED], norms[SHARES_TRIED], errors[SHARES_TRIED];
+    alignas(64) float lane[SHARES_TRIED][8], squares[SHARES_TRIED][8];
+
+    LLM_INLINE F32 at(int64_t i, Whole) const { return load(x + i); }
+    LLM_INLINE F32 at(int64_t i, Part) const { return load_part(x + i, size - i); }
+
+    template <class Quotient> LLM_INLINE void round(int64_t share, const Quotient& quotient) {
+        float* q = room + share * padded;
+        F32 norm = zero();  // exact in any order: a sum of whole numbers
+        scales[share] = ordered_lanes(size, lane[share], [&](int64_t i, auto is_whole) {
+            const F32 value = at(i, is_whole), code = rounded(quotient, value);
+            store(q + i, code);
+            norm = fma(code, code, norm);
+            return code * value;
+        });
+        store_lanes(squares[share], norm, zero());
+    }
+    void round_all(float full) {
+        float divisors[SHARES_TRIED], reciprocals[SHARES_TRIED];
+        for (int64_t i = 0; i < SHARES_TRIED; ++i) divisors[i] = full * SHARES[i], reciprocals[i] = 1.0f / divisors[i];
+        if (Divider::has_exact_corrections(divisors[0]) && Divider::has_exact_corrections(divisors[SHARES_TRIED - 1])) {
+            for (int64_t i = 0; i < SHARES_TRIED; ++i) round(i, Divider(divisors[i], reciprocals[i]));
+        } else {
+            for (int64_t i = 0; i < SHARES_TRIED; ++i) round(i, TrueDivision{set1(divisors[i])});
+        }
+    }
+    // The scales of least squares error for the integers.
+    LLM_INLINE void refit(float full) {
+        for (float& norm : norms) norm = 0.0f;
+        add_lanes(norms, squares), add_lanes(scales, lane);
+        for (int64_t i = 0; i < SHARES_TRIED; ++i) scales[i] = norms[i] > 0 ? scales[i] / norms[i] : full;
+    }
+    void measure() {
+        for (int64_t share = 0; share < SHARES_TRIED; ++share) {
+            const float* q = room + share * padded;
+            const F32 its = set1(scales[share]);
+            errors[share] = ordered_lanes(size, lane[share], [&](int64_t i, auto is_whole) {
+                const F32 error = at(i, is_whole) - load(q + i) * its;
+                return error * error;
+            });
+        }
+        add_lanes(errors, lane);
+    }
+};
 
 // The least squares error over the shares of `full`: the best integers are in the returned part of `room`
 // [SHARES_TRIED][padded], their scale in `scale`. Null: none is better than zeros.
 const float* search(const float* x, float* room, int64_t size, int64_t padded, float full, float high, float& scale) {
-    alignas(64) float scales[SHARES_TRIED], errors[SHARES_TRIED], norms[SHARES_TRIED], lane[SHARES_TRIED][8];
-    const Rounding rounded{-high - 1, high};
-    const auto part = [&](int64_t i) { return load_part(x + i, size - i); };
-    for (int64_t share = 0; share < SHARES_TRIED; ++share) {
-        float* q = room + share * padded;
-        F32 norm = zero();  // exact in any order: a sum of whole numbers
-        with_quotient(full * SHARES[share], [&](const auto& quotient) {
-            scales[share] = ordered_lanes(size, lane[share], [&](int64_t i) {
-                const F32 value = part(i), whole = rounded(quotient, value);
-                store(q + i, whole);
-                norm = fma(whole, whole, norm);
-                return whole * value;
-            });
-        });
-        norms[share] = sum(norm);
-    }
-    add_lanes(scales, lane);
-    for (int64_t share = 0; share < SHARES_TRIED; ++share) {
-        scales[share] = norms[share] > 0 ? scales[share] / norms[share] : full;
-        const float* q = room + share * padded;
-        const F32 its = set1(scales[share]);
-        errors[share] = ordered_lanes(size, lane[share], [&](int64_t i) {
-            const F32 error = part(i) - load(q + i) * its;
-            return error * error;
-        });
-    }
-    add_lanes(errors, lane);
+    Trial trial{x, room, size, padded, {-high - 1, high}, {}, {}, {}, {}, {}};
+    trial.round_all(full);
+    trial.refit(full);
+    trial.measure();
     int64_t best = -1;
     float least = std::numeric_limits<float>::infinity();
     for (int64_t share = 0; share < SHARES_TRIED; ++share)
-        if (errors[share] < least && scales[share] > 0) least = errors[share], best = share;
-    scale = best < 0 ? full : scales[best];
+        if (trial.errors[share] < least && trial.scales[share] > 0) least = trial.errors[share], best = share;
+    scale = best < 0 ? full : trial.scales[best];
     return best < 0 ? nullptr : room + best * padded;
 }
 
@@ -142,17 +121,26 @@ struct Job {
     int64_t scratch_bytes() const { return (k + LANES + (SHARES_TRIED + 1) * padded()) * sizeof(float); }
     void round(const float* x, float* q, float divisor) const {
         const Rounding rounded{-high, high};
-        with_quotient(divisor, [&](const auto& quotient) {
+        const auto all = [&](const auto& quotient) {
             for (int64_t i = 0; i < group_size; i += LANES)
                 store(q + i, rounded(quotient, load_part(x + i, group_size - i)));
-        });
+        };
+        if (Divider::has_exact_corrections(divisor)) all(Divider(divisor, 1.0f / divisor));
+        else all(TrueDivision{set1(divisor)});
+    }
+    LLM_INLINE void keep(const float* best, int8_t* out) const {
+        int64_t i = 0;
+        for (; i + LANES <= group_size; i += LANES) store_int8(out + i, to_int(load(best + i)));
+        if (i == group_size) return;
+        alignas(16) int8_t lanes[LANES];
+        store_int8(lanes, to_int(load(best + i)));
+        std::memcpy(out + i, lanes, group_size - i);
     }
     // False if the row holds a value that is not finite.
     template <class T> bool run(int64_t row, const T* src, char* scratch) const {
         float* x = reinterpret_cast<float*>(scratch);
         float* room = x + ceil_div(k, LANES) * LANES;
         for (int64_t i = 0; i < k; i += LANES) store_part(x + i, load_part(src + i, k - i), k - i);
-        std::memset(room, 0, SHARES_TRIED * padded() * sizeof(float));
         Energy energy;
         for (int64_t group = 0; group < k / group_size; ++group) {
             const float* from = x + group * group_size;
@@ -164,12 +152,7 @@ struct Job {
             else best = search(from, room, group_size, padded(), full, high, its);
             if (!best) best = static_cast<const float*>(std::memset(room, 0, padded() * sizeof(float)));
             scale[row * (k / group_size) + group] = its;
-            int8_t* out = q + row * k + group * group_size;
-            alignas(16) int8_t lanes[LANES];
-            for (int64_t i = 0; i < group_size; i += LANES) {
-                store_int8(lanes, to_int(load(best + i)));
-                std::memcpy(out + i, lanes, min(group_size - i, LANES));
-            }
+            keep(best, q + row * k + group * group_size);
             energy.add(from, best, group_size, its);
         }
         energies[2 * row] = energy.signal, energies[2 * row + 1] = energy.noise;

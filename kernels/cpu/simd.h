@@ -313,13 +313,6 @@ LLM_INLINE void store_part(float* p, F32 x, int64_t count) {
     for (int i = 0; i < count; ++i) p[i] = lane[i];
 }
 #endif
-LLM_INLINE int32_t largest(I32 x) {
-    alignas(64) int32_t lane[LANES];
-    store_i(lane, x);
-    int32_t most = lane[0];
-    for (int i = 1; i < LANES; ++i) most = lane[i] > most ? lane[i] : most;
-    return most;
-}
 // Adds lane i + 8 to lane i, then i + 4, i + 2, i + 1: one tree for every instruction set.
 #if LLM_PLAIN
 LLM_INLINE float larger(float a, float b) { return a > b ? a : b; }
@@ -368,6 +361,24 @@ LLM_INLINE int32_t sum(I32 x) {
     const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
     const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#endif
+}
+LLM_INLINE int32_t largest(I32 x) {
+#if LLM_PLAIN || LLM_NEON
+    alignas(64) int32_t lane[LANES];
+    store_i(lane, x);
+    int32_t most = lane[0];
+    for (int i = 1; i < LANES; ++i) most = lane[i] > most ? lane[i] : most;
+    return most;
+#else
+#if LLM_AVX512
+    const __m256i eight = _mm256_max_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti32x8_epi32(x.v, 1));
+#else
+    const __m256i eight = _mm256_max_epi32(x.lo, x.hi);
+#endif
+    const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 #endif
 }
 LLM_INLINE float sum(F32 x) {

@@ -249,6 +249,10 @@ template <class V> EMULATED V dpbusd(V sum, V unsigned_bytes, V signed_bytes) {
     }
     return load<V>(total);
 }
+// VPDPWSSD, by a pair that is the same for all lanes.
+EMULATED __m512i dpwssd(__m512i sum, __m512i a, int32_t pair) {
+    return add_epi32(sum, madd_epi16(a, set1_epi32(pair)));
+}
 EMULATED __m256i maddubs(__m256i w, __m256i a) { return _mm256_maddubs_epi16(w, a); }
 EMULATED __m512i maddubs(__m512i w, __m512i a) {
     return whole(_mm256_maddubs_epi16(halves(w).lo, halves(a).lo), _mm256_maddubs_epi16(halves(w).hi, halves(a).hi));

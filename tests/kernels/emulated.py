@@ -72,6 +72,11 @@ ASSEMBLY: tuple[tuple[str, str, str], ...] = (
         'asm volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(out) : "x"(unsigned_bytes), "x"(signed_bytes));',
         "out = emulated::dpbusd(out, unsigned_bytes, signed_bytes);",
     ),
+    (
+        "factors.h",
+        'asm volatile("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(out) : "v"(codes), "m"(*pair));',
+        "out = emulated::dpwssd(out, codes, *pair);",
+    ),
     ("gemm_int8.cpp", 'asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(x));', "sum = emulated::add_doubles(sum, x);"),
     (
         "gemm_int4.cpp",
