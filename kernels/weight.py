@@ -23,8 +23,8 @@ SCALED_KINDS = {"int8": torch.int8, "int4": torch.int8, "float8": torch.float8_e
 # As Kind and Activations (kernels/cpu), in order.
 KINDS = (*FLOAT_KINDS.values(), *SCALED_KINDS)
 ACTIVATIONS = ("float", "bfloat16", "int8")
-# What codes are counted from, below 0.
-LEAST = {"int8": 128, "int4": 8}
+# What codes are counted from, below 0: the middle of 5 and of 4 bits, so that products with minima lose no digits.
+LEAST = {"int8": 16, "int4": 8}
 # Sums of k products of two int8 stay within int32.
 MAX_INTEGER_K = 1 << 17
 
@@ -38,9 +38,9 @@ class Weight:
 
     W[i, j] = w[i, j] of a float kind, w[i, j] * scale[i, g] of 8-bit floats with g = j // group_size. Of integers it is
     (w[i, j] - zero[i, g]) * scale[i, g], or table[w[i, j] + 8] * scale[i, g]. With minima it is code[i, j] *
-    scale[i, g] - minimum[i, g], rounded once, where code is w counted from the least value of its kind: w + 8 of int4,
-    w + 128 of int8. With `columns` that is W[i, columns[j]]. Its tensors are those of the layer, so whoever frees or
-    moves a layer's memory frees or moves the weight's.
+    scale[i, g] - minimum[i, g], rounded once, where code is w + 8 of int4 and w + 16 of int8. With `columns` that is
+    W[i, columns[j]]. Its tensors are those of the layer, so whoever frees or moves a layer's memory frees or moves the
+    weight's.
 
     Attributes:
         data: the bits of w, in the layout of the backend that packed them.

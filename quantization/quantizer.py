@@ -35,7 +35,7 @@ _DAMPING = 0.01
 class IntegerWeight:
     """A quantized weight: W[n, k] = (q[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
 
-    With a minimum: code * scale[n, g] - minimum[n, g], where code is q + 128 of 8 bits, q + 8 of fewer. With a table:
+    With a minimum: code * scale[n, g] - minimum[n, g], where code is q + 16 of 8 bits, q + 8 of fewer. With a table:
     table[q[n, k] + 8] * scale[n, g].
 
     Attributes:

@@ -12,9 +12,8 @@
 namespace llm {
 namespace {
 
-// WHOLES: a table of whole numbers of 8 bits, which AVX2 looks up in one byte, not in four. FLOAT8_SMALL: 8-bit floats
-// with scales below SMALL_SCALES, which AVX2 widens without float16.
-enum class Code { INT8, INT4, TABLE, WHOLES, FLOAT8, FLOAT8_SMALL };
+// WHOLES: a table of whole numbers of 8 bits, which AVX2 looks up in one byte, not in four.
+enum class Code { INT8, INT4, TABLE, WHOLES, FLOAT8 };
 
 constexpr int64_t STEP_BYTES = LANES * 4;
 constexpr bool is_nibble(Code code) { return code == Code::INT4 || code == Code::TABLE || code == Code::WHOLES; }
@@ -28,61 +27,58 @@ template <class Call, int... J> LLM_INLINE void for_each(const Call& call, std::
     (call(std::integral_constant<int, J>{}), ...);
 }
 
-// `Opened<CODE>::value<J>()` is value J of a step, as a float, plus VALUE_BIAS and divided by VALUE_DIVISOR: both are
-// powers of two, so that what undoes them is exact. `Lookup<CODE>` is what all steps of a weight share.
-template <Code CODE> constexpr float VALUE_DIVISOR = 1;
+// `Opened<CODE>::value<J>()` is value J of a step, as a float, times FACTOR: a power of two, the same for all
+// instruction sets. A byte at the top of 32 bits is its integer times 2^24; an 8-bit float's bits are those of a
+// float16 that is 256 times smaller.
+template <Code CODE> constexpr float FACTOR = CODE == Code::FLOAT8 ? 0x1p-8f : 0x1p24f;
+
+// What all steps of a weight share.
 template <Code CODE> struct Lookup {
     explicit Lookup(const Weight&) {}
 };
 
-#if !defined(LLM_PLAIN)
+// Value `code` of the 16 that a nibble selects.
+template <Code CODE> LLM_INLINE float nibble_value(const Weight& weight, int code) {
+    if constexpr (CODE == Code::INT4) return static_cast<float>(code - 8);
+    return weight.table[code];
+}
 
-// An 8-bit float's bits in a float16: its exponent is counted from 8 less, and subnormal numbers are what they were.
-template <> constexpr float VALUE_DIVISOR<Code::FLOAT8> = 256;
-#if !LLM_NEON
+#if LLM_AVX512
+
 LLM_INLINE __m256i float16_bits(const uint8_t* p) {
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
 }
-#endif
 
-#endif
-
-#if LLM_AVX512
-
-template <Code CODE> constexpr int VALUE_BIAS = CODE == Code::INT8 ? 128 : CODE == Code::INT4 ? 8 : 0;
-
-template <> struct Lookup<Code::TABLE> {
+template <Code CODE> struct NibbleLookup {
     __m512 table;
-    LLM_INLINE explicit Lookup(const Weight& weight) : table(_mm512_loadu_ps(weight.table)) {}
+    LLM_INLINE explicit NibbleLookup(const Weight& weight) {
+        alignas(64) float values[LANES];
+        for (int i = 0; i < LANES; ++i) values[i] = nibble_value<CODE>(weight, i) * FACTOR<CODE>;
+        table = _mm512_load_ps(values);
+    }
 };
-template <> struct Lookup<Code::INT4> {
-    __m512 table;
-    LLM_INLINE explicit Lookup(const Weight&)
-        : table(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)) {}
-};
+template <> struct Lookup<Code::INT4> : NibbleLookup<Code::INT4> { using NibbleLookup::NibbleLookup; };
+template <> struct Lookup<Code::TABLE> : NibbleLookup<Code::TABLE> { using NibbleLookup::NibbleLookup; };
 
 template <Code CODE> struct Opened {
     __m512i raw;
     const Lookup<CODE>& lookup;
     LLM_INLINE Opened(const uint8_t* p, const Lookup<CODE>& shared) : raw(_mm512_loadu_si512(p)), lookup(shared) {}
-    // The permutation reads only the lowest four bits of each index.
     template <int J> LLM_INLINE F32 value() const {
-        return {_mm512_permutexvar_ps(_mm512_srli_epi32(raw, nibble_bit(J)), lookup.table)};
+        // The permutation reads only the lowest four bits of each index.
+        if constexpr (is_nibble(CODE))
+            return {_mm512_permutexvar_ps(_mm512_srli_epi32(raw, nibble_bit(J)), lookup.table)};
+        else return {_mm512_cvtepi32_ps(byte<J>())};
     }
-};
-
-template <> struct Opened<Code::INT8> {
-    __m512i raw;  // unsigned bytes
-    LLM_INLINE Opened(const uint8_t* p, const Lookup<Code::INT8>&)
-        : raw(_mm512_sub_epi8(_mm512_loadu_si512(p), _mm512_set1_epi8(-128))) {}
-    // A mask for the first byte leaves one of the two ports of shifts and shuffles to the others.
-    template <int J> LLM_INLINE F32 value() const {
-        if constexpr (J == 0) return {_mm512_cvtepi32_ps(_mm512_and_si512(raw, _mm512_set1_epi32(255)))};
-        if constexpr (J == 3) return {_mm512_cvtepi32_ps(_mm512_srli_epi32(raw, 24))};
-        constexpr int Z = static_cast<int>(0x80808000u);
-        const __m512i byte = _mm512_broadcast_i32x4(_mm_setr_epi32(Z | J, Z | (4 + J), Z | (8 + J), Z | (12 + J)));
-        return {_mm512_cvtepi32_ps(_mm512_shuffle_epi8(raw, byte))};
+    // Byte J of each 32 bits at their top, with zeros below. A mask leaves one of the two ports of shifts and shuffles
+    // to the others.
+    template <int J> LLM_INLINE __m512i byte() const {
+        if constexpr (J == 0) return _mm512_slli_epi32(raw, 24);
+        if constexpr (J == 3) return _mm512_and_si512(raw, _mm512_set1_epi32(static_cast<int>(0xff000000u)));
+        constexpr int Z = 0x00808080;
+        return _mm512_shuffle_epi8(raw, _mm512_broadcast_i32x4(_mm_setr_epi32(Z | J << 24, Z | (4 + J) << 24,
+                                                                              Z | (8 + J) << 24, Z | (12 + J) << 24)));
     }
 };
 
@@ -94,14 +90,6 @@ template <> struct Opened<Code::FLOAT8> {
 
 #elif LLM_AVX2
 
-template <Code CODE> constexpr int VALUE_BIAS = CODE == Code::INT4 ? 8 : 128;
-template <> constexpr int VALUE_BIAS<Code::TABLE> = 0;
-template <> constexpr int VALUE_BIAS<Code::FLOAT8> = 0;
-template <> constexpr int VALUE_BIAS<Code::FLOAT8_SMALL> = 0;
-// An 8-bit float's bits in a float32: its exponent is counted from 120 less. The scale takes the factor up.
-template <> constexpr float VALUE_DIVISOR<Code::FLOAT8_SMALL> = 0x1p120f;
-constexpr float SMALL_SCALES = 0x1p8f;
-
 // Whether a weight's table is of WHOLES.
 inline bool looks_up_bytes(const Weight& weight) {
     for (int i = 0; i < 16; ++i) {
@@ -111,22 +99,26 @@ inline bool looks_up_bytes(const Weight& weight) {
     return true;
 }
 
-template <> struct Lookup<Code::WHOLES> {
-    __m256i table;  // bytes of value + 128, twice
-    LLM_INLINE explicit Lookup(const Weight& weight) {
-        alignas(16) uint8_t bytes[16];
-        for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int>(weight.table[i]) + 128);
+template <Code CODE> struct ByteLookup {
+    __m256i table;  // 16 bytes, twice
+    LLM_INLINE explicit ByteLookup(const Weight& weight) {
+        alignas(16) int8_t bytes[16];
+        for (int i = 0; i < 16; ++i) bytes[i] = static_cast<int8_t>(nibble_value<CODE>(weight, i));
         table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
     }
+    LLM_INLINE __m256i bytes(__m256i codes) const { return _mm256_shuffle_epi8(table, codes); }
 };
+template <> struct Lookup<Code::INT4> : ByteLookup<Code::INT4> { using ByteLookup::ByteLookup; };
+template <> struct Lookup<Code::WHOLES> : ByteLookup<Code::WHOLES> { using ByteLookup::ByteLookup; };
 template <> struct Lookup<Code::TABLE> {
     __m256i byte[4];  // byte i of each value, twice
     LLM_INLINE explicit Lookup(const Weight& weight) {
         alignas(16) uint8_t bytes[4][16];
-        for (int value = 0; value < 16; ++value) {
+        for (int code = 0; code < 16; ++code) {
+            const float value = weight.table[code] * FACTOR<Code::TABLE>;
             uint32_t whole;
-            std::memcpy(&whole, weight.table + value, sizeof(whole));
-            for (int i = 0; i < 4; ++i) bytes[i][value] = static_cast<uint8_t>(whole >> 8 * i);
+            std::memcpy(&whole, &value, sizeof(whole));
+            for (int i = 0; i < 4; ++i) bytes[i][code] = static_cast<uint8_t>(whole >> 8 * i);
         }
         for (int i = 0; i < 4; ++i)
             byte[i] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[i])));
@@ -135,34 +127,30 @@ template <> struct Lookup<Code::TABLE> {
 
 template <Code CODE> struct Opened {
     static constexpr bool NIBBLES = is_nibble(CODE);
-    __m256i lo[NIBBLES ? 2 : 1], hi[NIBBLES ? 2 : 1];  // unsigned bytes: of k ... k + 3, of k + 4 ... k + 7
+    __m256i lo[NIBBLES ? 2 : 1], hi[NIBBLES ? 2 : 1];  // bytes: of k ... k + 3, of k + 4 ... k + 7
     LLM_INLINE Opened(const uint8_t* p, const Lookup<CODE>& lookup) {
         lo[0] = load_256(p), hi[0] = load_256(p + 32);
-        if constexpr (CODE == Code::INT8) {
-            const __m256i flip = _mm256_set1_epi8(-128);
-            lo[0] = _mm256_xor_si256(lo[0], flip), hi[0] = _mm256_xor_si256(hi[0], flip);
-        } else {
+        if constexpr (NIBBLES) {
             const __m256i mask = _mm256_set1_epi8(15);
             lo[1] = _mm256_and_si256(_mm256_srli_epi32(lo[0], 4), mask),
             hi[1] = _mm256_and_si256(_mm256_srli_epi32(hi[0], 4), mask);
             lo[0] = _mm256_and_si256(lo[0], mask), hi[0] = _mm256_and_si256(hi[0], mask);
         }
-        if constexpr (CODE == Code::WHOLES)
-            for (int i = 0; i < 2; ++i) {
-                lo[i] = _mm256_shuffle_epi8(lookup.table, lo[i]);
-                hi[i] = _mm256_shuffle_epi8(lookup.table, hi[i]);
-            }
+        if constexpr (NIBBLES)
+            for (int i = 0; i < 2; ++i) lo[i] = lookup.bytes(lo[i]), hi[i] = lookup.bytes(hi[i]);
     }
     template <int J> LLM_INLINE F32 value() const {
         return to_float(I32{byte<J % 4>(lo[J / 4]), byte<J % 4>(hi[J / 4])});
     }
-    // Byte B of each 32 bits, alone. A mask and a shift where they do leave the shuffles' two ports to the others.
+    // Byte B of each 32 bits at their top, with zeros below. A mask and a shift where they do leave the shuffles' two
+    // ports to the others.
     template <int B> static LLM_INLINE __m256i byte(__m256i from) {
-        if constexpr (B == 0) return _mm256_and_si256(from, _mm256_set1_epi32(255));
-        if constexpr (B == 3) return _mm256_srli_epi32(from, 24);
-        constexpr int Z = static_cast<int>(0x80808000u);
-        return _mm256_shuffle_epi8(from, _mm256_setr_epi32(Z | B, Z | (4 + B), Z | (8 + B), Z | (12 + B), Z | B,
-                                                           Z | (4 + B), Z | (8 + B), Z | (12 + B)));
+        if constexpr (B == 0) return _mm256_slli_epi32(from, 24);
+        if constexpr (B == 3) return _mm256_and_si256(from, _mm256_set1_epi32(static_cast<int>(0xff000000u)));
+        constexpr int Z = 0x00808080;
+        return _mm256_shuffle_epi8(from,
+                                   _mm256_broadcastsi128_si256(_mm_setr_epi32(Z | B << 24, Z | (4 + B) << 24,
+                                                                              Z | (8 + B) << 24, Z | (12 + B) << 24)));
     }
 };
 
@@ -194,34 +182,28 @@ template <> struct Opened<Code::TABLE> {
     }
 };
 
+// An 8-bit float's bits are also those of a float32 that is 2^120 times smaller.
 template <> struct Opened<Code::FLOAT8> {
     const uint8_t* p;
     LLM_INLINE Opened(const uint8_t* at, const Lookup<Code::FLOAT8>&) : p(at) {}
-    template <int J> LLM_INLINE F32 value() const {
-        const __m256i bits = float16_bits(p + J * LANES);
-        return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
-    }
-};
-
-template <> struct Opened<Code::FLOAT8_SMALL> {
-    const uint8_t* p;
-    LLM_INLINE Opened(const uint8_t* at, const Lookup<Code::FLOAT8_SMALL>&) : p(at) {}
     template <int J> LLM_INLINE F32 value() const { return {half(p + J * LANES), half(p + J * LANES + 8)}; }
     static LLM_INLINE __m256 half(const uint8_t* at) {
         const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
         const __m256i mask = _mm256_set1_epi32(static_cast<int>(0x87f00000u));
-        return _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(wide, 20), mask));
+        const __m256 small = _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(wide, 20), mask));
+        return _mm256_mul_ps(small, _mm256_set1_ps(FACTOR<Code::FLOAT8> * 0x1p120f));
     }
 };
 
 #elif LLM_NEON
 
-template <Code CODE> constexpr int VALUE_BIAS = CODE == Code::INT4 ? 8 : 0;
-
 template <> struct Lookup<Code::TABLE> {
     uint8x16x4_t table;
-    LLM_INLINE explicit Lookup(const Weight& weight)
-        : table(vld1q_u8_x4(reinterpret_cast<const uint8_t*>(weight.table))) {}
+    LLM_INLINE explicit Lookup(const Weight& weight) {
+        float values[LANES];
+        for (int i = 0; i < LANES; ++i) values[i] = weight.table[i] * FACTOR<Code::TABLE>;
+        table = vld1q_u8_x4(reinterpret_cast<const uint8_t*>(values));
+    }
 };
 
 template <Code CODE> struct Opened {
@@ -232,12 +214,15 @@ template <Code CODE> struct Opened {
     template <int J> LLM_INLINE F32 value() const {
         return quarters<F32>([&](int i) {
             if constexpr (CODE == Code::INT8) {
-                return vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(raw.v[i], 24 - 8 * J), 24));
+                const int32x4_t top = vshlq_n_s32(raw.v[i], 24 - 8 * J);
+                return vcvtq_f32_s32(vandq_s32(top, vdupq_n_s32(static_cast<int32_t>(0xff000000u))));
             } else {
                 const int32x4_t top = vshlq_n_s32(raw.v[i], 28 - nibble_bit(J));
-                const uint32x4_t nibble = vshrq_n_u32(vreinterpretq_u32_s32(top), 28);
-                if constexpr (CODE == Code::INT4) return vcvtq_f32_u32(nibble);
+                // At the top a nibble is 2^28 times its integer, and flipping the top bit subtracts 8.
+                const int32x4_t alone = vandq_s32(top, vdupq_n_s32(static_cast<int32_t>(0xf0000000u)));
+                if constexpr (CODE == Code::INT4) return vcvtq_n_f32_s32(veorq_s32(alone, vdupq_n_s32(INT32_MIN)), 4);
                 // The four bytes of an entry of the table.
+                const uint32x4_t nibble = vshrq_n_u32(vreinterpretq_u32_s32(top), 28);
                 const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100), nibble, 0x04040404);
                 if constexpr (CODE == Code::TABLE)
                     return vreinterpretq_f32_u8(vqtbl4q_u8(lookup.table, vreinterpretq_u8_u32(bytes)));
@@ -260,8 +245,6 @@ template <> struct Opened<Code::FLOAT8> {
 
 #else
 
-template <Code CODE> constexpr int VALUE_BIAS = 0;
-
 template <> struct Lookup<Code::TABLE> {
     const float* table;
     explicit Lookup(const Weight& weight) : table(weight.table) {}
@@ -272,14 +255,15 @@ template <Code CODE> struct Opened {
     const Lookup<CODE>& lookup;
     Opened(const uint8_t* at, const Lookup<CODE>& shared) : p(at), lookup(shared) {}
     template <int J> F32 value() const {
-        return lanes<F32>([&](int c) {
-            if constexpr (CODE == Code::FLOAT8) return widen(F8{p[J * LANES + c]});
-            const uint8_t byte = p[4 * c + J % 4];
-            if constexpr (CODE == Code::INT8) return static_cast<float>(static_cast<int8_t>(byte));
-            const int nibble = J < 4 ? byte & 15 : byte >> 4;
-            if constexpr (CODE == Code::TABLE) return lookup.table[nibble];
-            return static_cast<float>(nibble - 8);
-        });
+        return lanes<F32>([&](int c) { return of(c, J) * FACTOR<CODE>; });
+    }
+    float of(int c, int j) const {
+        if constexpr (CODE == Code::FLOAT8) return widen(F8{p[j * LANES + c]});
+        const uint8_t byte = p[4 * c + j % 4];
+        const int nibble = j < 4 ? byte & 15 : byte >> 4;
+        if constexpr (CODE == Code::INT8) return static_cast<int8_t>(byte);
+        if constexpr (CODE == Code::TABLE) return lookup.table[nibble];
+        return static_cast<float>(nibble - 8);
     }
 };
 

@@ -38,7 +38,7 @@ constexpr int64_t int8_value_at(int64_t lane, int64_t channel, int64_t head_size
 const Lookup<Code::FLOAT8> NO_LOOKUP{Weight{}};
 LLM_INLINE F32 load(const F8* p) {
     const Opened<Code::FLOAT8> opened(reinterpret_cast<const uint8_t*>(p), NO_LOOKUP);
-    return opened.value<0>() * set1(VALUE_DIVISOR<Code::FLOAT8>);
+    return opened.value<0>() * set1(1 / FACTOR<Code::FLOAT8>);
 }
 
 // To the nearest of e4m3fn, half to even; finite numbers out of range become the largest.

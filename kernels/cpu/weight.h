@@ -11,7 +11,7 @@ enum class Activations : int64_t { FLOAT, BFLOAT16, INT8 };
 LLM_NAMED(Activations)
 
 // W[i, j] = (w[i, j] - zero[i, g]) * scale[i, g] with g = j / group_size, or w[i, j] of a float kind. With minima
-// W[i, j] = code * scale[i, g] - minimum[i, g], rounded once, where code is w[i, j] + 128 of INT8, + 8 of INT4. With a
+// W[i, j] = code * scale[i, g] - minimum[i, g], rounded once, where code is w[i, j] + 16 of INT8, + 8 of INT4. With a
 // table, which is of INT4, W[i, j] = table[w[i, j] + 8] * scale[i, g].
 //   data          panels of 16 output channels: kernels/README.md
 //   sums          [n, padded to panels], each output channel's sum over k; INT8 only

@@ -1,5 +1,5 @@
 """Weights of 8-bit floats and of codes that select one of 16 values: exact against PyTorch's own conversion, and GEMMs
-bit for bit those of the float weight that they stand for.
+bit for bit the scaled sums of their definition.
 
 Every test runs on each instruction set of kernel_sets.TARGETS. That a row's bits are its own is test_kernels_cpu.py's.
 """
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from definitions import scaled_sums
 from kernel_sets import TARGETS, has_kernels
 
 from llm.kernels.cpu import library, linear, packed
@@ -73,14 +74,14 @@ def random_scale(n: int, k: int, size: int) -> torch.Tensor:
     return torch.rand(n, -(-k // size)) * torch.logspace(-44, 30, n)[:, None]
 
 
-def check(
-    lib: library.Library, ours: packed.PanelWeight, twin: Weight, exact: torch.Tensor, m: int, size: float = 1.0
-) -> None:
-    """`exact` [N, K] is what the weight stands for; `size` that of the inputs."""
+def check(lib: library.Library, ours: packed.PanelWeight, twin: Weight, exact: torch.Tensor, m: int) -> None:
+    """`exact` [N, K] is what the weight stands for."""
     n, k = exact.shape
-    x, bias, ids = size * torch.randn(m, k), size * torch.randn(n), torch.tensor([n - 1, 0, n // 2])
-    of_floats = replace(packed.pack(lib, exact), bias=bias)
-    assert torch.equal(bits(linear.linear(lib, x, replace(ours, bias=bias))), bits(linear.linear(lib, x, of_floats)))
+    ids = torch.tensor([n - 1, 0, n // 2])
+    for size in (1.0, 2.0**-140, 2.0**60):
+        x, bias = size * torch.randn(m, k), size * torch.randn(n)
+        expected = scaled_sums(lib, x, ours) + bias
+        assert torch.equal(bits(linear.linear(lib, x, replace(ours, bias=bias))), bits(expected))
     assert torch.equal(ours.dequantize(), exact) and torch.equal(twin.dequantize(), exact)
     assert torch.equal(linear.embedding(lib, ids, ours), exact[ids])
     assert torch.equal(reference.embedding(ids, twin), exact[ids])
@@ -107,16 +108,6 @@ def test_products_with_8_bit_floats(lib: library.Library, m: int, n: int, k: int
         check(lib, ours, twin, weight.float() * spread(scale, size)[:, :k], m)
 
 
-def test_scales_on_both_sides_of_what_avx2_widens_without_float16(lib: library.Library) -> None:
-    """From 2^8 on, 2^120 times a scale is infinite."""
-    weight = floats_of(70, 64)
-    for largest in (255.0, 256.0, 300.0):
-        scale = torch.full((70, 2), 0.3)
-        scale[33, 1] = largest
-        ours, twin = (pack.scaled(scale, None, 32) for pack in (packed.pack(lib, weight), reference.pack(weight)))
-        check(lib, ours, twin, weight.float() * spread(scale, 32), 2)
-
-
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize(("m", "n", "k", "size"), SHAPES)
 def test_products_with_a_table(lib: library.Library, name: str, m: int, n: int, k: int, size: int) -> None:
@@ -129,24 +120,6 @@ def test_products_with_a_table(lib: library.Library, name: str, m: int, n: int, 
     check(lib, ours, twin, table[codes.long() + 8] * spread(scale, size)[:, :k], m)
     other = replace(ours, table=table.flip(0))
     assert not torch.equal(other.dequantize(), ours.dequantize())
-
-
-# What some scales of the second group are, beside the short ones; and the size of the inputs.
-@pytest.mark.parametrize("odd", [0.0, -1.5, 2.0**-30, 2.0**-31, 2.0**16, 2.0**17, 1 + 2.0**-15, 1e-40])
-@pytest.mark.parametrize("size", [1.0, 2.0**-76, 2.0**-85, 2.0**-140, 2.0**22])
-def test_scales_whose_products_are_exact(lib: library.Library, odd: float, size: float) -> None:
-    """AVX2 multiplies integers where scales have 15 bits, of one and two rows; on both sides of where it may."""
-    n, k = 90, 64
-    codes = torch.randint(-8, 8, (n, k), dtype=torch.int8)
-    scale = torch.randn(n, 2).half().float() * 2.0 ** torch.randint(-12, 5, (n, 1))
-    scale[39:, 1] = odd
-    for m, table in ((1, None), (2, TABLES["wholes"])):
-        ours, twin = (
-            replace(pack.scaled(scale, None, 32), table=table)
-            for pack in (packed.pack(lib, codes, "int4"), reference.pack(codes, "int4"))
-        )
-        values = codes.float() if table is None else table[codes.long() + 8]
-        check(lib, ours, twin, values * spread(scale, 32), m, size)
 
 
 def test_what_is_no_8_bit_weight_is_refused(lib: library.Library) -> None:

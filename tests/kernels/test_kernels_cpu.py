@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from definitions import add_groups, chain, group_sums, scaled_sums, unscaled
 from kernel_sets import TARGETS
 
 from llm.kernels.cpu import build, library, linear, packed, quantized
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference import linear as reference
 from llm.kernels.reference.quantized import quantize_per_token, quantize_static
-from llm.kernels.reference.rounding import fused_multiply_add
-from llm.kernels.weight import MAX_INTEGER_K, Weight, dequantize
+from llm.kernels.weight import LEAST, MAX_INTEGER_K, Weight, dequantize
 
 try:
     COMPILER: str | None = build.find_compiler()
@@ -103,14 +103,6 @@ def pair(
 
 def groups_of(k: int, group_size: int) -> int:
     return max(1, -(-k // group_size))
-
-
-def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The definition of a float product: fused multiply-adds from +0 over k = 0 ... K-1."""
-    out = torch.zeros(x.shape[0], weight.shape[0])
-    for k in range(x.shape[1]):
-        out = fused_multiply_add(x[:, k : k + 1], weight[:, k].float(), out)
-    return out
 
 
 def cut_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
@@ -381,10 +373,25 @@ def test_the_worst_int4_sums_do_not_overflow(lib: library.Library) -> None:
         assert same(y, torch.full((2, 17), activation * 127 * value * 4096 * (1 / 127)).float().round())
 
 
+def error_bound(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Of scaled sums, [M, N] in float64: their roundings times the magnitudes that are rounded."""
+    size = weight.group_size or max(1, weight.k)
+    columns = torch.arange(weight.k) // size
+    values = unscaled(weight).double().abs()
+    if weight.zero is not None:
+        values = values + weight.zero.double().abs()[:, columns]
+    scales = weight.scales.double().abs()[:, columns]
+    values = values * scales
+    if weight.minimum is not None:
+        values = values + weight.minimum.double().abs()[:, columns] + LEAST[weight.kind] * scales
+    roundings = min(size, weight.k) + 3 * groups_of(weight.k, size) + 2
+    return 1.01 * roundings * 2.0**-24 * (x.double().abs() @ values.t())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", [None, 5, 32])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_weight_only_products_are_chains(lib: library.Library, shape: tuple, group: int | None, bits: int) -> None:
+def test_weight_only_products_are_scaled_sums(lib: library.Library, shape: tuple, group: int | None, bits: int) -> None:
     m, n, k = shape
     group_size = group or max(1, k)
     x, weight = torch.randn(m, k), random_int8(n, k) if bits == 8 else int4(n, k)
@@ -392,8 +399,9 @@ def test_weight_only_products_are_chains(lib: library.Library, shape: tuple, gro
     scale, zero, bias = torch.rand(n, groups), torch.randint(-8, 8, (n, groups)).float(), torch.randn(n)
     for z in (None, zero):
         held = packed.pack(lib, weight, f"int{bits}").scaled(scale, z, group_size)
-        expected = chain(x, dequantize(weight, scale, z, group_size)) if k else torch.zeros(m, n)
+        expected = scaled_sums(lib, x, held)
         assert same(held.dequantize(), dequantize(weight, scale, z, group_size))
+        assert ((expected - x.double() @ held.dequantize().double().t()).abs() <= error_bound(x, held)).all()
         assert same(product(lib, x, held, bias=bias), expected + bias)
         assert same(linear.linear(lib, x, held), expected)
 
@@ -401,7 +409,7 @@ def test_weight_only_products_are_chains(lib: library.Library, shape: tuple, gro
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", [None, 5, 32])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_products_with_minima_are_chains(lib: library.Library, shape: tuple, group: int | None, bits: int) -> None:
+def test_products_with_minima_are_scaled_sums(lib: library.Library, shape: tuple, group: int | None, bits: int) -> None:
     m, n, k = shape
     group_size = group or max(1, k)
     x, weight = torch.randn(m, k), random_int8(n, k) if bits == 8 else int4(n, k)
@@ -410,10 +418,11 @@ def test_products_with_minima_are_chains(lib: library.Library, shape: tuple, gro
         held = packed.pack(lib, weight, f"int{bits}").scaled(scale, None, group_size, low)
         twin = reference.pack(weight, f"int{bits}").scaled(scale, None, group_size, low)
         columns = torch.arange(k) // group_size
-        codes = weight.double() + (1 << (bits - 1))
+        codes = weight.double() + {4: 8, 8: 16}[bits]
         exact = codes * scale.double()[:, columns] - low.double()[:, columns]
         assert same(held.dequantize(), exact.float()) and same(twin.dequantize(), exact.float())
-        assert same(linear.linear(lib, x, held), chain(x, exact.float()) if k else torch.zeros(m, n))
+        assert same(linear.linear(lib, x, held), expected := scaled_sums(lib, x, held))
+        assert ((expected - x.double() @ exact.t()).abs() <= error_bound(x, held)).all()
         ids = torch.tensor([n - 1, 0, n // 2])
         assert same(linear.embedding(lib, ids, held), exact.float()[ids])
         assert same(reference.embedding(ids, twin), exact.float()[ids])
@@ -455,25 +464,19 @@ def test_rows_of_integers_in_groups_by_id(lib: library.Library, bits: int) -> No
     "shape", [(1, 300, 64), (3, 100, 288), (6, 33, 520), (7, 40, 512), (9, 300, 64), (12, 17, 136), (100, 17, 2744)]
 )
 @pytest.mark.parametrize("bits", [8, 4])
-def test_weight_only_products_are_those_of_the_float_weight(lib: library.Library, shape: tuple, bits: int) -> None:
+def test_weight_only_products_in_many_blocks_are_scaled_sums(lib: library.Library, shape: tuple, bits: int) -> None:
     m, n, k = shape
     x, weight, bias = torch.randn(m, k), random_int8(n, k) if bits == 8 else int4(n, k), torch.randn(n)
     bits_alone = packed.pack(lib, weight, f"int{bits}")
     for group in (k, 32, 8, 4):
         scale = torch.rand(n, -(-k // group)) * torch.logspace(-44, 30, n)[:, None]  # denormal ones too
-        for zero in (None, torch.randint(-128, 128, scale.shape).float()):
-            floats = packed.pack(lib, dequantize(weight, scale, zero, group))
-            held = bits_alone.scaled(scale, zero, group)
-            assert same(product(lib, x, held, bias=bias), product(lib, x, floats, bias=bias))
-        for narrow in (scale.bfloat16(), torch.rand(scale.shape).half()):
-            floats = packed.pack(lib, dequantize(weight, narrow, zero, group))
-            held = bits_alone.scaled(narrow, zero.bfloat16(), group)
-            assert held.scale is not None and held.scale.dtype.itemsize == 2  # read as it is
-            assert same(product(lib, x, held, bias=bias), product(lib, x, floats, bias=bias))
-        for odd in (zero * 0.37, zero * 513 + 1):  # products with the scales that are not exact
-            floats = packed.pack(lib, dequantize(weight, narrow, odd, group))
-            held = bits_alone.scaled(narrow, odd, group)
-            assert same(product(lib, x, held, bias=bias), product(lib, x, floats, bias=bias))
+        sums = group_sums(lib, x, bits_alone.scaled(scale, None, group))
+        zero = torch.randint(-128, 128, scale.shape).float()
+        for scales in (scale, scale.bfloat16(), torch.rand(scale.shape).half()):
+            for zeros in (None, zero, zero.bfloat16(), zero * 0.37):
+                held = bits_alone.scaled(scales, zeros, group)
+                assert held.scale is not None and held.scale.dtype == scales.dtype  # read as it is
+                assert same(product(lib, x, held, bias=bias), add_groups(sums, x, held) + bias)
 
 
 @pytest.mark.parametrize("k", [1, 15, 16, 17, 100])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from close import Answer, close, told
 from embedded import engine_of, open_llm
 from safetensors.torch import load_file, save_file
 from tiny_models import BASE, TinyModel, one_thread, reference_logprobs, write_checkpoint
@@ -91,14 +92,14 @@ def write(source: Path, folder: Path, tensors: Mapping[str, torch.Tensor], said:
     return folder
 
 
-def answers(folder: Path, **more: Any) -> Any:
+def answers(folder: Path, **more: Any) -> list[Answer]:
     """Tokens and logprobs of all prompts together, and of each alone."""
     with open_llm(folder, skip_tokenizer_init=True, **more) as llm:
-        found = [PROMPTS, *([prompt] for prompt in PROMPTS)]
-        outputs = [output for prompts in found for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
-    told = [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
-    assert told[: len(PROMPTS)] == told[len(PROMPTS) :]  # alone as in company
-    return told[: len(PROMPTS)]
+        batches = [PROMPTS, *([prompt] for prompt in PROMPTS)]
+        outputs = [output for prompts in batches for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    found = told(outputs)
+    assert found[: len(PROMPTS)] == found[len(PROMPTS) :]  # alone as in company
+    return found[: len(PROMPTS)]
 
 
 # quant_method fp8
@@ -145,8 +146,8 @@ def test_fp8_is_the_float_weight_that_it_stands_for(
 ) -> None:
     stored, exact = fp8_pair(floats(row), tmp_path, block, scale)
     expected = answers(exact)
-    assert answers(stored) == expected
-    assert answers(floats(row)) != expected  # 8 bits are felt
+    assert close(answers(stored), expected)
+    assert not close(answers(floats(row)), expected)  # 8 bits are felt
     with open_llm(stored, skip_tokenizer_init=True) as llm:
         assert llm.config.model_config.quantization == "fp8"
         layers = dict(engine_of(llm).runner.model.named_modules())
@@ -258,14 +259,14 @@ def gpt_oss_pair(source: Path, target: Path) -> tuple[Path, Path]:
 def test_the_experts_of_gpt_oss(floats: Callable[[str], Path], tmp_path: Path) -> None:
     stored, exact = gpt_oss_pair(floats("gpt-oss"), tmp_path)
     expected = answers(exact)
-    assert answers(stored) == expected
+    assert close(answers(stored), expected)
     with open_llm(stored, skip_tokenizer_init=True) as llm:
         expert = engine_of(llm).runner.model.model.layers[0].mlp.experts.experts[1]
         assert expert.down_proj.packed_weight.table is not None
         assert expert.down_proj.weight_scale.dtype.itemsize == 2  # powers of two
     name = "model.layers.0.mlp.experts.gate_up_proj_scales"
     swapped = broken(stored, tmp_path, name, lambda scales: scales.roll(1, dims=1))
-    assert answers(swapped) != expected
+    assert not close(answers(swapped), expected)
     for value, message in (
         (with_value(255), "scale of 255, which is NaN"),
         (lambda scales: scales.float(), "is stored as float32, the model needs uint8"),
@@ -348,7 +349,7 @@ def test_compressed_tensors_of_floats(case: str, floats: Callable[[str], Path], 
     inputs = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
     stored, exact = compressed_pair(floats("llama"), tmp_path, case, inputs if case.startswith("nv") else None)
     expected = answers(exact)
-    assert answers(stored) == expected
+    assert close(answers(stored), expected)
     with open_llm(stored, skip_tokenizer_init=True) as llm:
         layer = engine_of(llm).runner.model.model.layers[0].self_attn.o_proj
         assert layer.quant_method.scheme == ("W4A16" if "fp4" in case else "W8A16_FP8")
@@ -362,7 +363,7 @@ def test_compressed_tensors_of_floats(case: str, floats: Callable[[str], Path], 
         llm.save_quantized(tmp_path / "saved")
         with pytest.raises(LLMError, match="for which ModelSlim has no published layout"):
             llm.save_quantized(tmp_path / "other", format="modelslim")
-    assert answers(tmp_path / "saved") == expected
+    assert close(answers(tmp_path / "saved"), expected)
 
 
 @pytest.mark.parametrize("case", ["float-quantized, blocks", "nvfp4-pack-quantized"])
@@ -372,7 +373,8 @@ def test_experts_of_compressed_floats(case: str, floats: Callable[[str], Path], 
     config = json.loads((stored / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]  # as llm-compressor's recipes have it
     (stored / "config.json").write_text(json.dumps(config))
-    assert answers(stored) == answers(exact) != answers(floats("qwen3_moe"))
+    expected = answers(exact)
+    assert close(answers(stored), expected) and not close(answers(floats("qwen3_moe")), expected)
     with open_llm(stored, skip_tokenizer_init=True) as llm:
         layer = engine_of(llm).runner.model.model.layers[0].mlp.experts
         assert layer.expert_weights() is not None
@@ -414,7 +416,7 @@ def test_modelslim_types_of_floats(kind: str, case: str, floats: Callable[[str],
     folder = write(floats("llama"), tmp_path / "modelslim", tensors, None)
     types = {name: kind if name.rpartition(".")[0] in quantized else "FLOAT" for name in tensors}
     (folder / "quant_model_description.json").write_text(json.dumps({"version": "1.0.0", **types}))
-    assert answers(folder) == answers(exact)
+    assert close(answers(folder), answers(exact))
 
 
 # On load
@@ -470,7 +472,7 @@ def nearest(weight: torch.Tensor, name: str) -> torch.Tensor:
 
 def test_fp8_by_name_is_what_an_fp8_checkpoint_has(floats: Callable[[str], Path], tmp_path: Path) -> None:
     stored, exact = fp8_pair(floats("llama"), tmp_path, (16, 24), "weight_scale_inv")
-    assert answers(stored, quantization="fp8") == answers(exact)
+    assert close(answers(stored, quantization="fp8"), answers(exact))
     with pytest.raises(ValidationError, match="quantization='mxfp4' contradicts the checkpoint: it is quantized as"):
         open_llm(stored, quantization="mxfp4").__enter__()
     with pytest.raises(ValidationError, match="group_size=16 for mxfp4, whose groups are of 32"):

@@ -1,0 +1,28 @@
+"""Whether two models with the same weights gave the same answers, where their sums may round differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from llm.outputs import Logprob, RequestOutput
+
+WORST = 1e-4  # of a logprob; other weights differ by a hundred times more
+
+Answer = tuple[Sequence[int], Sequence[Mapping[int, Logprob]] | None]
+
+
+def told(outputs: Iterable[RequestOutput]) -> list[Answer]:
+    """The first completion of each request."""
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def close(ours: Iterable[Answer], theirs: Iterable[Answer]) -> bool:
+    """The same tokens, and logprobs of the same tokens that differ by at most WORST."""
+    return all(
+        list(tokens) == list(their_tokens) and all(map(_agree, logprobs or (), their_logprobs or ()))
+        for (tokens, logprobs), (their_tokens, their_logprobs) in zip(ours, theirs, strict=True)
+    )
+
+
+def _agree(ours: Mapping[int, Logprob], theirs: Mapping[int, Logprob]) -> bool:
+    return ours.keys() == theirs.keys() and all(abs(ours[t].logprob - theirs[t].logprob) <= WORST for t in ours)
