@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from llm.api import LLM
 
-_HEADINGS = ("quantization", "weights", "perplexity", "95% interval", "change", "95% interval")
-_HEADINGS += ("prefill tok/s", "decode tok/s")
+_QUALITY = ("quantization", "weights", "perplexity", "95% interval", "change", "95% interval")
+_HEADINGS = (*_QUALITY, "prefill tok/s", "decode tok/s")
 
 
 @dataclass(frozen=True)
