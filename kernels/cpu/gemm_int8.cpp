@@ -177,7 +177,7 @@ void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
 #endif
 
 // y = (float(sum) * row scale) * (factor * scale[n]) + bias[n], each product rounded. Dynamic quantization: the factor
-// is 1. Static: the factor is input_scale, and row scales are 1.
+// is 1. Static: the factor is input_scale, and row scales are 1, or NaN of a row that is not finite.
 struct Int8Product : Product {
     const Operand* a;        // of each tile, [k / 4][rows][4]
     const float* row_scale;  // [m]

@@ -1,7 +1,7 @@
 // Quantizes activations to int8: dynamically, by each row's largest magnitude, or by a given scale and offset.
 //
 // The formulas and roundings of kernels/reference/quantized.py: x / scale is a true division, rounded half to even. NaN
-// becomes 0, and the row's scale becomes NaN.
+// becomes 0, and the row's factor becomes NaN.
 #pragma once
 
 #include "simd.h"
@@ -72,15 +72,17 @@ class Quantizer {
 };
 
 LLM_INLINE float row_scale(const float* x, int64_t k) { return largest_magnitude(x, k) / 127.0f; }
+// NaN if the row holds an infinity or a NaN.
+LLM_INLINE float one_if_finite(const float* x, int64_t k) { return largest_magnitude(x, k) * 0.0f + 1.0f; }
 
 // The quantizer of one batch row, and the factor of its sums. `input_scale` 0: by the row's own scale, which is the
-// factor. Else: by input_scale and `offset`, with factor 1.
+// factor. Else: by input_scale and `offset`, with factor 1 if the row is finite.
 struct RowQuantizer {
     float factor;
     Quantizer quantize;
 
     RowQuantizer(const float* x, int64_t k, float input_scale, int64_t offset)
-        : factor(input_scale == 0.0f ? row_scale(x, k) : 1.0f),
+        : factor(input_scale == 0.0f ? row_scale(x, k) : one_if_finite(x, k)),
           quantize(input_scale == 0.0f ? Quantizer(factor) : Quantizer(input_scale, offset)) {}
 };
 

@@ -46,7 +46,7 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     and in this order:
 
     - int8: y[m, n] = (float(sum_k q[m, k] w[n, k]) * xs[m]) * scale[n] + bias[n]; with q = quantize_static(x)
-      y = float(sum_k (q[m, k] - input_offset) w[n, k]) * (input_scale * scale[n]) + bias[n];
+      y = float(sum_k (q[m, k] - input_offset) w[n, k]) * (input_scale * scale[n]) + bias[n], NaN if x[m] is not finite;
     - int4: y[m, n] = (sum_g float(sum_{k in g} q[m, k] w[n, k]) * scale[n, g]) * xs[m] + bias[n], groups in order, each
       added with one fused multiply-add.
 
@@ -98,7 +98,8 @@ def _int8(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     sums = int_matmul(quantize_static(x, weight.input_scale, weight.input_offset), weight)
     if weight.input_offset:
         sums -= weight.input_offset * row_sums(weight)
-    return sums.float().mul_(torch.tensor(weight.input_scale, dtype=torch.float32) * scale)
+    one = 1 + (0 * x).sum(dim=1, keepdim=True)  # NaN of a row that holds an infinity or a NaN
+    return sums.float().mul_(one).mul_(torch.tensor(weight.input_scale, dtype=torch.float32) * scale)
 
 
 def _int4(x: torch.Tensor, weight: Weight) -> torch.Tensor:

@@ -506,12 +506,19 @@ def test_quotients_are_those_of_a_division(lib: library.Library) -> None:
     assert not same((x * (1 / scale)).round().clamp(-128, 127).nan_to_num().to(torch.int8), expected)
 
 
-def test_a_row_that_is_not_finite_says_so(lib: library.Library) -> None:
-    x, held = torch.randn(3, 20), packed.pack(lib, random_int8(17, 20), "int8").scaled(torch.ones(17, 1))
-    clean = product(lib, x, held, activations="int8")
-    x[1, 4] = float("nan")
-    y = product(lib, x, held, activations="int8")
-    assert y[1].isnan().all() and same(y[[0, 2]], clean[[0, 2]])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("static", [{}, {"input_scale": 0.05, "input_offset": -3}])
+def test_a_row_that_is_not_finite_says_so(lib: library.Library, static: dict[str, Any], value: float) -> None:
+    """A few rows, and as many as matrix tiles take."""
+    held, twin = pair(lib, random_int8(17, 20), "int8", torch.ones(17, 1), activations="int8", **static)
+    for rows in (3, 20):
+        x = torch.randn(rows, 20)
+        clean = linear.linear(lib, x, held)
+        x[1, 4] = value
+        y = linear.linear(lib, x, held)
+        others = [row for row in range(rows) if row != 1]
+        assert y[1].isnan().all() and same(y[others], clean[others])
+        assert same(reference.linear(x, twin), y)
 
 
 def test_rows_of_an_int8_table(lib: library.Library) -> None:
