@@ -53,9 +53,9 @@ LLM_INLINE __m256i float16_bits(const uint8_t* p) {
 template <Code CODE> struct NibbleLookup {
     __m512 table;
     LLM_INLINE explicit NibbleLookup(const Weight& weight) {
-        alignas(64) float values[LANES];
+        float values[LANES];
         for (int i = 0; i < LANES; ++i) values[i] = nibble_value<CODE>(weight, i) * FACTOR<CODE>;
-        table = _mm512_load_ps(values);
+        table = _mm512_loadu_ps(values);
     }
 };
 template <> struct Lookup<Code::INT4> : NibbleLookup<Code::INT4> { using NibbleLookup::NibbleLookup; };
