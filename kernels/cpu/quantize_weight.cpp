@@ -4,6 +4,7 @@
 #include "kinds.h"
 #include "ordered_sums.h"
 #include "quantize.h"
+#include "vector_math.h"
 
 #include <limits>
 
@@ -59,11 +60,12 @@ struct Trial {
             for (int64_t i = 0; i < SHARES_TRIED; ++i) round(i, TrueDivision{set1(divisors[i])});
         }
     }
-    // The scales of least squares error for the integers.
+    // The scales of least squares error for the integers, in 16 bits.
     LLM_INLINE void refit(float full) {
         for (float& norm : norms) norm = 0.0f;
         add_lanes(norms, squares), add_lanes(scales, lane);
-        for (int64_t i = 0; i < SHARES_TRIED; ++i) scales[i] = norms[i] > 0 ? scales[i] / norms[i] : full;
+        for (int64_t i = 0; i < SHARES_TRIED; ++i)
+            scales[i] = widen(narrow<BF16>(norms[i] > 0 ? scales[i] / norms[i] : full));
     }
     void measure() {
         for (int64_t share = 0; share < SHARES_TRIED; ++share) {
