@@ -99,26 +99,24 @@ def _mamba(rows: int) -> Step:
     channels, states = 8192, 16
     x, dt, gate = (torch.randn(rows, channels) for _ in range(3))
     b, c = (torch.randn(rows, states) for _ in range(2))
-    a_log, d = torch.rand(states, channels).t(), torch.rand(channels)
-    return lambda ops, state, metadata: ops.selective_scan(x, dt, a_log, b, c, d, None, gate, state, metadata)
+    a, d = -torch.rand(states, channels), torch.rand(channels)
+    return lambda ops, state, metadata: ops.selective_scan(x, dt, a, b, c, d, None, gate, state, metadata)
 
 
 def _mamba2(rows: int) -> Step:
     heads, states, size = 48, 128, 64
     x, dt = torch.randn(rows, heads * size), torch.randn(rows, heads)
     b, c = (torch.randn(rows, states) for _ in range(2))
-    a_log, d, bias = (torch.rand(heads) for _ in range(3))
-    return lambda ops, state, metadata: ops.mamba2_scan(x, dt, a_log, b, c, d, bias, state, metadata)
+    a, d, bias = (-torch.rand(heads) for _ in range(3))
+    return lambda ops, state, metadata: ops.mamba2_scan(x, dt, a, b, c, d, bias, state, metadata)
 
 
 def _delta_rule(rows: int) -> Step:
     keys, heads, size = 16, 32, 128
     query, key = (torch.randn(rows, keys, size) for _ in range(2))
     value, (decay, beta) = torch.randn(rows, heads, size), torch.randn(2, rows, heads)
-    a_log, bias = torch.rand(heads), torch.rand(heads)
-    return lambda ops, state, metadata: ops.gated_delta_rule(
-        query, key, value, decay, beta, a_log, bias, state, metadata
-    )
+    a, bias = -torch.rand(heads), torch.rand(heads)
+    return lambda ops, state, metadata: ops.gated_delta_rule(query, key, value, decay, beta, a, bias, state, metadata)
 
 
 CASES = (

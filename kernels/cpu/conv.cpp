@@ -150,14 +150,14 @@ LLM_EXPORT int64_t llm_causal_conv1d(const int64_t* slots, const int32_t* starts
                                      int64_t weight_channel, int64_t weight_tap, const void* bias, float* state,
                                      int64_t state_slot, int64_t state_channel, int64_t state_tap, int64_t channels,
                                      int64_t taps, int64_t silu, float* out, int64_t threads) {
-    const StateRows of{slots, starts, lengths, counts, stored, rows};
-    const int64_t bad = first_bad_row(of, num_slots, tokens);
+    const StateRows given{slots, starts, lengths, counts, stored, rows}, of = given.trimmed();
+    const int64_t bad = first_bad_row(given, num_slots, tokens);
     if (bad >= 0) return bad;
     const Convolution conv{of,    x,          x_stride,      kind,      weight,   weight_channel, weight_tap, bias,
                            state, state_slot, state_channel, state_tap, channels, taps,           silu != 0,  out};
     const int64_t slices = ceil_div(channels, SLICE);
     const int64_t shared = min(threads, 1 + tokens * channels / ELEMENTS_PER_TASK);
-    parallel_for(rows * slices, shared, conv.scratch_bytes(), [&](int64_t index, char* scratch) {
+    parallel_for(of.rows * slices, shared, conv.scratch_bytes(), [&](int64_t index, char* scratch) {
         convolve_slice(conv, index / slices, index % slices * SLICE, scratch);
     });
     return -1;

@@ -29,7 +29,7 @@ struct Tokens {
 struct DeltaRule {
     StateRows rows;
     Tokens query, key, value, decay, beta;
-    const float *a_log, *dt_bias;
+    const float *a, *dt_bias;
     bool decay_per_channel;
     float beta_scale;
     float* state;
@@ -61,9 +61,9 @@ struct Token {
     Token(const DeltaRule& what, int64_t index, float* scratch)
         : rule(what), head(index), key(scratch), query(key + what.padded_keys()), decay(query + what.padded_keys()) {}
 
-    // e^(-e^a_log softplus(decay + dt_bias)), of the head or of each of its key channels.
+    // e^(a softplus(decay + dt_bias)), of the head or of each of its key channels.
     void read_decay(int64_t token) {
-        const F32 rate = zero() - exp(set1(rule.a_log[head]));
+        const F32 rate = set1(rule.a[head]);
         const int64_t width = rule.decay_per_channel ? rule.keys : 1;
         const float *from = rule.decay.at(token) + head * width, *bias = rule.dt_bias + head * width;
         for (int64_t i = 0; i < width; i += LANES) {
@@ -241,11 +241,11 @@ LLM_EXPORT int64_t llm_gated_delta_rule(const int64_t* slots, const int32_t* sta
                                         int64_t tokens, const float* query, int64_t query_stride, const float* key,
                                         int64_t key_stride, const float* value, int64_t value_stride,
                                         const float* decay, int64_t decay_stride, int64_t decay_per_channel,
-                                        const float* beta, int64_t beta_stride, float beta_scale, const float* a_log,
+                                        const float* beta, int64_t beta_stride, float beta_scale, const float* a,
                                         const float* dt_bias, float* state, int64_t key_heads, int64_t heads,
                                         int64_t keys, int64_t values, float* out, int64_t threads) {
-    const StateRows of{slots, starts, lengths, counts, stored, rows};
-    const int64_t bad = first_bad_row(of, num_slots, tokens);
+    const StateRows given{slots, starts, lengths, counts, stored, rows}, of = given.trimmed();
+    const int64_t bad = first_bad_row(given, num_slots, tokens);
     if (bad >= 0) return bad;
     const DeltaRule rule{of,
                          {query, query_stride},
@@ -253,7 +253,7 @@ LLM_EXPORT int64_t llm_gated_delta_rule(const int64_t* slots, const int32_t* sta
                          {value, value_stride},
                          {decay, decay_stride},
                          {beta, beta_stride},
-                         a_log,
+                         a,
                          dt_bias,
                          decay_per_channel != 0,
                          beta_scale,
@@ -265,7 +265,7 @@ LLM_EXPORT int64_t llm_gated_delta_rule(const int64_t* slots, const int32_t* sta
                          out};
     const int64_t slices = ceil_div(values, COLUMNS), tasks = heads * slices;
     const int64_t shared = min(threads, 1 + tokens * heads * keys * values / ELEMENTS_PER_TASK);
-    parallel_for(rows * tasks, shared, rule.scratch_bytes(), [&](int64_t index, char* scratch) {
+    parallel_for(of.rows * tasks, shared, rule.scratch_bytes(), [&](int64_t index, char* scratch) {
         const int64_t task = index % tasks;
         run_columns(rule, index / tasks, task / slices, task % slices * COLUMNS, reinterpret_cast<float*>(scratch));
     });

@@ -20,7 +20,7 @@ def gated_delta_rule(
     value: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    a_log: torch.Tensor,
+    a: torch.Tensor,
     dt_bias: torch.Tensor,
     state: torch.Tensor,
     metadata: RecurrentMetadata,
@@ -31,16 +31,16 @@ def gated_delta_rule(
     Raises:
         IndexError: a row's slot or tokens do not exist; nothing was written.
     """
-    check_delta_rule(query, key, value, decay, beta, a_log, dt_bias, state)
-    if not (a_log.is_contiguous() and dt_bias.is_contiguous() and state.is_contiguous()):
-        raise ValueError("a_log, dt_bias and the state are contiguous")
+    check_delta_rule(query, key, value, decay, beta, a, dt_bias, state)
+    if not (a.is_contiguous() and dt_bias.is_contiguous() and state.is_contiguous()):
+        raise ValueError("a, dt_bias and the state are contiguous")
     query, key, value, decay, beta = (_by_token(item) for item in (query, key, value, decay, beta))
     (tokens, key_heads, size), heads, num_slots = key.shape, value.shape[1], len(state)
     out = library.empty(tokens, heads, value.shape[2])
     addresses = [(item.data_ptr(), item.stride(0)) for item in (query, key, value, decay, beta)]
     bad = library.call(
         *(_DELTA, *row_arguments(metadata), num_slots, tokens, *addresses[0], *addresses[1], *addresses[2]),
-        *(*addresses[3], decay.dim() == 3, *addresses[4], beta_scale, a_log.data_ptr(), dt_bias.data_ptr()),
+        *(*addresses[3], decay.dim() == 3, *addresses[4], beta_scale, a.data_ptr(), dt_bias.data_ptr()),
         *(state.data_ptr(), key_heads, heads, size, value.shape[2], out.data_ptr(), torch.get_num_threads()),
     )
     if bad >= 0:

@@ -21,6 +21,12 @@ struct StateRows {
     int64_t stored(int64_t row) const { return stored_counts ? stored_counts[row] : count(row); }
     // Its first token is at position 0: its slot has what an earlier request left.
     bool is_new(int64_t row) const { return lengths[row] == count(row); }
+    // Without the last rows that have no tokens: a step that is replayed may have fewer rows than the recorded one.
+    StateRows trimmed() const {
+        StateRows found = *this;
+        while (found.rows && !count(found.rows - 1)) --found.rows;
+        return found;
+    }
 };
 
 // Sixteen lanes: all of them exist, or the first `left`.

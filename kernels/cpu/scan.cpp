@@ -20,132 +20,96 @@ struct Tokens {
 
 // Mamba: every channel has its own step and its own decays.
 struct SelectiveScan {
-    static constexpr int64_t SLICE = 512;  // channels of a task
-    static constexpr int64_t AHEAD = 2;    // states whose channels are prefetched
+    static constexpr int64_t SLICE = 256;  // channels of a task
+    // Vectors of channels at a time, whose steps and sums stay in registers while the states pass.
+    static constexpr int VECTORS = 4;
+    static constexpr int64_t TILE = VECTORS * LANES;
+    static constexpr int64_t AHEAD = 2 * TILE;  // channels, whose states are prefetched
 
     StateRows rows;
     Tokens x, dt, b, c, gate;  // no gate: null
-    const float* a_log;
-    int64_t a_channel, a_state;  // strides
-    const float *d, *dt_bias;
+    const float *a, *d, *dt_bias;
     float* state;
     int64_t channels, states;
     float* out;
 
-    // Per thread, of a slice: a state and the rates, [states][SLICE] each; then of a token [SLICE] each: its steps, the
-    // inputs times the steps, and the sums over the states.
-    int64_t scratch_bytes() const { return (2 * states + 3) * SLICE * static_cast<int64_t>(sizeof(float)); }
+    // Per thread: the states of a slice and their rates, [states][SLICE] each.
+    int64_t scratch_bytes() const { return 2 * states * SLICE * static_cast<int64_t>(sizeof(float)); }
 
-    // -exp(a_log) log2(e): a decay is a power of two.
-    void gather_rates(int64_t begin, int64_t count, float* rates) const {
-        const F32 factor = set1(-0x1.715476p+0f);
-        for (int64_t n = 0; n < states; ++n, rates += SLICE) {
-            const float* from = a_log + begin * a_channel + n * a_state;
-            if (a_channel == 1) std::memcpy(rates, from, count * sizeof(float));
-            else
-                for (int64_t i = 0; i < count; ++i) rates[i] = from[i * a_channel];
-            // Lanes beyond `count` are computed too, and dropped.
-            for (int64_t i = count; i % LANES; ++i) rates[i] = 0.0f;
-            for (int64_t i = 0; i < count; i += LANES) store(rates + i, factor * exp(load(rates + i)));
+    // V vectors of channels of one token; all of them exist, or the first `left` channels of one vector. `own` and
+    // `rates`: from one state to the next there are `stride` floats.
+    template <int V, bool WHOLE>
+    LLM_INLINE void advance(int64_t token, int64_t channel, int64_t left, float* own, const float* rates,
+                            int64_t stride) const {
+        const float *input = x.at(token) + channel, *in = b.at(token), *read = c.at(token);
+        F32 step[V], scaled[V], sum[V];
+        LLM_UNROLL for (int v = 0; v < V; ++v) {
+            F32 value = take<WHOLE>(dt.at(token) + channel + v * LANES, left);
+            if (dt_bias) value = value + take<WHOLE>(dt_bias + channel + v * LANES, left);
+            value = softplus(value);
+            scaled[v] = value * take<WHOLE>(input + v * LANES, left);
+            step[v] = value * set1(0x1.715476p+0f);  // log2(e): a decay is a power of two
+            sum[v] = zero();
         }
-    }
-
-    // The steps of one token's channels and their inputs times these.
-    void read_token(int64_t token, int64_t begin, int64_t count, float* steps, float* scaled) const {
-        for (int64_t i = 0; i < count; i += LANES) {
-            const int64_t left = count - i;
-            F32 step = load_part(dt.at(token) + begin + i, left);
-            if (dt_bias) step = step + load_part(dt_bias + begin + i, left);
-            step = softplus(step);
-            store(steps + i, step);
-            store(scaled + i, step * load_part(x.at(token) + begin + i, left));
-        }
-    }
-
-    // Sixteen channels of one state, of which `left` exist.
-    template <bool WHOLE>
-    LLM_INLINE void advance(float* own, int64_t left, F32 rate, F32 in, F32 read, const float* step,
-                            const float* scaled, float* sum) const {
-        const F32 decay = exp2_of_negative(rate * load(step));
-        const F32 next = fma(decay, take<WHOLE>(own, left), in * load(scaled));
-        give<WHOLE>(own, next, left);
-        store(sum, fma(read, next, load(sum)));
-    }
-
-    void write_token(int64_t token, int64_t begin, int64_t count, const float* sums) const {
-        for (int64_t i = 0; i < count; i += LANES) {
-            const int64_t left = count - i;
-            F32 sum = fma(load_part(d + begin + i, left), load_part(x.at(token) + begin + i, left), load(sums + i));
-            if (gate.from) sum = sum * activate<SILU>(load_part(gate.at(token) + begin + i, left));
-            store_part(out + token * channels + begin + i, sum, left);
-        }
-    }
-
-    // The tokens [from, to) of a slice. `own`: its states, `stride` floats from one to the next; `after`: what is read
-    // after the last of them. A state's channels lie side by side in memory, and the next state's far away: they are
-    // read in this order, and prefetched, because the processor does not see where the next are.
-    void pass(int64_t from, int64_t to, int64_t begin, int64_t count, float* own, int64_t stride, const float* after,
-              const float* rates, float* scratch) const {
-        float *steps = scratch, *scaled = steps + SLICE, *sums = scaled + SLICE;
-        for (int64_t token = from; token < to; ++token) {
-            read_token(token, begin, count, steps, scaled);
-            std::memset(sums, 0, SLICE * sizeof(float));
-            for (int64_t n = 0; n < states; ++n) {
-                const F32 in = set1(b.at(token)[n]), read = set1(c.at(token)[n]);
-                float* at = own + n * stride;
-                const float* rate = rates + n * SLICE;
-                const float* later = n + AHEAD < states ? at + AHEAD * stride : after + (n + AHEAD - states) * stride;
-                int64_t i = 0;
-                for (; i + LANES <= count; i += LANES) {
-                    prefetch(later + i);
-                    advance<true>(at + i, LANES, load(rate + i), in, read, steps + i, scaled + i, sums + i);
-                }
-                if (i < count)
-                    advance<false>(at + i, count - i, load(rate + i), in, read, steps + i, scaled + i, sums + i);
+        for (int64_t n = 0; n < states; ++n, own += stride, rates += stride) {
+            const F32 added = set1(in[n]), weight = set1(read[n]);
+            LLM_UNROLL for (int v = 0; v < V; ++v) {
+                prefetch(own + AHEAD + v * LANES);
+                const F32 decay = exp2_of_negative(take<WHOLE>(rates + v * LANES, left) * step[v]);
+                const F32 next = fma(decay, take<WHOLE>(own + v * LANES, left), added * scaled[v]);
+                give<WHOLE>(own + v * LANES, next, left);
+                sum[v] = fma(weight, next, sum[v]);
             }
-            write_token(token, begin, count, sums);
+        }
+        LLM_UNROLL for (int v = 0; v < V; ++v) {
+            const int64_t at = channel + v * LANES;
+            F32 y = fma(take<WHOLE>(d + at, left), take<WHOLE>(input + v * LANES, left), sum[v]);
+            if (gate.from) y = y * activate<SILU>(take<WHOLE>(gate.at(token) + at, left));
+            give<WHOLE>(out + token * channels + at, y, left);
         }
     }
 
-    void run(int64_t row, int64_t begin, const float* after, const float* rates, float* scratch) const {
+    // The tokens [from, to) change `own`, the states of `count` channels.
+    void pass(int64_t from, int64_t to, int64_t begin, int64_t count, float* own, const float* rates,
+              int64_t stride) const {
+        for (int64_t token = from; token < to; ++token) {
+            int64_t i = 0;
+            for (; i + TILE <= count; i += TILE)
+                advance<VECTORS, true>(token, begin + i, LANES, own + i, rates + i, stride);
+            for (; i < count; i += LANES) advance<1, false>(token, begin + i, count - i, own + i, rates + i, stride);
+        }
+    }
+
+    void run(int64_t row, int64_t begin, float* own) const {
         const int64_t count = min(SLICE, channels - begin), first = rows.first(row), tokens = rows.count(row);
         if (!tokens) return;
         float* kept = state + rows.slots[row] * states * channels + begin;
-        float *own = scratch, *more = scratch + states * SLICE;
-        // One token is not worth a copy of the state.
+        // One token is not worth copies.
         if (tokens == 1 && rows.stored(row) == 1 && !rows.is_new(row))
-            return pass(first, first + 1, begin, count, kept, channels, after, rates, more);
-        for (int64_t n = 0; n < states; ++n)
+            return pass(first, first + 1, begin, count, kept, a + begin, channels);
+        float* rates = own + states * SLICE;
+        for (int64_t n = 0; n < states; ++n) {
+            std::memcpy(rates + n * SLICE, a + n * channels + begin, count * sizeof(float));
             if (rows.is_new(row)) std::memset(own + n * SLICE, 0, count * sizeof(float));
             else std::memcpy(own + n * SLICE, kept + n * channels, count * sizeof(float));
-        const int64_t behind = first + rows.stored(row);
-        pass(first, behind, begin, count, own, SLICE, own, rates, more);
-        for (int64_t n = 0; n < states; ++n) std::memcpy(kept + n * channels, own + n * SLICE, count * sizeof(float));
-        pass(behind, first + tokens, begin, count, own, SLICE, own, rates, more);
-    }
-
-    // All rows of a slice, whose rates are computed once.
-    void run(int64_t slice, float* scratch) const {
-        const int64_t begin = slice * SLICE, size = states * channels;
-        float* rates = scratch + (states + 3) * SLICE;
-        gather_rates(begin, min(SLICE, channels - begin), rates);
-        for (int64_t row = 0; row < rows.rows; ++row) {
-            const bool last = row + 1 == rows.rows;
-            const float* after = state + rows.slots[last ? 0 : row + 1] * size + begin + (last ? SLICE : 0);
-            run(row, begin, after, rates, scratch);
         }
+        const int64_t behind = first + rows.stored(row);
+        pass(first, behind, begin, count, own, rates, SLICE);
+        for (int64_t n = 0; n < states; ++n) std::memcpy(kept + n * channels, own + n * SLICE, count * sizeof(float));
+        pass(behind, first + tokens, begin, count, own, rates, SLICE);
     }
 };
 
 // Mamba 2: the channels of a head share one step and one decay.
 struct Mamba2Scan {
-    // Vectors of channels at a time, whose sums fit the registers: a head of 64 channels is read from end to end.
+    // Vectors of channels at a time, whose sums fit the registers: a head of 64 channels is read from end to end. Fewer
+    // sums wait for each other, so half as many are taken where they fit.
     static constexpr int VECTORS = 4;
     static constexpr int64_t STEPS = LANES;  // tokens whose steps are computed at a time
 
     StateRows rows;
     Tokens x, dt, b, c;
-    const float *a_log, *d, *dt_bias;
+    const float *a, *d, *dt_bias;
     bool d_by_channel;
     float lowest, highest;
     float* state;
@@ -159,7 +123,7 @@ struct Mamba2Scan {
         if (dt_bias) value = value + set1(dt_bias[head]);
         value = min(set1(highest), max(set1(lowest), softplus(value)));
         store(step, value);
-        store(decay, exp((zero() - exp(set1(a_log[head]))) * value));
+        store(decay, exp(set1(a[head]) * value));
     }
 
     // V vectors of channels of one head and token; all of them exist, or the first `left` channels of one vector.
@@ -206,6 +170,8 @@ struct Mamba2Scan {
         int64_t channel = 0;
         for (; channel + VECTORS * LANES <= channels; channel += VECTORS * LANES)
             tile<VECTORS, true>(head, begin, end, channel, own);
+        for (; channel + VECTORS / 2 * LANES <= channels; channel += VECTORS / 2 * LANES)
+            tile<VECTORS / 2, true>(head, begin, end, channel, own);
         for (; channel < channels; channel += LANES) tile<1, false>(head, begin, end, channel, own);
     }
 
@@ -237,18 +203,18 @@ int64_t threads_for(int64_t tokens, int64_t states, int64_t threads) {
 
 using namespace llm;
 
-// x, dt, gate (or null): tokens of `channels` values; b and c of `states`; a_log [channels][states] of any strides;
-// state [num_slots][states][channels] -> out [tokens][channels]. Returns -1; or, having written nothing, the first row
-// whose slot or tokens do not exist.
+// x, dt, gate (or null): tokens of `channels` values; b and c of `states`; a [states][channels]; state
+// [num_slots][states][channels] -> out [tokens][channels]. Returns -1; or, having written nothing, the first row whose
+// slot or tokens do not exist.
 LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths,
                                       const int32_t* counts, const int32_t* stored, int64_t rows, int64_t num_slots,
                                       int64_t tokens, const float* x, int64_t x_stride, const float* dt,
                                       int64_t dt_stride, const float* b, int64_t b_stride, const float* c,
-                                      int64_t c_stride, const float* gate, int64_t gate_stride, const float* a_log,
-                                      int64_t a_channel, int64_t a_state, const float* d, const float* dt_bias,
-                                      float* state, int64_t channels, int64_t states, float* out, int64_t threads) {
-    const StateRows of{slots, starts, lengths, counts, stored, rows};
-    const int64_t bad = first_bad_row(of, num_slots, tokens);
+                                      int64_t c_stride, const float* gate, int64_t gate_stride, const float* a,
+                                      const float* d, const float* dt_bias, float* state, int64_t channels,
+                                      int64_t states, float* out, int64_t threads) {
+    const StateRows given{slots, starts, lengths, counts, stored, rows}, of = given.trimmed();
+    const int64_t bad = first_bad_row(given, num_slots, tokens);
     if (bad >= 0) return bad;
     const SelectiveScan scan{of,
                              {x, x_stride},
@@ -256,19 +222,18 @@ LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* start
                              {b, b_stride},
                              {c, c_stride},
                              {gate, gate_stride},
-                             a_log,
-                             a_channel,
-                             a_state,
+                             a,
                              d,
                              dt_bias,
                              state,
                              channels,
                              states,
                              out};
-    const int64_t slices = ceil_div(channels, SelectiveScan::SLICE);
+    const int64_t tasks = of.rows * ceil_div(channels, SelectiveScan::SLICE);
     const int64_t shared = threads_for(tokens, channels * states, threads);
-    parallel_for(slices, shared, scan.scratch_bytes(),
-                 [&](int64_t index, char* scratch) { scan.run(index, reinterpret_cast<float*>(scratch)); });
+    parallel_for(tasks, shared, scan.scratch_bytes(), [&](int64_t index, char* scratch) {
+        scan.run(index % of.rows, index / of.rows * SelectiveScan::SLICE, reinterpret_cast<float*>(scratch));
+    });
     return -1;
 }
 
@@ -277,19 +242,19 @@ LLM_EXPORT int64_t llm_selective_scan(const int64_t* slots, const int32_t* start
 LLM_EXPORT int64_t llm_mamba2_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths,
                                    const int32_t* counts, const int32_t* stored, int64_t rows, int64_t num_slots,
                                    int64_t tokens, const float* x, int64_t x_stride, const float* dt, int64_t dt_stride,
-                                   const float* b, int64_t b_stride, const float* c, int64_t c_stride,
-                                   const float* a_log, const float* d, int64_t d_by_channel, const float* dt_bias,
-                                   float lowest, float highest, float* state, int64_t heads, int64_t groups,
-                                   int64_t states, int64_t channels, float* out, int64_t threads) {
-    const StateRows of{slots, starts, lengths, counts, stored, rows};
-    const int64_t bad = first_bad_row(of, num_slots, tokens);
+                                   const float* b, int64_t b_stride, const float* c, int64_t c_stride, const float* a,
+                                   const float* d, int64_t d_by_channel, const float* dt_bias, float lowest,
+                                   float highest, float* state, int64_t heads, int64_t groups, int64_t states,
+                                   int64_t channels, float* out, int64_t threads) {
+    const StateRows given{slots, starts, lengths, counts, stored, rows}, of = given.trimmed();
+    const int64_t bad = first_bad_row(given, num_slots, tokens);
     if (bad >= 0) return bad;
     const Mamba2Scan scan{of,
                           {x, x_stride},
                           {dt, dt_stride},
                           {b, b_stride},
                           {c, c_stride},
-                          a_log,
+                          a,
                           d,
                           dt_bias,
                           d_by_channel != 0,
@@ -302,7 +267,7 @@ LLM_EXPORT int64_t llm_mamba2_scan(const int64_t* slots, const int32_t* starts, 
                           channels,
                           out};
     const int64_t shared = threads_for(tokens, heads * states * channels, threads);
-    parallel_for(rows * heads, shared, scan.scratch_bytes(), [&](int64_t index, char* scratch) {
+    parallel_for(of.rows * heads, shared, scan.scratch_bytes(), [&](int64_t index, char* scratch) {
         scan.run(index / heads, index % heads, reinterpret_cast<float*>(scratch));
     });
     return -1;

@@ -19,7 +19,7 @@ def selective_scan(
     library: Library,
     x: torch.Tensor,
     dt: torch.Tensor,
-    a_log: torch.Tensor,
+    a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor,
@@ -28,14 +28,13 @@ def selective_scan(
     state: torch.Tensor,
     metadata: RecurrentMetadata,
 ) -> torch.Tensor:
-    """As `kernels.reference.scan.selective_scan`. `a_log` may have any strides: channels side by side (`t()` of a
-    contiguous [N, C]) are read fastest.
+    """As `kernels.reference.scan.selective_scan`.
 
     Raises:
         IndexError: a row's slot or tokens do not exist; nothing was written.
     """
-    check_selective_scan(x, dt, a_log, b, c, d, dt_bias, gate, state)
-    _check_dense(d, dt_bias, state)
+    check_selective_scan(x, dt, a, b, c, d, dt_bias, gate, state)
+    _check_dense(a, d, dt_bias, state)
     (tokens, channels), num_slots, states = x.shape, len(state), state.shape[1]
     out = library.empty(tokens, channels)
     inputs = [_rows(item) for item in (x, dt, b, c)]
@@ -43,7 +42,7 @@ def selective_scan(
     bad = library.call(
         *(_SELECTIVE, *row_arguments(metadata), num_slots, tokens),
         *(value for item, stride in inputs for value in (item.data_ptr(), stride)),
-        *(pointer(last[0]), last[1], a_log.data_ptr(), *a_log.stride(), d.data_ptr(), pointer(dt_bias)),
+        *(pointer(last[0]), last[1], a.data_ptr(), d.data_ptr(), pointer(dt_bias)),
         *(state.data_ptr(), channels, states, out.data_ptr(), torch.get_num_threads()),
     )
     if bad >= 0:
@@ -55,7 +54,7 @@ def mamba2_scan(
     library: Library,
     x: torch.Tensor,
     dt: torch.Tensor,
-    a_log: torch.Tensor,
+    a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor,
@@ -69,15 +68,15 @@ def mamba2_scan(
     Raises:
         IndexError: a row's slot or tokens do not exist; nothing was written.
     """
-    check_mamba2_scan(x, dt, a_log, b, c, d, dt_bias, state)
-    _check_dense(a_log, d, dt_bias, state)
+    check_mamba2_scan(x, dt, a, b, c, d, dt_bias, state)
+    _check_dense(a, d, dt_bias, state)
     tokens, (num_slots, heads, states, channels) = len(x), state.shape
     out = library.empty(tokens, heads * channels)
     inputs = [_rows(item) for item in (x, dt, b, c)]
     bad = library.call(
         *(_MAMBA2, *row_arguments(metadata), num_slots, tokens),
         *(value for item, stride in inputs for value in (item.data_ptr(), stride)),
-        *(a_log.data_ptr(), d.data_ptr(), len(d) != heads, pointer(dt_bias), *dt_limit, state.data_ptr()),
+        *(a.data_ptr(), d.data_ptr(), len(d) != heads, pointer(dt_bias), *dt_limit, state.data_ptr()),
         *(heads, b.shape[1] // states, states, channels, out.data_ptr(), torch.get_num_threads()),
     )
     if bad >= 0:

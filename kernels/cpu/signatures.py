@@ -75,17 +75,17 @@ int64_t llm_gated_delta_rule(const int64_t* slots, const int32_t* starts, const 
     const int32_t* counts, const int32_t* stored, int64_t rows, int64_t num_slots, int64_t tokens, const float* query,
     int64_t query_stride, const float* key, int64_t key_stride, const float* value, int64_t value_stride,
     const float* decay, int64_t decay_stride, int64_t decay_per_channel, const float* beta, int64_t beta_stride,
-    float beta_scale, const float* a_log, const float* dt_bias, float* state, int64_t key_heads, int64_t heads,
+    float beta_scale, const float* a, const float* dt_bias, float* state, int64_t key_heads, int64_t heads,
     int64_t keys, int64_t values, float* out, int64_t threads)
 int64_t llm_selective_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, const int32_t* counts,
     const int32_t* stored, int64_t rows, int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride,
     const float* dt, int64_t dt_stride, const float* b, int64_t b_stride, const float* c, int64_t c_stride,
-    const float* gate, int64_t gate_stride, const float* a_log, int64_t a_channel, int64_t a_state, const float* d,
-    const float* dt_bias, float* state, int64_t channels, int64_t states, float* out, int64_t threads)
+    const float* gate, int64_t gate_stride, const float* a, const float* d, const float* dt_bias, float* state,
+    int64_t channels, int64_t states, float* out, int64_t threads)
 int64_t llm_mamba2_scan(const int64_t* slots, const int32_t* starts, const int32_t* lengths, const int32_t* counts,
     const int32_t* stored, int64_t rows, int64_t num_slots, int64_t tokens, const float* x, int64_t x_stride,
     const float* dt, int64_t dt_stride, const float* b, int64_t b_stride, const float* c, int64_t c_stride,
-    const float* a_log, const float* d, int64_t d_by_channel, const float* dt_bias, float lowest, float highest,
+    const float* a, const float* d, int64_t d_by_channel, const float* dt_bias, float lowest, float highest,
     float* state, int64_t heads, int64_t groups, int64_t states, int64_t channels, float* out, int64_t threads)
 void llm_gated_rms_norm(const float* x, int64_t x_stride, const float* gate, int64_t gate_stride, Kind kind,
     const void* weight, float eps, int64_t groups, int64_t norm_first, int64_t sigmoid, float* out, int64_t rows,

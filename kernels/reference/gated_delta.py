@@ -17,7 +17,7 @@ def gated_delta_rule(
     value: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    a_log: torch.Tensor,
+    a: torch.Tensor,
     dt_bias: torch.Tensor,
     state: torch.Tensor,
     metadata: RecurrentMetadata,
@@ -25,7 +25,7 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """For each token in order, with S the state [K, V] of a head: -> float32 [T, heads, V].
 
-        S = e^(-e^a_log softplus(decay + dt_bias)) S
+        S = e^(a softplus(decay + dt_bias)) S
         S = S + k^T (v - k S) sigmoid(beta) beta_scale
         y = q S
 
@@ -36,18 +36,18 @@ def gated_delta_rule(
         value: float32 [T, heads, V].
         decay: float32 [T, heads], or [T, heads, K]: of each row of the state by itself (arXiv:2510.26692).
         beta: float32 [T, heads], before the sigmoid.
-        a_log: float32 [heads]; dt_bias: float32, of the shape of one token's `decay`.
+        a: float32 [heads], -exp of a checkpoint's A_log; dt_bias: float32, of the shape of one token's `decay`.
         state: float32 [slots, heads, K, V], written in place. A row whose first token is at position 0 starts from
             zeros, not from what its slot has.
 
     Raises:
         IndexError: a row's slot does not exist.
     """
-    check_delta_rule(query, key, value, decay, beta, a_log, dt_bias, state)
+    check_delta_rule(query, key, value, decay, beta, a, dt_bias, state)
     repeats, size = value.shape[1] // key.shape[1], key.shape[2]
     query, key = (_normalised(item).repeat_interleave(repeats, dim=1) for item in (query, key))
     query = query * size**-0.5
-    kept = (-a_log.exp().view(-1, *[1] * (decay.dim() - 2)) * F.softplus(decay + dt_bias)).exp()
+    kept = (a.view(-1, *[1] * (decay.dim() - 2)) * F.softplus(decay + dt_bias)).exp()
     kept = kept[..., None, None] if decay.dim() == 2 else kept[..., None]
     share = beta.sigmoid()[..., None] * beta_scale
     out = torch.empty(value.shape)
@@ -73,12 +73,12 @@ def check_delta_rule(
     value: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    a_log: torch.Tensor,
+    a: torch.Tensor,
     dt_bias: torch.Tensor,
     state: torch.Tensor,
 ) -> None:
     """ValueError for shapes and types that do not fit."""
-    tensors = (query, key, value, decay, beta, a_log, dt_bias, state)
+    tensors = (query, key, value, decay, beta, a, dt_bias, state)
     if any(item.dtype != torch.float32 for item in tensors):
         raise ValueError(f"the gated delta rule takes float32, got {[str(item.dtype) for item in tensors]}")
     if query.shape != key.shape or key.dim() != 3 or value.dim() != 3 or len(value) != len(key):
@@ -88,5 +88,5 @@ def check_delta_rule(
         raise ValueError(f"the state {list(state.shape)} does not fit {key_heads} key heads and {heads} heads")
     if decay.shape not in ((tokens, heads), (tokens, heads, size)) or dt_bias.shape != decay.shape[1:]:
         raise ValueError(f"decay {list(decay.shape)} and dt_bias {list(dt_bias.shape)} do not fit {heads} heads")
-    if beta.shape != (tokens, heads) or a_log.shape != (heads,):
-        raise ValueError(f"beta {list(beta.shape)} and a_log {list(a_log.shape)} do not fit {heads} heads")
+    if beta.shape != (tokens, heads) or a.shape != (heads,):
+        raise ValueError(f"beta {list(beta.shape)} and a {list(a.shape)} do not fit {heads} heads")

@@ -20,7 +20,7 @@ NO_LIMIT = (0.0, math.inf)
 def selective_scan(
     x: torch.Tensor,
     dt: torch.Tensor,
-    a_log: torch.Tensor,
+    a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor,
@@ -32,28 +32,27 @@ def selective_scan(
     """Mamba's recurrence, for each of C channels with N states: -> float32 [T, C].
 
         dt = softplus(dt + dt_bias)
-        state[n] = exp(-exp(a_log[:, n]) dt) state[n] + b[n] dt x
+        state[n] = exp(a[n] dt) state[n] + b[n] dt x
         y = (sum over n of c[n] state[n] + d x) * silu(gate)
 
     Args:
         x, dt, gate: float32 [T, C], the tokens of all rows; no gate: y is not multiplied.
         b, c: float32 [T, N].
-        a_log: float32 [C, N]; d, dt_bias: float32 [C].
+        a: float32 [N, C], negative: -exp of a checkpoint's A_log; d, dt_bias: float32 [C].
         state: float32 [slots, N, C], written in place. A row whose first token is at position 0 starts from zeros, not
             from what its slot has.
 
     Raises:
         IndexError: a row's slot does not exist.
     """
-    check_selective_scan(x, dt, a_log, b, c, d, dt_bias, gate, state)
+    check_selective_scan(x, dt, a, b, c, d, dt_bias, gate, state)
     out = torch.empty(x.shape)
-    rates = -torch.exp(a_log).t()
     dt = F.softplus(dt if dt_bias is None else dt + dt_bias)
     for row in state_rows(metadata, len(state)):
         current = torch.zeros_like(state[row.slot]) if row.is_new else state[row.slot].clone()
         for seen, token in enumerate(range(row.tokens.start, row.tokens.stop), 1):
             step = dt[token]
-            current = torch.exp(rates * step) * current + b[token].unsqueeze(1) * (step * x[token])
+            current = torch.exp(a * step) * current + b[token].unsqueeze(1) * (step * x[token])
             out[token] = (c[token].unsqueeze(1) * current).sum(0) + d * x[token]
             if seen == row.stored:
                 state[row.slot] = current
@@ -63,7 +62,7 @@ def selective_scan(
 def mamba2_scan(
     x: torch.Tensor,
     dt: torch.Tensor,
-    a_log: torch.Tensor,
+    a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor,
@@ -75,23 +74,22 @@ def mamba2_scan(
     """Mamba 2's recurrence, for each of H heads with P channels and N states: -> float32 [T, H * P].
 
         dt = clamp(softplus(dt + dt_bias), *dt_limit)
-        state[n] = exp(-exp(a_log) dt) state[n] + b[n] dt x
+        state[n] = exp(a dt) state[n] + b[n] dt x
         y = sum over n of c[n] state[n] + d x
 
     Args:
         x: float32 [T, H * P], the tokens of all rows; dt: float32 [T, H].
         b, c: float32 [T, G * N]: consecutive heads share one of G groups.
-        a_log, dt_bias: float32 [H]; d: float32 [H], or [H * P] for one per channel.
+        a, dt_bias: float32 [H], a negative as in `selective_scan`; d: float32 [H], or [H * P] for one per channel.
         state: float32 [slots, H, N, P], written in place. A row whose first token is at position 0 starts from zeros,
             not from what its slot has.
 
     Raises:
         IndexError: a row's slot does not exist.
     """
-    check_mamba2_scan(x, dt, a_log, b, c, d, dt_bias, state)
+    check_mamba2_scan(x, dt, a, b, c, d, dt_bias, state)
     _, heads, states, channels = state.shape
     out = torch.empty(len(x), heads, channels)
-    rates = -torch.exp(a_log)
     dt = F.softplus(dt if dt_bias is None else dt + dt_bias).clamp(*dt_limit)
     b, c = (part.unflatten(1, (-1, states)).repeat_interleave(heads * states // part.shape[1], 1) for part in (b, c))
     x, d = x.unflatten(1, (heads, channels)), d.view(heads, -1)
@@ -100,7 +98,7 @@ def mamba2_scan(
         for seen, token in enumerate(range(row.tokens.start, row.tokens.stop), 1):
             step = dt[token]
             added = b[token].unsqueeze(2) * (step.unsqueeze(1) * x[token]).unsqueeze(1)
-            current = torch.exp(rates * step).view(-1, 1, 1) * current + added
+            current = torch.exp(a * step).view(-1, 1, 1) * current + added
             out[token] = (c[token].unsqueeze(2) * current).sum(1) + d * x[token]
             if seen == row.stored:
                 state[row.slot] = current
@@ -110,7 +108,7 @@ def mamba2_scan(
 def check_selective_scan(
     x: torch.Tensor,
     dt: torch.Tensor,
-    a_log: torch.Tensor,
+    a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor,
@@ -119,10 +117,10 @@ def check_selective_scan(
     state: torch.Tensor,
 ) -> None:
     """ValueError for shapes and types that do not fit."""
-    tokens, channels, states = len(x), x.shape[-1], a_log.shape[-1]
+    tokens, channels, states = len(x), x.shape[-1], b.shape[-1]
     _check("x", x, (tokens, channels))
     _check("dt", dt, (tokens, channels))
-    _check("a_log", a_log, (channels, states))
+    _check("a", a, (states, channels))
     _check("b", b, (tokens, states))
     _check("c", c, (tokens, states))
     _check("d", d, (channels,))
@@ -134,7 +132,7 @@ def check_selective_scan(
 def check_mamba2_scan(
     x: torch.Tensor,
     dt: torch.Tensor,
-    a_log: torch.Tensor,
+    a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor,
@@ -150,7 +148,7 @@ def check_mamba2_scan(
         raise ValueError(f"{heads} heads cannot share {groups} groups of b {list(b.shape)} of {states} states")
     _check("x", x, (tokens, heads * channels))
     _check("dt", dt, (tokens, heads))
-    _check("a_log", a_log, (heads,))
+    _check("a", a, (heads,))
     _check("b", b, (tokens, groups * states))
     _check("c", c, (tokens, groups * states))
     _check("d", d, (heads,) if len(d) == heads else (heads * channels,))

@@ -19,6 +19,7 @@ from llm.layers.by_head import StackedByHead
 from llm.layers.extra.gated_norm import RMSNormGated
 from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from llm.layers.mamba.conv import CausalConv1d
+from llm.layers.mamba.parameters import DecayingLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.unquantized import new_parameter
@@ -69,7 +70,7 @@ def head_parameter(count: int, tp: TensorParallel) -> nn.Parameter:
     return new_parameter(torch.zeros(own), load)
 
 
-class GatedDeltaNetAttention(PluggableLayer):
+class GatedDeltaNetAttention(DecayingLayer):
     """float32 [N, hidden_size] -> float32 [N, hidden_size]; a subclass projects.
 
     Args:
@@ -131,7 +132,7 @@ class GatedDeltaNetAttention(PluggableLayer):
         if self.decay_per_channel:
             decay, dt_bias = decay.unflatten(1, by_key), dt_bias.view(by_key)
         inputs = query.unflatten(1, by_key), key.unflatten(1, by_key), value.unflatten(1, by_value), decay, beta
-        constants = self.A_log, dt_bias, state
+        constants = self.rates, dt_bias, state
         y = metadata.run(lambda rows: self._rule(*inputs, *constants, rows, self.beta_scale))
         normed = getattr(self, self.norm_name)(y, gate.unflatten(1, by_value))
         return getattr(self, self.out_name)(normed.flatten(1))

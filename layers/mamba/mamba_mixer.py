@@ -10,13 +10,13 @@ from llm.forward import ForwardBatch, RecurrentSpec
 from llm.kernels.select import backend_of_construction
 from llm.layers.linear import ReplicatedLinear
 from llm.layers.mamba.conv import CausalConv1d
-from llm.layers.mamba.parameters import float32_parameter
+from llm.layers.mamba.parameters import DecayingLayer, float32_parameter
 from llm.layers.norm import RMSNorm
 from llm.quantization.base import QuantizationConfig
 
 
 @PluggableLayer.register("mamba_mixer")
-class MambaMixer(PluggableLayer):
+class MambaMixer(DecayingLayer):
     """Input projection, convolution, selective scan and output projection; steps, B and C depend on the input.
 
     Every rank of a tensor-parallel group computes all of it.
@@ -72,9 +72,7 @@ class MambaMixer(PluggableLayer):
         )
         self.x_proj = linear("x_proj", intermediate_size, sum(self.sizes), False)
         self.dt_proj = linear("dt_proj", time_step_rank, intermediate_size, True)
-        # Channels side by side, which the kernel reads fastest.
-        self.A_log = float32_parameter(ssm_state_size, intermediate_size)
-        self.A_log.data = self.A_log.data.t()
+        self.A_log = float32_parameter(intermediate_size, ssm_state_size)
         self.D = float32_parameter(intermediate_size)
         self.out_proj = linear("out_proj", intermediate_size, hidden_size, use_bias)
         self.dt_layernorm, self.b_layernorm, self.c_layernorm = (norm(size) for size in self.sizes)
@@ -95,7 +93,7 @@ class MambaMixer(PluggableLayer):
         dt, b, c = self.x_proj(x).split_with_sizes(self.sizes, dim=-1)
         dt = self.dt_proj(_normed(self.dt_layernorm, dt))
         b, c = _normed(self.b_layernorm, b), _normed(self.c_layernorm, c)
-        y = metadata.run(lambda rows: self._scan(x, dt, self.A_log, b, c, self.D, None, gate, state, rows))
+        y = metadata.run(lambda rows: self._scan(x, dt, self.rates, b, c, self.D, None, gate, state, rows))
         return self.out_proj(y)
 
 

@@ -12,12 +12,12 @@ from llm.layers.factors import ColumnFactors
 from llm.layers.linear import ReplicatedLinear
 from llm.layers.mamba.conv import CausalConv1d
 from llm.layers.mamba.gated_norm import Mixer2RMSNormGated
-from llm.layers.mamba.parameters import float32_parameter
+from llm.layers.mamba.parameters import DecayingLayer, float32_parameter
 from llm.quantization.base import QuantizationConfig
 
 
 @PluggableLayer.register("mamba_mixer2")
-class MambaMixer2(PluggableLayer):
+class MambaMixer2(DecayingLayer):
     """Input projection, convolution, the recurrence of each head, gated norm and output projection.
 
     Every rank of a tensor-parallel group computes all of it.
@@ -99,5 +99,5 @@ class MambaMixer2(PluggableLayer):
         gate, inputs, dt = projected.split_with_sizes(self.sizes, dim=-1)
         x, b, c = self.conv1d(inputs, conv_state, metadata).split_with_sizes(self.conv_sizes, dim=-1)
         constants = self.D, self.dt_bias, state
-        y = metadata.run(lambda rows: self._scan(x, dt, self.A_log, b, c, *constants, rows, self.dt_limit))
+        y = metadata.run(lambda rows: self._scan(x, dt, self.rates, b, c, *constants, rows, self.dt_limit))
         return self.out_proj(self.norm(y, gate))

@@ -12,13 +12,13 @@ from llm.layers.linear import ReplicatedLinear
 from llm.layers.mamba.conv import CausalConv1d
 from llm.layers.mamba.gated_norm import Mixer2RMSNormGated
 from llm.layers.mamba.mamba_mixer2 import MambaMixer2
-from llm.layers.mamba.parameters import float32_parameter
+from llm.layers.mamba.parameters import DecayingLayer, float32_parameter
 from llm.layers.norm import RMSNorm
 from llm.quantization.base import QuantizationConfig
 
 
 @PluggableLayer.register("plamo2_mamba_mixer")
-class Plamo2MambaMixer(PluggableLayer):
+class Plamo2MambaMixer(DecayingLayer):
     """Input projection, convolution, the recurrence of each head, gate and output projection.
 
     All heads share one B and one C. Every rank of a tensor-parallel group computes all of it.
@@ -93,5 +93,5 @@ class Plamo2MambaMixer(PluggableLayer):
         b, c, dt = self.bcdt_proj(x).split_with_sizes(self.sizes, dim=-1)
         b, c, dt = self.B_norm(b), self.C_norm(c), self.dt_proj(self.dt_norm(dt))
         constants = self.D, self.dt_bias, state
-        y = metadata.run(lambda rows: self._scan(x, dt, self.A_log, b, c, *constants, rows))
+        y = metadata.run(lambda rows: self._scan(x, dt, self.rates, b, c, *constants, rows))
         return self.out_proj(self.gate(y, gate))

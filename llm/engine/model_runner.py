@@ -38,6 +38,7 @@ from llm.engine.step_input import StepInput
 from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec, all_roll_back
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
+from llm.loading.loader import weights_changed
 from llm.models.eagle3 import Eagle3ForCausalLM
 from llm.platforms.interface import Platform
 from llm.sampling.forced import ForcedSampler
@@ -202,6 +203,7 @@ class ModelRunner(ModelInspection, CacheRows):
             with torch.no_grad(), constructing(self.plan, self.platform):
                 return function(self.model)
         finally:
+            weights_changed(self.model)
             if self.replay is not None:
                 self.replay = self._new_replay()
 
@@ -330,7 +332,8 @@ class ModelRunner(ModelInspection, CacheRows):
         is_plain = self.adapters is None or not self.adapters.change_head
         is_recorded = is_plain and type(self).compute_logits is ModelRunner.compute_logits
         head = partial(RecordedHead, self.backend, self.compute_logits, self._vocab_size) if is_recorded else None
-        return DecodeReplay(self.model, self.backend, self.batch.max_blocks, self._compute, head)
+        rolls_back = all_roll_back(self.plan.kv_cache_specs)
+        return DecodeReplay(self.model, self.backend, self.batch.max_blocks, self._compute, head, rolls_back)
 
     def _load_adapters(self, plan: SchedulerOutput) -> None:
         """Load the adapters of new rows. Recorded steps read the matrices that were there, so they are dropped."""

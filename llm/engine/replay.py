@@ -65,6 +65,7 @@ class DecodeReplay:
         max_blocks: the largest width of a block table.
         forward: computes a step; None: the model's `forward`.
         record_head: makes the LM head of a recorded step from its hidden states; None: there are no `scores`.
+        rolls_back: as of `SizedReplay`.
 
     Attributes:
         refusal: why recording was impossible; None: it was not.
@@ -77,6 +78,7 @@ class DecodeReplay:
         max_blocks: int,
         forward: Forward | None = None,
         record_head: Callable[[torch.Tensor], RecordedHead] | None = None,
+        rolls_back: bool = True,
     ) -> None:
         self.refusal: str | None = None
         self._record_head = record_head
@@ -85,7 +87,7 @@ class DecodeReplay:
         self._is_watched = Watch(model.modules())
         self._backend = backend
         self._max_blocks = max_blocks
-        self.sizes = SizedReplay(backend, max_blocks, self._forward)
+        self.sizes = SizedReplay(backend, max_blocks, self._forward, rolls_back)
         self._steps: dict[_Key, _Step] = {}
         self._seen: dict[_Key, None] = {}  # the last kinds of steps, the latest last
 

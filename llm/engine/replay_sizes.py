@@ -2,7 +2,7 @@
 
 Owns the recorded step, its tensors, and what decides when to record. A step is recorded twice, with all its tokens and
 with its first few: what differs between the two is what depends on the number of tokens (`for_any_size`). The second
-recording runs no kernels. Steps with recurrent states are not recorded here.
+recording runs no kernels. Steps with drafts are not recorded here if there are recurrent states.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llm.forward import AttentionMetadata, ForwardBatch
+from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.kernels.backend import Backend, NotRecordable, Program, SizedProgram
 
 # With more tokens, the time between kernels is small compared to theirs; memory is allocated for so many.
@@ -21,6 +21,7 @@ MOST_ROWS = 64
 # Of the shorter recording; the other one has at least _LEAST tokens.
 _FEW, _LEAST = 5, 8
 Forward = Callable[[ForwardBatch], torch.Tensor]
+Metadata = AttentionMetadata | RecurrentMetadata
 # Threads, whether a row has an adapter.
 _Key = tuple[int, bool]
 
@@ -40,7 +41,7 @@ class _Inputs:
 
     def __init__(self, batch: ForwardBatch, max_blocks: int) -> None:
         self._groups: list[int] = []  # per state, the index of its metadata
-        self._metadata: list[AttentionMetadata] = []
+        self._metadata: list[Metadata] = []
         known: dict[int, int] = {}
         for metadata in batch.metadata:
             if id(metadata) not in known:
@@ -59,17 +60,20 @@ class _Inputs:
         if self._adapter_ids is not None and batch.adapter_ids is not None:
             self._adapter_ids[:tokens].copy_(batch.adapter_ids[:tokens])
         for layer, own in zip(self._first_layers, self._metadata, strict=True):
-            source: AttentionMetadata = batch.metadata[layer]
-            rows, width = source.block_table.shape
-            own.block_table[:rows, :width].copy_(source.block_table)
-            own.slot_mapping[:tokens].copy_(source.slot_mapping[:tokens])
+            source = batch.metadata[layer]
+            rows = len(source.seq_lens)
+            if isinstance(own, RecurrentMetadata):
+                own.slots[:rows].copy_(source.slots)
+            else:
+                own.block_table[:rows, : source.block_table.shape[1]].copy_(source.block_table)
+                own.slot_mapping[:tokens].copy_(source.slot_mapping[:tokens])
             own.query_start_loc.fill_(tokens)
             own.query_start_loc[: rows + 1].copy_(source.query_start_loc.clamp(max=tokens))
             own.seq_lens[:rows].copy_(source.seq_lens)
 
     def batch(self, batch: ForwardBatch, tokens: int) -> ForwardBatch:
         """As `batch`, with the first `tokens` of these tensors."""
-        own = [replace(item, slot_mapping=item.slot_mapping[:tokens]) for item in self._metadata]
+        own = [_first_tokens(item, tokens) for item in self._metadata]
         return replace(
             batch,
             input_ids=self._input_ids[:tokens],
@@ -87,13 +91,15 @@ class SizedReplay:
         backend: records.
         max_blocks: the largest width of a block table.
         forward: computes a step.
+        rolls_back: as of `RecurrentSpec`, of all states; if not, steps that change recurrent states are not recorded.
 
     Attributes:
         refusal: why recording was impossible; None: it was not.
     """
 
-    def __init__(self, backend: Backend, max_blocks: int, forward: Forward) -> None:
+    def __init__(self, backend: Backend, max_blocks: int, forward: Forward, rolls_back: bool = True) -> None:
         self.refusal: str | None = None
+        self._rolls_back = rolls_back
         self._backend = backend
         self._max_blocks = max_blocks
         self._forward = forward
@@ -120,8 +126,11 @@ class SizedReplay:
         return (
             1 < tokens <= MOST_TOKENS
             and len(batch.metadata[0].seq_lens_list) <= MOST_ROWS
-            and all(isinstance(metadata, AttentionMetadata) for metadata in batch.metadata)
+            and all(isinstance(item, AttentionMetadata) or self._is_plain(item) for item in batch.metadata)
         )
+
+    def _is_plain(self, metadata: RecurrentMetadata) -> bool:
+        return self._rolls_back and metadata.stored is None
 
     def _record(self, key: _Key, batch: ForwardBatch, tokens: int) -> torch.Tensor | None:
         inputs = _Inputs(batch, self._max_blocks)
@@ -136,7 +145,9 @@ class SizedReplay:
             self.refusal = str(reason)
         except (IndexError, RuntimeError, ValueError) as reason:
             # A model that reads the rows' lengths does not fit a few of their tokens. If the step itself raised, the
-            # caller computes it, which raises again.
+            # caller computes it, which raises again; but states that have changed must not change twice.
+            if hidden is None and any(isinstance(item, RecurrentMetadata) for item in batch.metadata):
+                raise
             self.refusal = f"{type(reason).__name__}: {reason}"
         else:
             program = self._in_one(small, large)
@@ -155,15 +166,32 @@ class SizedReplay:
             return None
 
 
-def _own_metadata(metadata: AttentionMetadata, max_blocks: int) -> AttentionMetadata:
+def _own_metadata(metadata: Metadata, max_blocks: int) -> Metadata:
+    starts = metadata.query_start_loc.new_zeros(MOST_ROWS + 1)
+    lengths = metadata.seq_lens.new_zeros(MOST_ROWS)
+    if isinstance(metadata, RecurrentMetadata):
+        none = [0] * (MOST_ROWS - len(metadata.seq_lens))
+        return RecurrentMetadata(
+            metadata.slots.new_zeros(MOST_ROWS),
+            starts,
+            lengths,
+            metadata.query_lens_list + none,
+            metadata.seq_lens_list + none,
+        )
     return replace(
         metadata,
         block_table=metadata.block_table.new_zeros(MOST_ROWS, max_blocks),
         slot_mapping=metadata.slot_mapping.new_zeros(MOST_TOKENS),
-        query_start_loc=metadata.query_start_loc.new_zeros(MOST_ROWS + 1),
-        seq_lens=metadata.seq_lens.new_zeros(MOST_ROWS),
+        query_start_loc=starts,
+        seq_lens=lengths,
         plan=None,
     )
+
+
+def _first_tokens(metadata: Metadata, tokens: int) -> Metadata:
+    if isinstance(metadata, RecurrentMetadata):
+        return metadata
+    return replace(metadata, slot_mapping=metadata.slot_mapping[:tokens])
 
 
 def _first(tensor: torch.Tensor, tokens: int) -> torch.Tensor:

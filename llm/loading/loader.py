@@ -14,6 +14,7 @@ from torch import nn
 
 from llm.base.bar import Bar
 from llm.base.errors import CheckpointError
+from llm.layers.mamba.parameters import DecayingLayer
 from llm.loading.early import EarlyPacking
 from llm.loading.source import Tensors
 from llm.loading.stacked import per_expert
@@ -143,6 +144,14 @@ def process_weights(model: nn.Module, packed: Collection[nn.Module] = ()) -> Non
         method: QuantizeMethodBase | None = getattr(module, "quant_method", None)
         if method is not None and module not in packed:
             method.process_weights_after_loading(module)
+    weights_changed(model)
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Let the layers compute again what they keep of their parameters' values."""
+    for module in model.modules():
+        if isinstance(module, DecayingLayer):
+            module.weights_changed()
 
 
 def _with_progress(checkpoint: Tensors, show: bool) -> Iterator[tuple[str, torch.Tensor]]:

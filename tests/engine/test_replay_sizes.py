@@ -11,6 +11,7 @@ import pytest
 import torch
 from embedded import engine_of, open_llm, run
 from kernel_sets import ISAS, has_kernels, kernel_set, needs_compiler
+from tiny_models import VOCAB, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.engine.replay_sizes import MOST_TOKENS, SizedReplay
@@ -90,14 +91,51 @@ def test_a_step_that_computes_too_few_tokens_is_seen(llm: LLM, replayed: list[in
     assert numbers(llm, prompt) == expected
 
 
-def test_steps_that_change_recurrent_states_are_not_recorded() -> None:
-    """Recording computes some of the tokens twice."""
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "lfm2", "granitemoehybrid", "qwen3-next"])
+def test_prompts_change_recurrent_states_as_computed_ones_do(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Rows that leave their slots to others, prompts in chunks, and decoding rows beside prompts."""
+    folder, draw = tiny_checkpoint(name, tmp_path_factory), random.Random(1)
+    sizes: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+    with open_llm(folder, skip_tokenizer_init=True, enable_prefix_caching=False, **sizes) as opened:
+        for rows in (1, 2, 7):
+            prompts = [[draw.randrange(VOCAB) for _ in range(draw.choice((1, 9, 40, 90)))] for _ in range(rows)]
+            prompts[0] = (prompts[0] * 40)[:40]
+            assert numbers(opened, prompts) == eagerly(opened, prompts)
+        assert sizes_of(opened).refusal is None
+        (step,) = sizes_of(opened)._steps.values()
+        # The control: each row in the slot of the one before.
+        fill, (own,) = step.inputs.fill, [item for item in step.inputs._metadata if isinstance(item, RecurrentMetadata)]
+        step.inputs.fill = lambda *given: (fill(*given), own.slots.copy_(own.slots.roll(1)))
+        assert numbers(opened, prompts) != eagerly(opened, prompts)
+
+
+def test_steps_whose_states_are_not_to_see_drafts_are_not_recorded() -> None:
+    """The states of the accepted ones are computed again, from what is not in a recording."""
     assert KERNELS is not None
     replay = SizedReplay(KERNELS, 4, lambda batch: pytest.fail("it was computed"))
-    numbers = torch.zeros(2, dtype=torch.int32)
-    states = RecurrentMetadata(numbers[:1].long(), numbers, numbers[:1], [9], [9])
+    counts = torch.zeros(2, dtype=torch.int32)
+    states = RecurrentMetadata(counts[:1].long(), counts, counts[:1], [9], [9], stored=counts[:1])
     batch = ForwardBatch(torch.arange(9), torch.arange(9), [states], [], torch.tensor([8]))
     assert [replay.run(batch, may_record=True) for _ in range(3)] == [None] * 3
+    states.stored = None
+    alone = SizedReplay(KERNELS, 4, lambda batch: pytest.fail("it was computed"), rolls_back=False)
+    assert alone.run(batch, may_record=True) is None
+
+
+def test_a_step_that_raises_while_it_is_recorded_is_not_computed_again() -> None:
+    """Its states may have changed."""
+    assert KERNELS is not None
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        raise RuntimeError("too late")
+
+    counts = torch.tensor([0, 9], dtype=torch.int32)
+    states = RecurrentMetadata(counts[:1].long(), counts, counts[1:], [9], [9])
+    batch = ForwardBatch(torch.arange(9), torch.arange(9), [states], [], torch.tensor([8]))
+    with pytest.raises(RuntimeError, match="too late"):
+        SizedReplay(KERNELS, 4, forward).run(batch, may_record=True)
 
 
 def test_the_first_prompt_is_recorded_and_one_of_another_length_is_not() -> None:

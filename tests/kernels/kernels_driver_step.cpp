@@ -181,15 +181,15 @@ template <class T> void convolution(Kind kind, int64_t channels, int64_t taps, b
 void delta_rule(int64_t key_heads, int64_t heads, int64_t keys, int64_t values, bool per_channel) {
     const int64_t decays = per_channel ? heads * keys : heads;
     Exactly<float> query(5 * key_heads * keys, 0.5f), key(5 * key_heads * keys, 0.25f), value(5 * heads * values, 1.0f);
-    Exactly<float> decay(5 * decays), beta(5 * heads), a_log(heads), dt_bias(decays), out(5 * heads * values);
+    Exactly<float> decay(5 * decays), beta(5 * heads), a(heads, -1.0f), dt_bias(decays), out(5 * heads * values);
     Exactly<float> state(2 * heads * keys * values, 0.5f);
     const TwoRows of;
     const auto apply = [&](bool drafts) {
         return llm_gated_delta_rule(of.slots.data, of.starts.data, of.lengths.data, of.counts_if(drafts),
                                     of.stored_if(drafts), 2, 2, 5, query.data, key_heads * keys, key.data,
                                     key_heads * keys, value.data, heads * values, decay.data, decays, per_channel,
-                                    beta.data, heads, 1.0f, a_log.data, dt_bias.data, state.data, key_heads, heads,
-                                    keys, values, out.data, 1);
+                                    beta.data, heads, 1.0f, a.data, dt_bias.data, state.data, key_heads, heads, keys,
+                                    values, out.data, 1);
     };
     need(apply(false) == -1 && apply(true) == -1, "a good row was refused");
     of.slots.data[0] = -1;
@@ -199,20 +199,20 @@ void delta_rule(int64_t key_heads, int64_t heads, int64_t keys, int64_t values, 
 
 void scans(int64_t channels, int64_t states, int64_t heads) {
     const int64_t width = heads * channels;
-    Exactly<float> x(5 * width, 0.5f), dt(5 * width, 0.25f), b(5 * states), c(5 * states), a_log(width * states);
+    Exactly<float> x(5 * width, 0.5f), dt(5 * width, 0.25f), b(5 * states), c(5 * states), a(width * states, -1.0f);
     Exactly<float> d(width), bias(width), out(5 * width), state(2 * width * states, 0.5f);
     const TwoRows of;
     const auto mamba = [&](const float* gate, bool drafts = false) {
         return llm_selective_scan(of.slots.data, of.starts.data, of.lengths.data, of.counts_if(drafts),
                                   of.stored_if(drafts), 2, 2, 5, x.data, width, dt.data, width, b.data, states, c.data,
-                                  states, gate, width, a_log.data, states, 1, d.data, bias.data, state.data, width,
-                                  states, out.data, 1);
+                                  states, gate, width, a.data, d.data, bias.data, state.data, width, states, out.data,
+                                  1);
     };
     const auto mamba2 = [&](int64_t by_channel, bool drafts = false) {
         return llm_mamba2_scan(of.slots.data, of.starts.data, of.lengths.data, of.counts_if(drafts),
                                of.stored_if(drafts), 2, 2, 5, x.data, width, dt.data, heads, b.data, states, c.data,
-                               states, a_log.data, d.data, by_channel, bias.data, 0.0f, 1.0f, state.data, heads, 1,
-                               states, channels, out.data, 1);
+                               states, a.data, d.data, by_channel, bias.data, 0.0f, 1.0f, state.data, heads, 1, states,
+                               channels, out.data, 1);
     };
     need(mamba(x.data) == -1 && mamba(nullptr) == -1 && mamba2(0) == -1 && mamba2(1) == -1, "a good row was refused");
     need(mamba(x.data, true) == -1 && mamba2(0, true) == -1, "a row with drafts was refused");

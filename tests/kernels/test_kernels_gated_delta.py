@@ -49,7 +49,7 @@ class Inputs:
             normal(self.seed + 1, self.tokens, *decays) * 2 - 1,
             normal(self.seed + 2, self.tokens, heads),
         )
-        self.of_heads = normal(self.seed + 3, heads), normal(self.seed + 4, *decays)
+        self.of_heads = -normal(self.seed + 3, heads).exp(), normal(self.seed + 4, *decays)
 
     def state(self, slots: int) -> torch.Tensor:
         return torch.full((slots, self.size[1], *self.size[2:]), torch.nan)
@@ -57,13 +57,13 @@ class Inputs:
     def expected(self, scale: float) -> torch.Tensor:
         """Head by head, in float64."""
         query, key, value, decay, beta = (item.double() for item in self.of_tokens)
-        a_log, dt_bias = (item.double() for item in self.of_heads)
+        a, dt_bias = (item.double() for item in self.of_heads)
         key_heads, heads, keys, values = self.size
         out = torch.zeros(self.tokens, heads, values, dtype=torch.float64)
         for head in range(heads):
             state, of = torch.zeros(keys, values, dtype=torch.float64), head * key_heads // heads
             for t in range(self.tokens):
-                kept = (-a_log[head].exp() * (1 + (decay[t, head] + dt_bias[head]).exp()).log()).exp()
+                kept = (a[head] * (1 + (decay[t, head] + dt_bias[head]).exp()).log()).exp()
                 k, q = (x[t, of] / (x[t, of].square().sum() + 1e-6).sqrt() for x in (key, query))
                 state = state * kept.reshape(-1, 1)
                 state = state + torch.outer(k, (value[t, head] - k @ state) * scale / (1 + (-beta[t, head]).exp()))

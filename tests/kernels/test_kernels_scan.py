@@ -51,7 +51,7 @@ def mamba(channels: int, states: int, bias: bool = True, gate: bool = True) -> I
         "gate": normal(4, TOKENS, 2 * channels)[:, channels:] if gate else None,
     }
     constants = {
-        **{"a_log": normal(5, channels, states), "d": normal(6, channels)},
+        **{"a": -normal(5, states, channels).exp(), "d": normal(6, channels)},
         "dt_bias": normal(7, channels) if bias else None,
     }
     if not gate:
@@ -65,7 +65,7 @@ def mamba2(heads: int, size: int, states: int, groups: int = 1, limit: Any = Non
         **{"b": normal(3, TOKENS, groups * states), "c": normal(4, TOKENS, groups * states)},
     }
     constants = {
-        **{"a_log": normal(5, heads), "d": normal(6, heads * size if by_channel else heads)},
+        **{"a": -normal(5, heads).exp(), "d": normal(6, heads * size if by_channel else heads)},
         **{"dt_bias": normal(7, heads), "dt_limit": limit or scan.NO_LIMIT},
     }
     return Inputs("mamba2_scan", tokens, constants, (heads, states, size))
@@ -85,7 +85,7 @@ def exact(case: Inputs) -> torch.Tensor:
     given = {**case.tokens, **case.constants}
     wide = {name: value.double() for name, value in given.items() if isinstance(value, torch.Tensor)}
     step = torch.log1p(torch.exp(wide["dt"] + wide.get("dt_bias", 0.0)))
-    x, d, rate, b, c = wide["x"], wide["d"], -wide["a_log"].exp(), wide["b"], wide["c"]
+    x, d, rate, b, c = wide["x"], wide["d"], wide["a"], wide["b"], wide["c"]
     if case.operation == "mamba2_scan":
         heads, states, size = case.state
         step = step.clamp(*given["dt_limit"]).repeat_interleave(size, 1)
@@ -94,7 +94,7 @@ def exact(case: Inputs) -> torch.Tensor:
         shared = heads // (b.shape[1] // states)
         b, c = (part.view(TOKENS, -1, states).repeat_interleave(shared * size, 1) for part in (b, c))
     else:
-        b, c = b.unsqueeze(1), c.unsqueeze(1)
+        rate, b, c = rate.t(), b.unsqueeze(1), c.unsqueeze(1)
     state, lines = torch.zeros(rate.shape, dtype=torch.float64), []
     for token in range(TOKENS):
         moved = step[token].unsqueeze(1)

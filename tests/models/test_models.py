@@ -28,6 +28,7 @@ from tiny_models import (
 
 from llm import LLM, RequestOutput, SamplingParams
 from llm.layers.moe import FusedMoE
+from llm.loading.loader import weights_changed
 
 TOLERANCE = 1e-4
 TOP = 5
@@ -137,8 +138,10 @@ def test_every_parameter_counts(case: Case) -> None:
     for name, parameter in case.parameters.items():
         kept = parameter.data
         parameter.data = torch.ones_like(kept) if _is_norm_weight(name, kept) else torch.zeros_like(kept)
+        weights_changed(engine.runner.model)
         pairs = zip(whole, prompt_logprobs(case, longest), strict=True)
         parameter.data = kept
+        weights_changed(engine.runner.model)
         assert max(abs(before - after) for before, after in pairs) > 2 * TOLERANCE, f"{name} does not matter"
 
 
