@@ -20,19 +20,23 @@ constexpr int INT8_ROWS = 4;
 
 // `Codes` are four codes of each of 16 lanes, 64 bytes. add() adds their products with the four factors at `four`, the
 // same for all lanes, to the lanes of a sum.
-#if LLM_AVX512 && LLM_VNNI
+#if LLM_AVX512
 
-// Two chains: a product has the latency of five.
+// Two chains: with VNNI a product has the latency of five.
 struct Sum { I32 even, odd; };
+LLM_INLINE Sum no_sum() { return {set1_i(0), set1_i(0)}; }
+LLM_INLINE I32 total_of(Sum sum) { return sum.even + sum.odd; }
 // sum += two products to an int32, of the int16 of `codes` and the two at `pair`. Assembly: gcc 12 copies each sum
 // before its product.
 LLM_INLINE void add_pair(I32& sum, __m512i codes, const int32_t* pair) {
+#if LLM_VNNI
     __m512i out = sum.v;
     asm volatile("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(out) : "v"(codes), "m"(*pair));
     sum.v = out;
+#else
+    sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(codes, _mm512_set1_epi32(*pair)));
+#endif
 }
-LLM_INLINE Sum no_sum() { return {set1_i(0), set1_i(0)}; }
-LLM_INLINE I32 total_of(Sum sum) { return sum.even + sum.odd; }
 struct Codes {
     __m512i even, odd;
     LLM_INLINE explicit Codes(const uint8_t* p) {
@@ -42,23 +46,6 @@ struct Codes {
     LLM_INLINE void add(Sum& sum, const int32_t* four) const {
         add_pair(sum.even, even, four);
         add_pair(sum.odd, odd, four + 1);
-    }
-};
-
-#elif LLM_AVX512
-
-using Sum = I32;
-LLM_INLINE Sum no_sum() { return set1_i(0); }
-LLM_INLINE I32 total_of(Sum sum) { return sum; }
-struct Codes {
-    __m512i even, odd;
-    LLM_INLINE explicit Codes(const uint8_t* p) {
-        const __m512i raw = _mm512_loadu_si512(p);
-        even = _mm512_srai_epi16(_mm512_slli_epi16(raw, 8), 8), odd = _mm512_srai_epi16(raw, 8);
-    }
-    LLM_INLINE void add(Sum& sum, const int32_t* four) const {
-        sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(even, _mm512_set1_epi32(four[0])));
-        sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(odd, _mm512_set1_epi32(four[1])));
     }
 };
 

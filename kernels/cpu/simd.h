@@ -345,42 +345,45 @@ template <class Op> LLM_INLINE float reduce(F32 x, const Op& op) {
     return _mm_cvtss_f32(op(two, _mm_movehdup_ps(two)));
 }
 #endif
+#if LLM_PLAIN || LLM_NEON
 LLM_INLINE int32_t sum(I32 x) {
 #if LLM_PLAIN
     int32_t total = 0;
     for (int i = 0; i < LANES; ++i) total = wrap_add(total, x.v[i]);
     return total;
-#elif LLM_NEON
+#else
     return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3])));
-#else
-#if LLM_AVX512
-    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti32x8_epi32(x.v, 1));
-#else
-    const __m256i eight = _mm256_add_epi32(x.lo, x.hi);
-#endif
-    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 #endif
 }
 LLM_INLINE int32_t largest(I32 x) {
-#if LLM_PLAIN || LLM_NEON
     alignas(64) int32_t lane[LANES];
     store_i(lane, x);
     int32_t most = lane[0];
     for (int i = 1; i < LANES; ++i) most = lane[i] > most ? lane[i] : most;
     return most;
-#else
-#if LLM_AVX512
-    const __m256i eight = _mm256_max_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti32x8_epi32(x.v, 1));
-#else
-    const __m256i eight = _mm256_max_epi32(x.lo, x.hi);
-#endif
-    const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
-#endif
 }
+#else
+LLM_INLINE __m256i added(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+LLM_INLINE __m128i added(__m128i a, __m128i b) { return _mm_add_epi32(a, b); }
+LLM_INLINE __m256i larger(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
+LLM_INLINE __m128i larger(__m128i a, __m128i b) { return _mm_max_epi32(a, b); }
+template <class Op> LLM_INLINE int32_t reduce(I32 x, const Op& op) {
+#if LLM_AVX512
+    const __m256i eight = op(_mm512_castsi512_si256(x.v), _mm512_extracti32x8_epi32(x.v, 1));
+#else
+    const __m256i eight = op(x.lo, x.hi);
+#endif
+    const __m128i four = op(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = op(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(op(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+LLM_INLINE int32_t sum(I32 x) {
+    return reduce(x, [](auto a, auto b) { return added(a, b); });
+}
+LLM_INLINE int32_t largest(I32 x) {
+    return reduce(x, [](auto a, auto b) { return larger(a, b); });
+}
+#endif
 LLM_INLINE float sum(F32 x) {
     return reduce(x, [](auto a, auto b) { return a + b; });
 }
