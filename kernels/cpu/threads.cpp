@@ -1,8 +1,8 @@
 // The kernels' own threads: created when work is first shared, asleep between calls, ended by llm_end_threads.
 //
-// After a task a worker spins for a moment, because the next task usually follows at once, and then sleeps. On a busy
-// machine spinning would burn the time slice that the work itself needs, so it stops at the first sign that the system
-// has taken a core away. The caller computes too, and waits only for workers that have taken a task.
+// After a task a worker spins for a moment, because the next task usually follows at once, and then sleeps. While other
+// programs take its core, spinning would burn the time slice that the work itself needs: workers sleep at once then,
+// and short work stays with its caller. The caller computes too, and waits only for workers that have taken a task.
 #include "replay.h"
 
 #include <algorithm>
@@ -18,11 +18,11 @@ namespace llm {
 namespace {
 
 constexpr int MOST_WORKERS = 255;
-constexpr int64_t SPIN_NS = 300'000;              // longer than Python's gap between two kernels of a prefill
-constexpr int64_t CONTENDED_SPIN_NS = 2'000;      // while other processes run on these cores
-constexpr int64_t PREEMPTED_NS = 200'000;         // between two looks at the clock: the core was taken away
-constexpr int64_t CONTENDED_NS = 50'000'000;      // how long a sign of contention counts
-constexpr int64_t CONTENDED_REGION_NS = 100'000;  // what a region costs then: a worker inside may lose its core
+constexpr int64_t SPIN_NS = 300'000;             // longer than Python's gap between two kernels of a prefill
+constexpr int64_t CONTENDED_SPIN_NS = 2'000;     // while other processes run on these cores
+constexpr int64_t PREEMPTED_NS = 1'000'000;      // without a core, yet not asleep: another program had it
+constexpr int64_t CONTENDED_NS = 50'000'000;     // how long a sign of contention counts
+constexpr int64_t CONTENDED_REGION_NS = 30'000;  // what a region costs then: a worker inside may lose its core
 constexpr int64_t HAND_OFFS = 15, LONGEST_HAND_OFF_NS = 20'000;
 
 // state: region number << 16 | OPEN | number of workers inside.
@@ -48,11 +48,16 @@ struct Pool {
 Pool pool;
 thread_local bool is_worker = false;
 
-int64_t now_ns() {
+int64_t clock_ns(clockid_t clock) {
     timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
+    clock_gettime(clock, &time);
     return time.tv_sec * INT64_C(1'000'000'000) + time.tv_nsec;
 }
+
+int64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
+
+// Grows while this thread has no core: asleep, or preempted.
+int64_t away_ns() { return now_ns() - clock_ns(CLOCK_THREAD_CPUTIME_ID); }
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t seen) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
@@ -75,16 +80,21 @@ template <class Ready> bool spin(const Ready& ready) {
     if (ready()) return true;
     const int64_t start = now_ns();
     const int64_t most = start < pool.contended_until.load(std::memory_order_relaxed) ? CONTENDED_SPIN_NS : SPIN_NS;
-    for (int64_t before = start;;) {
+    do {
         for (int i = 0; i < 32; ++i) {
             if (ready()) return true;
             relax();
         }
-        const int64_t now = now_ns();
-        if (now - before > PREEMPTED_NS) pool.contended_until.store(now + CONTENDED_NS, std::memory_order_relaxed);
-        if (now - before > PREEMPTED_NS || now - start > most) return ready();
-        before = now;
-    }
+    } while (now_ns() - start <= most);
+    return ready();
+}
+
+// A worker that has not slept since `away_before` was taken notes whether it lost its core. Returns its away_ns() now.
+int64_t note_preemption(int64_t away_before) {
+    const int64_t away = away_ns();
+    if (away - away_before > PREEMPTED_NS)
+        pool.contended_until.store(now_ns() + CONTENDED_NS, std::memory_order_relaxed);
+    return away;
 }
 
 // Joins the region if it is open and has a seat left.
@@ -104,12 +114,15 @@ void* live(void*) {
     is_worker = true;
     // Regions opened before this line count too: `opened` was 0 when the pool had no workers, or a region waits for
     // this one.
+    int64_t away = away_ns();
     for (uint32_t seen = 0;;) {
         const auto ready = [&] { return pool.opened.load(std::memory_order_acquire) != seen; };
+        if (!ready()) away = note_preemption(away);
         while (!spin(ready)) {
             pool.asleep.fetch_add(1);
             if (!ready()) futex_wait(pool.opened, seen);
             pool.asleep.fetch_sub(1);
+            away = away_ns();
         }
         seen = pool.opened.load(std::memory_order_acquire);
         if (pool.ending) return nullptr;

@@ -1,8 +1,8 @@
-"""What other programs on the cores cost a call: one busy loop per core, the embedded model and the 0.5B shape.
+"""What other programs on the cores cost a call: busy loops pinned to cores, the embedded model and the 0.5B shape.
 
-`python tests/bench/busy_cores.py [embedded | qwen2.5-0.5b] [rounds]`. Each round times calls without and then with the
-busy loops, ours and `transformers.generate` in turn, and prints both ratios of the medians. The fair share of as many
-threads as busy loops is half of each core: a ratio of 2.
+`python tests/bench/busy_cores.py [embedded | qwen2.5-0.5b] [rounds] [busy cores, all if left out]`. Each round times
+calls without and then with the busy loops, ours and `transformers.generate` in turn, and prints both ratios of the
+medians. A thread's fair share of a busy core is half of it: a ratio of 2 with all cores busy, of 1.33 with one of two.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ WORKLOADS = {"embedded": (16, 64), "qwen2.5-0.5b": (4, 24)}
 
 
 @contextmanager
-def busy_cores() -> Iterator[None]:
-    command = [sys.executable, "-c", "while True: pass"]
-    loops = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
+def busy_cores(cores: list[int]) -> Iterator[None]:
+    loop = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", loop, str(core)]) for core in cores]
     time.sleep(0.5)
     try:
         yield
@@ -80,18 +80,19 @@ def median_seconds(call: Callable[[int], object]) -> float:
     return statistics.median(times)
 
 
-def main(name: str, rounds: int) -> None:
+def main(name: str = "embedded", rounds: str = "3", busy: str | None = None) -> None:
+    cores = sorted(os.sched_getaffinity(0), reverse=True)[: int(busy) if busy else None]
     with ExitStack() as stack:
         llm, theirs = models(name, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         timed = calls(name, stack.enter_context(llm), theirs)
         for call in timed.values():
             call(0)
-        for _ in range(rounds):
+        for _ in range(int(rounds)):
             idle = {who: median_seconds(call) for who, call in timed.items()}
-            with busy_cores():
-                busy = {who: median_seconds(call) for who, call in timed.items()}
-            print(", ".join(f"{who} {idle[who]:.3f} s idle, {busy[who] / idle[who]:.2f}x busy" for who in timed))
+            with busy_cores(cores):
+                loaded = {who: median_seconds(call) for who, call in timed.items()}
+            print(", ".join(f"{who} {idle[who]:.3f} s idle, {loaded[who] / idle[who]:.2f}x busy" for who in timed))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "embedded", int(sys.argv[2]) if len(sys.argv) > 2 else 3)
+    main(*sys.argv[1:])
