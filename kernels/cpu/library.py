@@ -18,7 +18,7 @@ import torch
 from llm.base.errors import LLMError, ValidationError
 from llm.config import env
 from llm.kernels.cpu import build
-from llm.kernels.cpu.memory import Pool, Slabs, eighths
+from llm.kernels.cpu.memory import Pool, eighths
 from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
 
 ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "avx512_bf16", "amx", "neon", "none")
@@ -63,7 +63,6 @@ class Library:
             raise SignatureError(f"{path.name} is not loaded: it lacks a function ({error})") from error
         self._float32 = torch.empty(0, dtype=torch.float32)
         self.pool = Pool(_MOST_FREE, eighths, self.ask_large_pages)
-        self.slabs = Slabs(self.ask_large_pages)
 
     def _unload(self) -> None:
         """Needed before another file with this name is loaded: the loader identifies libraries by name."""

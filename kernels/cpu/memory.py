@@ -1,8 +1,7 @@
-"""Memory for the results of kernels, and for weights that are smaller than a huge page.
+"""A memory pool for the results of kernels: a block is reused once the last tensor on it is gone.
 
-Owns `Pool`, whose blocks are reused once the last tensor on them is gone: allocating megabytes for every layer costs
-more than computing their contents, because each page faults, is zeroed by the system, and is unmapped again when the
-tensor is freed. Owns `Slabs`, in which weights lie side by side.
+Owns `Pool`. Allocating megabytes for every layer costs more than computing their contents: each page faults, is zeroed
+by the system, and is unmapped again when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 # Blocks are aligned to cache lines, those of 2 MiB and more to huge pages.
 _LINE = 64
 _LARGE_PAGE = 1 << 21
-_SLAB_BYTES = 8 * _LARGE_PAGE
 
 
 class _Loan(weakref.ref):
@@ -111,37 +109,6 @@ class Pool:
         while left > max(self._most_free, 2 * self._largest):
             left -= self._free.pop(0).nbytes
         return left
-
-
-class Slabs:
-    """Huge pages for tensors smaller than one, side by side; a slab is freed with the last tensor on it.
-
-    Args:
-        prepare: called with the address and size of each new slab.
-    """
-
-    def __init__(self, prepare: Callable[[int, int], object]) -> None:
-        self._prepare = prepare
-        self._memory: weakref.ref[np.ndarray] | None = None
-        self._used = 0
-        self._lock = threading.Lock()
-
-    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor [count] of at most 16 MiB."""
-        size = -(-count * dtype.itemsize // _LINE) * _LINE
-        with self._lock:
-            memory = None if self._memory is None else self._memory()
-            if memory is None or self._used + size > _SLAB_BYTES:
-                memory, self._used = self._new_slab(), 0
-            start, self._used = -memory.ctypes.data % _LARGE_PAGE + self._used, self._used + size
-        # A view keeps alive the array that owns the memory, not other views.
-        return torch.frombuffer(memory[start : start + size], dtype=dtype, count=count)
-
-    def _new_slab(self) -> np.ndarray:
-        memory = np.empty(_SLAB_BYTES + _LARGE_PAGE, dtype=np.uint8)
-        self._prepare(memory.ctypes.data, memory.nbytes)
-        self._memory = weakref.ref(memory)
-        return memory
 
 
 def eighths(nbytes: int) -> int:

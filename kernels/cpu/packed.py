@@ -19,10 +19,8 @@ from llm.kernels.cpu.tensors import pointer
 from llm.kernels.weight import ACTIVATIONS, FLOAT_KINDS, KINDS, SCALED_KINDS, Weight, kind_of
 
 LANES = 16
-# Bytes of a huge page: weights use them where the system allows it, for fewer TLB misses. Those of at least
-# `_SHARED_PAGE` share one.
+# Bytes of a huge page: large weights use them where the system allows it, for fewer TLB misses.
 _LARGE_PAGE = 2 << 20
-_SHARED_PAGE = 64 << 10
 # Kind -> (element type of its panels, how many consecutive k of an output channel are adjacent in memory).
 _PANELS = {
     "float32": (torch.float32, 1),
@@ -144,9 +142,8 @@ class PanelWeight(Weight):
         minimum: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
     ) -> PanelWeight:
-        scale = _by_group(self.library, scale)
-        zero, minimum = (None if part is None else _by_group(self.library, part) for part in (zero, minimum))
-        return super().scaled(scale, zero, group_size, minimum, columns)
+        zero, minimum = (None if part is None else _by_group(part) for part in (zero, minimum))
+        return super().scaled(_by_group(scale), zero, group_size, minimum, columns)
 
 
 class WeightArray:
@@ -215,9 +212,7 @@ def _size(kind: str, n: int, k: int) -> tuple[torch.dtype, int]:
 
 
 def allocate(lib: Library, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for panels and scales, of huge pages; if it is at least one, it is aligned to them."""
-    if _SHARED_PAGE <= size * dtype.itemsize < _LARGE_PAGE:
-        return lib.slabs.empty(size, dtype)
+    """Memory for panels; if it is at least one huge page, it is aligned to huge pages."""
     data = torch.empty(size, dtype=dtype)
     if data.nbytes >= _LARGE_PAGE:
         room = torch.empty(data.nbytes + _LARGE_PAGE, dtype=torch.uint8)
@@ -233,7 +228,7 @@ def _move_to_large_pages(lib: Library, data: torch.Tensor) -> None:
         lib.ask_large_pages(data.data_ptr(), data.nbytes, written=True)
 
 
-def _by_group(lib: Library, values: torch.Tensor) -> torch.Tensor:
+def _by_group(values: torch.Tensor) -> torch.Tensor:
     """[N, G] stored group by group, in the first 16-bit type that is exact, else float32.
 
     Kernels read the values of 16 rows of one group at once. Checkpoints usually have 16-bit scales.
@@ -244,8 +239,7 @@ def _by_group(lib: Library, values: torch.Tensor) -> torch.Tensor:
         if _is_exact(values[:1], dtype) and _is_exact(values, dtype):
             values = values.to(dtype)
             break
-    grouped = allocate(lib, values.numel(), values.dtype).view(values.t().shape).copy_(values.t())
-    return grouped.t() if len(grouped) > 1 else grouped.view(-1, 1)  # contiguous, as who writes files wants it
+    return values.t().contiguous().t()
 
 
 def _is_exact(values: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ import torch
 from embedded import open_llm
 from kernel_sets import has_kernels, needs_compiler
 
-from llm.kernels.cpu.memory import Pool, Slabs, eighths
+from llm.kernels.cpu.memory import Pool, eighths
 from llm.kernels.select import backend_for
 from llm.platforms import current_platform
 
@@ -55,28 +55,6 @@ def test_large_blocks_begin_on_large_pages_and_are_prepared_once() -> None:
         del tensor
     assert len(asked) == 1
     assert asked[0][0] % LARGE == 0
-
-
-def test_weights_share_slabs_of_large_pages_which_go_with_their_last_tensor() -> None:
-    asked: list[tuple[int, int]] = []
-    slabs = Slabs(lambda address, nbytes: asked.append((address, nbytes)))
-    tensors = [slabs.empty(count, torch.float32).fill_(count) for count in (100_000, 17, 300_000)]
-    assert len(asked) == 1
-    for tensor in tensors:
-        assert tensor.data_ptr() % 64 == 0
-        assert torch.equal(tensor, torch.full_like(tensor, tensor.numel()))
-    assert tensors[0].data_ptr() % LARGE == 0
-    places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
-    assert all(asked[0][0] <= start < end <= sum(asked[0]) for start, end in places)
-    while len(asked) == 1:
-        tensors.append(slabs.empty(300_000, torch.float32))
-    last = tensors.pop()
-    tensors.clear()
-    assert torch.equal(slabs.empty(16, torch.float32).fill_(2.0), torch.full((16,), 2.0))
-    assert len(asked) == 2  # `last` holds the second
-    del last, tensor
-    slabs.empty(16, torch.float32)
-    assert len(asked) == 3  # none was left
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 15, 16, 17, 1000, 4096, 4097, (1 << 24) + 1])
