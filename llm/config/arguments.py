@@ -117,7 +117,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         kv_cache_dtype_skip_layers=([], None),
     ),
     _refused(
-        "the recurrent state's type and rounding are fixed; leave it out.",
+        "recurrent states are float32: rounding them would make answers depend on a prompt's chunks; leave it out.",
         mamba_cache_dtype=("auto", "float32"),
         mamba_ssm_cache_dtype=("auto", "float32"),
         enable_mamba_cache_stochastic_rounding=False,

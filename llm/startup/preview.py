@@ -42,8 +42,8 @@ class ModelPlan:
         free_bytes: memory that is free now.
         fits: weights and KV cache are in memory; else `why_not` says why, and `change` has the arguments of the
             smallest change that was found to make it fit.
-        kv_cache_bytes, num_blocks, block_size, max_model_len, max_num_seqs: as `LLM(...)` would choose them; 0 if it
-            refuses the model.
+        kv_cache_bytes, num_blocks, block_size, num_state_slots, num_state_snapshots, max_model_len, max_num_seqs: as
+            `LLM(...)` would choose them; 0 if it refuses the model.
         sequences: length -> how many sequences of it the KV cache holds at once, at most max_num_seqs.
         file_bytes: of weights that would be read from a file.
         decode_tokens_per_second, prefill_tokens_per_second: at most, of one stream, by the measured rates of this
@@ -66,6 +66,8 @@ class ModelPlan:
     kv_cache_bytes: int = 0
     num_blocks: int = 0
     block_size: int = 0
+    num_state_slots: int = 0
+    num_state_snapshots: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 0
     sequences: dict[int, int] = field(default_factory=dict)
@@ -87,11 +89,16 @@ class ModelPlan:
         per_request = f", {self.state_bytes_per_request:,} bytes a sequence" if self.state_bytes_per_request else ""
         lines.append(f"KV cache           {self.kv_bytes_per_token:,} bytes a token{per_request}")
         if self.max_model_len:
-            blocks = f"{self.num_blocks} blocks of {self.block_size} tokens"
-            lines.append(f"  reserved         {_size(self.kv_cache_bytes)}: {blocks}")
+            lines.append(f"  reserved         {_size(self.kv_cache_bytes)}: {self._reserved()}")
             held = (f"{count} of {length:,} tokens" for length, count in self.sequences.items())
             lines.append(f"  sequences        {' or '.join(held)}; max_num_seqs={self.max_num_seqs}")
         return "\n".join([*lines, *self._speed(), *self._verdict()])
+
+    def _reserved(self) -> str:
+        blocks = f"{self.num_blocks} blocks of {self.block_size} tokens" if self.kv_bytes_per_token else ""
+        states = f"{self.num_state_slots} recurrent states" if self.num_state_slots else ""
+        copies = f"{self.num_state_snapshots} copies of states" if self.num_state_snapshots else ""
+        return ", ".join(part for part in (blocks, states, copies) if part)
 
     def _speed(self) -> list[str]:
         if self.decode_tokens_per_second is None or self.prefill_tokens_per_second is None:
@@ -197,6 +204,8 @@ def _with_cache(found: ModelPlan, plan: RunnerPlan) -> ModelPlan:
         kv_cache_bytes=cache.kv_cache_memory_bytes,
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
+        num_state_slots=cache.num_state_slots,
+        num_state_snapshots=cache.num_state_snapshots,
         max_model_len=longest,
         max_num_seqs=most,
         sequences={length: _held(found, plan, length) for length in lengths},

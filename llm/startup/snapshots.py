@@ -32,7 +32,8 @@ def snapshot_reasons(args: EngineArgs, memory: MemoryPlan, model_impl: str) -> d
         return {"num_state_snapshots": none, "mamba_block_size": none}
     if not memory.mamba_block_size:
         on_theirs = "transformers' code computes a prompt's further chunks slowly: recurrent states are not copied"
-        why = on_theirs if model_impl == "transformers" else "no room for copies of recurrent states"
+        on_ours = "no sequence is long enough for a copy of its recurrent states, or there is no room for one"
+        why = on_theirs if model_impl == "transformers" else on_ours
         return {"enable_prefix_caching": why if args.enable_prefix_caching else "asked for"}
     why = "asked for" if args.mamba_block_size else "by the memory that a copy of the states takes"
     return {

@@ -141,6 +141,9 @@ def test_the_interval_is_a_multiple_of_a_block(folder: Path) -> None:
     with load(folder, mamba_block_size=None, max_model_len=200) as llm:
         assert llm.config.cache_config.mamba_block_size == 128
         assert "mamba_block_size" in llm.config.reasons["enable_prefix_caching"]
+    with load(folder, mamba_block_size=None, max_model_len=127) as llm:
+        assert not llm.config.cache_config.enable_prefix_caching
+        assert "long enough" in llm.config.reasons["enable_prefix_caching"]
 
 
 def test_snapshots_go_with_their_blocks_and_oldest_first() -> None:

@@ -39,8 +39,11 @@ def assert_agrees(plan: ModelPlan, llm: LLM, tolerance: float = 0.0) -> None:
     assert (plan.num_blocks, plan.block_size) == (config.cache_config.num_blocks, config.cache_config.block_size)
     assert plan.max_model_len == config.model_config.max_model_len
     assert plan.max_num_seqs == config.scheduler_config.max_num_seqs
-    # Besides what requests can be given there is a block of zeros, and one for the kernels.
-    assert 0 < tensors_of_cache(llm) - plan.kv_cache_bytes <= 2 * plan.kv_bytes_per_token * plan.block_size
+    assert plan.num_state_slots == config.cache_config.num_state_slots
+    assert plan.num_state_snapshots == config.cache_config.num_state_snapshots
+    # Besides what requests can be given there is a block of zeros, one for the kernels, and a state.
+    spare = 2 * plan.kv_bytes_per_token * plan.block_size + plan.state_bytes_per_request
+    assert 0 < tensors_of_cache(llm) - plan.kv_cache_bytes <= spare
 
 
 @pytest.mark.parametrize("quantization", [None, "w8a8", "w4a16", "nf4", {"scheme": "w4a8", "ignore": ["*.down_proj"]}])
@@ -63,6 +66,23 @@ def test_odd_sizes_biases_experts_and_latent_attention(name: str, tmp_path: Path
     plan = LLM.plan(folder, **arguments)
     with open_llm(folder, **arguments) as llm:
         assert_agrees(plan, llm, tolerance=0.08)  # kernels hold 91 rows as 96
+
+
+@pytest.mark.parametrize("name", ["mamba", "granitemoehybrid"])
+def test_recurrent_states_and_their_copies_are_counted(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    write_checkpoint(TINY_MODELS[name], folder)
+    sizes: Any = {"max_model_len": 256, "max_num_seqs": 2, "mamba_block_size": 64}
+    plan = LLM.plan(folder, skip_tokenizer_init=True, **sizes)
+    assert (plan.num_state_slots, plan.num_state_snapshots) == (2, 2 * 4)
+    reserved = str(plan).partition("reserved")[2].partition("\n")[0]
+    assert "2 recurrent states, 8 copies of states" in reserved and ("blocks" in reserved) == (name != "mamba")
+    assert plan.kv_cache_bytes == 10 * plan.state_bytes_per_request + 2 * 256 * plan.kv_bytes_per_token
+    with open_llm(folder, skip_tokenizer_init=True, **sizes) as llm:
+        assert_agrees(plan, llm, tolerance=0.15)
+    without = LLM.plan(folder, skip_tokenizer_init=True, enable_prefix_caching=False, **sizes)
+    assert without.kv_cache_bytes == plan.kv_cache_bytes - 8 * plan.state_bytes_per_request
+    assert without.num_state_snapshots == 0 and "copies" not in str(without)
 
 
 def test_biases_are_counted_as_they_are_held(tmp_path: Path) -> None:
