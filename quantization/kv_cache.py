@@ -13,7 +13,7 @@ from torch import nn
 
 from llm.base.errors import CheckpointError, LLMError
 from llm.quantization.base import QuantizeMethodBase, StaticCache
-from llm.quantization.storage.base import check_positive_scales
+from llm.quantization.storage.base import POSITIVE, checked
 from llm.quantization.unquantized import new_parameter
 
 # In the order of the rows of `static_scales` (kernels/reference/quantized_cache.py).
@@ -69,7 +69,8 @@ class StaticCacheMethod(QuantizeMethodBase):
         attention = cast(_Attention, layer)
         for name in self.names:
             values = torch.zeros(attention.num_kv_heads, attention.head_size)
-            layer.register_parameter(name, new_parameter(values, _load, any_dtype=True))
+            loader = checked(_load, POSITIVE) if name.endswith("scale") else _load
+            layer.register_parameter(name, new_parameter(values, loader, any_dtype=True))
 
     def apply(self, layer: nn.Module, *args: object) -> torch.Tensor:
         raise NotImplementedError("attention applies the scales of its KV cache by itself")
@@ -79,9 +80,7 @@ class StaticCacheMethod(QuantizeMethodBase):
         for name in _NAMES:
             row = getattr(layer, name, None)
             rows.append(torch.zeros(attention.num_kv_heads, attention.head_size) if row is None else row.data)
-            if name in self.names and name.endswith("scale"):
-                check_positive_scales(rows[-1], f"{name} of a KV cache")
-            elif name in self.names and not (rows[-1].abs() <= 128).all():
+            if name in self.names and name.endswith("offset") and not (rows[-1].abs() <= 128).all():
                 raise CheckpointError(f"{name} of a KV cache must be of values from -128 to 127.")
         attention.take_static_scales(self.cache.dtype, torch.stack(rows).contiguous())
 

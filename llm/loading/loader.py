@@ -74,7 +74,7 @@ def load_weights(
             tied[aliases[target.parameter]].append((name, tensor))
         elif not weight_map.ignores(name) and not _may_be_unused(name, tensor, quant_config):
             unexpected.append(name)
-    _check_complete(parameters, filled, sizes, unexpected)
+    _check_complete(parameters, filled, sizes, unexpected, lambda name: _unfilled(name, weight_map, targets.values()))
     for copies in tied.values():
         _check_tied_copies(copies)
     process_weights(model, early.packed)
@@ -276,13 +276,21 @@ def _check_tied_copies(copies: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def _check_complete(
-    parameters: Mapping[str, nn.Parameter], filled: Mapping[str, int], sizes: Mapping[str, int], unexpected: list[str]
+    parameters: Mapping[str, nn.Parameter],
+    filled: Mapping[str, int],
+    sizes: Mapping[str, int],
+    unexpected: list[str],
+    unfilled: Callable[[str], list[str]],
 ) -> None:
-    """Set `elements_loaded` of every parameter; raise `CheckpointError` unless each was filled exactly once."""
+    """Set `elements_loaded` of every parameter; raise `CheckpointError` unless each was filled exactly once.
+
+    `unfilled` tells what of a parameter is missing.
+    """
     for name, parameter in parameters.items():
         parameter.elements_loaded = filled[name]  # type: ignore[attr-defined]
     absent = {name for name, count in filled.items() if not count and getattr(parameters[name], "optional", False)}
-    missing = [name for name, count in filled.items() if count < sizes[name] and name not in absent]
+    short = [name for name, count in filled.items() if count < sizes[name] and name not in absent]
+    missing = [part for name in short for part in unfilled(name)]
     twice = [name for name, count in filled.items() if count > sizes[name]]
     problems = [
         f"{what}: {_listed(names)}"
@@ -295,6 +303,13 @@ def _check_complete(
     ]
     if problems:
         raise CheckpointError(f"the checkpoint does not match the architecture; {'; '.join(problems)}.")
+
+
+def _unfilled(name: str, weight_map: WeightMap, targets: Collection[Target]) -> list[str]:
+    """The shards of a fused parameter that no tensor filled, or the parameter itself."""
+    found = {target.shard_id for target in targets if target.parameter == name}
+    parts = weight_map.parts(name) if found else {}
+    return [part for shard_id, part in parts.items() if shard_id not in found] or [name]
 
 
 def _listed(names: list[str]) -> str:

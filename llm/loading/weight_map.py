@@ -39,6 +39,7 @@ class WeightMap:
         self._left_out = [prefix.split(".") for prefix in getattr(model, "left_out", ())]
         self._transposed = frozenset(getattr(model, "transposed_weights", ()))
         packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        self._parts = packed
         self._fused = {part: (name, index) for name, parts in packed.items() for index, part in enumerate(parts)}
         self._modules = dict(model.named_modules())
         self.stacked: Mapping[str, Cut] = getattr(model, "stacked_weights", {})
@@ -64,6 +65,14 @@ class WeightMap:
                 if index < len(shard_ids):
                     return Target(".".join([*path, *segments[position + 1 :]]), shard_ids[index])
         return self._stacked(segments) or Target(".".join(segments), None)
+
+    def parts(self, parameter: str) -> dict[str | int, str]:
+        """Shard -> its name, of a fused parameter; {} of any other."""
+        path, _, leaf = parameter.rpartition(".")
+        parent, _, last = path.rpartition(".")
+        shard_ids: tuple[str | int, ...] = getattr(self._modules.get(path), "shard_ids", ())
+        pairs = zip(shard_ids, self._parts.get(last, ()), strict=False)
+        return {shard_id: ".".join(filter(None, (parent, part, leaf))) for shard_id, part in pairs}
 
     def _stacked(self, segments: list[str]) -> Target | None:
         """The target of one expert's tensor in a layer that holds its experts stacked; None: there is no such layer."""

@@ -63,10 +63,6 @@ class BitsAndBytesConfig(QuantizationConfig):
         layer, found, part = name.partition(".weight.")
         return f"{layer}.weight_{_PARTS[part]}" if found and part in _PARTS else name
 
-    def ignores(self, name: str) -> bool:
-        """`weight_format` says that int8 rows are rows."""
-        return name.endswith(".weight_format")
-
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         kind = getattr(layer, "quant_kind", "")
         if kind not in ("linear", "embedding"):

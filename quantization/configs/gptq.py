@@ -36,6 +36,7 @@ class GPTQConfig(WordsConfig):
     Attributes:
         v2: zero points are stored as they are; else less 1.
         by_gptqmodel: GPTQModel wrote the checkpoint.
+        scattered: `g_idx` says the group of each input.
         blocks: the endings of the layers that are quantized; (): all.
     """
 
@@ -46,12 +47,13 @@ class GPTQConfig(WordsConfig):
         *,
         v2: bool = False,
         by_gptqmodel: bool = False,
+        scattered: bool = False,
         lm_head: bool = False,
         rules: tuple[_Rule, ...] = (),
         blocks: tuple[str, ...] = (),
     ) -> None:
         self.bits, self.group_size = bits, group_size
-        self.v2, self.by_gptqmodel, self.lm_head = v2, by_gptqmodel, lm_head
+        self.v2, self.by_gptqmodel, self.scattered, self.lm_head = v2, by_gptqmodel, scattered, lm_head
         self.rules, self.blocks = rules, blocks
 
     def get_name(self) -> str:
@@ -80,10 +82,20 @@ class GPTQConfig(WordsConfig):
             group_size,
             v2=stored == "gptq_v2",
             by_gptqmodel="gptqmodel" in str(quantizer),
+            scattered=given.boolean("desc_act", False),
             lm_head=given.boolean("lm_head", False),
             rules=_rules(given, bits, group_size),
             blocks=_blocks(given),
         )
+
+    def describe_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().describe_tensors(shapes)
+        layers = [name.removesuffix(".qweight") for name in shapes if name.endswith(".qweight")] * self.scattered
+        for layer in layers:
+            if f"{layer}.g_idx" not in shapes and self.bits_and_group(layer)[1] != -1:
+                raise CheckpointError(
+                    f"gptq: desc_act is true, and there is no {layer}.g_idx, which says the group of each input."
+                )
 
     def described(self, name: str) -> bool:
         if name == "lm_head":

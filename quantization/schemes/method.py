@@ -78,7 +78,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
             if bias is not None:
                 bias.data = bias.data.float()  # as the kernels read it: converted once, not in every step
         except ValueError as error:
-            raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
+            raise _named(layer, error) from error
 
     def take_dequantized(self, layer: nn.Module) -> torch.Tensor:
         """The loaded weight, float32 [N, K], in the place of `process_weights_after_loading`: nothing is packed."""
@@ -89,7 +89,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
                 raise CheckpointError("its integers are packed while they are read.")
             self._scheme.check(weight)
         except ValueError as error:
-            raise CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {error}") from error
+            raise _named(layer, error) from error
         return weight.dequantize()
 
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
@@ -135,3 +135,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
             None if part is None else self._keep(path, part) for part in (packed.scale, packed.zero, packed.minimum)
         )
         return replace(packed, data=self._keep(path, packed.data), scale=scale, zero=zero, minimum=minimum)
+
+
+def _named(layer: nn.Module, error: ValueError) -> CheckpointError:
+    return CheckpointError(f"{getattr(layer, 'prefix', 'a layer')}: {str(error).removesuffix('.')}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,16 @@ from llm.quantization.unquantized import new_parameter
 _LARGEST_OFFSET = 2**15
 # Beyond it a product of weight and activation is near the end of float32, and the kernels multiply by 256 inside.
 _LARGEST_SCALE = 2.0**100
+# What scales must be, in words: in error messages, and by what.
+POSITIVE, NOT_NEGATIVE, NOT_0, FINITE = "positive and finite", "finite and not negative", "finite and not 0", "finite"
+_ALLOWED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    POSITIVE: lambda scale: scale > 0,
+    NOT_NEGATIVE: lambda scale: scale >= 0,
+    NOT_0: lambda scale: scale != 0,
+    FINITE: torch.isfinite,
+}
+# Scales that are stored as a byte are powers of two (E8M0): 2 ** (byte - 127), and 255 is NaN.
+_EXPONENT_BIAS, _NO_EXPONENT = 127, 255
 Ready = Callable[[IntegerWeight], None]
 
 
@@ -48,9 +58,11 @@ class WeightStorage(ABC):
     def read(self, layer: nn.Module) -> IntegerWeight | None:
         """The loaded weight as integers; None if `ready` was called with it."""
 
-    def add(self, layer: nn.Module, name: str, data: torch.Tensor, loader: WeightLoader, **attributes: Any) -> None:
-        """Register one parameter; `optional=True` if a checkpoint may lack it."""
-        setattr(layer, name, new_parameter(data, loader, **attributes))
+    def add(
+        self, layer: nn.Module, name: str, data: torch.Tensor, loader: WeightLoader, scales: str = "", /, **more: Any
+    ) -> None:
+        """Register one parameter; `optional=True` if a checkpoint may lack it, `scales` as in `checked`."""
+        setattr(layer, name, new_parameter(data, checked(loader, scales) if scales else loader, **more))
         self._names.append(name)
 
     def take(self, layer: nn.Module, name: str) -> torch.Tensor:
@@ -106,17 +118,48 @@ def order_of_groups(group_of: torch.Tensor, size: int, name: str) -> torch.Tenso
     runs = torch.arange(len(group)) // size
     order = group.argsort(stable=True)
     if not torch.equal(group[order], runs):
-        raise CheckpointError(f"{name} does not put {size} inputs into each of the groups from 0 to {int(runs[-1])}.")
+        raise CheckpointError(
+            f"{name} (from {int(group.min())} to {int(group.max())}) does not put {size} inputs into each of the "
+            f"groups from 0 to {int(runs[-1])}."
+        )
     return None if torch.equal(group, runs) else order
 
 
-def check_positive_scales(scale: torch.Tensor, what: str) -> None:
-    check_scales(scale, what, scale > 0, "positive and finite")
+def checked(loader: WeightLoader, must_be: str) -> WeightLoader:
+    """`loader` of scales that must be POSITIVE, NOT_NEGATIVE or NOT_0; errors name the checkpoint's own tensor."""
+
+    def load(param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
+        wrong = _wrong(scale_values(loaded), must_be)
+        if wrong:
+            raise ValueError(wrong)
+        return loader(param, loaded, shard_id)
+
+    return load
 
 
-def check_scales(scale: torch.Tensor, what: str, allowed: torch.Tensor, must_be: str) -> None:
-    """Raise `CheckpointError`, with the first of them, if scales are NaN, too large or not `allowed`."""
-    fine = allowed & (scale.abs() <= _LARGEST_SCALE)
-    if not fine.all():
-        found = float(scale[~fine].flatten()[0])
-        raise CheckpointError(f"{what} must be {must_be}, and at most 2**100; it holds {found:g}.")
+def check_scales(scale: torch.Tensor, what: str, must_be: str) -> None:
+    """The same for scales that are computed from several tensors; raises `CheckpointError`."""
+    wrong = _wrong(scale, must_be)
+    if wrong:
+        raise CheckpointError(f"{what} {wrong}.")
+
+
+def _wrong(scale: torch.Tensor, must_be: str) -> str:
+    """What is wrong with scales, with the first of them that is; "" if nothing is."""
+    fine = _ALLOWED[must_be](scale) & (scale.abs() <= _LARGEST_SCALE)
+    if fine.all():
+        return ""
+    return f"must be {must_be}, and at most 2**100; it holds {float(scale[~fine].flatten()[0]):g}"
+
+
+def scale_values(stored: torch.Tensor) -> torch.Tensor:
+    """float32, of floats of any type or of exponents."""
+    if stored.dtype == torch.float8_e8m0fnu:
+        stored = stored.view(torch.uint8)
+    if stored.dtype != torch.uint8:
+        if not stored.is_floating_point():
+            raise ValueError(f"is {stored.dtype}, scales are floats or bytes of exponents")
+        return stored.float()
+    if (stored == _NO_EXPONENT).any():
+        raise ValueError("has a scale of 255, which is NaN")
+    return torch.ldexp(torch.ones(stored.shape), stored.to(torch.int32) - _EXPONENT_BIAS)

@@ -19,7 +19,7 @@ from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import WeightLoader
 from llm.quantization.configs.reader import Fields
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.storage.base import Ready, WeightStorage, check_scales
+from llm.quantization.storage.base import FINITE, NOT_NEGATIVE, Ready, WeightStorage, check_scales
 
 _PARTS = ("weight", "weight_absmax", "weight_quant_map", "weight_quant_state")
 _NESTED = ("weight_nested_absmax", "weight_nested_quant_map")
@@ -72,7 +72,7 @@ class FourBitStorage(WeightStorage):
         tables = [parts["weight_quant_map"] for parts in loaded]
         if any(not torch.equal(table, tables[0]) for table in tables):
             raise CheckpointError("quant_map differs between the shards of a fused layer.")
-        check_scales(tables[0], "quant_map", tables[0].isfinite(), "finite")
+        check_scales(tables[0], "quant_map", FINITE)
         group = math.gcd(self._columns, *(state.block for state in states))
         if group < _SMALLEST_GROUP:
             raise UnsupportedModelError(
@@ -145,7 +145,7 @@ class _State:
         if self._nested:
             outer = parts["weight_nested_absmax"].flatten().repeat_interleave(self._nested_block)[: len(absmax)]
             absmax = parts["weight_nested_quant_map"].flatten()[absmax.long()] * outer + self._offset
-        check_scales(absmax, "absmax", absmax.isfinite(), "finite")
+        check_scales(absmax, "absmax", FINITE)
         starts = torch.arange(0, math.prod(self._shape), group)
         return absmax[starts // self.block].view(self._shape[0], -1)
 
@@ -158,7 +158,10 @@ def _block(fields: Fields, key: str) -> int:
 
 
 class Int8Storage(WeightStorage):
-    """LLM.int8(): `weight` int8 [N, K], and `SCB` float32 [N], the largest magnitude of each row: w = q * SCB / 127."""
+    """LLM.int8(): `weight` int8 [N, K], and `SCB` float32 [N], the largest magnitude of each row: w = q * SCB / 127.
+
+    `weight_format` is 0 if rows are rows; other layouts are those of one GPU each.
+    """
 
     def create(
         self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
@@ -166,9 +169,18 @@ class Int8Storage(WeightStorage):
         self._columns = columns
         data = torch.empty(sum(sizes), columns, dtype=torch.int8)
         self.add(layer, "weight", data, loader, output_dim=0, input_dim=1)
-        self.add(layer, "SCB", torch.empty(sum(sizes)), loader, output_dim=0)
+        self.add(layer, "SCB", torch.empty(sum(sizes)), loader, NOT_NEGATIVE, output_dim=0)
+        stored = torch.zeros(len(sizes), dtype=torch.uint8)
+        self.add(layer, "weight_format", stored, self._load_format, optional=True, any_dtype=True)
+
+    def _load_format(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: str | int | None = None) -> int:
+        if loaded.any():
+            raise ValueError(
+                f"is {loaded.flatten()[0].item()}, a layout of one GPU, and read is 0, rows; use the unquantized "
+                "checkpoint with quantization='w8a16'"
+            )
+        return param.numel() if shard_id is None else 1
 
     def read(self, layer: nn.Module) -> IntegerWeight:
         scale = self.take(layer, "SCB").float()
-        check_scales(scale, "SCB", scale >= 0, "finite and not negative")
         return IntegerWeight(self.take(layer, "weight"), (scale / 127)[:, None], self._columns, 8)

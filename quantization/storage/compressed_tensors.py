@@ -12,9 +12,10 @@ from llm.quantization.base import WeightLoader
 from llm.quantization.packing import packed_words, unpack_from_int32
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.base import (
+    POSITIVE,
     Ready,
     WeightStorage,
-    check_positive_scales,
+    check_scales,
     expand_slots,
     order_of_groups,
     whole_offset,
@@ -76,7 +77,7 @@ class CompressedTensorsStorage(WeightStorage):
             self.add(layer, "weight", data, loader, output_dim=0, input_dim=1)
         shape = (slots,) if self.per_tensor else (rows, groups)
         attributes: dict[str, Any] = {"shard_slots": True} if self.per_tensor else {"output_dim": 0, "input_dim": 1}
-        self.add(layer, "weight_scale", torch.empty(shape), loader, **attributes)
+        self.add(layer, "weight_scale", torch.empty(shape), loader, POSITIVE, **attributes)
         if not self.symmetric:
             zeros = torch.empty(shape, dtype=torch.int8)
             is_packed = self.packed and not self.per_tensor
@@ -86,7 +87,7 @@ class CompressedTensorsStorage(WeightStorage):
             groups_of = torch.empty(slots, columns, dtype=torch.int32)
             self.add(layer, "weight_g_idx", groups_of, self._load_groups, any_dtype=True)
         if self.static_input:
-            self.add(layer, "input_scale", torch.empty(slots), loader, shard_slots=True)
+            self.add(layer, "input_scale", torch.empty(slots), loader, POSITIVE, shard_slots=True)
             if not self.symmetric_input:
                 zero = torch.empty(slots, dtype=torch.int32)
                 self.add(layer, "input_zero_point", zero, loader, shard_slots=True, any_dtype=True)
@@ -99,7 +100,6 @@ class CompressedTensorsStorage(WeightStorage):
             q = self.take(layer, "weight")
             self._check_range(q)
         scale = self._per_row(self.take(layer, "weight_scale"))
-        check_positive_scales(scale, "weight_scale")
         weight = IntegerWeight(q, scale, self.group_size or self._columns, self.bits)
         if not self.symmetric:
             weight.zero = self._per_row(self.take(layer, "weight_zero_point"))
@@ -123,7 +123,6 @@ class CompressedTensorsStorage(WeightStorage):
     def _read_input(self, layer: nn.Module, weight: IntegerWeight) -> None:
         """Shards of a fused layer have the same activations: take the union of their ranges."""
         scale = self.take(layer, "input_scale")
-        check_positive_scales(scale, "input_scale")
         if self.symmetric_input:
             weight.input_scale = float(scale.max())
             return
@@ -134,7 +133,7 @@ class CompressedTensorsStorage(WeightStorage):
             return
         low, high = float((scale * (-128 - zero)).min()), float((scale * (127 - zero)).max())
         joined = torch.tensor((high - low) / 255, dtype=torch.float32)
-        check_positive_scales(joined, "the range of input_scale and input_zero_point")
+        check_scales(joined, "the range of input_scale and input_zero_point", POSITIVE)
         weight.input_scale = float(joined)
         weight.input_offset = whole_offset(round(-128 - low / weight.input_scale), "input_zero_point")
 

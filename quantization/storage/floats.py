@@ -1,7 +1,5 @@
 """Weights of 8-bit and 4-bit floats, as several formats store them: the codes, and scales of a tensor, of rows, of
 groups of columns or of blocks.
-
-Scales that are stored as a byte are powers of two (E8M0): 2 ** (byte - 127), and 255 is NaN.
 """
 
 from __future__ import annotations
@@ -13,11 +11,17 @@ from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import unpack_fp4
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.storage.base import Ready, WeightStorage, check_positive_scales, check_scales, expand_slots
+from llm.quantization.storage.base import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    Ready,
+    WeightStorage,
+    check_scales,
+    expand_slots,
+    scale_values,
+)
 from llm.quantization.tables import doubled_fp4
 
-_EXPONENT_BIAS, _NO_EXPONENT = 127, 255
-_NOT_NEGATIVE = "finite and not negative"
 _FP4_GROUPS = {torch.uint8: 32, torch.float8_e4m3fn: 16}
 
 
@@ -49,11 +53,12 @@ class Float8Storage(WeightStorage):
         optional = len(self.scale_names) > 1
         for name in self.scale_names:
             if self.block is None:
-                self.add(layer, name, torch.empty(len(sizes)), loader, shard_slots=True, optional=optional)
+                slots = torch.empty(len(sizes))
+                self.add(layer, name, slots, loader, NOT_NEGATIVE, shard_slots=True, optional=optional)
                 continue
             scale = torch.empty(rows, -(-columns // self.group_size))
-            dims = {"output_dim": 0, "input_dim": 1}
-            self.add(layer, name, scale, self._load_scale, any_dtype=True, optional=optional, **dims)
+            dims = {"output_dim": 0, "input_dim": 1, "optional": optional}
+            self.add(layer, name, scale, self._load_scale, NOT_NEGATIVE, any_dtype=True, **dims)
         self._check_blocks(layer)
 
     @property
@@ -68,7 +73,6 @@ class Float8Storage(WeightStorage):
         scale = self.take(layer, given[0])
         if self.block is None:
             scale = expand_slots(scale, self._sizes)[:, None]
-        check_scales(scale.float(), given[0], scale.float() >= 0, _NOT_NEGATIVE)
         return IntegerWeight(self.take(layer, "weight"), scale.float(), self.group_size, 8)
 
     def _check_blocks(self, layer: nn.Module) -> None:
@@ -123,31 +127,17 @@ class Float4Storage(WeightStorage):
         rows, dims = sum(sizes), {"output_dim": 0, "input_dim": 1}
         self.add(layer, self.weight_name, torch.empty(rows, columns // 2, dtype=torch.uint8), loader, **dims)
         scale = torch.empty(rows, columns // self.group_size, dtype=self.scale_dtype)
-        self.add(layer, "weight_scale", scale, loader, **dims)
+        self.add(layer, "weight_scale", scale, loader, NOT_NEGATIVE, **dims)
         if self.scale_dtype != torch.uint8:
-            self.add(layer, "weight_global_scale", torch.empty(len(sizes)), loader, shard_slots=True)
+            divisor = torch.empty(len(sizes))
+            self.add(layer, "weight_global_scale", divisor, loader, POSITIVE, shard_slots=True)
 
     def read(self, layer: nn.Module) -> IntegerWeight:
         codes = unpack_fp4(self.take(layer, self.weight_name))
         scale = scale_values(self.take(layer, "weight_scale"))
-        check_scales(scale, "weight_scale", scale >= 0, _NOT_NEGATIVE)
         if self.scale_dtype != torch.uint8:
             divisor = self.take(layer, "weight_global_scale")
-            check_positive_scales(divisor, "weight_global_scale")
             scale = scale / expand_slots(divisor, self._sizes)[:, None]
-            check_scales(scale, "weight_scale divided by weight_global_scale", scale >= 0, _NOT_NEGATIVE)
+            check_scales(scale, "weight_scale divided by weight_global_scale", NOT_NEGATIVE)
         q = codes.to(torch.int8) - 8
         return IntegerWeight(q, scale / 2, self.group_size, 4, table=doubled_fp4())
-
-
-def scale_values(stored: torch.Tensor) -> torch.Tensor:
-    """float32, of floats of any type or of exponents."""
-    if stored.dtype == torch.float8_e8m0fnu:
-        stored = stored.view(torch.uint8)
-    if stored.dtype != torch.uint8:
-        if not stored.is_floating_point():
-            raise ValueError(f"is {stored.dtype}, scales are floats or bytes of exponents")
-        return stored.float()
-    if (stored == _NO_EXPONENT).any():
-        raise ValueError("has a scale of 255, which is NaN")
-    return torch.ldexp(torch.ones(stored.shape), stored.to(torch.int32) - _EXPONENT_BIAS)

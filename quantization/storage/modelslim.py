@@ -17,9 +17,12 @@ from llm.quantization.base import WeightLoader
 from llm.quantization.packing import unpack_deq_scale, unpack_row_pairs
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.base import (
+    NOT_NEGATIVE,
+    POSITIVE,
     Ready,
     WeightStorage,
-    check_positive_scales,
+    check_scales,
+    checked,
     same_in_all_slots,
     whole_offset,
 )
@@ -32,8 +35,10 @@ _SCALE_BIAS_TOLERANCE = 1e-3
 class _RowStorage(WeightStorage):
     """Common base of the layouts: adds row-wise parameters."""
 
-    def _add_rows(self, layer: nn.Module, name: str, data: torch.Tensor, loader: WeightLoader, **more: Any) -> None:
-        self.add(layer, name, data, loader, output_dim=0, **more)
+    def _add_rows(
+        self, layer: nn.Module, name: str, data: torch.Tensor, loader: WeightLoader, scales: str = "", /, **more: Any
+    ) -> None:
+        self.add(layer, name, data, loader, scales, output_dim=0, **more)
 
     def _offsets(self, layer: nn.Module, name: str) -> torch.Tensor | None:
         """Zero points; None if they are absent or all 0."""
@@ -54,12 +59,11 @@ class PerRowInt8(_RowStorage):
         rows = sum(sizes)
         self._columns = columns
         self._add_rows(layer, "weight", torch.empty(rows, columns, dtype=torch.int8), loader, input_dim=1)
-        self._add_rows(layer, "weight_scale", torch.empty(rows, 1), loader)
+        self._add_rows(layer, "weight_scale", torch.empty(rows, 1), loader, POSITIVE)
         self._add_rows(layer, "weight_offset", torch.zeros(rows, 1), loader, optional=True, any_dtype=True)
 
     def read(self, layer: nn.Module) -> IntegerWeight:
         scale = self.take(layer, "weight_scale")
-        check_positive_scales(scale, "weight_scale")
         q = self.take(layer, "weight")
         return IntegerWeight(q, scale, self._columns, 8, zero=self._offsets(layer, "weight_offset"))
 
@@ -83,23 +87,22 @@ class StaticInt8(_RowStorage):
         rows, slots = sum(sizes), len(sizes)
         self._columns = columns
         self._add_rows(layer, "weight", torch.empty(rows, columns, dtype=torch.int8), loader, input_dim=1)
-        self.add(layer, "input_scale", torch.empty(slots), loader, shard_slots=True)
+        self.add(layer, "input_scale", torch.empty(slots), loader, POSITIVE, shard_slots=True)
         self.add(layer, "input_offset", torch.empty(slots), loader, shard_slots=True, any_dtype=True)
         self._add_rows(layer, "quant_bias", torch.zeros(rows, dtype=torch.int32), loader, optional=True)
-        bits = converted(loader, unpack_deq_scale)
+        bits = converted(checked(loader, POSITIVE), unpack_deq_scale)
         self._add_rows(layer, "deq_scale", torch.empty(rows), bits, optional=True, any_dtype=True)
-        self._add_rows(layer, "weight_scale", torch.empty(rows, 1), loader, optional=True)
+        self._add_rows(layer, "weight_scale", torch.empty(rows, 1), loader, POSITIVE, optional=True)
         self._add_rows(layer, "weight_offset", torch.zeros(rows, 1), loader, optional=True, any_dtype=True)
 
     def read(self, layer: nn.Module) -> IntegerWeight:
-        check_positive_scales(self.take(layer, "input_scale"), "input_scale")
         input_scale = same_in_all_slots(self.take(layer, "input_scale"), "input_scale")
         offset = whole_offset(same_in_all_slots(self.take(layer, "input_offset"), "input_offset"), "input_offset")
         if self._offsets(layer, "weight_offset") is not None:
             raise CheckpointError("weight_offset is not 0; W8A8 computes symmetric weights.")
         q, scale = self.take(layer, "weight"), self._output_scale(layer, input_scale)
         by_row = (scale / input_scale).float()[:, None]
-        check_positive_scales(by_row, "deq_scale divided by input_scale")
+        check_scales(by_row, "deq_scale divided by input_scale", POSITIVE)
         weight = IntegerWeight(q, by_row, self._columns, 8)
         weight.input_scale, weight.input_offset = input_scale, offset
         if self.was_loaded(layer, "quant_bias"):
@@ -118,10 +121,8 @@ class StaticInt8(_RowStorage):
         if not self.was_loaded(layer, "deq_scale"):
             if by_factors is None:
                 raise CheckpointError("neither deq_scale nor weight_scale is in the checkpoint.")
-            check_positive_scales(by_factors, "weight_scale")
             return by_factors
         scale = self.take(layer, "deq_scale").double()
-        check_positive_scales(scale, "deq_scale")
         if by_factors is not None and not torch.allclose(scale, by_factors, rtol=_SCALE_TOLERANCE, atol=0):
             raise CheckpointError("deq_scale is not input_scale * weight_scale.")
         return scale
@@ -153,7 +154,7 @@ class TwoLevelInt4(_RowStorage):
         pairs: dict[str, Any] = {"packed_dim": 0, "packed_factor": 2} if self.packed else {}
         data = torch.empty(stored, columns, dtype=torch.int8)
         self._add_rows(layer, "weight", data, loader, input_dim=1, **pairs)
-        self._add_rows(layer, "weight_scale", torch.empty(rows, 1), loader)
+        self._add_rows(layer, "weight_scale", torch.empty(rows, 1), loader, POSITIVE)
         self._add_rows(layer, "weight_offset", torch.zeros(rows, 1), loader, optional=True, any_dtype=True)
         if self.packed:
             total = converted(loader, _row_sums)
@@ -161,19 +162,18 @@ class TwoLevelInt4(_RowStorage):
         if self.group_size is not None:
             shape = (rows, columns // self.group_size)
             zeros = torch.zeros(shape)
-            self._add_rows(layer, "weight_scale_second", torch.empty(shape), loader, input_dim=1)
+            self._add_rows(layer, "weight_scale_second", torch.empty(shape), loader, POSITIVE, input_dim=1)
             self._add_rows(layer, "weight_offset_second", zeros, loader, input_dim=1, optional=True, any_dtype=True)
 
     def read(self, layer: nn.Module) -> IntegerWeight:
         stored = self.take(layer, "weight")
         q = unpack_row_pairs(stored) if self.packed else stored
         scale = self.take(layer, "weight_scale")
-        check_positive_scales(scale, "weight_scale")
         offsets = ["weight_offset"]
         if self.group_size is not None:
             second = self.take(layer, "weight_scale_second")
-            check_positive_scales(second, "weight_scale_second")
             scale = scale * second
+            check_scales(scale, "weight_scale times weight_scale_second", NOT_NEGATIVE)
             offsets.append("weight_offset_second")
         for name in offsets:
             if self._offsets(layer, name) is not None:

@@ -12,7 +12,7 @@ from llm.base.errors import CheckpointError
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import packed_words, unpack_awq, unpack_from_int32
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.storage.base import Ready, WeightStorage, check_scales, order_of_groups
+from llm.quantization.storage.base import NOT_0, Ready, WeightStorage, order_of_groups
 
 # What is added to the words of zero points that are stored less 1, by bits: 1 to every value. The borrow of a zero
 # point of 0 was taken from the next value, and so the carry goes there.
@@ -50,7 +50,7 @@ class _WordStorage(WeightStorage):
         places = {"output_dim": 1, "input_dim": 0}
         self._add_weight(layer, loader, rows, words, places)
         self.add(layer, "qzeros", torch.empty(groups, words, dtype=torch.int32), loader, **places)
-        self.add(layer, "scales", torch.empty(groups, rows), loader, **places)
+        self.add(layer, "scales", torch.empty(groups, rows), loader, NOT_0, **places)
 
     def _add_weight(
         self, layer: nn.Module, loader: WeightLoader, rows: int, words: int, places: dict[str, int]
@@ -60,7 +60,6 @@ class _WordStorage(WeightStorage):
     def _weight(self, q: torch.Tensor, zero: torch.Tensor, layer: nn.Module) -> IntegerWeight:
         """From q int8 [K, N] and zero int8 [G, N], each less 2 ** (bits - 1)."""
         scale = self.take(layer, "scales").float()
-        check_scales(scale, "scales", scale != 0, "finite and not 0")
         held = zero.t().contiguous() if zero.any() else None
         return IntegerWeight(q.t().contiguous(), scale.t().contiguous(), self._size, self.bits, held)
 

@@ -22,10 +22,9 @@ class Toy(nn.Module):
         self.new = nn.Linear(3, 2, bias=False)
 
 
-def load(folder: Path, *names: str) -> Toy:
-    save_file(
-        {name: torch.full((2, 3), float(index)) for index, name in enumerate(names)}, folder / "model.safetensors"
-    )
+def load(folder: Path, *names: str, shape: tuple[int, ...] = (2, 3)) -> Toy:
+    tensors = {name: torch.full(shape, float(index)) for index, name in enumerate(names)}
+    save_file(tensors, folder / "model.safetensors")
     model = Toy()
     with Checkpoint.open(folder) as checkpoint:
         load_weights(model, checkpoint, show_progress=False)
@@ -46,3 +45,8 @@ def test_a_parameter_that_two_tensors_fill_is_refused(tmp_path: Path) -> None:
 def test_what_is_missing_and_what_is_too_much_are_named_together(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not have: other\.weight; parameters that no tensor fills: new\."):
         load(tmp_path, "other.weight")
+
+
+def test_another_shape_is_refused_even_if_it_could_be_repeated(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tensor new\.weight has shape \[1, 3\], the model needs \[2, 3\]\.$"):
+        load(tmp_path, "new.weight", shape=(1, 3))

@@ -83,5 +83,5 @@ def test_a_stack_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, chan
 def test_an_expert_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors[f"{LAYER}.3.up_proj.weight"]
-    with pytest.raises(CheckpointError, match=rf"parameters that no tensor fills: {LAYER}.3.gate_up_proj.weight"):
+    with pytest.raises(CheckpointError, match=rf"parameters that no tensor fills: {LAYER}.3.up_proj.weight"):
         LLM(rewritten(folder, tmp_path / "missing", tensors), skip_tokenizer_init=True)

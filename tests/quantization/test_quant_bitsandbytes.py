@@ -115,6 +115,7 @@ HOSTILE: list[tuple[str, Callable[[Parts], None], str]] = [
     ("nf4", changed("weight.quant_map", put(3e38)), r"quant_map must be finite, and at most 2\*\*100"),
     ("int8", changed("SCB", put(math.nan)), "SCB must be finite and not negative, .* holds nan"),
     ("int8", changed("SCB", lambda x: -x), "SCB must be finite and not negative"),
+    ("int8", changed("weight_format", lambda x: x + 2), "weight_format is 2, a layout of one GPU, and read is 0, rows"),
     ("int8", changed("weight", lambda x: x.t()), r"weight has shape \[80, 64\], the model needs \[64, 80\]"),
 ]
 

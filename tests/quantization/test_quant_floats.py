@@ -191,7 +191,7 @@ def test_broken_fp8_files_are_refused(floats: Callable[[str], Path], tmp_path: P
     stored, _ = fp8_pair(floats("llama"), tmp_path, (16, 24), "weight_scale_inv")
     layer = "model.layers.1.mlp.down_proj"
     cases: list[tuple[str, Any, str]] = [
-        (f"{layer}.weight_scale_inv", with_value(float("nan")), "down_proj: weight_scale_inv must be finite"),
+        (f"{layer}.weight_scale_inv", with_value(float("nan")), "down_proj.weight_scale_inv must be finite"),
         (
             f"{layer}.weight_scale_inv",
             with_value(-1.0),
@@ -268,7 +268,7 @@ def test_the_experts_of_gpt_oss(floats: Callable[[str], Path], tmp_path: Path) -
     swapped = broken(stored, tmp_path, name, lambda scales: scales.roll(1, dims=1))
     assert not close(answers(swapped), expected)
     for value, message in (
-        (with_value(255), "scale of 255, which is NaN"),
+        (with_value(255), r"tensor .*\.experts\.0\.gate_proj\.weight_scale has a scale of 255"),
         (lambda scales: scales.float(), "is stored as float32, the model needs uint8"),
         (lambda scales: scales[:, :-2], "has shape"),
         (lambda scales: scales[0, 0], "the model has 3 experts"),

@@ -159,8 +159,8 @@ def test_asked_for_otherwise_each_token_has_its_scale(source: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (torch.tensor([0.0]), "k_scale of a KV cache must be positive and finite, .* it holds 0"),
-        (torch.tensor([float("nan")]), "k_scale of a KV cache must be positive and finite, .* it holds nan"),
+        (torch.tensor([0.0]), "layers.0.self_attn.k_scale must be positive and finite, .* it holds 0"),
+        (torch.tensor([float("nan")]), "self_attn.k_scale must be positive and finite, .* it holds nan"),
         (torch.ones(3), r"has shape \[3\], the model needs 1, 2 or"),
     ],
 )

@@ -257,7 +257,7 @@ def test_a_shard_missing_from_the_weights(write: Writer) -> None:
     drop = "model.layers.1.self_attn.k_proj.weight"
     folder, _ = write(ModelSlimFolder(layers_are("W8A16"), drop=lambda name: name == drop, keep_described=True))
     with pytest.raises(
-        CheckpointError, match=r"parameters that no tensor fills: model.layers.1.self_attn.qkv_proj.weight"
+        CheckpointError, match=r"parameters that no tensor fills: model.layers.1.self_attn.k_proj.weight"
     ):
         LLM(folder, skip_tokenizer_init=True)
 

@@ -237,9 +237,13 @@ def put(value: float, at: int = 3) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 HOSTILE: list[tuple[Any, Callable[[Parts], None], str]] = [
-    (ACT_ORDER, changed("g_idx", put(6)), "g_idx does not put 16 inputs into each of the groups from 0 to 5"),
-    (ACT_ORDER, changed("g_idx", put(-1)), "g_idx does not put 16 inputs"),
-    (ACT_ORDER, changed("g_idx", lambda x: x * 0), "g_idx does not put 16 inputs"),
+    (
+        ACT_ORDER,
+        changed("g_idx", put(6)),
+        r"g_idx \(from 0 to 6\) does not put 16 inputs into each of the groups from 0",
+    ),
+    (ACT_ORDER, changed("g_idx", put(-1)), r"g_idx \(from -1 to 5\) does not put 16 inputs"),
+    (ACT_ORDER, changed("g_idx", lambda x: x * 0), r"g_idx \(from 0 to 0\) does not put 16 inputs"),
     (ACT_ORDER, changed("g_idx", lambda x: x[:-1]), r"g_idx has shape \[95\], the model needs \[96\]"),
     (ACT_ORDER, changed("g_idx", lambda x: x.float() + 0.5), "g_idx has values that are not whole"),
     (
@@ -247,7 +251,12 @@ HOSTILE: list[tuple[Any, Callable[[Parts], None], str]] = [
         changed("g_idx", lambda x: x.flip(0), "model.layers.0.self_attn.k_proj"),
         "qkv_proj: g_idx differs between the shards",
     ),
-    (ACT_ORDER, changed("scales", put(math.nan)), f"{LAYER}: scales must be finite and not 0"),
+    (ACT_ORDER, changed("scales", put(math.nan)), f"tensor {LAYER}.scales must be finite and not 0"),
+    (
+        ACT_ORDER,  # of a fused layer: the checkpoint's own name
+        changed("scales", put(math.nan), "model.layers.0.self_attn.k_proj"),
+        "tensor model.layers.0.self_attn.k_proj.scales must be finite and not 0, .* it holds nan",
+    ),
     (ACT_ORDER, changed("scales", put(0.0)), "scales must be finite and not 0, .* it holds 0"),
     (ACT_ORDER, changed("scales", lambda x: put(3e38)(x.float())), r"at most 2\*\*100; it holds 3e\+38"),
     (ACT_ORDER, changed("scales", lambda x: x[:-1]), r"scales has shape \[5, 64\], the model needs \[6, 64\]"),
@@ -255,6 +264,12 @@ HOSTILE: list[tuple[Any, Callable[[Parts], None], str]] = [
     (ACT_ORDER, changed("qzeros", lambda x: x.repeat(1, 2)), r"qzeros has shape \[6, 16\], the model needs \[6, 8\]"),
     (ACT_ORDER, changed("qweight", lambda x: x.to(torch.int64) << 3), "qweight is stored as int64|beyond the range"),
     (ACT_ORDER, lambda parts: parts.pop(f"{LAYER}.qzeros"), "parameters that no tensor fills: .*down_proj.qzeros"),
+    (
+        ACT_ORDER,
+        lambda parts: parts.pop("model.layers.0.self_attn.v_proj.qzeros"),
+        r"parameters that no tensor fills: model.layers.0.self_attn.v_proj.qzeros\.$",
+    ),
+    (ACT_ORDER, lambda parts: parts.pop(f"{LAYER}.g_idx"), f"desc_act is true, and there is no {LAYER}.g_idx"),
     (
         ACT_ORDER,
         lambda parts: parts.pop("model.layers.0.self_attn.v_proj.qweight"),
