@@ -107,7 +107,7 @@ def _mamba2(rows: int) -> Step:
     heads, states, size = 48, 128, 64
     x, dt = torch.randn(rows, heads * size), torch.randn(rows, heads)
     b, c = (torch.randn(rows, states) for _ in range(2))
-    a, d, bias = (-torch.rand(heads) for _ in range(3))
+    a, d, bias = -torch.rand(heads), torch.rand(heads), torch.rand(heads)
     return lambda ops, state, metadata: ops.mamba2_scan(x, dt, a, b, c, d, bias, state, metadata)
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.kernels.backend import Backend, NotRecordable, Program, SizedProgram
 
-# With more tokens, the time between kernels is small compared to theirs; memory is allocated for so many.
-MOST_TOKENS = 256
+# Memory is allocated for so many tokens.
+MOST_TOKENS = DEFAULT_MAX_NUM_BATCHED_TOKENS
 MOST_ROWS = 64
 # Of the shorter recording; the other one has at least _LEAST tokens.
 _FEW, _LEAST = 5, 8
