@@ -6,14 +6,14 @@ Does not own the cache, which comes in the `ForwardBatch`; the attention backend
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from llm.base.construction import construction
+from llm.base.watch import Patchable
 from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
 from llm.layers.attention.backend import AttentionParams, attention_backend
 
 
-class Attention(nn.Module):
+class Attention(Patchable):
     """Grouped-query attention of layer `layer_index`.
 
     Args:

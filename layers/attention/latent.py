@@ -16,6 +16,7 @@ from torch import nn
 
 from llm.base.custom_op import PluggableLayer
 from llm.base.errors import UnsupportedModelError
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, LatentCacheSpec
 from llm.kernels.select import backend_of_construction
 from llm.layers.linear import ColumnParallelLinear, LinearBase
@@ -28,7 +29,7 @@ from llm.quantization.schemes.method import IntegerMethod
 LATENT_SCALES = 2
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Patchable):
     """Causal attention of layer `layer_index` over a paged cache of latents and rotated keys, one of each per token.
 
     Args:

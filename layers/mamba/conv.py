@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.forward import RecurrentMetadata
 from llm.kernels.select import backend_of_construction
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.unquantized import new_parameter
 
 
-class CausalConv1d(nn.Module):
+class CausalConv1d(Patchable):
     """Each channel by itself over the last `kernel_size` tokens of its request: float32 [N, C] -> float32 [N, C].
 
     Args:

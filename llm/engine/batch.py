@@ -157,8 +157,9 @@ class InputBatch:
 
     def append(self, rows: np.ndarray, tokens: list[int]) -> None:
         """Append a sampled token to each of `rows`."""
-        self.token_ids[rows, self.num_tokens[rows]] = tokens
-        self.num_tokens[rows] += 1
+        places = self.num_tokens[rows]
+        self.token_ids[rows, places] = tokens
+        self.num_tokens[rows] = places + 1
         for row, token in zip(rows.tolist(), tokens, strict=True):
             self.output_token_ids[row].append(token)
 
@@ -189,7 +190,7 @@ class InputBatch:
             column.clear()
         self.index.clear()
         self._scored.clear()
-        self.sampling.logprob_token_ids.clear()
+        self.sampling.clear_all()
         self._changes = BatchUpdateBuilder()
         self._decode = None
 

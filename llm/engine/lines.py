@@ -155,9 +155,13 @@ class LineReader:
         """
         batch = self.batch
         processors = None if self.processors.is_idle() else self.processors
-        scores, likeliest = None if has_logits else self.scores(source), None
+        scores = None if has_logits else self.scores(source)
         if scores is not None:  # of few lines: they are one chunk
-            source, has_logits, likeliest = scores.logits, True, (scores.largest, scores.tokens)
+            source, has_logits = scores.logits, True
+            if processors is None:
+                tokens = self.sampler.likeliest(scores.largest, scores.tokens, batch.sampling)
+                if tokens is not None:
+                    return _Sampled(tokens)
         size = len(rows) if processors is not None else self.lines_at_once
         outputs = positions + 1 - batch.num_prompt_tokens[rows]
         sampled = _Sampled()
@@ -165,9 +169,7 @@ class LineReader:
             part = slice(start, start + size)
             own = source if len(rows) <= size else source[part]
             logits = own if has_logits else self.compute_logits(own, rows[part])
-            found = self.sampler(
-                *(logits, batch.sampling, rows[part], outputs[part], processors, len(batch.request_ids)), likeliest
-            )
+            found = self.sampler(logits, batch.sampling, rows[part], outputs[part], processors, len(batch.request_ids))
             sampled.add(start, found)
         return sampled
 

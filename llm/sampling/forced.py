@@ -23,6 +23,9 @@ class ForcedSampler(Sampler):
         super().__init__(sampler.logprobs_mode, sampler.backend)
         self._answer = np.array(answer, dtype=np.int64)
 
+    def likeliest(self, largest: torch.Tensor, tokens: torch.Tensor, params: SamplingRows) -> None:
+        """None: tokens are replaced."""
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -31,8 +34,7 @@ class ForcedSampler(Sampler):
         outputs: np.ndarray,
         processors: LogitsProcessors | None = None,
         batch_size: int = 0,
-        likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> SamplerOutput:
-        found = super().__call__(logits, params, rows, outputs, processors, batch_size, likeliest)
+        found = super().__call__(logits, params, rows, outputs, processors, batch_size)
         forced = self._answer[np.minimum(outputs, len(self._answer) - 1)]
         return replace(found, tokens=torch.from_numpy(forced).to(found.tokens.device))

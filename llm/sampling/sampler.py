@@ -50,8 +50,8 @@ class SamplingRows:
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.sample_index = np.zeros(max_num_seqs, dtype=np.int64)
         self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
-        # Greedy and without logprobs: the argmax is all there is to it.
-        self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)
+        # Batch rows that draw or want logprobs; of the others the argmax is all that is asked.
+        self.demanding: set[int] = set()
         # batch row -> `logprob_token_ids`, for rows that set them.
         self.logprob_token_ids: dict[int, list[int]] = {}
 
@@ -66,18 +66,29 @@ class SamplingRows:
         if params.logprob_token_ids:
             self.logprobs[row] = len(params.logprob_token_ids)
             self.logprob_token_ids[row] = params.logprob_token_ids
-        self.is_plain[row] = params.greedy and self.logprobs[row] == NO_LOGPROBS
+        self.demanding.discard(row)
+        if not params.greedy or self.logprobs[row] != NO_LOGPROBS:
+            self.demanding.add(row)
 
     def move(self, source: int, target: int) -> None:
         draws = (self.temperature, self.top_k, self.top_p, self.seed, self.sample_index)
-        for array in (*draws, self.logprobs, self.is_plain):
+        for array in (*draws, self.logprobs):
             array[target] = array[source]
+        self.demanding.discard(target)
+        if source in self.demanding:
+            self.demanding.remove(source)
+            self.demanding.add(target)
         self.logprob_token_ids.pop(target, None)
         if source in self.logprob_token_ids:
             self.logprob_token_ids[target] = self.logprob_token_ids.pop(source)
 
     def clear(self, row: int) -> None:
+        self.demanding.discard(row)
         self.logprob_token_ids.pop(row, None)
+
+    def clear_all(self) -> None:
+        self.demanding.clear()
+        self.logprob_token_ids.clear()
 
 
 @dataclass
@@ -100,6 +111,15 @@ class Sampler:
         self.backend = backend
         self.gather_logprobs = partial(gather_logprobs, normalise=logprobs_mode.endswith("logprobs"), backend=backend)
 
+    def likeliest(self, largest: torch.Tensor, tokens: torch.Tensor, params: SamplingRows) -> list[int] | None:
+        """The tokens of lines without active processors whose `argmax` is known, if no batch row asks for more.
+
+        None: a row does, or a line has no token.
+        """
+        if params.demanding or not all(value > -math.inf for value in largest.tolist()):
+            return None
+        return tokens.tolist()
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -108,7 +128,6 @@ class Sampler:
         outputs: np.ndarray,
         processors: LogitsProcessors | None = None,
         batch_size: int = 0,
-        likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> SamplerOutput:
         """Draw one token per line.
 
@@ -119,12 +138,7 @@ class Sampler:
             outputs: int64 [L], number of tokens that the row has generated so far.
             processors: None if all are idle.
             batch_size: number of batch rows, for the processors.
-            likeliest: `argmax` of the logits, if it is known.
         """
-        if likeliest is not None and processors is None and params.is_plain[rows].all():
-            largest, tokens = likeliest
-            if (largest.numpy() > -math.inf).all():
-                return SamplerOutput(tokens)
         step = _Step(self, params, rows, outputs, processors, batch_size)
         return step.run(logits.float())
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llm.base.errors import UnsupportedModelError
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.kernels.select import backend_of_construction
 from llm.layers.attention import Attention
@@ -118,7 +119,7 @@ class AttentionConfig(PartConfig):
         return (KVCacheSpec(heads, self.heads.size, dtype, self.sliding_window),)
 
 
-class DecoderAttention(nn.Module):
+class DecoderAttention(Patchable):
     """Projections, norms of queries and keys, rotary embedding and attention of one layer."""
 
     alibi_slopes: torch.Tensor | None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, StateSpec
 from llm.layers.parallel import TensorParallel
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
@@ -69,7 +70,7 @@ class Norms:
         raise NotImplementedError
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Patchable):
     """Builds the parts under their names; a subclass adds norms and the forward pass.
 
     Shapes: hidden and residual float [N, hidden_size]; no residual at the first layer.

@@ -10,6 +10,7 @@ from torch import nn
 
 from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch
 from llm.layers.activation import (
     GELU,
@@ -79,7 +80,7 @@ class PlainMLPConfig(PartConfig):
         return PlainMLP(self, context, prefix)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Patchable):
     def __init__(self, config: GatedMLPConfig, context: BuildContext, prefix: str) -> None:
         super().__init__()
         hidden, inner = context.hidden_size, config.intermediate_size
@@ -103,7 +104,7 @@ class GatedMLP(nn.Module):
         return y if self.multiplier == 1.0 else y * self.multiplier
 
 
-class PlainMLP(nn.Module):
+class PlainMLP(Patchable):
     def __init__(self, config: PlainMLPConfig, context: BuildContext, prefix: str) -> None:
         super().__init__()
         hidden, inner = context.hidden_size, config.intermediate_size

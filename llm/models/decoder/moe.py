@@ -10,6 +10,7 @@ from torch import nn
 
 from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.layers.linear import ReplicatedLinear
@@ -99,7 +100,7 @@ class MoEConfig(PartConfig):
         return MoEBlock(self, context, prefix)
 
 
-class MoEBlock(nn.Module):
+class MoEBlock(Patchable):
     """Shapes: hidden float [N, H] -> float [N, H]."""
 
     def __init__(self, config: MoEConfig, context: BuildContext, prefix: str) -> None:
