@@ -123,6 +123,15 @@ LLM_INLINE void add_step(const float* a, int64_t stride, const uint8_t* const (&
 #endif
 }
 
+// Prefetches the scales of a later group of the same panels, past their last group those of the panels read next. The
+// next panels' scales alone would wait in the cache for a whole panel, and be a page or more from each other.
+template <Code CODE, Form FORM, int PANELS>
+LLM_INLINE void fetch_scales(const Call<FORM>& p, int64_t group, const int64_t (&columns)[PANELS]) {
+    const bool next = group >= p.groups;
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c)
+        Grid<CODE, FORM>::fetch(p, next ? group - p.groups : group, columns[c] + (next ? PANELS * LANES : 0));
+}
+
 // Few batch rows, whole steps in every group: values go from memory straight to the FMA.
 template <Code CODE, Form FORM, int ROWS>
 __attribute__((noinline)) void few_rows(const Call<FORM>& p, int64_t row, int64_t panel) {
@@ -138,10 +147,11 @@ __attribute__((noinline)) void few_rows(const Call<FORM>& p, int64_t row, int64_
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) total[r][c] = zero();
     const int64_t steps = p.k / STEP, group_steps = p.group_size / STEP;
     const Ahead ahead(PREFETCH_BYTES, STEP_BYTES, steps, PANELS, panel_bytes(p.kind, p.k));
+    const int64_t groups_ahead = min(p.groups, max(1, PREFETCH_BYTES / STEP_BYTES * STEP / p.group_size));
     for (int64_t s = 0, group = 0; s < steps; ++group) {
         F32 part[ROWS][PANELS];
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) part[r][c] = zero();
-        LLM_UNROLL for (int c = 0; c < PANELS; ++c) Grid<CODE, FORM>::fetch(p, group, columns[c] + PANELS * LANES);
+        fetch_scales<CODE>(p, group + groups_ahead, columns);
         for (const int64_t end = min(steps, s + group_steps); s < end; ++s) {
             const int64_t distance = ahead.distance(s);
             LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(b[c] + s * STEP_BYTES + distance);
