@@ -113,8 +113,8 @@ def family_of(architecture: object) -> Family:
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
     if family is None:
         raise UnsupportedModelError(
-            f"general.architecture {show(architecture)} of this GGUF file is not supported; supported are "
-            f"{', '.join(FAMILIES)}."
+            f"general.architecture {show(architecture)} of this GGUF file is not supported (supported are "
+            f"{', '.join(FAMILIES)}); use the model's safetensors, with quantization='q4_k' or another."
         )
     return family
 
