@@ -49,14 +49,14 @@ template <class T> class Attention {
         Work work = divide(scratch, rows);
         start(task, work, rows);
         const Span all = find_spans(work, rows);
-        const bool fetch = !is_staged();
+        const bool has_panels = !layer.is_latent() && step.block_size % LANES == 0;
         Block block = open(task, work, all, all.first / KEYS);
         for (int64_t index = all.first / KEYS; index * KEYS < all.end; ++index) {
-            const bool last = (index + 1) * KEYS >= all.end;
-            // Staged blocks share one buffer: open the next one only when this one is done.
-            const Block next = last || is_staged() ? block : open(task, work, all, index + 1);
-            advance(work, rows, index * KEYS, block, next, fetch && !last);
-            block = last || !is_staged() ? next : open(task, work, all, index + 1);
+            const bool last = (index + 1) * KEYS >= all.end, fetch = has_panels && !last;
+            const Block next = fetch ? in_cache(task, all, index + 1) : block;
+            advance(work, rows, index * KEYS, block, next, fetch);
+            // Staged blocks share one buffer: the next one is opened only when this one is done.
+            if (!last) block = is_staged() ? open(task, work, all, index + 1) : next;
         }
         finish(task, work);
     }
@@ -80,6 +80,7 @@ template <class T> class Attention {
         work.slopes = layer.slopes ? floats(rows) : nullptr;
         work.staged = is_staged() ? floats(staged_size()) : nullptr;
         work.spans = reinterpret_cast<Span*>(take(rows, sizeof(Span)));
+        work.next_line = LANES * sizeof(T);
         return work;
     }
 
@@ -126,18 +127,26 @@ template <class T> class Attention {
     // Of the panel whose codes begin at `codes`.
     const BF16* scales_of(const T* codes) const { return reinterpret_cast<const BF16*>(codes) - LANES; }
 
-    // The panels of block `index`. Where no query row sees a panel it is panel 0: read, but not used.
-    Block open(const Task& task, const Work& work, Span all, int64_t index) const {
+    // The panels of block `index` in the cache. Where no query row sees a panel it is panel 0: read, but not used.
+    Block in_cache(const Task& task, Span all, int64_t index) const {
         Block block;
         for (int panel = 0; panel < PANELS; ++panel) {
             const int64_t first = index * KEYS + panel * LANES;
-            const Span seen = intersect(all, {first, first + LANES});
-            if (is_staged()) stage(task, work, seen, first, panel, block);
-            else {
-                const int64_t at = seen.empty() ? 0 : step.slot(task.row, first) / LANES;
-                block.keys[panel] = reinterpret_cast<const float*>(keys_at(at, task.kv_head));
-                block.values[panel] = reinterpret_cast<const float*>(values_at(at, task.kv_head));
-            }
+            const bool seen = !intersect(all, {first, first + LANES}).empty();
+            const int64_t at = seen ? step.slot(task.row, first) / LANES : 0;
+            block.keys[panel] = reinterpret_cast<const float*>(keys_at(at, task.kv_head));
+            block.values[panel] = reinterpret_cast<const float*>(values_at(at, task.kv_head));
+        }
+        return block;
+    }
+
+    // The panels of block `index` as floats.
+    Block open(const Task& task, const Work& work, Span all, int64_t index) const {
+        if (!is_staged()) return in_cache(task, all, index);
+        Block block;
+        for (int panel = 0; panel < PANELS; ++panel) {
+            const int64_t first = index * KEYS + panel * LANES;
+            stage(task, work, intersect(all, {first, first + LANES}), first, panel, block);
         }
         return block;
     }

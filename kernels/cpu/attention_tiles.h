@@ -37,8 +37,8 @@ struct Span {
 
 LLM_INLINE Span intersect(Span a, Span b) { return {max(a.first, b.first), min(a.end, b.end)}; }
 
-// acc[r][v] += a[r][i] * b[v][i], i in order; b[v] advances by `stride` floats. With FETCH, each step prefetches one
-// line of every `next` (what the task reads after this block) into the L2 cache.
+// acc[r][v] += a[r][i] * b[v][i], i in order; b[v] advances by `stride` floats. With FETCH, each step prefetches a line
+// of every `next` (what the task reads after this block) into the L2 cache.
 template <int ROWS, int VECTORS, bool FETCH>
 LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t row_stride, const float* const* b,
                            int64_t stride, int64_t count, const char* const* next, int64_t next_stride) {
@@ -64,6 +64,7 @@ struct Work {
     float* slopes;                                         // of each query row, in powers of two; null: no ALiBi
     Span* spans;                                           // positions that each query row sees
     Span common;                                           // positions that all query rows see
+    int64_t next_line;                                     // bytes in the cache of 16 keys and values, one channel
     int64_t out_stride;
 };
 
@@ -123,7 +124,7 @@ void score_panels(const Work& work, int64_t row, int panel, const Block& block, 
         fetched[v] = reinterpret_cast<const char*>(next.keys[panel + v]);
     }
     accumulate<ROWS, VECTORS, FETCH>(acc, work.query + row * head_size, head_size, keys, LANES, head_size, fetched,
-                                     LINE);
+                                     work.next_line);
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
         store(work.scores + r * KEYS + (panel + v) * LANES, acc[r][v]);
 }
@@ -154,10 +155,10 @@ void add_values(const Work& work, int64_t row, const float* scores, int64_t chan
             // Prefetches the next block's lines in address order, spread over all keys and all channels.
             const int64_t line = channel / LANES * KEYS + key * VECTORS + v;
             fetched[v] = reinterpret_cast<const char*>(next.values[min(line / head_size, PANELS - 1)]) +
-                         line % head_size * LINE;
+                         line % head_size * work.next_line;
         }
         accumulate<ROWS, VECTORS, FETCH>(acc, scores + key, KEYS, values, head_size, stop - key, fetched,
-                                         VECTORS * LINE);
+                                         VECTORS * work.next_line);
         key = stop;
     }
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
