@@ -268,14 +268,16 @@ LLM_INLINE float quantize_row(const Int4Product& p, int64_t row, int64_t rows, i
     for (int64_t group = 0, s = 0; group < p.groups; ++group) {
         const int64_t end = min(p.steps(), (group + 1) * p.group_steps) * STEP;
         I32 sums = set1_i(0);
-        for (int64_t i = s * STEP; i < end; i += LANES) {
+        const auto put = [&](F32 x_values, int64_t count) {
             alignas(16) int8_t q[LANES];
-            const I32 values = quantize(load_part(x + i, min(p.k, end) - i));
+            const I32 values = quantize(x_values);
             sums = sums + values;
             store_int8(q, values);
-            for (int64_t j = 0; j < min(LANES, end - i); j += STEP, ++s)
-                std::memcpy(out + s * rows * STEP, q + j, STEP);
-        }
+            for (int64_t j = 0; j < count; j += STEP, ++s) std::memcpy(out + s * rows * STEP, q + j, STEP);
+        };
+        int64_t i = s * STEP;
+        for (; i + LANES <= min(p.k, end); i += LANES) put(load(x + i), LANES);
+        if (i < end) put(load_part(x + i, min(p.k, end) - i), end - i);
         start[group * rows] = -8 * sum(sums);
     }
     return scale;

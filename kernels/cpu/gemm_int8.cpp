@@ -38,23 +38,41 @@ LLM_INLINE void store_operand(Operand* p, I32 x) {
 #include "gemm_int8_pairs.h"
 #endif
 
+// What a tile of PANELS panels prefetches. One row tile is bound by memory: it fetches its own panels a little ahead.
+// Of several only the first would wait for memory: each fetches its share of the panels that its thread takes next.
+template <int PANELS> class Fetches {
+    const Ahead ahead_;
+    const int64_t panel_bytes_, bytes_;  // bytes_: of its share, for a step
+    const char* share_ = nullptr;
+
+  public:
+    Fetches(const int8_t* panels, int64_t panel_bytes, int64_t steps, const Turn& turn)
+        : ahead_(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes), panel_bytes_(panel_bytes),
+          bytes_(ceil_div(PANELS * PANEL_STEP, turn.count)) {
+        if (turn.count == 1) return;
+        share_ = reinterpret_cast<const char*>(panels) + turn.panels * panel_bytes +
+                 turn.index * PANELS * panel_bytes / turn.count;
+    }
+    // `at`: the step in the first panel.
+    LLM_INLINE void step(const int8_t* at, int64_t step) const {
+        if (share_) return prefetch_far(share_ + step * bytes_);
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(at + c * panel_bytes_ + ahead_.distance(step));
+    }
+};
+
 // Sums [ROWS][PANELS][16]. Not inlined: what the caller keeps in registers would make it spill.
 template <int ROWS, int PANELS>
 __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
-                                    int32_t* out) {
+                                    const Turn& turn, int32_t* out) {
     constexpr int vectors = PANELS * PANEL_VECTORS;
     Bytes acc[ROWS][vectors];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = Bytes{};
-    const Ahead ahead(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes);
+    const Fetches<PANELS> fetches(b, panel_bytes, steps, turn);
     for (int64_t s = 0; s < steps; ++s) {
         Bytes w[vectors];
-        const int64_t distance = ahead.distance(s);
-        LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-            const int8_t* at = b + c * panel_bytes + s * PANEL_STEP;
-            LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v)
-                w[c * PANEL_VECTORS + v] = load_bytes(at + v * sizeof(Bytes));
-            prefetch(at + distance);
-        }
+        fetches.step(b + s * PANEL_STEP, s);
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v)
+            w[c * PANEL_VECTORS + v] = load_bytes(b + c * panel_bytes + s * PANEL_STEP + v * sizeof(Bytes));
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
             const Bytes value = broadcast_bytes(a + (s * ROWS + r) * STEP);
             LLM_UNROLL for (int c = 0; c < vectors; ++c) dot(acc[r][c], value, w[c]);
@@ -74,7 +92,8 @@ LLM_INLINE void store_operand(Operand* p, I32 x) { store_int16(p, x); }
 
 constexpr int panels_for(int) { return 1; }
 
-template <int ROWS, int PANELS> void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, int32_t* out) {
+template <int ROWS, int PANELS>
+void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, const Turn&, int32_t* out) {
     static_assert(PANELS == 1, "one panel at a time");
     for (int r = 0; r < ROWS; ++r) {
         int32_t acc[LANES] = {};
@@ -155,7 +174,7 @@ LLM_INLINE void add_pairs(const Vector* sums, int32_t* out) {
 }
 
 template <int ROWS, int PANELS>
-void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, int32_t* out) {
+void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, const Turn&, int32_t* out) {
     constexpr int width = ROWS * VECTORS <= 2 * MAX_ROWS ? VECTORS : 2;
     constexpr int64_t block = block_steps(ROWS, PANELS);
     const Ahead ahead(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes);
@@ -211,32 +230,34 @@ LLM_INLINE void scale_sums(const Int8Product& p, int64_t row, int64_t rows, int6
     }
 }
 
-template <int ROWS, int PANELS> void tile(const Int8Product& p, int64_t row, int64_t panel) {
+template <int ROWS, int PANELS> void tile(const Int8Product& p, int64_t row, int64_t panel, const Turn& turn) {
     alignas(64) int32_t sums[ROWS * PANELS * LANES];
 #if LLM_MMLA
     if constexpr (ROWS % 2 == 0 && PANELS == 1)
         paired_dots<ROWS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), sums);
     else
 #endif
-        dots<ROWS, PANELS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), sums);
+        dots<ROWS, PANELS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), turn, sums);
     scale_sums(p, row, ROWS, panel, PANELS, PANELS, sums);
 }
 
-template <int ROWS> void tiles(const Int8Product& p, int64_t row, int64_t panel, int64_t end) {
+template <int ROWS> void tiles(const Int8Product& p, int64_t row, int64_t panel, int64_t end, const Turn& turn) {
     for_panels<panels_for(ROWS)>(panel, end,
-                                 [&](auto wide, int64_t at) { tile<ROWS, decltype(wide)::value>(p, row, at); });
+                                 [&](auto wide, int64_t at) { tile<ROWS, decltype(wide)::value>(p, row, at, turn); });
 }
 
 // Quantizes one batch row of a tile of `rows` to [k / 4][rows][4]; returns the factor of its sums.
 LLM_INLINE float quantize_row(const Product& p, int64_t row, int64_t padded_k, int64_t rows, Operand* out) {
     const float* x = p.x + row * p.k;
     const RowQuantizer by(x, p.k, p.input_scale, p.input_offset);
-    alignas(64) Operand q[LANES];
-    for (int64_t i = 0; i < padded_k; i += LANES) {
-        store_operand(q, by.quantize(load_part(x + i, p.k - i)));
-        for (int64_t j = 0; j < min(LANES, padded_k - i); j += STEP)
-            std::memcpy(out + (i + j) * rows, q + j, STEP * sizeof(Operand));
-    }
+    const auto put = [&](int64_t i, F32 values, int64_t count) {
+        alignas(64) Operand q[LANES];
+        store_operand(q, by.quantize(values));
+        for (int64_t j = 0; j < count; j += STEP) std::memcpy(out + (i + j) * rows, q + j, STEP * sizeof(Operand));
+    };
+    int64_t i = 0;
+    for (; i + LANES <= p.k; i += LANES) put(i, load(x + i), LANES);
+    if (i < padded_k) put(i, load_part(x + i, p.k - i), padded_k - i);
     return by.factor;
 }
 
@@ -293,8 +314,9 @@ void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int6
     });
     const Int8Product p(product, a, row_scales, OPERAND_SHIFT);
     tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
-        with_rows(tasks.rows(tile),
-                  [&](auto rows) { tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
+        with_rows(tasks.rows(tile), [&](auto rows) {
+            tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end, tasks.turn(tile));
+        });
     });
 }
 

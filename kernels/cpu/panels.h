@@ -20,6 +20,9 @@ struct Ahead {
     LLM_INLINE int64_t distance(int64_t step) const { return step < turn ? bytes : bytes + skip; }
 };
 
+// A row tile's turn among the `count` of a block, which multiply the same `panels` panels one after the other.
+struct Turn { int64_t index, count, panels; };
+
 // Height of the tallest compiled tile.
 #if LLM_AVX512
 constexpr int MAX_ROWS = 12;
@@ -59,6 +62,10 @@ class Tasks {
     int64_t first_row(int64_t tile) const { return starts_.as<int64_t>()[tile]; }
     int64_t rows(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
     int64_t group_panels() const { return group_panels_; }
+    Turn turn(int64_t tile) const {
+        const int64_t first = tile / block_tiles_ * block_tiles_;
+        return {tile - first, min(block_tiles_, tiles_ - first), group_panels_};
+    }
     // Row tiles in one block, at most.
     int64_t block_tiles() const { return min(block_tiles_, tiles_); }
     // Runs everything on all threads. For each task: prepare(first panel, end panel, scratch), then run(tile, first

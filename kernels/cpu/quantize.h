@@ -43,6 +43,7 @@ class Divider {
     // By a divisor with exact corrections whose reciprocal is known.
     Divider(float divisor, float reciprocal)
         : divisor_(set1(divisor)), negative_(set1(-divisor)), reciprocal_(set1(reciprocal)), divides_(false) {}
+    LLM_INLINE bool divides() const { return divides_; }
     LLM_INLINE F32 operator()(F32 x) const {
         return divides_ ? x / divisor_ : corrected(corrected(x * reciprocal_, x), x);
     }
@@ -66,7 +67,9 @@ class Quantizer {
         : quotient_(row_scale == 0.0f ? 1.0f : row_scale, !Divider::has_exact_corrections(row_scale)),
           offset_(set1(0.0f)) {}
     LLM_INLINE I32 operator()(F32 x) const {
-        const F32 q = nan_to_zero(round_even(quotient_(x)) + offset_);
+        const F32 quotient = quotient_(x);
+        if (!quotient_.divides()) return to_int(quotient);  // by a row's scale, which is finite: at most 127
+        const F32 q = nan_to_zero(round_even(quotient) + offset_);
         return to_int(max(min(q, set1(127.0f)), set1(-128.0f)));
     }
 };
