@@ -21,10 +21,18 @@ ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "phi": gguf.MODEL_ARCH.PHI2,
     "phi3": gguf.MODEL_ARCH.PHI3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "glm4": gguf.MODEL_ARCH.GLM4,
 }
+# Of architectures that llama.cpp rotates in pairs of neighbours, and whose converter permutes rows for that.
+_PERMUTED = ("llama", "smollm3")
 FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 # Where the float16 scale and minimum of a block are, of types that the package only reads.
 _HALVES = {
@@ -151,7 +159,7 @@ def convert_back(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> tor
 
 
 def heads_of(name: str, config: dict[str, Any]) -> int:
-    if config["model_type"] != "llama" or not any(part in name for part in ("q_proj", "k_proj")):
+    if config["model_type"] not in _PERMUTED or not any(part in name for part in ("q_proj", "k_proj")):
         return 0
     return config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
 
@@ -169,9 +177,13 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config.get("norm_epsilon", config.get("layer_norm_eps")))
     writer.add_vocab_size(config["vocab_size"])
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
     rope = rope.get("full_attention", rope)

@@ -22,9 +22,11 @@ from tiny_models import LLAMA3, TinyModel, make_prompts, reference_logprobs, wri
 from llm import LLM, RequestOutput, SamplingParams
 from llm.api import EMBEDDED_MODEL
 from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
+from llm.loading.weight_map import rename
 from llm.tokenizer import Tokenizer
 
 TOLERANCE = 1e-4
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
 # Rows that blocks of 32 divide.
 SIZES: Mapping[str, Any] = {
@@ -41,6 +43,8 @@ LONG_ROPE = {
     "long_factor": [1.0 + index for index in range(8)],
     "original_max_position_embeddings": 32,
 }
+_LAYER_NORM: Mapping[str, Any] = {"rms_norm_eps": None, "layer_norm_eps": 1e-3, "head_dim": None}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, tuple[TinyModel, Type]] = {
     "llama": (TinyModel("LlamaConfig", SIZES), Type.Q8_0),
     "llama-tied": (TinyModel("LlamaConfig", {**SIZES, "tie_word_embeddings": True}), Type.Q4_0),
@@ -51,6 +55,7 @@ FAMILIES: dict[str, tuple[TinyModel, Type]] = {
     ),
     "qwen2": (TinyModel("Qwen2Config", {**SIZES, "head_dim": None}), Type.Q4_1),
     "qwen3": (TinyModel("Qwen3Config", SIZES), Type.Q5_1),
+    "gemma": (TinyModel("GemmaConfig", {**SIZES, "hidden_act": "gelu", "tie_word_embeddings": True}), Type.Q4_1),
     "gemma2": (
         TinyModel(
             "Gemma2Config",
@@ -95,6 +100,17 @@ FAMILIES: dict[str, tuple[TinyModel, Type]] = {
         ),
         Type.F32,
     ),
+    "phi2": (
+        TinyModel("PhiConfig", {**SIZES, **_LAYER_NORM, "num_key_value_heads": None, "rope_parameters": HALF}),
+        Type.Q4_0,
+    ),
+    "olmo2": (TinyModel("Olmo2Config", {**SIZES, "head_dim": None}), Type.Q4_0),
+    "smollm3": (TinyModel("SmolLM3Config", {**SIZES, "head_dim": None, "num_hidden_layers": 5}), Type.Q5_1),
+    "starcoder2": (
+        TinyModel("Starcoder2Config", {**SIZES, **_LAYER_NORM, "layer_norm_eps": None, "norm_epsilon": 1e-3}),
+        Type.Q4_1,
+    ),
+    "glm4": (TinyModel("Glm4Config", {**SIZES, "attention_bias": True, "rope_parameters": HALF}), Type.Q4_0),
 }
 
 
@@ -116,6 +132,29 @@ def deviation(folder: Path, outputs: list[RequestOutput]) -> float:
     return worst
 
 
+def held_weights(llm: LLM) -> dict[str, torch.Tensor]:
+    """W of every layer that has a quantized weight, by its path."""
+    engine: Any = llm._engine
+    modules = engine.runner.model.named_modules()
+    return {
+        name: module.quant_method.dequantize_weight(module)
+        for name, module in modules
+        if getattr(module, "quant_method", None) is not None and module.quant_method.scheme
+    }
+
+
+def check_weights(llm: LLM, exact: Path) -> None:
+    """That every quantized weight is bit for bit the file's."""
+    engine: Any = llm._engine
+    saved = load_file(exact / "model.safetensors")
+    expected = {rename(name, engine.runner.model.renames): tensor for name, tensor in saved.items()}
+    for name, weight in held_weights(llm).items():
+        last = name.rpartition(".")[2]
+        parts = (last,) if f"{name}.weight" in expected else FUSED[last]
+        values = [expected[f"{name.removesuffix(last)}{part}.weight"] for part in parts]
+        assert torch.equal(weight, torch.cat(values)), name
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     row, kind = FAMILIES[name]
@@ -127,6 +166,7 @@ def test_each_family_answers_as_transformers_does(name: str, tmp_path: Path) -> 
         alone = [output for prompt in prompts for output in run(llm, [prompt], GREEDY)]
         batch = run(llm, prompts, GREEDY)
         invariant = llm.config.invariant
+        check_weights(llm, exact)
     assert deviation(exact, alone) < TOLERANCE
     assert not invariant or [(item.token_ids, item.logprobs) for output in batch for item in output.outputs] == [
         (item.token_ids, item.logprobs) for output in alone for item in output.outputs
@@ -153,31 +193,16 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "tiny-Q4_K_M.gguf", exact
 
 
-def held_weights(llm: LLM) -> dict[str, torch.Tensor]:
-    """W of every layer that has a quantized weight, by its path."""
-    engine: Any = llm._engine
-    modules = engine.runner.model.named_modules()
-    return {
-        name: module.quant_method.dequantize_weight(module)
-        for name, module in modules
-        if getattr(module, "quant_method", None) is not None and module.quant_method.scheme
-    }
-
-
 def test_weights_are_bit_for_bit_those_of_gguf(mixture: tuple[Path, Path]) -> None:
     path, exact = mixture
     expected = load_file(exact / "model.safetensors")
-    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     with opened(path) as llm:
+        check_weights(llm, exact)
         held = held_weights(llm)
         ids = torch.tensor([0, 7, 2303])
         engine: Any = llm._engine
         rows = engine.runner.model.model.embed_tokens(ids)
     assert len(held) == 4 * 4 + 1
-    for name, weight in held.items():
-        parent, _, last = name.rpartition(".")
-        parts = [expected[f"{parent}.{part}.weight"] for part in fused.get(last, (last,))]
-        assert torch.equal(weight, torch.cat(parts)), name
     assert torch.equal(rows, expected["model.embed_tokens.weight"][ids])
     # The control: one bit of the file is felt.
     assert not torch.equal(held["model.embed_tokens"], expected["model.embed_tokens.weight"].nextafter(torch.ones(1)))

@@ -20,6 +20,7 @@ from llm.loading.gguf.names import Family, family_of
 _REFUSED = {
     "attention.temperature_scale": "its attention is scaled by position",
 }
+_BIASES = ("attention_bias", "mlp_bias")
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
 
@@ -51,9 +52,8 @@ def config_of(header: Header) -> JsonObject:
     family = family_of(metadata.architecture)
     with_experts = WITH_EXPERTS.get(family.architecture) if metadata.get("expert_count") else None
     _refuse_others(metadata, family, with_experts is not None)
-    config = _common(metadata, family, header) | _OF_FAMILY.get(family.model_type, _nothing)(metadata)
-    if not family.model_type.startswith("qwen2"):  # where config.json has no such keys
-        config |= {key: True for key in ("attention_bias", "mlp_bias") if getattr(header, key)}
+    config = _common(metadata, family, header) | _biases(header)
+    config |= _OF_FAMILY.get(family.model_type, _nothing)(metadata)
     config |= _rope(metadata, header, config) | _token_ids(header.metadata)
     return config if with_experts is None else with_experts(metadata, config)
 
@@ -127,8 +127,35 @@ def _divisors(metadata: Metadata, ropes: Mapping[str, list[float]], rotated: int
     return {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": attention}
 
 
+def _biases(header: Header) -> JsonObject:
+    return {key: True for key in _BIASES if getattr(header, key)}
+
+
 def _nothing(metadata: Metadata) -> JsonObject:
     return {}
+
+
+def _without_bias_keys(metadata: Metadata) -> JsonObject:
+    """Of families whose config.json has no such keys."""
+    return dict.fromkeys(_BIASES)
+
+
+def _gemma(metadata: Metadata) -> JsonObject:
+    return {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _starcoder2(metadata: Metadata) -> JsonObject:
+    """The files say no window, and llama.cpp computes none."""
+    return _layer_norm(metadata, "norm_epsilon") | _without_bias_keys(metadata)
+
+
+def _phi2(metadata: Metadata) -> JsonObject:
+    return _layer_norm(metadata, "layer_norm_eps") | _without_bias_keys(metadata)
+
+
+def _layer_norm(metadata: Metadata, key: str) -> JsonObject:
+    """`key`: what config.json calls the epsilon of a LayerNorm."""
+    return {"rms_norm_eps": None, key: metadata.number("attention.layer_norm_epsilon", 1e-5)}
 
 
 def _windowed(metadata: Metadata) -> JsonObject:
@@ -166,10 +193,15 @@ def _gemma_scalar(metadata: Metadata, layers_of_27b: int) -> int:
 
 
 _OF_FAMILY: Mapping[str, Callable[[Metadata], JsonObject]] = {
+    "qwen2": _without_bias_keys,
+    "qwen2_moe": _without_bias_keys,
     "granite": granite,
+    "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "phi": _phi2,
     "phi3": _windowed,
+    "starcoder2": _starcoder2,
 }
 
 

@@ -35,6 +35,18 @@ _PHI3 = _PRE_NORMS | {
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_PLAIN_MLP = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_GLM4 = (
+    _ATTENTION
+    | _PRE_NORMS
+    | {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
 _EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
     f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
 }
@@ -100,9 +112,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("gpt-oss", "gpt_oss", _ATTENTION | _GPT_OSS_NORMS | _EXPERTS),
             Family("granite", "granite", _LLAMA, permuted=True),
             Family("granitemoe", "granitemoe", _LLAMA | _EXPERTS, permuted=True),
+            Family("gemma", "gemma", _LLAMA, norm_offset=1.0),
             Family("gemma2", "gemma2", _ATTENTION | _MLP | _AROUND, norm_offset=1.0),
             Family("gemma3", "gemma3_text", _ATTENTION | _MLP | _AROUND | _QK_NORMS, norm_offset=1.0),
+            Family(
+                "phi2",
+                "phi",
+                _ATTENTION | _PLAIN_MLP | {"attn_norm": "input_layernorm", "attn_qkv": "self_attn.qkv_proj"},
+            ),
             Family("phi3", "phi3", _PHI3),
+            Family("olmo2", "olmo2", _ATTENTION | _MLP | _POST | _QK_NORMS),
+            Family("smollm3", "smollm3", _LLAMA, permuted=True),
+            Family("starcoder2", "starcoder2", _ATTENTION | _PLAIN_MLP | _PRE_NORMS),
+            Family("glm4", "glm4", _GLM4),
         )
     }
 )
