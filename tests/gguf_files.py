@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "glm4": gguf.MODEL_ARCH.GLM4,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
 }
 # Of architectures that llama.cpp rotates in pairs of neighbours, and whose converter permutes rows for that.
 _PERMUTED = ("llama", "smollm3")
@@ -116,7 +117,7 @@ def write_gguf(
     exact: dict[str, torch.Tensor] = {}
     for index, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
         converted = convert(name, tensor, config)
-        kind = type_of(name) if tensor.dim() > 1 else Type.F32
+        kind = type_of(name) if tensor.dim() == 2 else Type.F32
         data, values = encoded(converted, kind, index)
         raw_dtype = None if kind in (Type.F32, Type.F16) else kind
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=raw_dtype)
@@ -148,6 +149,8 @@ def convert(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Te
     heads = heads_of(name, config)
     if heads:
         return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    if tensor.dim() == 3:  # the channels' own filters
+        return tensor.squeeze(1)
     return tensor.float() + 1 if is_gemma_norm(name, config) else tensor
 
 
@@ -155,6 +158,8 @@ def convert_back(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> tor
     heads = heads_of(name, config)
     if heads:
         return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    if name.endswith("conv.conv.weight"):
+        return tensor.unsqueeze(1)
     return tensor - 1 if is_gemma_norm(name, config) else tensor
 
 
@@ -174,14 +179,19 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(feed_forward_of(config))
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if config["model_type"] == "lfm2":
+        heads = config["num_key_value_heads"]
+        writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
     if config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if "rms_norm_eps" in config:
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "rms_norm_eps" in config or "norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
     else:
         writer.add_layer_norm_eps(config.get("norm_epsilon", config.get("layer_norm_eps")))
     writer.add_vocab_size(config["vocab_size"])
@@ -207,6 +217,13 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     for key in ("bos", "eos"):
         if config.get(f"{key}_token_id") is not None:
             add_value(writer, f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
+
+
+def feed_forward_of(config: dict[str, Any]) -> int:
+    if not config.get("block_auto_adjust_ff_dim"):
+        return config["intermediate_size"]
+    size, multiple = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
+    return multiple * -(-size // multiple)
 
 
 def rope_tensors(config: dict[str, Any]) -> dict[str, list[float]]:

@@ -24,11 +24,12 @@ ARCHITECTURES = {
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }
-_PERMUTED = ("mixtral", "granite", "granitemoe")
+_PERMUTED = ("mixtral", "granite", "granitemoe", "granitemoeshared")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 Tensors = dict[str, torch.Tensor]
 
@@ -83,15 +84,20 @@ def _converted(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     for name, tensor in tensors.items():
         if expert := _EXPERT.fullmatch(name):
             stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", []).append((int(expert[2]), tensor))
-        elif name.endswith("input_linear.weight"):
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
             for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
                 found[name.replace("block_sparse_moe.input_linear", f"mlp.experts.{part}_proj")] = half
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                found[name.replace("shared_mlp.input_linear", f"mlp.shared_experts.{part}_proj")] = half
+        elif name.endswith("shared_mlp.output_linear.weight"):
+            found[name.replace("shared_mlp.output_linear", "mlp.shared_experts.down_proj")] = tensor
         elif "experts.gate_up_proj" in name:
             for part, half in zip(("gate", "up"), (tensor[..., ::2], tensor[..., 1::2]), strict=True):
                 found[_of_gpt_oss(name, part)] = half if name.endswith("bias") else half.transpose(1, 2)
         elif "gpt_oss" in config["model_type"] and "experts.down_proj" in name:
             found[_of_gpt_oss(name, "down")] = tensor if name.endswith("bias") else tensor.transpose(1, 2)
-        elif name.endswith("output_linear.weight"):
+        elif name.endswith("block_sparse_moe.output_linear.weight"):
             found[name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")] = tensor
         elif name.endswith("shared_expert_gate.weight"):
             found[name] = tensor[0]
@@ -128,7 +134,7 @@ def _restored(written: Tensors, config: Mapping[str, Any]) -> Tensors:
             found[name] = by_head.flatten(0, 1)
         elif last == "v":
             continue
-        elif ".experts." in name and config["model_type"] == "granitemoe":
+        elif ".experts." in name and config["model_type"].startswith("granitemoe"):
             up = written.get(f"{path.replace('gate_proj', 'up_proj')}.{end}|")
             stored = name.replace("mlp.experts.gate_proj", "block_sparse_moe.input_linear")
             if "gate_proj" in name and up is not None:
@@ -140,6 +146,13 @@ def _restored(written: Tensors, config: Mapping[str, Any]) -> Tensors:
         elif ".experts." in name:
             owner, _, part = path.rpartition(".")
             found |= {f"{owner}.{index}.{part}.weight": each for index, each in enumerate(values)}
+        elif "shared_experts.gate_proj" in name and "granite" in config["model_type"]:
+            both = (values, written[f"{path.replace('gate_proj', 'up_proj')}.{end}|"])
+            found[name.replace("mlp.shared_experts.gate_proj", "shared_mlp.input_linear")] = torch.cat(both)
+        elif "shared_experts.down_proj" in name and "granite" in config["model_type"]:
+            found[name.replace("mlp.shared_experts.down_proj", "shared_mlp.output_linear")] = values
+        elif "shared_experts.up_proj" in name and "granite" in config["model_type"]:
+            continue
         elif name.endswith("shared_expert_gate.weight"):
             found[name] = values[None]
         else:
@@ -176,6 +189,8 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any], split_latent: boo
     if kind == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_sliding_window(config["sliding_window"])
+    if kind == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     if kind.startswith("granite"):
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])

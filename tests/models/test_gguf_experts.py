@@ -44,6 +44,11 @@ FAMILIES: dict[str, tuple[TinyModel, Type, bool]] = {
     "olmoe": (changed("olmoe", {**_WIDE, "head_dim": None, "num_experts_per_tok": 3}), Type.Q4_0, False),
     "granite": (changed("granite", {**_WIDE, "head_dim": None}), Type.Q4_0, False),
     "granitemoe": (changed("granitemoe", {**_WIDE, "head_dim": None}), Type.Q8_0, False),
+    "granitemoeshared": (
+        changed("granitemoeshared", {**_WIDE, "head_dim": None, "shared_intermediate_size": 64}),
+        Type.Q4_0,
+        False,
+    ),
     "gpt-oss": (
         changed("gpt-oss", {**_WIDE, "swiglu_limit": 7.0, "rope_parameters": {**_YARN, "truncate": False}}),
         Type.MXFP4,

@@ -44,6 +44,10 @@ LONG_ROPE = {
     "original_max_position_embeddings": 32,
 }
 _LAYER_NORM: Mapping[str, Any] = {"rms_norm_eps": None, "layer_norm_eps": 1e-3, "head_dim": None}
+_OF_LFM2: Mapping[str, Any] = {
+    **{"head_dim": None, "rms_norm_eps": None, "norm_eps": 1e-3, "conv_L_cache": 4, "block_multiple_of": 32},
+    "intermediate_size": 120,
+}
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, tuple[TinyModel, Type]] = {
     "llama": (TinyModel("LlamaConfig", SIZES), Type.Q8_0),
@@ -109,6 +113,13 @@ FAMILIES: dict[str, tuple[TinyModel, Type]] = {
     "starcoder2": (
         TinyModel("Starcoder2Config", {**SIZES, **_LAYER_NORM, "layer_norm_eps": None, "norm_epsilon": 1e-3}),
         Type.Q4_1,
+    ),
+    "lfm2": (
+        TinyModel(
+            "Lfm2Config",
+            {**SIZES, **_OF_LFM2, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        ),
+        Type.Q4_0,
     ),
     "glm4": (TinyModel("Glm4Config", {**SIZES, "attention_bias": True, "rope_parameters": HALF}), Type.Q4_0),
 }

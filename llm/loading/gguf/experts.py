@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.types import JsonObject
 from llm.loading.gguf.keys import Metadata
 
@@ -68,12 +67,9 @@ def granite(metadata: Metadata) -> JsonObject:
 
 
 def _granite(metadata: Metadata, config: JsonObject) -> JsonObject:
-    if metadata.integer("expert_shared_feed_forward_length", 0):
-        raise UnsupportedModelError(
-            f"{metadata.architecture}.expert_shared_feed_forward_length of this GGUF file: it has an expert that every "
-            "token has, which is not computed in this family."
-        )
-    return config | granite(metadata) | _used(metadata) | {"num_local_experts": metadata.integer("expert_count")}
+    found = config | granite(metadata) | _used(metadata) | {"num_local_experts": metadata.integer("expert_count")}
+    shared = metadata.integer("expert_shared_feed_forward_length", 0)
+    return found | ({"model_type": "granitemoeshared", "shared_intermediate_size": shared} if shared else {})
 
 
 def _gpt_oss(metadata: Metadata, config: JsonObject) -> JsonObject:

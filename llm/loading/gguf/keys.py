@@ -34,6 +34,15 @@ class Metadata:
             raise self.error(key, value, "an integer, the same for all layers")
         return value
 
+    def of_layers(self, key: str) -> list[int]:
+        """A list of one number for every layer; of a number, that many times."""
+        value, count = self.get(key), self.integer("block_count")
+        if not 0 < count <= _MOST_LISTED:
+            raise self.error("block_count", count, f"an integer from 1 to {_MOST_LISTED}")
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iub" and value.size == count:
+            return [int(each) for each in value]
+        return [self.integer(key)] * count
+
     def boolean(self, key: str, default: bool) -> bool:
         value = self.get(key)
         if value is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.types import JsonObject
 from llm.loading.gguf.container import Value
@@ -85,13 +87,21 @@ def _common(metadata: Metadata, family: Family, header: Header) -> JsonObject:
         "intermediate_size": metadata.integer("feed_forward_length", metadata.integer("expert_feed_forward_length", 0)),
         "num_hidden_layers": metadata.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(metadata, heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.integer("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": not header.has_lm_head,
         "torch_dtype": header.dtype,
     }
+
+
+def _kv_heads(metadata: Metadata, heads: int) -> int:
+    """Of layers with attention: 0 is said of one without, whose tensors then are others."""
+    if not isinstance(metadata.get("attention.head_count_kv"), np.ndarray):
+        return metadata.integer("attention.head_count_kv", heads)
+    found = set(metadata.of_layers("attention.head_count_kv")) - {0}
+    return found.pop() if len(found) == 1 else metadata.integer("attention.head_count_kv")
 
 
 def _rope(metadata: Metadata, header: Header, config: JsonObject) -> JsonObject:
@@ -142,6 +152,17 @@ def _without_bias_keys(metadata: Metadata) -> JsonObject:
 
 def _gemma(metadata: Metadata) -> JsonObject:
     return {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _lfm2(metadata: Metadata) -> JsonObject:
+    heads = metadata.of_layers("attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,  # feed_forward_length is adjusted already
+        "rms_norm_eps": None,
+        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon", 1e-5),
+    }
 
 
 def _starcoder2(metadata: Metadata) -> JsonObject:
@@ -199,6 +220,7 @@ _OF_FAMILY: Mapping[str, Callable[[Metadata], JsonObject]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "lfm2": _lfm2,
     "phi": _phi2,
     "phi3": _windowed,
     "starcoder2": _starcoder2,

@@ -16,7 +16,12 @@ import torch
 from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "token_embd_norm": "model.embedding_norm",  # LFM 2's name for the last norm
+}
 _ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
 _MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
@@ -47,6 +52,13 @@ _GLM4 = (
         "ffn_down": "mlp.down_proj",
     }
 )
+_LFM2 = (
+    {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
+    | {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
+    | {"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}
+    | {"attn_output": "self_attn.out_proj", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
+    | {"ffn_gate": "feed_forward.w1", "ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3"}
+)
 _EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
     f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
 }
@@ -65,7 +77,7 @@ _LATENT = {
     "attn_v_b": "self_attn.v_b_proj",
     "attn_output": "self_attn.o_proj",
 }
-_IN_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_IN_LAYER = re.compile(r"blk\.(\d{1,5})\.([\w.]+)\.(weight|bias)", re.ASCII)
 _OF_LAYER = re.compile(r"model\.layers\.(\d{1,5})\.([\w.]+)\.(weight|bias)", re.ASCII)
 _PART_OF_LAYER = re.compile(r"model\.layers\.(\d{1,5})\.([\w.]+)", re.ASCII)
 _AT_TOP = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
@@ -111,7 +123,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("deepseek2", "deepseek_v2", _LATENT | _MLP | _PRE_NORMS | _EXPERTS | _SHARED),
             Family("gpt-oss", "gpt_oss", _ATTENTION | _GPT_OSS_NORMS | _EXPERTS),
             Family("granite", "granite", _LLAMA, permuted=True),
-            Family("granitemoe", "granitemoe", _LLAMA | _EXPERTS, permuted=True),
+            Family("granitemoe", "granitemoe", _LLAMA | _EXPERTS | _SHARED, permuted=True),
             Family("gemma", "gemma", _LLAMA, norm_offset=1.0),
             Family("gemma2", "gemma2", _ATTENTION | _MLP | _AROUND, norm_offset=1.0),
             Family("gemma3", "gemma3_text", _ATTENTION | _MLP | _AROUND | _QK_NORMS, norm_offset=1.0),
@@ -125,6 +137,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("smollm3", "smollm3", _LLAMA, permuted=True),
             Family("starcoder2", "starcoder2", _ATTENTION | _PLAIN_MLP | _PRE_NORMS),
             Family("glm4", "glm4", _GLM4),
+            Family("lfm2", "lfm2", _LFM2),
         )
     }
 )

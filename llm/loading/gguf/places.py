@@ -2,7 +2,7 @@
 
 Owns three differences. GGUF stores the experts of a layer as one tensor of three dimensions: here each has its own,
 a view. It splits the projection behind the latents of DeepSeek by heads, one part transposed: joined here, as floats,
-which is how latent attention reads it. It drops a dimension of one row.
+which is how latent attention reads it. It drops a dimension of one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from llm.quantization.storage.gguf_blocks import BLOCKS
 _STACK = re.compile(r"(.+\.experts)\.(gate_proj|up_proj|down_proj)\.(weight|bias)", re.ASCII)
 _LATENT = re.compile(r"(.+)\.(kv_b_proj|k_b_proj|v_b_proj)\.weight", re.ASCII)
 _MOST_PLACES = 1 << 19
-_ONE_ROW = "shared_expert_gate.weight"
+# Names' ends -> the dimension of one that GGUF drops: of a matrix of one row, of the channels' own filters.
+_DROPPED = {"shared_expert_gate.weight": 0, "conv.conv.weight": 1}
 Mapped = Callable[[Path], torch.Tensor]
 
 
@@ -62,15 +63,16 @@ class Place:
         if self.is_float:
             return dequantized(self.tensor, mapped)
         found = raw_values(self.tensor, mapped, self.expert)
-        return found[None] if name.endswith(_ONE_ROW) and found.dim() == 1 else found
+        return found.view(self._shape(name, BLOCKS[self.type].dtype is not None))
 
     def _shape(self, name: str, is_dense: bool) -> tuple[int, ...]:
         shape = self.tensor.shape if is_dense else (*self.tensor.shape[:-1], self.tensor.row_bytes)
         if self.values is not None:
             heads, latent, key = self.tensor.shape
             return heads * (key + self.values.shape[1]), latent
-        if name.endswith(_ONE_ROW) and len(shape) == 1:
-            return 1, *shape
+        for end, axis in _DROPPED.items():
+            if name.endswith(end) and len(shape) == axis + 1:
+                return *shape[:axis], 1, *shape[axis:]
         return shape if self.expert is None else shape[1:]
 
 

@@ -47,7 +47,8 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-
 # tokenizer.ggml.pre -> the expression, or several; None: GPT-2's own. "digits": single digits are split off first.
 EXPRESSIONS: Mapping[str, str | tuple[str, ...] | None] = {
     **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jina-es", "jina-de"), None),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), "digits"),
     "tekken": _TEKKEN,
@@ -56,8 +57,8 @@ EXPRESSIONS: Mapping[str, str | tuple[str, ...] | None] = {
     "deepseek-coder": _DEEPSEEK_CODER,
 }
 # A word that is a token as a whole is taken as it is, whatever the merges say.
-IGNORES_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-_ADDS_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+IGNORES_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "tekken")
+_ADDS_BOS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 
 
 def read_tokenizer(metadata: Mapping[str, Value], path: Path) -> TokenizerDefinition:
