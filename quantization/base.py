@@ -228,6 +228,10 @@ class QuantizationConfig(ABC):
         names = [f"{path}.{part}" if path else part for part in self.packed_modules_mapping.get(last, [last])]
         return names if self._to_checkpoint is None else [self._to_checkpoint(name) for name in names]
 
+    def computed_with(self) -> Mapping[str, str]:
+        """Type of tensors -> how many there are and what computes them; empty: `llm.explain()` alone says."""
+        return {}
+
     def describe_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Called with the shapes of the checkpoint's tensors before the model is planned, and again before it is built;
         not for random weights."""

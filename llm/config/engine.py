@@ -290,7 +290,11 @@ class EngineConfig(ConfigForPlugins):
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
         lines.append(self._line("num_threads", self.num_threads or torch.get_num_threads()))
         for part in (self.model_config, self.cache_config, self.scheduler_config, self.compilation_config):
-            lines += [self._line(item.name, getattr(part, item.name)) for item in fields(part)]
+            for item in fields(part):
+                lines.append(self._line(item.name, getattr(part, item.name)))
+                if item.name == "quantization" and self.quant_config is not None:
+                    types = self.quant_config.computed_with()
+                    lines += [f"  {name:<22} {text}" for name, text in types.items()]
         lines.append(self._line("speculative_config", self.speculative_config or "off"))
         shown = fields(self.offload_config) if self.offload_config.offload_weights else fields(self.offload_config)[:1]
         lines += [self._line(item.name, getattr(self.offload_config, item.name)) for item in shown]

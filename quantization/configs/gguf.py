@@ -7,6 +7,7 @@ are `storage/gguf_blocks.py`'s.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -74,6 +75,11 @@ class GGUFConfig(QuantizationConfig):
             return IntegerMethod(SCHEMES[scheme], storage, _SOURCE, reason)
         return get_scheme(scheme, kind)(storage, _SOURCE, reason)
 
+    def computed_with(self) -> dict[str, str]:
+        """Most frequent first; each expert counts. A layer that joins types is held in the wider form."""
+        counts = Counter(self.types.values()).most_common()
+        return {name: f"{count} tensor{'s' if count > 1 else ''}, {_computed(name)}" for name, count in counts}
+
     def expected_bytes(self, tensors: Mapping[str, tuple[Sequence[int], int]]) -> int:
         """What tensors of these shapes, and of so many bytes in the file, take in memory; mixed layers at the least."""
         total = 0
@@ -110,7 +116,16 @@ def _reason(storage: GgufStorage, columns: int) -> str:
     """E.g. "Q4_K, held in 6 bits a value (4.5 in the file)"."""
     names = " and ".join(dict.fromkeys(storage.types))
     in_file = sum(BLOCKS[name].bytes * 8 / BLOCKS[name].values for name in storage.types) / len(storage.types)
+    bits = f"about {_bits_in_memory(storage):.3g} bits a value ({in_file:.3g} in the file)"
+    return f"{names}: {_held(storage)}, {bits}"
+
+
+def _computed(name: str) -> str:
+    """Of a type."""
+    return "computed as stored" if BLOCKS[name].dtype else f"float32 activations, {_held(GgufStorage([name]))}"
+
+
+def _held(storage: GgufStorage) -> str:
+    """E.g. "int4 in groups of 32 with minima"."""
     kind = "a table of 16" if storage.table else storage.kind
-    held = f"{kind} in groups of {storage.group_size}"
-    minima = " with minima" if storage.has_minimum else ""
-    return f"{names}: {held}{minima}, about {_bits_in_memory(storage):.3g} bits a value ({in_file:.3g} in the file)"
+    return f"{kind} in groups of {storage.group_size}{' with minima' if storage.has_minimum else ''}"

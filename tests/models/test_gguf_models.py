@@ -7,6 +7,7 @@ Files are written by the `gguf` package (`gguf_files.py`); the reference is tran
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,15 @@ def test_a_mixture_answers_as_transformers_does(mixture: tuple[Path, Path]) -> N
     assert deviation(exact, alone) < TOLERANCE
     assert not invariant or [o.outputs[0].logprobs for o in batch] == [o.outputs[0].logprobs for o in alone]
     assert "gguf" in config
+    floats = 4 * 2 + 1
+    for line in (
+        r"Q4_K +\d+ tensors, float32 activations, int4 in groups of 32 with minima",
+        r"Q6_K +\d+ tensors, float32 activations, int8 in groups of 16",
+        r"IQ4_XS +\d+ tensors, float32 activations, a table of 16 in groups of 32",
+        rf"F32 +{floats} tensors, computed as stored",
+    ):
+        assert re.search(rf"^  {line}$", config, re.MULTILINE), config
+    assert sum(map(int, re.findall(r"(\d+) tensors?, ", config))) == len(load_file(exact / "model.safetensors"))
     for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL"):
         assert kind in explained, explained
     assert "bits a value (4.5 in the file)" in explained
