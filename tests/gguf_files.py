@@ -31,9 +31,15 @@ ARCHITECTURES = {
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "lfm2": gguf.MODEL_ARCH.LFM2,
+    "cohere": gguf.MODEL_ARCH.COMMAND_R,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "stablelm": gguf.MODEL_ARCH.STABLELM,
+    "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
+    "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
+    "arcee": gguf.MODEL_ARCH.ARCEE,
 }
 # Of architectures that llama.cpp rotates in pairs of neighbours, and whose converter permutes rows for that.
-_PERMUTED = ("llama", "smollm3")
+_PERMUTED = ("llama", "smollm3", "arcee")
 FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 # Where the float16 scale and minimum of a block are, of types that the package only reads.
 _HALVES = {
@@ -209,8 +215,12 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         stretch = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
         attention = (1 + np.log(stretch) / np.log(rope["original_max_position_embeddings"])) ** 0.5
         writer.add_rope_scaling_attn_factors(float(attention))
-    if config.get("sliding_window") and config["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    if config.get("sliding_window") and config["model_type"] in ("gemma2", "gemma3_text", "phi3", "cohere2"):
         writer.add_sliding_window(config["sliding_window"])
+    if "logit_scale" in config:
+        writer.add_logit_scale(config["logit_scale"])
+    if "use_parallel_residual" in config:
+        writer.add_parallel_residual(config["use_parallel_residual"])
     if config["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])

@@ -23,6 +23,7 @@ from tiny_models import LLAMA3, TinyModel, make_prompts, reference_logprobs, wri
 from llm import LLM, RequestOutput, SamplingParams
 from llm.api import EMBEDDED_MODEL
 from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
+from llm.loading.gguf.names import FAMILIES as ARCHITECTURES
 from llm.loading.weight_map import rename
 from llm.tokenizer import Tokenizer
 
@@ -122,6 +123,28 @@ FAMILIES: dict[str, tuple[TinyModel, Type]] = {
         ),
         Type.Q4_0,
     ),
+    "command-r": (
+        TinyModel("CohereConfig", {**SIZES, **_LAYER_NORM, "logit_scale": 0.7, "tie_word_embeddings": True}),
+        Type.Q4_0,
+    ),
+    "cohere2": (
+        TinyModel(
+            "Cohere2Config",
+            {
+                **{**SIZES, **_LAYER_NORM, "logit_scale": 0.9, "tie_word_embeddings": True},
+                **{"sliding_window": 7, "layer_types": None, "num_hidden_layers": 4},
+            },
+            lengths=(5, 23),
+        ),
+        Type.Q4_1,
+    ),
+    "stablelm": (
+        TinyModel("StableLmConfig", {**SIZES, **_LAYER_NORM, "rope_parameters": HALF, "use_qkv_bias": True}),
+        Type.Q4_0,
+    ),
+    "seed_oss": (TinyModel("SeedOssConfig", {**SIZES, "attention_bias": True, "attention_out_bias": False}), Type.Q4_0),
+    "ernie4_5": (TinyModel("Ernie4_5Config", {**SIZES, "head_dim": 16}), Type.Q4_0),
+    "arcee": (TinyModel("ArceeConfig", SIZES), Type.Q4_0),
     "glm4": (TinyModel("Glm4Config", {**SIZES, "attention_bias": True, "rope_parameters": HALF}), Type.Q4_0),
 }
 
@@ -345,3 +368,9 @@ def test_metadata_that_is_not_computed(
     write_gguf(EMBEDDED_MODEL, path, lambda _: Type.F16, tokenizer="tokenizer.ggml" not in str(extra), extra=extra)
     with pytest.raises(error, match=message):
         LLM(path)
+
+
+def test_the_page_of_formats_names_every_architecture() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/formats.md").read_text()
+    line = page.split("- Read: ")[1].split("- Written:")[0]
+    assert [name for name in ARCHITECTURES if not re.search(rf"\b{name}\b", line)] == []

@@ -22,7 +22,8 @@ from llm.loading.gguf.names import Family, family_of
 _REFUSED = {
     "attention.temperature_scale": "its attention is scaled by position",
 }
-_BIASES = ("attention_bias", "mlp_bias")
+# What config.json calls biases of queries and of the feed-forward, of families that have other keys or none.
+_BIASES = {**dict.fromkeys(("qwen2", "qwen2_moe", "phi", "starcoder2"), ()), "stablelm": ("use_qkv_bias",)}
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
 
@@ -54,7 +55,7 @@ def config_of(header: Header) -> JsonObject:
     family = family_of(metadata.architecture)
     with_experts = WITH_EXPERTS.get(family.architecture) if metadata.get("expert_count") else None
     _refuse_others(metadata, family, with_experts is not None)
-    config = _common(metadata, family, header) | _biases(header)
+    config = _common(metadata, family, header) | _biases(header, family)
     config |= _OF_FAMILY.get(family.model_type, _nothing)(metadata)
     config |= _rope(metadata, header, config) | _token_ids(header.metadata)
     return config if with_experts is None else with_experts(metadata, config)
@@ -65,7 +66,7 @@ def _refuse_others(metadata: Metadata, family: Family, has_experts: bool) -> Non
     refused = dict(_REFUSED)
     if not has_experts:
         refused["expert_count"] = "it is a mixture of experts"
-    if not family.architecture.startswith("granite"):
+    if not family.architecture.startswith(("granite", "command-r", "cohere2")):
         refused["logit_scale"] = "its logits are scaled"
     for key, why in refused.items():
         if metadata.get(key):
@@ -137,17 +138,13 @@ def _divisors(metadata: Metadata, ropes: Mapping[str, list[float]], rotated: int
     return {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": attention}
 
 
-def _biases(header: Header) -> JsonObject:
-    return {key: True for key in _BIASES if getattr(header, key)}
+def _biases(header: Header, family: Family) -> JsonObject:
+    keys = _BIASES.get(family.model_type, ("attention_bias", "mlp_bias"))
+    return {key: True for key, given in zip(keys, (header.attention_bias, header.mlp_bias), strict=False) if given}
 
 
 def _nothing(metadata: Metadata) -> JsonObject:
     return {}
-
-
-def _without_bias_keys(metadata: Metadata) -> JsonObject:
-    """Of families whose config.json has no such keys."""
-    return dict.fromkeys(_BIASES)
 
 
 def _gemma(metadata: Metadata) -> JsonObject:
@@ -165,13 +162,28 @@ def _lfm2(metadata: Metadata) -> JsonObject:
     }
 
 
+def _cohere(metadata: Metadata) -> JsonObject:
+    scale = metadata.number("logit_scale", 1.0)
+    return _layer_norm(metadata, "layer_norm_eps") | {"logit_scale": scale}
+
+
+def _cohere2(metadata: Metadata) -> JsonObject:
+    """One layer of four has no window; no key says which, but in llama.cpp's own code."""
+    return _cohere(metadata) | {"sliding_window": metadata.integer("attention.sliding_window", 4096)}
+
+
+def _stablelm(metadata: Metadata) -> JsonObject:
+    parallel = metadata.boolean("use_parallel_residual", True)
+    return _layer_norm(metadata, "layer_norm_eps") | {"use_parallel_residual": parallel}
+
+
 def _starcoder2(metadata: Metadata) -> JsonObject:
     """The files say no window, and llama.cpp computes none."""
-    return _layer_norm(metadata, "norm_epsilon") | _without_bias_keys(metadata)
+    return _layer_norm(metadata, "norm_epsilon")
 
 
 def _phi2(metadata: Metadata) -> JsonObject:
-    return _layer_norm(metadata, "layer_norm_eps") | _without_bias_keys(metadata)
+    return _layer_norm(metadata, "layer_norm_eps")
 
 
 def _layer_norm(metadata: Metadata, key: str) -> JsonObject:
@@ -214,8 +226,9 @@ def _gemma_scalar(metadata: Metadata, layers_of_27b: int) -> int:
 
 
 _OF_FAMILY: Mapping[str, Callable[[Metadata], JsonObject]] = {
-    "qwen2": _without_bias_keys,
-    "qwen2_moe": _without_bias_keys,
+    "cohere": _cohere,
+    "cohere2": _cohere2,
+    "stablelm": _stablelm,
     "granite": granite,
     "gemma": _gemma,
     "gemma2": _gemma2,

@@ -138,6 +138,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("starcoder2", "starcoder2", _ATTENTION | _PLAIN_MLP | _PRE_NORMS),
             Family("glm4", "glm4", _GLM4),
             Family("lfm2", "lfm2", _LFM2),
+            Family("command-r", "cohere", _ATTENTION | _MLP | {"attn_norm": "input_layernorm"}),
+            Family("cohere2", "cohere2", _ATTENTION | _MLP | {"attn_norm": "input_layernorm"}),
+            Family("stablelm", "stablelm", _LLAMA),
+            Family("seed_oss", "seed_oss", _ATTENTION | _MLP | _GPT_OSS_NORMS),
+            Family("ernie4_5", "ernie4_5", _LLAMA),
+            Family("arcee", "arcee", _ATTENTION | _PLAIN_MLP | _PRE_NORMS, permuted=True),
         )
     }
 )
