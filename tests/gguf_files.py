@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "phi": gguf.MODEL_ARCH.PHI2,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "glm4": gguf.MODEL_ARCH.GLM4,
@@ -215,8 +216,10 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         stretch = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
         attention = (1 + np.log(stretch) / np.log(rope["original_max_position_embeddings"])) ** 0.5
         writer.add_rope_scaling_attn_factors(float(attention))
-    if config.get("sliding_window") and config["model_type"] in ("gemma2", "gemma3_text", "phi3", "cohere2"):
+    if config.get("sliding_window") and config["model_type"] in ("gemma2", "gemma3_text", "phi3", "cohere2", "olmo3"):
         writer.add_sliding_window(config["sliding_window"])
+    if config["model_type"] == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if "logit_scale" in config:
         writer.add_logit_scale(config["logit_scale"])
     if "use_parallel_residual" in config:

@@ -111,6 +111,14 @@ FAMILIES: dict[str, tuple[TinyModel, Type]] = {
         Type.Q4_0,
     ),
     "olmo2": (TinyModel("Olmo2Config", {**SIZES, "head_dim": None}), Type.Q4_0),
+    "olmo3": (
+        TinyModel(
+            "Olmo3Config",
+            {**SIZES, "head_dim": None, "num_hidden_layers": 4, "sliding_window": 7, "layer_types": None},
+            lengths=(5, 23),
+        ),
+        Type.Q4_1,
+    ),
     "smollm3": (TinyModel("SmolLM3Config", {**SIZES, "head_dim": None, "num_hidden_layers": 5}), Type.Q5_1),
     "starcoder2": (
         TinyModel("Starcoder2Config", {**SIZES, **_LAYER_NORM, "layer_norm_eps": None, "norm_epsilon": 1e-3}),

@@ -177,6 +177,16 @@ def _stablelm(metadata: Metadata) -> JsonObject:
     return _layer_norm(metadata, "layer_norm_eps") | {"use_parallel_residual": parallel}
 
 
+def _olmo2(metadata: Metadata) -> JsonObject:
+    """Olmo 3 is its own architecture in config.json alone: Olmo 2 with a window on some layers."""
+    window = metadata.integer("attention.sliding_window", 0)
+    if not window:
+        return {}
+    kinds = ("full_attention", "sliding_attention")
+    pattern = [kinds[bool(each)] for each in metadata.of_layers("attention.sliding_window_pattern")]
+    return {"model_type": "olmo3", "sliding_window": window, "layer_types": pattern}
+
+
 def _starcoder2(metadata: Metadata) -> JsonObject:
     """The files say no window, and llama.cpp computes none."""
     return _layer_norm(metadata, "norm_epsilon")
@@ -234,6 +244,7 @@ _OF_FAMILY: Mapping[str, Callable[[Metadata], JsonObject]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "lfm2": _lfm2,
+    "olmo2": _olmo2,
     "phi": _phi2,
     "phi3": _windowed,
     "starcoder2": _starcoder2,
