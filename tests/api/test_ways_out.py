@@ -51,8 +51,8 @@ def test_a_gguf_file_and_its_folder(tmp_path: Path) -> None:
     assert "holds no GGUF file of the type 'Q8_0'; of these pass one" in refusal(lambda: LLM(f"{tmp_path}:Q8_0"))
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     assert "holds several GGUF files" in refusal(lambda: LLM(tmp_path))
-    family = refusal(lambda: family_of("starcoder2"))
-    assert "'starcoder2' of this GGUF file" in family and "safetensors, with quantization='q4_k'" in family
+    family = refusal(lambda: family_of("nemotron"))
+    assert "'nemotron' of this GGUF file" in family and "safetensors, with quantization='q4_k'" in family
     assert "a GGUF file is read as the model alone" in refusal(lambda: LLM(tokenizer=str(path)))
 
 
