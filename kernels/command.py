@@ -18,7 +18,8 @@ def add_command(commands: Any) -> None:
     action = actions.add_parser("build", help="compile for this processor, unless it is done already")
     action.set_defaults(run=_build)
     choices = tuple(build.machine_targets())
-    action.add_argument("--target", choices=choices, action="append", help="instruction set (default: the best here)")
+    which = "instruction set (default: LLM_CPU_ISA, or the best here)"
+    action.add_argument("--target", choices=choices, action="append", help=which)
     action.add_argument("--force", action="store_true", help="compile again")
     action = actions.add_parser("bench", help="rates of the GEMMs beside PyTorch's, and the time of one call")
     action.set_defaults(run=_bench)
@@ -36,7 +37,11 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    for target in args.target or build.fast_targets()[-1:]:
+    from llm.kernels.cpu.library import choose_target, requested_isa
+
+    isa = requested_isa()
+    best, _ = choose_target(None if isa == "none" else isa)
+    for target in args.target or [best]:
         started = perf_counter()
         try:
             path = build.ensure_library(target, rebuild=args.force)

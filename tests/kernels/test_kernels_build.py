@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from llm.base.errors import ValidationError
+from llm.cli import main
 from llm.kernels import bench
 from llm.kernels.backend import OPERATIONS
 from llm.kernels.cpu import backend, build, library, signatures
@@ -379,3 +380,15 @@ def test_the_bench_measures_every_product(monkeypatch: pytest.MonkeyPatch) -> No
     calls = [line.split() for line in lines[lines.index(next(line for line in lines if "replayed" in line)) + 1 :]]
     assert {"rms_norm", "linear_float32", "linear_w8a8", "experts", "paged_attention"} <= {name for name, *_ in calls}
     assert all(float(called) > 0 and float(replayed) > 0 for _, called, replayed in calls)
+
+
+@pytest.mark.parametrize(("isa", "target"), [("plain", "plain"), ("none", None), (None, None)])
+def test_the_command_builds_what_will_be_loaded(
+    isa: str | None, target: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "ensure_library", lambda name, rebuild: Path(name))
+    monkeypatch.delenv("LLM_CPU_ISA", raising=False)
+    if isa is not None:
+        monkeypatch.setenv("LLM_CPU_ISA", isa)
+    assert main(["kernels", "build"]) == 0
+    assert capsys.readouterr().out.startswith(f"{target or build.fast_targets()[-1]}: ")
