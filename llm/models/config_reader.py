@@ -196,16 +196,18 @@ class ConfigReader:
             others: keys of `rope_parameters` that the family reads itself.
         """
         self._read |= {"rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"}
-        parameters = self.raw.get("rope_parameters", self.raw.get("rope_scaling", default_scaling))
+        name = "rope_parameters" if "rope_parameters" in self.raw else "rope_scaling"
+        parameters = self.raw.get(name, default_scaling)
         if layer_type is not None and isinstance(parameters, Mapping):
-            parameters = parameters.get(layer_type, {})
+            name, parameters = f"{name}, {layer_type}", parameters.get(layer_type, {})
         if not isinstance(parameters, Mapping):
-            raise self.error("rope_parameters", parameters, "an object")
+            raise self.error(name, parameters, "an object")
         parameters = {key: value for key, value in parameters.items() if key not in others}
         outer = {"rope_theta": default_theta, "partial_rotary_factor": default_share} | self.raw
         defaults = {key: outer[key] for key in ("rope_theta", "partial_rotary_factor")}
         self._read.add("partial_rotary_factor")
-        return _read_rope(ConfigReader(defaults | parameters), self)
+        file = f"{self._file}, {name}" if parameters else self._file
+        return _read_rope(ConfigReader(defaults | parameters, file), self)
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """`eos_token_id`, one id or a list of them; generation_config.json has the same key."""
@@ -221,9 +223,12 @@ class ConfigReader:
             self.expect(key, *_OFF[key])
         left = sorted(set(self.raw) - self._read - _HARMLESS - _GENERATION)
         if left:
+            part = self._file.partition(", ")[2].replace(", ", ".")
+            where = self._file if part else f"config.json of this {self.family} model"
+            way = f"{part} without them in hf_overrides" if part else f"hf_overrides={{{show(left[0])}: None, ...}}"
             raise UnsupportedModelError(
-                f"config.json of this {self.family} model has keys that are not understood: {list_names(left)}; if "
-                f"they do not change what is computed, pass hf_overrides={{{show(left[0])}: None, ...}}."
+                f"{where} has keys that are not understood: {list_names(left)}; if they do not change what is "
+                f"computed, pass {way}."
             )
 
     def _of_model(self, key: str, default: object) -> Any:
@@ -248,7 +253,8 @@ class ConfigReader:
         self._read.add(key)
         value = self.raw.get(key, default)
         if value is _REQUIRED:
-            raise UnsupportedModelError(f"config.json has no {key}, which {self.family} models need.")
+            whose = f"which {self.family} models need" if "model_type" in self.raw else "which is needed"
+            raise UnsupportedModelError(f"{self._file} has no {key}, {whose}.")
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, value, f"of type {getattr(kind, '__name__', 'number')}")
         return value

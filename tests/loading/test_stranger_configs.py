@@ -30,6 +30,13 @@ INFINITE = float("inf")
         ({"architectures": 7}, "architectures is 7"),
         ({"eos_token_id": -5}, "eos_token_id is -5"),
         ({"\x1b[31m" * 99: 1}, "keys that are not understood"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "faktor": 3}},
+            "json, rope_scaling has keys .* 'faktor'; .* pass rope_scaling without them in hf_overrides",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "json, rope_scaling has no factor, which is needed"),
+        ({"rope_parameters": {"rope_theta": 0}}, "json, rope_parameters: rope_theta is 0"),
+        ({"hidden_size": None}, "json has no hidden_size, which llama models need"),
     ],
     ids=str,
 )
