@@ -39,7 +39,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     from llm.kernels.cpu.library import choose_target, requested_isa
 
-    isa = requested_isa()
+    isa = None if args.target else requested_isa()
     best, _ = choose_target(None if isa == "none" else isa)
     for target in args.target or [best]:
         started = perf_counter()

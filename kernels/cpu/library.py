@@ -21,7 +21,7 @@ from llm.kernels.cpu import build
 from llm.kernels.cpu.memory import Pool, eighths
 from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
 
-ISA_CHOICES = ("plain", "avx2", "avx2_vnni", "avx512", "avx512_bf16", "amx", "neon", "none")
+ISA_CHOICES = (*build.TARGETS, "none")
 
 # Results of at least _POOLED elements use pooled memory; the pool keeps at most _MOST_FREE free bytes.
 _POOLED = 1 << 18
@@ -154,5 +154,4 @@ def requested_isa() -> str | None:
     """LLM_CPU_ISA: one of `ISA_CHOICES` ("none": PyTorch's operations), or None when it is not set."""
     if env.get("LLM_CPU_ISA") is None:
         return None
-    choices = tuple(choice.upper() for choice in ISA_CHOICES)
-    return env.get_choice("LLM_CPU_ISA", choices, "").lower()
+    return env.get_choice("LLM_CPU_ISA", ISA_CHOICES, "")

@@ -15,7 +15,7 @@ from llm.base.errors import ValidationError
 
 VARIABLES: dict[str, str] = {
     "LLM_LOG_LEVEL": "logging level of the `llm` logger: DEBUG, INFO, WARNING (default) or ERROR",
-    "LLM_CPU_ISA": "CPU kernels: plain, avx2, avx2_vnni, avx512, avx512_bf16, amx, neon (or the best), none (PyTorch)",
+    "LLM_CPU_ISA": "CPU kernels: avx2, avx512, amx or another that `python -m llm doctor` shows; none: PyTorch",
     "LLM_PLATFORM": "the platform to use, whatever is detected: cpu, cuda, rocm, xpu, tpu, or the name of a plugin",
     "LLM_PLUGINS": "plugins that may be loaded, names separated by commas; unset: all that are installed, empty: none",
     "LLM_PLUGIN_ERRORS": "raise (default): a plugin that fails is an error; warn: it is left out, with a warning",
@@ -83,10 +83,10 @@ def get_bool(name: str) -> bool:
 
 
 def get_choice(name: str, choices: tuple[str, ...], default: str) -> str:
-    """Return a variable that takes one of `choices` (upper case); anything else raises `ValidationError`."""
+    """Return the one of `choices` that a variable names, in any case; anything else raises `ValidationError`."""
     raw = get(name) or default
-    value = raw.strip().upper()
-    if value not in choices:
+    named = [choice for choice in choices if choice.lower() == raw.strip().lower()]
+    if not named:
         message = f"{name}={raw!r} is not known; use one of {', '.join(choices)}."
         raise ValidationError(message, parameter=name, value=raw)
-    return value
+    return named[0]

@@ -98,6 +98,7 @@ def test_an_instruction_set_can_be_forced() -> None:
     assert library.choose_target("avx2", flags | {"avx_vnni"})[0] == "avx2"
     assert library.choose_target("avx2_vnni", flags | {"avx_vnni"})[0] == "avx2_vnni"
     assert library.choose_target("avx512", flags)[0] == "avx512_vnni"
+    assert library.choose_target("avx512_vnni", flags | AMX)[0] == "avx512_vnni"
     assert library.choose_target("avx512", AVX512)[0] == "avx512"
     assert library.choose_target("avx512", flags | AMX)[0] == "avx512_bf16"
     slow = AVX512 | BF16 | {"GenuineIntel", "avx512_fp16"}
@@ -144,8 +145,16 @@ def test_a_compiler_that_does_not_know_the_best_gives_the_next_best(
 
 def test_a_wrong_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_CPU_ISA", "sse")
-    with pytest.raises(ValidationError, match="LLM_CPU_ISA"):
+    with pytest.raises(ValidationError, match=r"LLM_CPU_ISA='sse' is not known; use one of plain, avx2, .*, none\."):
         library.requested_isa()
+
+
+@pytest.mark.parametrize("target", build.TARGETS)
+def test_the_environment_may_name_every_target_in_any_case(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`llm.config`, `explain` and the doctor show targets by these names."""
+    for name in (target, target.upper()):
+        monkeypatch.setenv("LLM_CPU_ISA", name)
+        assert library.requested_isa() == target
 
 
 def test_none_means_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,3 +401,12 @@ def test_the_command_builds_what_will_be_loaded(
         monkeypatch.setenv("LLM_CPU_ISA", isa)
     assert main(["kernels", "build"]) == 0
     assert capsys.readouterr().out.startswith(f"{target or build.fast_targets()[-1]}: ")
+
+
+def test_the_command_does_not_ask_the_environment_for_a_target_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "ensure_library", lambda name, rebuild: Path(name))
+    monkeypatch.setenv("LLM_CPU_ISA", "sse")
+    assert main(["kernels", "build", "--target", "plain"]) == 0 and capsys.readouterr().out.startswith("plain: ")
+    assert main(["kernels", "build"]) == 1 and "LLM_CPU_ISA='sse'" in capsys.readouterr().err
