@@ -62,7 +62,7 @@ class Reports:
         """vLLM's metrics of this LLM: gauges of now, counters and histograms of the requests that have ended."""
         engine = self._open_engine()
         config = engine.config
-        return engine.ended.snapshot(engine.scheduler, config.cache_config.num_blocks, config.model_config.model)
+        return engine.ended.snapshot(engine.scheduler, config.model_config.model)
 
     @known_names("LLM.quantization_report")
     def quantization_report(

@@ -140,7 +140,7 @@ class Streaming:
             with InterruptGuard() as guard, self._exclusive():
                 engine = self._begin()
                 rows = self._preprocessor.rows(prompt, sampling_params, self.get_default_sampling_params)
-                row = _only_row(rows)
+                row = _only_row(rows, makes_text=self._preprocessor.tokenizer is not None)
                 give_adapters(engine, [row], lora_request)
                 state = engine.add(row, streaming=True)
             while not guard.requested and not state.finished:
@@ -173,7 +173,7 @@ class Streaming:
             raise KeyboardInterrupt
 
 
-def _only_row(rows: list[Row]) -> Row:
+def _only_row(rows: list[Row], *, makes_text: bool) -> Row:
     if len(rows) != 1:
         raise ValidationError(
             f"stream takes one prompt, got {len(rows)}; use generate() for many.", parameter="prompt", value=len(rows)
@@ -182,4 +182,7 @@ def _only_row(rows: list[Row]) -> Row:
         raise ValidationError(
             f"stream takes n=1, got {rows[0].params.n}; use generate() for more.", parameter="n", value=rows[0].params.n
         )
+    if not (makes_text and rows[0].params.detokenize):
+        why = "with detokenize=False" if makes_text else "without a tokenizer"
+        raise ValidationError(f"stream yields text, and there is none {why}; use generate().", parameter="detokenize")
     return rows[0]

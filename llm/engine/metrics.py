@@ -31,11 +31,6 @@ class TotalsOfEnded(TypedDict):
     preemptions: int
 
 
-def share_in_use(scheduler: Scheduler, num_blocks: int) -> float:
-    """Share of a KV cache group's blocks that requests hold."""
-    return 1.0 - scheduler.blocks.num_free_blocks() / num_blocks if scheduler.blocks.pools else 0.0
-
-
 @dataclass
 class _Values:
     """Values counted between bounds; `counts` has one entry more than `bounds`."""
@@ -97,13 +92,13 @@ class EndedRequests:
             "preemptions": counts["num_preemptions"],
         }
 
-    def snapshot(self, scheduler: Scheduler, num_blocks: int, model: str) -> list[Metric]:
-        """Everything, as it is now; `num_blocks`: of one KV cache group."""
+    def snapshot(self, scheduler: Scheduler, model: str) -> list[Metric]:
+        """Everything, as it is now."""
         labels = {"engine": "0", "model_name": model}
         gauges = {
             "num_requests_running": float(len(scheduler.running)),
             "num_requests_waiting": float(len(scheduler.waiting)),
-            "kv_cache_usage_perc": share_in_use(scheduler, num_blocks),
+            "kv_cache_usage_perc": scheduler.blocks.share_in_use(),
         }
         found: list[Metric] = [Gauge(f"vllm:{name}", dict(labels), value) for name, value in gauges.items()]
         found += [Counter(f"vllm:{name}", dict(labels), value) for name, value in self._counts.items()]

@@ -40,7 +40,7 @@ class LLMStats(EngineStats):
         preemptions: how often a request that has ended lost its blocks and was computed again.
         weight_bytes: of the loaded weights, in memory or in a file.
         kv_cache_bytes: reserved; memory is touched when it is used.
-        kv_cache_used: share of the KV cache's blocks that requests hold now.
+        kv_cache_used: share of its blocks that requests hold now; of its slots for states, if every layer is recurrent.
     """
 
     running: int = 0

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from embedded import GREEDY, PROMPTS, open_llm, run
+from tiny_models import tiny_checkpoint
 
-from llm import LLM, SamplingParams, ValidationError
+from llm import LLM, LLMEngine, SamplingParams, ValidationError
 from llm.config.engine import EMBEDDED_MODEL, EngineArgs
 from llm.v1.metrics.reader import Counter, Gauge, Histogram, Metric
 
@@ -130,6 +131,20 @@ def test_stats_say_what_the_outputs_say() -> None:
         assert stats.weight_bytes == held
         assert json.loads(json.dumps(stats.to_dict()))["ended"] == {"length": 2}
         assert "ended              2 length" in str(stats)
+
+
+@pytest.mark.parametrize(("family", "held"), [("mamba", 1 / 4), ("lfm2", 1 / 8)])
+def test_the_cache_of_recurrent_layers_alone_is_its_slots(
+    family: str, held: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A hybrid's is its blocks: 8 for 4 sequences of 32 tokens."""
+    folder = tiny_checkpoint(family, tmp_path_factory)
+    with LLM(folder, skip_tokenizer_init=True, max_model_len=32, max_num_seqs=4, speculative_config=None) as llm:
+        assert llm.stats().kv_cache_used == values_of(llm)["kv_cache_usage_perc"] == 0
+        engine = LLMEngine(llm)
+        engine.add_request("one", {"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.step()
+        assert llm.stats().kv_cache_used == values_of(llm)["kv_cache_usage_perc"] == held
 
 
 def test_a_preempted_request_is_counted() -> None:

@@ -227,3 +227,11 @@ def test_a_stream_dropped_by_an_error_of_another_call_says_so(llm: LLM, monkeypa
 def test_one_prompt_and_one_completion(llm: LLM, prompt: object, params: SamplingParams) -> None:
     with pytest.raises(ValidationError, match=r"stream takes .*use generate\(\)"):
         next(llm.stream(prompt, params))
+
+
+def test_a_stream_without_text_is_refused(llm: LLM) -> None:
+    """It ended after all tokens, without a piece."""
+    with pytest.raises(ValidationError, match=r"there is none with detokenize=False; use generate\(\)"):
+        next(llm.stream(PROMPTS[0], SamplingParams(max_tokens=2, detokenize=False)))
+    with open_llm(skip_tokenizer_init=True) as untold, pytest.raises(ValidationError, match="none without a tokenizer"):
+        next(untold.stream({"prompt_token_ids": [5]}, SamplingParams(max_tokens=2)))
