@@ -27,6 +27,8 @@ ACTIVATIONS = ("float", "bfloat16", "int8")
 LEAST = {"int8": 16, "int4": 8}
 # Sums of k products of two int8 stay within int32.
 MAX_INTEGER_K = 1 << 17
+# Codes that are checked at a time, within the caches.
+_CHUNK = 1 << 17
 
 W = TypeVar("W", bound="Weight")
 T = TypeVar("T")
@@ -223,7 +225,7 @@ def kind_of(values: torch.Tensor, kind: str | None) -> str:
     if kind is None or not fits or values.dim() != 2 or (kind not in SCALED_KINDS and values.dtype == torch.int8):
         wanted = "float32, bfloat16 or float16" if kind is None else SCALED_KINDS.get(kind, kind)
         raise ValueError(f"a weight is {wanted} [N, K], got {values.dtype} {list(values.shape)}")
-    if kind == "float8" and ((values.view(torch.uint8) & 0x7F) == 0x7F).any():
+    if kind == "float8" and has_nan_codes(values):
         raise ValueError("the weight has values that are NaN")
     least, most = _bounds(values) if kind == "int4" and values.numel() else (0, 0)
     if least < -8 or most > 7:
@@ -231,6 +233,14 @@ def kind_of(values: torch.Tensor, kind: str | None) -> str:
     if kind in ("int8", "int4") and values.shape[1] > MAX_INTEGER_K:
         raise ValueError(f"K is {values.shape[1]}; beyond {MAX_INTEGER_K} a sum of products can leave int32")
     return kind
+
+
+def has_nan_codes(values: torch.Tensor) -> bool:
+    """True if a float8_e4m3fn is NaN, whose bits but the sign are all 1. On a CPU by NumPy, as `_bounds`."""
+    codes = values.view(torch.uint8).flatten()
+    if codes.device.type != "cpu":
+        return bool((codes << 1 == 0xFE).any())
+    return any((part.numpy() << 1).max() == 0xFE for part in codes.split(_CHUNK) if len(part))
 
 
 def _bounds(values: torch.Tensor) -> tuple[int, int]:

@@ -71,10 +71,12 @@ class BitsAndBytesConfig(QuantizationConfig):
             return left_alone(kind, _SOURCE, "an embedding")
         if self._shapes is None:
             raise UnsupportedModelError("random weights (load_format='dummy') are not made in bitsandbytes' formats.")
-        form = agreed(prefix, self.checkpoint_names(prefix), self._form)
+        names = self.checkpoint_names(prefix)
+        form = agreed(prefix, names, self._form)
         if form is None:
             return left_alone(kind, _SOURCE, "floats in the checkpoint")
-        storage: WeightStorage = Int8Storage() if form == "int8" else FourBitStorage(form == "4 bits, nested")
+        nested = form == "4 bits, nested"
+        storage: WeightStorage = Int8Storage() if form == "int8" else FourBitStorage(nested, names)
         scheme = "W8A16" if form == "int8" else "W4A16"
         reason = f"{form}, activations are not quantized"
         if kind == "embedding":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -35,11 +35,13 @@ class FourBitStorage(WeightStorage):
 
     Args:
         nested: double quantization.
+        names: the checkpoint's names of the layer's shards, for error messages.
     """
 
-    def __init__(self, nested: bool) -> None:
+    def __init__(self, nested: bool, names: Sequence[str]) -> None:
         super().__init__()
         self._parts = _PARTS + (_NESTED if nested else ())
+        self._owners = [f"{name.rpartition('.')[2]}." if len(names) > 1 else "" for name in names]
 
     def create(
         self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
@@ -68,11 +70,15 @@ class FourBitStorage(WeightStorage):
         if self._together and (len(self._together) < len(self._parts) or any(self._loaded)):
             raise CheckpointError("some tensors of a fused layer are stored together and others are not.")
         loaded, sizes = ([self._together], [sum(self._sizes)]) if self._together else (self._loaded, self._sizes)
-        states = [_State(parts, (rows, self._columns)) for parts, rows in zip(loaded, sizes, strict=True)]
+        owners = self._owners if len(self._owners) == len(loaded) else [""] * len(loaded)
+        states = [
+            _State(parts, (rows, self._columns), owner)
+            for parts, rows, owner in zip(loaded, sizes, owners, strict=True)
+        ]
         tables = [parts["weight_quant_map"] for parts in loaded]
         if any(not torch.equal(table, tables[0]) for table in tables):
             raise CheckpointError("quant_map differs between the shards of a fused layer.")
-        check_scales(tables[0], "quant_map", FINITE)
+        check_scales(tables[0], f"{owners[0]}weight.quant_map", FINITE)
         group = math.gcd(self._columns, *(state.block for state in states))
         if group < _SMALLEST_GROUP:
             raise UnsupportedModelError(
@@ -97,16 +103,17 @@ class _State:
         block: values that share an `absmax`.
     """
 
-    def __init__(self, parts: Tensors, shape: tuple[int, int]) -> None:
-        stored = parts["weight_quant_state"]
+    def __init__(self, parts: Tensors, shape: tuple[int, int], owner: str) -> None:
+        """`owner`: what the names of its tensors begin with in error messages."""
+        stored, name = parts["weight_quant_state"], f"{owner}weight.quant_state"
         if stored.dtype != torch.uint8 or stored.numel() > _STATE_BYTES:
-            raise CheckpointError(f"quant_state is {stored.dtype} {list(stored.shape)}, must be a short text in bytes.")
+            raise CheckpointError(f"{name} is {stored.dtype} {list(stored.shape)}, must be a short text in bytes.")
         try:
             given = json.loads(bytes(stored.flatten().tolist()))
         except (ValueError, RecursionError) as error:
-            raise CheckpointError("quant_state is no JSON text.") from error
-        fields = Fields(given, "quant_state")
-        self._shape = shape
+            raise CheckpointError(f"{name} is no JSON text.") from error
+        fields = Fields(given, name)
+        self._shape, self._owner = shape, owner
         self.block = _block(fields, "blocksize")
         self._nested = "weight_nested_absmax" in parts
         self._nested_block = _block(fields, "nested_blocksize") if self._nested else 0
@@ -126,8 +133,8 @@ class _State:
         if self._nested:
             sizes["weight_nested_absmax"] = (-(-blocks // self._nested_block), torch.float32)
             sizes["weight_nested_quant_map"] = (256, torch.float32)
-        for name, (size, dtype) in sizes.items():
-            tensor = parts[name]
+        for part, (size, dtype) in sizes.items():
+            tensor, name = parts[part], self._owner + part.replace("_", ".", 1)
             if tensor.numel() != size or tensor.dtype != dtype:
                 raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, must be {size} of {dtype}.")
             if dtype.is_floating_point and not tensor.isfinite().all():
@@ -145,7 +152,7 @@ class _State:
         if self._nested:
             outer = parts["weight_nested_absmax"].flatten().repeat_interleave(self._nested_block)[: len(absmax)]
             absmax = parts["weight_nested_quant_map"].flatten()[absmax.long()] * outer + self._offset
-        check_scales(absmax, "absmax", FINITE)
+        check_scales(absmax, f"{self._owner}weight.absmax", FINITE)
         starts = torch.arange(0, math.prod(self._shape), group)
         return absmax[starts // self.block].view(self._shape[0], -1)
 

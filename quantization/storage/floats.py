@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.kernels.weight import has_nan_codes
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import unpack_fp4
 from llm.quantization.quantizer import IntegerWeight
@@ -49,7 +50,7 @@ class Float8Storage(WeightStorage):
         self._stored_columns: int = getattr(layer, "input_size", columns)
         rows = sum(sizes)
         data = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-        self.add(layer, "weight", data, loader, output_dim=0, input_dim=1)
+        self.add(layer, "weight", data, self._load_codes, output_dim=0, input_dim=1)
         optional = len(self.scale_names) > 1
         for name in self.scale_names:
             if self.block is None:
@@ -85,6 +86,12 @@ class Float8Storage(WeightStorage):
             )
         if self.block[0] > 1 and getattr(layer, "stored_by_key_head", False):
             raise UnsupportedModelError("scales of blocks do not follow rows that are stored by key head.")
+
+    def _load_codes(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
+        """Checked here and not where the layer is packed alone, so that the error names the checkpoint's tensor."""
+        if loaded.dtype == param.dtype and has_nan_codes(loaded):
+            raise ValueError("has values that are NaN")
+        return self._loader(param, loaded, shard_id)
 
     def _load_scale(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
         """Scales of blocks become scales of rows."""

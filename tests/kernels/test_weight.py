@@ -16,7 +16,7 @@ from pages import normal
 
 from llm.kernels.cpu.packed import PanelWeight
 from llm.kernels.reference.linear import embedding, linear, pack
-from llm.kernels.weight import Weight
+from llm.kernels.weight import Weight, has_nan_codes
 
 N, K = 19, 24
 INTEGERS = torch.randint(-8, 8, (N, K), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
@@ -84,6 +84,15 @@ def test_parts_that_do_not_fit_are_refused(parts: dict[str, Any], message: str) 
 def test_parts_of_integers_are_refused_with_floats(parts: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a float32 weight"):
         dataclasses.replace(pack(normal(0, N, K)), **parts)
+
+
+def test_each_code_that_is_no_number_is_found_wherever_it_is() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert [has_nan_codes(code) for code in codes.split(1)] == codes.float().isnan().tolist()
+    many = torch.zeros(3, 100_000).to(torch.float8_e4m3fn)
+    assert not has_nan_codes(many) and not has_nan_codes(many[:0])
+    many[2, -1] = float("nan")
+    assert has_nan_codes(many)
 
 
 def test_a_table_of_values_stands_for_the_integers() -> None:

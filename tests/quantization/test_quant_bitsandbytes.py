@@ -29,6 +29,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9]}, {"prompt_token_ids": list(range(3, 30))}]
 DOWN = "model.layers.0.mlp.down_proj"
+KEYS = "model.layers.0.self_attn.k_proj"
 Parts = dict[str, torch.Tensor]
 
 
@@ -73,9 +74,9 @@ def test_weights_are_bitsandbytes_own_and_answers_transformers(form: str, tmp_pa
     assert ("int8, activations are not quantized" in reason) == (form == "int8")
 
 
-def changed(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Parts], None]:
+def changed(part: str, change: Callable[[torch.Tensor], torch.Tensor], layer: str = DOWN) -> Callable[[Parts], None]:
     def apply(tensors: Parts) -> None:
-        tensors[f"{DOWN}.{part}"] = change(tensors[f"{DOWN}.{part}"]).contiguous()
+        tensors[f"{layer}.{part}"] = change(tensors[f"{layer}.{part}"]).contiguous()
 
     return apply
 
@@ -91,14 +92,14 @@ def state(**fields: Any) -> Callable[[Parts], None]:
 
 HOSTILE: list[tuple[str, Callable[[Parts], None], str]] = [
     ("nf4", changed("weight", lambda x: x[:-1]), r"down_proj: weight is torch.uint8 \[2559, 1\], must be 2560"),
-    ("nf4", changed("weight.absmax", lambda x: x[:-1]), r"weight_absmax is torch.uint8 \[79\], must be 80"),
-    ("nf4", changed("weight.absmax", lambda x: x.float()), r"weight_absmax is torch.float32"),
-    ("nf4", changed("weight.nested_absmax", put(math.nan, 0)), "weight_nested_absmax has values that are not finite"),
-    ("nf4", changed("weight.quant_map", put(math.inf)), "weight_quant_map has values that are not finite"),
-    ("nf4", changed("weight.nested_quant_map", lambda x: x[:5]), r"weight_nested_quant_map is torch.float32 \[5\]"),
+    ("nf4", changed("weight.absmax", lambda x: x[:-1]), r"weight\.absmax is torch.uint8 \[79\], must be 80"),
+    ("nf4", changed("weight.absmax", lambda x: x.float()), r"weight\.absmax is torch.float32"),
+    ("nf4", changed("weight.nested_absmax", put(math.nan, 0)), r"weight\.nested_absmax has values that are not finite"),
+    ("nf4", changed("weight.quant_map", put(math.inf)), r"weight\.quant_map has values that are not finite"),
+    ("nf4", changed("weight.nested_quant_map", lambda x: x[:5]), r"weight\.nested_quant_map is torch.float32 \[5\]"),
     ("nf4", state(blocksize=0), "blocksize is 0, must be from 1 to"),
     ("nf4", state(blocksize=1 << 40), "blocksize"),
-    ("nf4", state(blocksize=32), r"weight_absmax is torch.uint8 \[80\], must be 160"),
+    ("nf4", state(blocksize=32), r"weight\.absmax is torch.uint8 \[80\], must be 160"),
     ("nf4", state(shape=[80, 64]), r"shape is \[80, 64\], must be \[64, 80\]"),
     ("nf4", state(shape=None), "shape is None, must be"),
     ("nf4", state(nested_offset=math.nan), "nested_offset is nan, must be a number"),
@@ -106,11 +107,19 @@ HOSTILE: list[tuple[str, Callable[[Parts], None], str]] = [
     (
         "nf4",
         changed("weight.quant_state.bitsandbytes__nf4", lambda x: x[:-1]),
-        "quant_state is no JSON text",
+        "weight.quant_state is no JSON text",
+    ),
+    *(
+        ("nf4", changed(name, change, KEYS), rf"self_attn.qkv_proj: k_proj\.{name} {says}")
+        for name, change, says in (
+            ("weight", lambda x: x[:-1], r"is torch.uint8 \[1023, 1\]"),
+            ("weight.quant_map", put(math.nan), "has values that are not finite"),
+            ("weight.absmax", lambda x: x[:-1], r"is torch.uint8 \[31\]"),
+        )
     ),
     ("nf4", lambda parts: parts.pop(f"{DOWN}.weight.quant_map"), "no tensor fills: .*down_proj.weight_quant_map"),
     ("nf4", lambda parts: parts.update({f"{DOWN}.extra": torch.ones(3)}), "does not have: .*down_proj.extra"),
-    ("fp4", changed("weight.absmax", put(math.inf)), "weight_absmax has values that are not finite"),
+    ("fp4", changed("weight.absmax", put(math.inf)), r"weight\.absmax has values that are not finite"),
     ("fp4", changed("weight.absmax", put(3e38)), r"absmax must be finite, and at most 2\*\*100; it holds 3e\+38"),
     ("nf4", changed("weight.quant_map", put(3e38)), r"quant_map must be finite, and at most 2\*\*100"),
     ("int8", changed("SCB", put(math.nan)), "SCB must be finite and not negative, .* holds nan"),

@@ -187,6 +187,10 @@ def with_value(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def not_numbers(weight: torch.Tensor) -> torch.Tensor:
+    return with_value(float("nan"))(weight.float()).to(FLOAT8)
+
+
 def test_broken_fp8_files_are_refused(floats: Callable[[str], Path], tmp_path: Path) -> None:
     stored, _ = fp8_pair(floats("llama"), tmp_path, (16, 24), "weight_scale_inv")
     layer = "model.layers.1.mlp.down_proj"
@@ -202,7 +206,8 @@ def test_broken_fp8_files_are_refused(floats: Callable[[str], Path], tmp_path: P
         (f"{layer}.weight_scale_inv", lambda scale: scale.to(torch.int32), "is torch.int32, scales are floats"),
         (f"{layer}.weight", lambda weight: weight.float(), "is stored as float32, the model needs float8_e4m3fn"),
         (f"{layer}.weight", lambda weight: weight.float().to(torch.float8_e5m2), "is stored as float8_e5m2"),
-        (f"{layer}.weight", lambda weight: with_value(float("nan"))(weight.float()).to(FLOAT8), "values that are NaN"),
+        (f"{layer}.weight", not_numbers, r"tensor model\.layers\.1\.mlp\.down_proj\.weight has values that are NaN"),
+        ("model.layers.0.self_attn.k_proj.weight", not_numbers, r"tensor .*\.k_proj\.weight has values that are NaN"),
         (f"{layer}.weight_scale", torch.ones(4, 4), "down_proj: the weight needs one of the scales"),
     ]
     for name, value, message in cases:
