@@ -199,11 +199,6 @@ class BlockManager:
     def num_free_slots(self) -> int:
         return 0 if self.slots is None else len(self.slots.free)
 
-    def share_in_use(self) -> float:
-        """Share that requests hold of the fullest group's blocks; of the slots where there are no groups."""
-        pool = min(self.pools, key=lambda pool: len(pool.free), default=self.slots)
-        return 0.0 if pool is None else 1.0 - len(pool.free) / (pool.num_blocks - 1)
-
     def match_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
         """The longest cached prefix: (tokens, block ids per group). At least one token is always left to compute."""
         limit = min(request.num_tokens - 1, request.max_cached_tokens) // self.block_size

@@ -14,7 +14,7 @@ import torch
 from llm.base.errors import LogitsProcessorError
 from llm.config.engine import EngineConfig
 from llm.engine.cores import warn_of_busy_cores
-from llm.engine.metrics import EndedRequests
+from llm.engine.metrics import EndedRequests, share_in_use
 from llm.engine.output import Completion, PromptState
 from llm.engine.request import Request
 from llm.engine.rows import Row
@@ -108,7 +108,7 @@ class Engine:
             **self.ended.totals(),
             weight_bytes=self.runner.cost().weight_bytes,
             kv_cache_bytes=cache.kv_cache_memory_bytes,
-            kv_cache_used=scheduler.blocks.share_in_use(),
+            kv_cache_used=share_in_use(scheduler.blocks),
         )
 
     def end_call(self) -> None:

@@ -10,6 +10,7 @@ from collections import Counter as Counts
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from llm.engine.block_manager import BlockManager
 from llm.engine.request import Request
 from llm.engine.scheduler import Scheduler
 from llm.metrics import Counter, Gauge, Histogram, Metric
@@ -29,6 +30,12 @@ class TotalsOfEnded(TypedDict):
     prompt_tokens: int
     cached_tokens: int
     preemptions: int
+
+
+def share_in_use(blocks: BlockManager) -> float:
+    """Share that requests hold of the fullest group's blocks; of the slots where there are no groups."""
+    pool = min(blocks.pools, key=lambda pool: len(pool.free), default=blocks.slots)
+    return 0.0 if pool is None else 1.0 - len(pool.free) / (pool.num_blocks - 1)
 
 
 @dataclass
@@ -98,7 +105,7 @@ class EndedRequests:
         gauges = {
             "num_requests_running": float(len(scheduler.running)),
             "num_requests_waiting": float(len(scheduler.waiting)),
-            "kv_cache_usage_perc": scheduler.blocks.share_in_use(),
+            "kv_cache_usage_perc": share_in_use(scheduler.blocks),
         }
         found: list[Metric] = [Gauge(f"vllm:{name}", dict(labels), value) for name, value in gauges.items()]
         found += [Counter(f"vllm:{name}", dict(labels), value) for name, value in self._counts.items()]
