@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from llm.config.defaults import library_defaults
 from llm.kernels.backend import Operation
 from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.linear import pack
@@ -29,6 +30,8 @@ from llm.kernels.reference.quantize_weight import CHUNK_ELEMENTS, CLIP_SHARES, q
 
 # This fraction of a second moment's mean diagonal is added to its diagonal, as in GPTQ.
 _DAMPING = 0.01
+# Elements that are rounded with feedback at a time: each of the columns costs some operations, whatever the rows.
+_ROUNDED_ELEMENTS = 1 << 22
 
 
 @dataclass
@@ -121,22 +124,30 @@ def quantize_weight(
     """
     if moments is None:
         return Quantized(*kernel(weight, bits, group_size, search, out))
+    # PyTorch's threads would wait for each other after every column: minutes where other programs run.
+    with library_defaults(num_threads=1):
+        return _quantize_with_feedback(weight, bits, group_size, CLIP_SHARES if search else (1.0,), moments)
+
+
+def _quantize_with_feedback(
+    weight: torch.Tensor, bits: int, group_size: int, shares: Sequence[float], moments: Sequence[torch.Tensor]
+) -> Quantized:
     rows, columns = weight.shape
     q = torch.empty(rows, columns, dtype=torch.int8)
-    scale = torch.empty(rows, columns // group_size)
     importance = torch.cat([moment.diagonal() for moment in moments]).view(1, -1, group_size)
-    feedback = [(_feedback(moment), len(moment)) for moment in moments]
     step = max(1, CHUNK_ELEMENTS // columns)
+    parts = (weight[start : start + step].float().contiguous() for start in range(0, rows, step))
+    size = importance.shape[1:]
+    scale = torch.cat([quantize_groups(part.view(-1, *size), bits, shares, importance)[1] for part in parts])
+    feedback = [(_feedback(moment), len(moment)) for moment in moments]
     signal = noise = 0.0
+    step = max(1, _ROUNDED_ELEMENTS // columns)
     for start in range(0, rows, step):
-        part = weight[start : start + step].float().contiguous().view(-1, columns // group_size, group_size)
-        _, part_scale = quantize_groups(part, bits, CLIP_SHARES if search else (1.0,), importance)
-        spread = part_scale[..., None].expand_as(part).flatten(1)
-        part_q = _round_with_feedback(part.flatten(1), spread, bits, feedback).view_as(part)
-        q[start : start + step] = part_q.view(-1, columns)
-        scale[start : start + step] = part_scale
+        part = weight[start : start + step].float().contiguous()
+        spread = scale[start : start + step].repeat_interleave(group_size, dim=1)
+        q[start : start + step] = part_q = _round_with_feedback(part, spread, bits, feedback)
         signal += float(part.square().sum())
-        noise += float(torch.addcmul(part, part_q.float(), part_scale[..., None], value=-1).square_().sum())
+        noise += float(torch.addcmul(part, part_q.float(), spread, value=-1).square_().sum())
     return Quantized(q, scale, signal, noise)
 
 

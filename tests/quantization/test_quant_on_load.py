@@ -125,6 +125,27 @@ def test_feedback_lowers_the_error_of_outputs(seed: int, size: int) -> None:
     assert outputs[False] < 0.5 * outputs[True]
 
 
+def test_feedback_computes_with_one_thread_and_gives_rows_their_bits_in_any_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads that wait for each other after every column take minutes where other programs run."""
+    threads, rounded = [], quantizer._round_with_feedback
+
+    def watched(*args: Any) -> torch.Tensor:
+        threads.append(torch.get_num_threads())
+        return rounded(*args)
+
+    monkeypatch.setattr(quantizer, "_round_with_feedback", watched)
+    x, weight, before = normal(0, 300, 96), normal(1, 13, 96), torch.get_num_threads()
+    moments = [x.t()[:64] @ x[:, :64], x.t()[64:] @ x[:, 64:]]
+    whole = quantize_weight(weight, 4, 32, search=True, moments=moments)
+    monkeypatch.setattr(quantizer, "_ROUNDED_ELEMENTS", 5 * 96)
+    monkeypatch.setattr(quantizer, "CHUNK_ELEMENTS", 2 * 96)
+    parts = quantize_weight(weight.t().contiguous().t(), 4, 32, search=True, moments=moments)
+    assert torch.equal(parts.q, whole.q) and torch.equal(parts.scale, whole.scale)
+    assert threads == [1, 1, 1, 1] and torch.get_num_threads() == before
+
+
 def test_feedback_survives_channels_that_are_never_used() -> None:
     weight, moment = normal(0, 4, 32), torch.zeros(32, 32)
     for moments in ([moment], [moment.clone().fill_diagonal_(1.0)]):
