@@ -130,7 +130,7 @@ def quantize_weight(
 
 
 def _quantize_with_feedback(
-    weight: torch.Tensor, bits: int, group_size: int, shares: Sequence[float], moments: Sequence[torch.Tensor]
+    weight: torch.Tensor, bits: int, group_size: int, shares: tuple[float, ...], moments: Sequence[torch.Tensor]
 ) -> Quantized:
     rows, columns = weight.shape
     q = torch.empty(rows, columns, dtype=torch.int8)
