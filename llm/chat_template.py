@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import Environment, Template, nodes
 from jinja2.exceptions import SecurityError
+from jinja2.meta import find_undeclared_variables
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -57,6 +58,12 @@ def render(
             f"the chat template is not rendered: {error}; pass another as chat_template=.",
             parameter="chat_template",
         ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def names_read(template: str) -> frozenset[str]:
+    """The names that a template takes from its arguments, wherever it reads them."""
+    return frozenset(find_undeclared_variables(_compile(template).environment.parse(template)))
 
 
 @functools.cache

@@ -5,8 +5,10 @@ Owns what a template may be given, and what becomes of its failures.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from llm.base.checks import refuse
 from llm.base.errors import LLMError, ValidationError
@@ -14,6 +16,8 @@ from llm.base.types import JsonObject
 from llm.engine.prompts import list_conversations
 from llm.replies.history import readable
 from llm.tokenizer import Tokenizer
+
+logger = logging.getLogger("llm")
 
 # Arguments of the renderer that are not the template's: they decide what rendering returns.
 _RESERVED_FOR_RENDERING = frozenset(
@@ -41,6 +45,10 @@ def rendered(
     texts = [_render(tokenizer, conversation, arguments) for conversation in conversations]
     if options.get("tools"):
         _check_tools_are_shown(tokenizer, conversations[0], arguments, texts[0])
+    if template_arguments:
+        given = cast("str | None", options.get("chat_template"))  # rendered above
+        template = tokenizer.template_text(given, bool(options.get("tools")))
+        _warn_of_unread(tuple(sorted(template_arguments)), template)
     return texts
 
 
@@ -54,6 +62,16 @@ def _render(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Map
         raise ValidationError(
             f"the chat template cannot render these messages ({type(error).__name__}: {reason}).", parameter="messages"
         ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_of_unread(names: tuple[str, ...], template: str) -> None:
+    """Once for many calls with one template."""
+    from llm.chat_template import names_read
+
+    unread = [name for name in names if name not in names_read(template)]
+    if unread:
+        logger.warning("chat_template_kwargs %s are given, and the chat template does not read them.", unread)
 
 
 def _check_tools_are_shown(

@@ -497,6 +497,15 @@ def test_no_conversation_has_no_answer(llm: LLM) -> None:
             llm.chat(messages)
 
 
+def test_arguments_that_the_template_does_not_read_are_told_once(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% if enable_thinking is defined %}...{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    for _ in range(2):
+        for name in ("enable_thinking", "enable_thinkng"):
+            llm.render_chat(CONVERSATION, chat_template=template, chat_template_kwargs={name: False})
+    [told] = caplog.messages
+    assert told == "chat_template_kwargs ['enable_thinkng'] are given, and the chat template does not read them."
+
+
 def test_chat_template_kwargs_are_a_dict(llm: LLM) -> None:
     with pytest.raises(ValidationError, match="chat_template_kwargs must be a dict"):
         llm.chat(CONVERSATION, GREEDY, chat_template_kwargs=["mark"], use_tqdm=False)  # type: ignore[arg-type]
