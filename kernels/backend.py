@@ -31,6 +31,7 @@ OPERATIONS: dict[str, str] = {
     "quantize_per_token": "quantized",
     "quantize_static": "quantized",
     "quantize_weight": "quantize_weight",
+    "quantize_weight_as": "quantize_forms",
     "rms_norm": "norm",
     "add_rms_norm": "norm",
     "layer_norm": "norm",

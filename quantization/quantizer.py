@@ -1,6 +1,7 @@
-"""Quantizing float weights: rounding to nearest for 8 bits, a search for the best clipping for 4 bits.
+"""Quantizing float weights: rounding to nearest for 8 bits, a search for the best clipping for 4 bits, and other forms.
 
-Owns the arithmetic for weights and static activations; knows neither layers nor files.
+Owns the arithmetic for static activations and with calibration; the kernels have the rest. Knows neither layers nor
+files.
 
 For 4 bits, calibration weights errors by activations and feeds rounding errors back (`quantize_weight`). It does not
 scale channels as AWQ does (arXiv:2306.00978). Scales from mean activation magnitudes with searched exponents, folded
@@ -24,6 +25,7 @@ import torch
 
 from llm.config.defaults import library_defaults
 from llm.kernels.backend import Operation
+from llm.kernels.reference import quantize_forms as reference_forms
 from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.linear import pack
 from llm.kernels.reference.quantize_weight import CHUNK_ELEMENTS, CLIP_SHARES, quantize_groups
@@ -85,7 +87,7 @@ class Quantized:
     """What `quantize_weight` returns.
 
     Attributes:
-        q: int8 [N, K].
+        q: int8 [N, K]; of 8-bit floats float8_e4m3fn.
         scale: float32 [N, K / group_size]; 1 for a group of zeros.
         signal, noise: sum of W^2, and of (W - q * scale)^2.
         minimum: float32 like scale, as that of `IntegerWeight`; None: none.
@@ -149,6 +151,23 @@ def _quantize_with_feedback(
         signal += float(part.square().sum())
         noise += float(torch.addcmul(part, part_q.float(), spread, value=-1).square_().sum())
     return Quantized(q, scale, signal, noise)
+
+
+def quantize_weight_as(
+    weight: torch.Tensor,
+    form: str,
+    group_size: int,
+    *,
+    kernel: Operation = reference_forms.quantize_weight_as,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Quantized:
+    """A weight in one of the other forms; as the operation `quantize_weight_as`, which `kernel` computes.
+
+    Raises:
+        ValueError: a weight is not finite, or too large for the form's scales.
+    """
+    q, scale, minimum, signal, noise = kernel(weight, form, group_size, out)
+    return Quantized(q, scale, signal, noise, minimum)
 
 
 def _feedback(moment: torch.Tensor) -> torch.Tensor:

@@ -1,185 +1,204 @@
-// Quantizes a float weight [n, k] to integers with a scale per row and group of columns, while it is loaded.
+// Quantizes a float weight [n, k] with a scale for each row and group of columns, while it is loaded.
 //
-// The formulas, roundings and orders of sums of kernels/reference/quantize_weight.py. A task is a row.
+// The formulas, roundings and orders of sums of kernels/reference/quantize_weight.py and quantize_forms.py. Plain
+// rounding takes a row at a time. What searches for a scale, or has small groups, takes 16 groups side by side.
+#include "group_blocks.h"
 #include "kinds.h"
-#include "ordered_sums.h"
 #include "quantize.h"
-#include "vector_math.h"
 
-#include <limits>
+#include <type_traits>
 
 namespace llm {
+
+// FORMS of kernels/reference/quantize_forms.py, after the two ways to integers.
+enum class Form : int64_t { ROUNDED, SEARCHED, FLOAT8, MXFP4, NF4, Q8_0, Q4_0, Q4_K };
+LLM_NAMED(Form)
+
 namespace {
 
-// Fractions of the scale that clips nothing.
-constexpr float SHARES[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f, 0.7f, 0.65f};
-constexpr int64_t SHARES_TRIED = SUMS;
-
-struct Rounding {
-    float low, high;
-    template <class Quotient> LLM_INLINE F32 operator()(const Quotient& quotient, F32 x) const {
-        return max(min(round_even(quotient(x)), set1(high)), set1(low));
-    }
-};
-
-// By a divisor for which corrections are not exact. The quotient of 0 / 0 is NaN, which becomes 0.
-struct TrueDivision {
-    F32 divisor;
-    LLM_INLINE F32 operator()(F32 x) const { return nan_to_zero(x / divisor); }
-};
-
-// The shares of one group's scale, tried side by side: their sums wait for each other's additions.
-struct Trial {
-    const float* x;
-    float* room;  // [SHARES_TRIED][padded]: the integers of each share
-    int64_t size, padded;
-    Rounding rounded;
-    alignas(64) float scales[SHARES_TRIED], norms[SHARES_TRIED], errors[SHARES_TRIED];
-    alignas(64) float lane[SHARES_TRIED][8], squares[SHARES_TRIED][8];
-
-    LLM_INLINE F32 at(int64_t i, Whole) const { return load(x + i); }
-    LLM_INLINE F32 at(int64_t i, Part) const { return load_part(x + i, size - i); }
-
-    template <class Quotient> LLM_INLINE void round(int64_t share, const Quotient& quotient) {
-        float* q = room + share * padded;
-        F32 norm = zero();  // exact in any order: a sum of whole numbers
-        scales[share] = ordered_lanes(size, lane[share], [&](int64_t i, auto is_whole) {
-            const F32 value = at(i, is_whole), code = rounded(quotient, value);
-            store(q + i, code);
-            norm = fma(code, code, norm);
-            return code * value;
-        });
-        store_lanes(squares[share], norm, zero());
-    }
-    void round_all(float full) {
-        float divisors[SHARES_TRIED], reciprocals[SHARES_TRIED];
-        for (int64_t i = 0; i < SHARES_TRIED; ++i) divisors[i] = full * SHARES[i], reciprocals[i] = 1.0f / divisors[i];
-        if (Divider::has_exact_corrections(divisors[0]) && Divider::has_exact_corrections(divisors[SHARES_TRIED - 1])) {
-            for (int64_t i = 0; i < SHARES_TRIED; ++i) round(i, Divider(divisors[i], reciprocals[i]));
-        } else {
-            for (int64_t i = 0; i < SHARES_TRIED; ++i) round(i, TrueDivision{set1(divisors[i])});
-        }
-    }
-    // The scales of least squares error for the integers, in 16 bits.
-    LLM_INLINE void refit(float full) {
-        for (float& norm : norms) norm = 0.0f;
-        add_lanes(norms, squares), add_lanes(scales, lane);
-        for (int64_t i = 0; i < SHARES_TRIED; ++i)
-            scales[i] = widen(narrow<BF16>(norms[i] > 0 ? scales[i] / norms[i] : full));
-    }
-    void measure() {
-        for (int64_t share = 0; share < SHARES_TRIED; ++share) {
-            const float* q = room + share * padded;
-            const F32 its = set1(scales[share]);
-            errors[share] = ordered_lanes(size, lane[share], [&](int64_t i, auto is_whole) {
-                const F32 error = at(i, is_whole) - load(q + i) * its;
-                return error * error;
-            });
-        }
-        add_lanes(errors, lane);
-    }
-};
-
-// The least squares error over the shares of `full`: the best integers are in the returned part of `room`
-// [SHARES_TRIED][padded], their scale in `scale`. Null: none is better than zeros.
-const float* search(const float* x, float* room, int64_t size, int64_t padded, float full, float high, float& scale) {
-    Trial trial{x, room, size, padded, {-high - 1, high}, {}, {}, {}, {}, {}};
-    trial.round_all(full);
-    trial.refit(full);
-    trial.measure();
-    int64_t best = -1;
-    float least = std::numeric_limits<float>::infinity();
-    for (int64_t share = 0; share < SHARES_TRIED; ++share)
-        if (trial.errors[share] < least && trial.scales[share] > 0) least = trial.errors[share], best = share;
-    scale = best < 0 ? full : trial.scales[best];
-    return best < 0 ? nullptr : room + best * padded;
-}
+// What is wrong with a weight: bits.
+constexpr int64_t NOT_FINITE = 1, BEYOND_RANGE = 2;
+// Elements whose sums of squares are float32.
+constexpr int64_t SUMMED = 256;
+// Elements that are worth a task.
+constexpr int64_t TASK_ELEMENTS = 1 << 13;
 
 struct Energy {
     double signal = 0, noise = 0;
-    // Of a group: sums in float32 of at most 256 elements, added in double.
-    LLM_INLINE void add(const float* x, const float* q, int64_t size, float scale) {
-        const F32 its = set1(scale);
-        for (int64_t from = 0; from < size; from += 256) {
-            F32 squares = zero(), errors = zero();
-            for (int64_t i = from; i < min(from + 256, size); i += LANES) {
-                const F32 value = load_part(x + i, size - i), error = value - load(q + i) * its;
-                squares = fma(value, value, squares), errors = fma(error, error, errors);
-            }
-            signal += sum(squares), noise += sum(errors);
-        }
+    F32 squares = zero(), errors = zero();
+
+    LLM_INLINE void add(F32 value, F32 error) {
+        squares = fma(value, value, squares), errors = fma(error, error, errors);
     }
+    LLM_INLINE void flush() {
+        signal += sum(squares), noise += sum(errors);
+        squares = errors = zero();
+    }
+    void write(double* to) const { to[0] = signal, to[1] = noise; }
 };
 
 struct Job {
     int8_t* q;
-    float* scale;
-    double* energies;
-    int64_t k, group_size;
-    float high;
-    bool searches;
+    float *scale, *minimum;
+    double* energies;  // of each row, or of each 16 groups: the sums of W^2 and of its error's squares
+    int64_t n, k, group_size, threads;
 
-    int64_t padded() const { return ceil_div(group_size, LANES) * LANES; }
-    int64_t scratch_bytes() const { return (k + LANES + (SHARES_TRIED + 1) * padded()) * sizeof(float); }
-    void round(const float* x, float* q, float divisor) const {
-        const Rounding rounded{-high, high};
-        const auto all = [&](const auto& quotient) {
-            for (int64_t i = 0; i < group_size; i += LANES)
-                store(q + i, rounded(quotient, load_part(x + i, group_size - i)));
-        };
-        if (Divider::has_exact_corrections(divisor)) all(Divider(divisor, 1.0f / divisor));
-        else all(TrueDivision{set1(divisor)});
+    int64_t groups() const { return n * (k / group_size); }
+};
+
+struct RoundedInteger {
+    float high;
+
+    LLM_INLINE F32 rounded(F32 quotient, F32) const { return max(min(round_even(quotient), set1(high)), set1(-high)); }
+    LLM_INLINE I32 code(F32 rounded, F32) const { return to_int(rounded); }
+};
+
+// e4m3, whose largest value is 448: multiples of 2^-9 below 2^-6, four bits of precision above.
+struct RoundedFloat8 {
+    static constexpr float high = 448.0f, NORMAL = 0x1p-6f, STEPS = 512.0f;
+
+    LLM_INLINE F32 rounded(F32 quotient, F32) const {
+        const F32 size = min(abs(quotient), set1(high)), small = round_even(size * set1(STEPS)) * set1(1 / STEPS);
+        const I32 bits = as_int(size), odd = and_i(shift_right<20>(bits), set1_i(1));
+        const I32 large = and_i(bits + set1_i(0x7ffff) + odd, set1_i(static_cast<int32_t>(0xfff00000)));
+        return with_sign_of(select_less(size, set1(NORMAL), small, as_float(large)), quotient);
     }
-    LLM_INLINE void keep(const float* best, int8_t* out) const {
-        int64_t i = 0;
-        for (; i + LANES <= group_size; i += LANES) store_int8(out + i, to_int(load(best + i)));
-        if (i == group_size) return;
-        alignas(16) int8_t lanes[LANES];
-        store_int8(lanes, to_int(load(best + i)));
-        std::memcpy(out + i, lanes, group_size - i);
-    }
-    // False if the row holds a value that is not finite.
-    template <class T> bool run(int64_t row, const T* src, char* scratch) const {
-        float* x = reinterpret_cast<float*>(scratch);
-        float* room = x + ceil_div(k, LANES) * LANES;
-        for (int64_t i = 0; i < k; i += LANES) store_part(x + i, load_part(src + i, k - i), k - i);
-        Energy energy;
-        for (int64_t group = 0; group < k / group_size; ++group) {
-            const float* from = x + group * group_size;
-            const float largest = largest_magnitude(from, group_size), full = largest == 0 ? 1.0f : largest / high;
-            if (!(largest <= std::numeric_limits<float>::max())) return false;
-            const float* best = room;
-            float its = full;
-            if (!searches) round(from, room, full);
-            else best = search(from, room, group_size, padded(), full, high, its);
-            if (!best) best = static_cast<const float*>(std::memset(room, 0, padded() * sizeof(float)));
-            scale[row * (k / group_size) + group] = its;
-            keep(best, q + row * k + group * group_size);
-            energy.add(from, best, group_size, its);
-        }
-        energies[2 * row] = energy.signal, energies[2 * row + 1] = energy.noise;
-        return true;
+    // The sign of -0 is kept, which its quotient has lost.
+    LLM_INLINE I32 code(F32 rounded, F32 x) const {
+        const F32 size = abs(rounded);
+        const I32 large = shift_right<20>(as_int(size)) - set1_i((127 - 7) << 3);
+        const F32 magnitude = select_less(size, set1(NORMAL), size * set1(STEPS), to_float(large));
+        const I32 sign = shift_right<24>(and_i(as_int(x), set1_i(static_cast<int32_t>(0x80000000))));
+        return to_int(magnitude) - sign;
     }
 };
+
+// A row at a time: elements side by side.
+template <class Rule> struct Rows {
+    Job job;
+    Rule rule;
+
+    template <class Quotient>
+    void round(const Quotient& quotient, const float* x, int8_t* q, float scale, Energy& energy) const {
+        const F32 its = set1(scale);
+        for (int64_t i = 0; i < job.group_size; i += LANES) {
+            const int64_t left = job.group_size - i;
+            const F32 value = load_part(x + i, left), rounded = rule.rounded(quotient(value), value);
+            energy.add(value, value - rounded * its);
+            if (left >= LANES) store_int8(q + i, rule.code(rounded, value));
+            else {
+                alignas(16) int8_t lanes[LANES];
+                store_int8(lanes, rule.code(rounded, value));
+                std::memcpy(q + i, lanes, left);
+            }
+            if ((i + LANES) % SUMMED == 0) energy.flush();
+        }
+        energy.flush();
+    }
+    template <class T> int64_t run(int64_t row, const T* src, char* scratch) const {
+        float* x = reinterpret_cast<float*>(scratch);
+        for (int64_t i = 0; i < job.k; i += LANES)
+            store_part(x + i, load_part(src + row * job.k + i, job.k - i), job.k - i);
+        Energy energy;
+        const int64_t groups = job.k / job.group_size;
+        for (int64_t group = 0; group < groups; ++group) {
+            const float* from = x + group * job.group_size;
+            const float largest = largest_magnitude(from, job.group_size);
+            if (!(largest <= std::numeric_limits<float>::max())) return NOT_FINITE;
+            const float its = largest == 0 ? 1.0f : largest / rule.high;
+            int8_t* to = job.q + row * job.k + group * job.group_size;
+            job.scale[row * groups + group] = its;
+            if (Divider::has_exact_corrections(its)) round(Divider(its, 1.0f / its), from, to, its, energy);
+            else round(TrueDivision{set1(its)}, from, to, its, energy);
+        }
+        energy.write(job.energies + 2 * row);
+        return 0;
+    }
+    // By a divisor for which corrections are not exact. The quotient of 0 / 0 is NaN, which becomes 0.
+    struct TrueDivision {
+        F32 divisor;
+        LLM_INLINE F32 operator()(F32 x) const { return nan_to_zero(x / divisor); }
+    };
+};
+
+template <class Rule, class T> int64_t quantize_rows(const Job& job, const Rule& rule, const T* src) {
+    const Rows<Rule> rows{job, rule};
+    std::atomic<int64_t> refused{0};
+    parallel_for(job.n, job.threads, (job.k + LANES) * sizeof(float), [&](int64_t row, char* scratch) {
+        if (const int64_t reason = rows.run(row, src, scratch)) refused.fetch_or(reason, std::memory_order_relaxed);
+    });
+    return refused.load();
+}
+
+template <class Rule> LLM_INLINE void measure(Rule rule, GroupTile x, Codes codes, Found found, double* to) {
+    Energy energy;
+    for (int64_t i = 0; i < x.size; ++i) {
+        const F32 value = x[i];
+        energy.add(value, (value + found.minimum) - rule.value(codes[i]) * found.scale);
+        if ((i + 1) % (SUMMED / LANES) == 0) energy.flush();
+    }
+    energy.flush();
+    energy.write(to);
+}
+
+template <class Rule, class T>
+int64_t quantize_tile(const Job& job, Rule rule, const T* src, int64_t tile, char* scratch) {
+    const int64_t size = job.group_size, first = tile * LANES, count = min(LANES, job.groups() - first);
+    float* room = reinterpret_cast<float*>(scratch);
+    const GroupTile x{room, size};
+    x.read(src + first * size, count);
+    const F32 largest = x.largest();
+    if (!is_finite(largest)) return NOT_FINITE;
+    const Codes codes{room + tile_floats(size)};
+    const Found found = rule(x, largest, codes);
+    if (!found.fits) return BEYOND_RANGE;
+    store_part(job.scale + first, found.scale, count);
+    if (job.minimum) store_part(job.minimum + first, found.minimum, count);
+    write_codes(codes.codes, job.q + first * size, size, count);
+    measure(rule, x, codes, found, job.energies + 2 * tile);
+    return 0;
+}
+
+template <class Rule, class T> int64_t quantize_tiles(const Job& job, const Rule& rule, const T* src) {
+    const int64_t tiles = ceil_div(job.groups(), LANES), at_once = max(1, TASK_ELEMENTS / (job.group_size * LANES));
+    const int64_t scratch_bytes = 2 * tile_floats(job.group_size) * sizeof(float);
+    std::atomic<int64_t> refused{0};
+    parallel_for(ceil_div(tiles, at_once), job.threads, scratch_bytes, [&](int64_t task, char* scratch) {
+        for (int64_t tile = task * at_once; tile < min((task + 1) * at_once, tiles); ++tile)
+            if (const int64_t reason = quantize_tile(job, rule, src, tile, scratch))
+                refused.fetch_or(reason, std::memory_order_relaxed);
+    });
+    return refused.load();
+}
+
+template <class T> int64_t quantize(Form form, const Job& job, float high, const float* table, const T* src) {
+    switch (form) {
+        case Form::ROUNDED: return quantize_rows(job, RoundedInteger{high}, src);
+        case Form::FLOAT8: return quantize_rows(job, RoundedFloat8{}, src);
+        case Form::SEARCHED: return quantize_tiles(job, ClippedIntegers{high}, src);
+        case Form::MXFP4: return quantize_tiles(job, Fp4{}, src);
+        case Form::NF4: return quantize_tiles(job, NearestOfTable{table}, src);
+        case Form::Q8_0: return quantize_tiles(job, Q8_0{}, src);
+        case Form::Q4_0: return quantize_tiles(job, Q4_0{}, src);
+        default: return quantize_tiles(job, Q4_K{}, src);
+    }
+}
 
 }  // namespace
 }  // namespace llm
 
 using namespace llm;
 
-// src [n, k] -> q [n, k], scale [n, k / group_size], and of each row the sums of W^2 and of its error's squares. Values
-// are in [-high, high]; with `search` in [-high - 1, high]. Returns 0; or 1 if a value is not finite.
-LLM_EXPORT int64_t llm_quantize_weight(Kind kind, const void* src, int8_t* q, float* scale, double* energies, int64_t n,
-                                       int64_t k, int64_t high, int64_t group_size, int64_t search, int64_t threads) {
-    const Job job{q, scale, energies, k, group_size, static_cast<float>(high), search != 0};
-    std::atomic<int64_t> refused{0};
-    parallel_for(n, threads, job.scratch_bytes(), [&](int64_t row, char* scratch) {
-        with_type(kind, [&](auto type) {
-            const auto* from = static_cast<const typename decltype(type)::Value*>(src) + row * k;
-            if (!job.run(row, from, scratch)) refused.store(1, std::memory_order_relaxed);
-        });
+// src [n, k] -> q [n, k], scale and (Q4_K) minimum [n, k / group_size], energies. Integers are in [-high, high], those
+// searched for in [-high - 1, high]. `table` [16] of NF4. Returns 0, or what is wrong with the weight.
+LLM_EXPORT int64_t llm_quantize_weight(Kind kind, Form form, const void* src, int8_t* q, float* scale, float* minimum,
+                                       double* energies, const float* table, int64_t n, int64_t k, int64_t high,
+                                       int64_t group_size, int64_t threads) {
+    const Job job{q, scale, minimum, energies, n, k, group_size, threads};
+    return with_type(kind, [&](auto type) {
+        return quantize(form, job, static_cast<float>(high), table,
+                        static_cast<const typename decltype(type)::Value*>(src));
     });
-    return refused.load();
 }
 
 LLM_KERNEL(llm_quantize_weight)

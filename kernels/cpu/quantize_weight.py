@@ -1,15 +1,23 @@
-"""Quantizing a float weight in C++, while it is loaded; `kernels/reference/quantize_weight.py` defines it."""
+"""Quantizing a float weight in C++, while it is loaded; `kernels/reference/quantize_weight.py` defines it.
+
+Owns the one kernel of all forms, which `quantize_forms.py` calls too.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.packed import LANES
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import KINDS
+from llm.kernels.cpu.tensors import KINDS, pointer
 from llm.kernels.reference import quantize_weight as reference
+from llm.kernels.reference.quantize_forms import BEYOND, FORMS
 
 _QUANTIZE = KERNELS["llm_quantize_weight"]
+_ROUNDED, _SEARCHED, _FIRST_FORM = range(3)
+# Bits of what the kernel returns.
+_NOT_FINITE = 1
 
 
 def quantize_weight(
@@ -24,16 +32,45 @@ def quantize_weight(
     if weight.dtype not in KINDS:
         return reference.quantize_weight(weight, bits, group_size, search, out)
     rows, columns = weight.shape
+    q, scale = out or (torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, columns // group_size))
+    form = _SEARCHED if search else _ROUNDED
+    signal, noise = quantize_into(lib, weight, form, group_size, q, scale, high=2 ** (bits - 1) - 1)
+    return q, scale, signal, noise
+
+
+def number_of(form: str) -> int:
+    """The kernel's number of one of `FORMS`."""
+    return _FIRST_FORM + FORMS.index(form)
+
+
+def quantize_into(
+    lib: Library,
+    weight: torch.Tensor,
+    form: int,
+    group_size: int,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+    high: int = 0,
+) -> tuple[float, float]:
+    """Writes q, scale and minimum; returns the sums of W^2 and of its error's squares.
+
+    Raises ValueError: shapes and types that do not fit, or a weight that cannot be quantized.
+    """
+    rows, columns = weight.shape
     if columns % group_size:
         raise ValueError(f"groups of {group_size} do not divide {columns} columns")
     weight = weight.contiguous()
-    q, scale = out or (torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, columns // group_size))
-    if not (q.is_contiguous() and scale.is_contiguous() and q.shape == weight.shape and q.dtype == torch.int8):
-        raise ValueError(f"q is contiguous int8 {list(weight.shape)}, got {q.dtype} {list(q.shape)}")
-    energies = torch.zeros(rows, 2, dtype=torch.float64)
-    high, threads = 2 ** (bits - 1) - 1, torch.get_num_threads()
-    places = (weight.data_ptr(), q.data_ptr(), scale.data_ptr(), energies.data_ptr())
-    if lib.call(_QUANTIZE, KINDS[weight.dtype], *places, rows, columns, high, group_size, int(search), threads):
-        raise ValueError("holds NaN or infinite values and cannot be quantized")
+    if not (q.is_contiguous() and scale.is_contiguous() and q.shape == weight.shape and q.itemsize == 1):
+        raise ValueError(f"q is contiguous, of one byte, {list(weight.shape)}, got {q.dtype} {list(q.shape)}")
+    if scale.dtype != torch.float32 or scale.numel() * group_size != weight.numel():
+        raise ValueError(f"scale is float32 {[rows, columns // group_size]}, got {scale.dtype} {list(scale.shape)}")
+    energies = torch.zeros(max(rows, -(-scale.numel() // LANES)), 2, dtype=torch.float64)
+    places = (weight.data_ptr(), q.data_ptr(), scale.data_ptr(), pointer(minimum), energies.data_ptr(), pointer(table))
+    sizes = (rows, columns, high, group_size, torch.get_num_threads())
+    wrong = lib.call(_QUANTIZE, KINDS[weight.dtype], form, *places, *sizes)
+    if wrong:
+        raise ValueError(reference.NOT_FINITE if wrong & _NOT_FINITE else BEYOND)
     signal, noise = energies.sum(dim=0).tolist()
-    return q, scale, signal, noise
+    return signal, noise

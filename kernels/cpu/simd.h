@@ -102,6 +102,7 @@ LLM_INLINE void store_i(int32_t* p, I32 x) { _mm512_storeu_si512(p, x.v); }
 LLM_INLINE I32 operator+(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 LLM_INLINE I32 operator-(I32 a, I32 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 template <int N> LLM_INLINE I32 shift_left(I32 a) { return {_mm512_slli_epi32(a.v, N)}; }
+template <int N> LLM_INLINE I32 shift_right(I32 a) { return {_mm512_srli_epi32(a.v, N)}; }
 LLM_INLINE F32 as_float(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 LLM_INLINE I32 as_int(F32 a) { return {_mm512_castps_si512(a.v)}; }
 LLM_INLINE F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
@@ -174,6 +175,7 @@ LLM_INLINE void store_i(int32_t* p, I32 x) {
 LLM_INLINE I32 operator+(I32 a, I32 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 LLM_INLINE I32 operator-(I32 a, I32 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 template <int N> LLM_INLINE I32 shift_left(I32 a) { return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)}; }
+template <int N> LLM_INLINE I32 shift_right(I32 a) { return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)}; }
 LLM_INLINE F32 as_float(I32 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 LLM_INLINE I32 as_int(F32 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 LLM_INLINE F32 to_float(I32 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
@@ -258,6 +260,9 @@ LLM_INLINE I32 operator-(I32 a, I32 b) {
 }
 template <int N> LLM_INLINE I32 shift_left(I32 a) {
     return lanes<I32>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N); });
+}
+template <int N> LLM_INLINE I32 shift_right(I32 a) {
+    return lanes<I32>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> N); });
 }
 LLM_INLINE F32 as_float(I32 a) {
     F32 out;

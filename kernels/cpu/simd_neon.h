@@ -87,6 +87,9 @@ LLM_INLINE I32 operator-(I32 a, I32 b) {
 template <int N> LLM_INLINE I32 shift_left(I32 a) {
     return quarters<I32>([&](int i) { return vshlq_n_s32(a.v[i], N); });
 }
+template <int N> LLM_INLINE I32 shift_right(I32 a) {
+    return quarters<I32>([&](int i) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a.v[i]), N)); });
+}
 LLM_INLINE F32 as_float(I32 a) {
     return quarters<F32>([&](int i) { return vreinterpretq_f32_s32(a.v[i]); });
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+NOT_FINITE = "holds NaN or infinite values and cannot be quantized"
 # Scales tried for a group, as fractions of the scale that clips nothing. Clipping the largest weights a little costs
 # less than a coarser grid for all others, the more so the larger the group.
 CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
@@ -52,9 +53,7 @@ def quantize_groups(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x float32 [R, G, size] -> (q int8 of the same shape, scale [R, G]). Errors are weighted by `importance`."""
     high = 2 ** (bits - 1) - 1
-    largest = x.abs().amax(dim=-1, keepdim=True)
-    if not largest.isfinite().all():
-        raise ValueError("holds NaN or infinite values and cannot be quantized")
+    largest = largest_of(x)
     full = torch.where(largest == 0, torch.ones_like(largest), largest / high)
     if len(shares) == 1:
         return torch.round(x / full).clamp_(-high, high).to(torch.int8), full[..., 0]
@@ -73,6 +72,14 @@ def quantize_groups(
         best_scale = torch.where(better, scale, best_scale)
         best_q = torch.where(better, q, best_q)
     return best_q.to(torch.int8), best_scale[..., 0]
+
+
+def largest_of(groups: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each group, [..., 1]. Raises ValueError: a value is not finite."""
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    if not largest.isfinite().all():
+        raise ValueError(NOT_FINITE)
+    return largest
 
 
 def ordered_sum(x: torch.Tensor) -> torch.Tensor:

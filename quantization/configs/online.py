@@ -15,18 +15,11 @@ from torch import nn
 from llm.base.checks import as_list
 from llm.base.errors import CheckpointError, ValidationError, nearest
 from llm.base.text import show
+from llm.kernels.reference.quantize_forms import GROUP, SUPER_BLOCK
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
-from llm.quantization.block_quantizer import GROUP, SUPER_BLOCK
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
-from llm.quantization.storage.on_load import (
-    ActivationStatistics,
-    QuantizeOnLoad,
-    RoundToBlocks,
-    RoundToFloats,
-    RoundToNormal,
-    RoundToSuperBlocks,
-)
+from llm.quantization.storage.on_load import HAVE_MINIMA, ActivationStatistics, QuantizeOnLoad
 from llm.quantization.unquantized import left_alone
 
 
@@ -34,14 +27,15 @@ from llm.quantization.unquantized import left_alone
 class Recipe:
     """One name of `quantization=`: the scheme, its bits, the default group size (None: per row) and the LM head's.
 
-    `storage` rounds; but for integers calibration makes no difference. `fixed`: its format has this group size alone.
+    `form`: of `quantize_weight_as`, for which calibration makes no difference; "": integers. `fixed`: its format has
+    this group size alone.
     """
 
     scheme: str
     bits: int
     group_size: int | None
     lm_head: str
-    storage: type[QuantizeOnLoad] = QuantizeOnLoad
+    form: str = ""
     fixed: bool = False
 
 
@@ -51,12 +45,12 @@ RECIPES: dict[str, Recipe] = {
     "w8a16": Recipe("W8A16", 8, None, "w8a16"),
     "w4a8": Recipe("W4A8_DYNAMIC", 4, 128, "w8a8"),
     "w4a16": Recipe("W4A16", 4, 32, "w8a16"),
-    "fp8": Recipe("W8A16_FP8", 8, None, "fp8", RoundToFloats),
-    "mxfp4": Recipe("W4A16", 4, 32, "fp8", RoundToFloats, fixed=True),
-    "nf4": Recipe("W4A16", 4, 64, "w8a16", RoundToNormal),
-    "q8_0": Recipe("W8A16", 8, GROUP, "q8_0", RoundToBlocks, fixed=True),
-    "q4_0": Recipe("W4A16", 4, GROUP, "q8_0", RoundToBlocks, fixed=True),
-    "q4_k": Recipe("W4A16", 4, GROUP, "q8_0", RoundToSuperBlocks, fixed=True),
+    "fp8": Recipe("W8A16_FP8", 8, None, "fp8", "float8"),
+    "mxfp4": Recipe("W4A16", 4, 32, "fp8", "mxfp4", fixed=True),
+    "nf4": Recipe("W4A16", 4, 64, "w8a16", "nf4"),
+    "q8_0": Recipe("W8A16", 8, GROUP, "q8_0", "q8_0", fixed=True),
+    "q4_0": Recipe("W4A16", 4, GROUP, "q8_0", "q4_0", fixed=True),
+    "q4_k": Recipe("W4A16", 4, GROUP, "q8_0", "q4_k", fixed=True),
 }
 _LM_HEAD = "lm_head"
 _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
@@ -65,7 +59,7 @@ _PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
 _KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration")
 _SMALLEST_GROUP = 8
 # Of GGUF, whose groups have one size.
-_BLOCKS = (RoundToBlocks, RoundToSuperBlocks)
+_BLOCKS = ("q8_0", "q4_0", "q4_k")
 # Of a float32 scale, or minimum, for each 32 weights.
 _SCALE_BYTES = 4 / 32
 
@@ -133,9 +127,7 @@ class OnlineConfig(QuantizationConfig):
     def uses_calibration(self) -> bool:
         """Whether there are texts and a layer that they make a difference to: int4, or static activations."""
         recipes = [RECIPES[name] for name in (self.scheme, *(item[1] for item in self.layers))]
-        matters = any(
-            (recipe.bits == 4 and recipe.storage is QuantizeOnLoad) or recipe.scheme == "W8A8" for recipe in recipes
-        )
+        matters = any((recipe.bits == 4 and not recipe.form) or recipe.scheme == "W8A8" for recipe in recipes)
         return bool(self.calibration) and matters
 
     def get_name(self) -> str:
@@ -156,7 +148,7 @@ class OnlineConfig(QuantizationConfig):
         if choice is None:
             reason = "lm_head=None" if kind == "embedding" and not self.lm_head else "in the ignore list"
             return left_alone(kind, f"quantization={self.scheme!r}", reason)
-        if RECIPES[choice.recipe].storage in _BLOCKS and columns_of(layer) % GROUP:
+        if RECIPES[choice.recipe].form in _BLOCKS and columns_of(layer) % GROUP:
             reason = f"blocks of {GROUP} do not divide its {columns_of(layer)} columns"
             return left_alone(kind, f"quantization={self.scheme!r}", reason)
         return self._method(layer, kind, prefix, choice)
@@ -186,7 +178,7 @@ class OnlineConfig(QuantizationConfig):
         if table is not None:
             matrices.remove(table)
             whole += table[0]
-        parts = 2 if any(RECIPES[name].storage.minima for name in names) else 1
+        parts = 2 if any(RECIPES[name].form in HAVE_MINIMA for name in names) else 1
         per_weight = bits / 8 + _SCALE_BYTES * parts
         return whole + round(sum(min(nbytes, math.prod(shape) * per_weight) for nbytes, shape in matrices))
 
@@ -215,8 +207,8 @@ class OnlineConfig(QuantizationConfig):
             name, instead = "q4_0", f", as blocks of {SUPER_BLOCK} do not divide {columns} columns"
         recipe = RECIPES[name]
         size, note = _fitting_group(choice, columns, prefix)
-        statistics = self.statistics.get(prefix)
-        storage = recipe.storage(recipe.bits, size, statistics, static_input=recipe.scheme == "W8A8")
+        static = recipe.scheme == "W8A8"
+        storage = QuantizeOnLoad(recipe.bits, size, self.statistics.get(prefix), static, recipe.form)
         reason = f"quantized on load: {name}{note}{instead}"
         return get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
 

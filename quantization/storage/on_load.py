@@ -11,11 +11,20 @@ from dataclasses import dataclass
 import torch
 
 from llm.kernels.select import backend_of_construction
-from llm.quantization.block_quantizer import quantize_q4_0, quantize_q4_k, quantize_q8_0
-from llm.quantization.float_quantizer import quantize_float8, quantize_mxfp4, quantize_nf4
-from llm.quantization.quantizer import IntegerWeight, Quantized, decibels, quantize_weight, static_activation
+from llm.quantization.quantizer import (
+    IntegerWeight,
+    Quantized,
+    decibels,
+    quantize_weight,
+    quantize_weight_as,
+    static_activation,
+)
 from llm.quantization.storage.streamed import StreamedStorage
 from llm.quantization.tables import doubled_fp4, nf4
+
+# The forms with a minimum for each group, and the tables of those whose codes are no integers.
+HAVE_MINIMA = ("q4_k",)
+_TABLES = {"mxfp4": doubled_fp4, "nf4": nf4}
 
 
 @dataclass
@@ -38,17 +47,17 @@ class QuantizeOnLoad(StreamedStorage):
     """A weight stored as float [N, K].
 
     Args:
-        bits: 8 (rounding to nearest) or 4 (with a search for the best clipping).
+        bits: 8 (rounding to nearest) or 4 (integers: with a search for the best clipping).
         group_size: columns that share a scale; must divide K.
         statistics: of the layer's inputs; they weight the errors of 4-bit weights.
         static_input: fix the activations' scale and offset from `statistics`.
+        form: of `quantize_weight_as`; "": integers.
 
     Attributes:
         signal_to_noise: of the integers against the float weight, in decibels; valid after loading.
     """
 
     on_load = True
-    minima = False
 
     def __init__(
         self,
@@ -56,12 +65,15 @@ class QuantizeOnLoad(StreamedStorage):
         group_size: int,
         statistics: ActivationStatistics | None = None,
         static_input: bool = False,
+        form: str = "",
     ) -> None:
-        super().__init__(bits, group_size, self.minima)
+        super().__init__(bits, group_size, form in HAVE_MINIMA)
+        self.form = form
         self.statistics = statistics
         self.static_input = static_input
         self.search = bits <= 4
-        self._kernel = backend_of_construction().op("quantize_weight")
+        backend = backend_of_construction()
+        self._to_integers, self._to_form = backend.op("quantize_weight"), backend.op("quantize_weight_as")
         self._signal = self._noise = 0.0
 
     @property
@@ -89,9 +101,11 @@ class QuantizeOnLoad(StreamedStorage):
 
     def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
         """`out`: q and scale of these rows, which the result may be."""
+        if self.form:
+            return quantize_weight_as(loaded, self.form, self.group_size, kernel=self._to_form, out=out)
         moments = self.statistics.moments if self.statistics and self.search else None
         return quantize_weight(
-            loaded, self.bits, self.group_size, search=self.search, moments=moments, kernel=self._kernel, out=out
+            loaded, self.bits, self.group_size, search=self.search, moments=moments, kernel=self._to_integers, out=out
         )
 
     def again(self, weight: IntegerWeight) -> IntegerWeight:
@@ -103,49 +117,14 @@ class QuantizeOnLoad(StreamedStorage):
         found.bias = weight.bias
         return found
 
+    def _allocated(self) -> IntegerWeight:
+        weight = super()._allocated()
+        if self.form == "float8":
+            weight.q = weight.q.view(torch.float8_e4m3fn)
+        if self.form in _TABLES:
+            weight.table = _TABLES[self.form]()
+        return weight
+
     def finish(self, weight: IntegerWeight) -> None:
         if self.static_input and self.statistics is not None:
             weight.input_scale, weight.input_offset = static_activation(self.statistics.low, self.statistics.high)
-
-
-class RoundToFloats(QuantizeOnLoad):
-    """A weight that becomes floats of 8 bits (e4m3) or of 4 bits (e2m1, with powers of two as scales)."""
-
-    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
-        return (quantize_float8 if self.bits == 8 else quantize_mxfp4)(loaded, self.group_size)
-
-    def _allocated(self) -> IntegerWeight:
-        weight = super()._allocated()
-        if self.bits == 8:
-            weight.q = weight.q.view(torch.float8_e4m3fn)
-        else:
-            weight.table = doubled_fp4()
-        return weight
-
-
-class RoundToNormal(QuantizeOnLoad):
-    """A weight that becomes 4 bits of NF4."""
-
-    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
-        return quantize_nf4(loaded, self.group_size)
-
-    def _allocated(self) -> IntegerWeight:
-        weight = super()._allocated()
-        weight.table = nf4()
-        return weight
-
-
-class RoundToBlocks(QuantizeOnLoad):
-    """A weight that becomes GGUF's Q8_0 or Q4_0: groups of 32 with scales in float16."""
-
-    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
-        return (quantize_q8_0 if self.bits == 8 else quantize_q4_0)(loaded)
-
-
-class RoundToSuperBlocks(QuantizeOnLoad):
-    """A weight that becomes GGUF's Q4_K: 4 bits with minima, in blocks of 256 columns."""
-
-    minima = True
-
-    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
-        return quantize_q4_k(loaded)

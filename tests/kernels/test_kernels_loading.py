@@ -8,7 +8,9 @@ from kernel_sets import TARGETS
 
 from llm.kernels.cpu import library
 from llm.kernels.cpu.arriving import arriving_rows
+from llm.kernels.cpu.quantize_forms import quantize_weight_as
 from llm.kernels.cpu.quantize_weight import quantize_weight
+from llm.kernels.reference import quantize_forms as forms
 from llm.kernels.reference import quantize_weight as reference
 from llm.quantization.unquantized import fill_rows, new_parameter, widen
 
@@ -24,8 +26,11 @@ def weights(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [5, 32, 40, 96, 640])
 def test_a_weight_is_quantized_bit_for_bit_as_the_definition_says(lib: library.Library, size: int) -> None:
-    weight = weights(5, 2 * size)
+    weight = weights(9, 2 * size, seed=0)
     weight[0, :size], weight[1, 0], weight[2] = 0, 3.0, weight[2] * 1e-25
+    # Quotients that are halves, of divisors whose reciprocals are rounded.
+    weight[5:] = (torch.arange(2 * size) % 7 + 0.5) * torch.tensor([3.0, 11.0, 13.0, 23.0])[:, None]
+    weight[5:, ::size] = torch.tensor([21.0, 77.0, 91.0, 161.0])[:, None]
     for values, bits, search in ((weight, 8, False), (weight.bfloat16(), 4, True), (weight.half(), 4, False)):
         q, scale, signal, noise = quantize_weight(lib, values, bits, size, search)
         expected = reference.quantize_weight(values, bits, size, search)
@@ -34,6 +39,69 @@ def test_a_weight_is_quantized_bit_for_bit_as_the_definition_says(lib: library.L
     weight[4, 1] = torch.nan
     with pytest.raises(ValueError, match="NaN or infinite"):
         quantize_weight(lib, weight, 8, size, False)
+
+
+# Small and large values, zeros of both signs, halves of FP4's steps, and rows whose scales are far from 1.
+def hard_weights(size: int) -> torch.Tensor:
+    weight, generator = weights(13, 2 * size, seed=size), torch.Generator().manual_seed(size)
+    weight[0, :size], weight[1, :size], weight[1, size] = 0.0, -0.0, 3.0
+    weight[2] = torch.tensor([0.25, -0.75, 2.5, 6.0, -6.0, 5.0, -0.0, 3.5]).repeat(2 * size)[: 2 * size]
+    weight[3], weight[4], weight[5] = weight[3] * 1e-25, weight[4] * 1e-36, weight[5] * 1e5
+    weight[6, : size // 2] *= 1e-6
+    # Halves of a step of Q8_0, and groups of one sign.
+    weight[7], weight[8] = (torch.arange(2 * size) % 127 - 63) * 0.5, weight[8].abs() + 0.01
+    weight[7, ::size], weight[9] = 127, weight[9].abs() * -1 - 0.01
+    # Values beside the borders between the codes of NF4, of a scale whose reciprocal is rounded.
+    table = torch.tensor(forms.NF4)
+    near = ((table[1:] + table[:-1]) / 2 * 3.7).repeat(2 * size)[: 2 * size]
+    weight[10] = torch.nextafter(near, near + torch.tensor([1.0, 0.0, -1.0]).repeat(2 * size)[: 2 * size])
+    weight[10, ::size] = 3.7
+    for group in weight[11:].view(-1, size):
+        # Two powers of two whose errors are equal, but for the order in which they are added.
+        few = size // 16
+        group.uniform_(0.1, 0.24, generator=generator)[: 9 * few] = torch.tensor([0.5] * 8 + [7.5]).repeat(few)
+        group.copy_(group[torch.randperm(size, generator=generator)])
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [
+        *(("float8", size) for size in (8, 40, 272)),
+        *(("mxfp4", size) for size in (8, 32, 80, 640)),
+        *(("nf4", size) for size in (5, 16, 64)),
+        *((form, 32) for form in ("q8_0", "q4_0")),
+        ("q4_k", 32),
+    ],
+)
+def test_other_forms_are_those_of_the_definition(lib: library.Library, form: str, size: int) -> None:
+    weight = hard_weights(256 if form == "q4_k" else size)
+    for values in (weight, weight.bfloat16(), weight.clamp(-6e4, 6e4).half()):
+        q, scale, minimum, *energies = quantize_weight_as(lib, values, form, size)
+        expected = forms.quantize_weight_as(values, form, size)
+        assert same_bits(q, expected[0]) and same_bits(scale, expected[1])
+        assert (minimum is None) == (expected[2] is None)
+        assert minimum is None or expected[2] is None or same_bits(minimum, expected[2])
+        assert energies == pytest.approx(expected[3:], rel=1e-4)
+    for value, message in ((torch.nan, "NaN or infinite"), (-torch.inf, "NaN or infinite"), (1e38, "beyond the range")):
+        weight[11, 3] = value
+        if form.startswith("q") or "NaN" in message:
+            with pytest.raises(ValueError, match=message):
+                quantize_weight_as(lib, weight, form, size)
+            with pytest.raises(ValueError, match=message):
+                forms.quantize_weight_as(weight, form, size)
+
+
+def test_a_scale_one_step_away_is_seen() -> None:
+    """What the comparisons of bits can tell apart."""
+    q, scale, *_ = forms.quantize_weight_as(weights(4, 64), "nf4", 64)
+    assert same_bits(scale, scale.clone()) and not same_bits(scale, torch.nextafter(scale, scale + 1))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0])) and q.dtype == torch.int8
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    number = {1: torch.int8, 4: torch.int32}[a.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(number), b.contiguous().view(number))
 
 
 def test_another_order_of_sums_gives_other_scales() -> None:

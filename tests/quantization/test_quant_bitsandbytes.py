@@ -19,8 +19,7 @@ from test_quant_words import deviation, held, put
 
 from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, LLMError
-from llm.quantization.float_quantizer import quantize_nf4
-from llm.quantization.quantizer import IntegerWeight
+from llm.quantization.quantizer import IntegerWeight, quantize_weight_as
 from llm.quantization.tables import nf4
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "bitsandbytes"
@@ -157,7 +156,7 @@ def test_nf4_on_load_is_the_nearest_value(tmp_path: Path) -> None:
     assert torch.equal(nf4(), table)
     weight = torch.randn(48, 128) * torch.logspace(-30, 10, 48)[:, None]
     weight[3, :64] = 0
-    found = quantize_nf4(weight, 64)
+    found = quantize_weight_as(weight, "nf4", 64)
     groups = weight.double().view(48, 2, 64)
     largest = groups.abs().amax(-1, keepdim=True)
     every = table.double() * largest[..., None]
@@ -167,7 +166,7 @@ def test_nf4_on_load_is_the_nearest_value(tmp_path: Path) -> None:
     assert (error <= best * (1 + 1e-5) + largest * 1e-7).all() and not held[3, :64].any()
     assert found.noise == pytest.approx(float(error.square().sum()), rel=1e-4)
     with pytest.raises(ValueError, match="NaN or infinite"):
-        quantize_nf4(torch.full((2, 64), math.nan), 64)
+        quantize_weight_as(torch.full((2, 64), math.nan), "nf4", 64)
 
 
 def test_nf4_on_load_answers_as_its_own_weights(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError, Va
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.quantization.configs.fp8 import Fp8Config
-from llm.quantization.float_quantizer import quantize_mxfp4
+from llm.quantization.quantizer import quantize_weight_as
 from llm.quantization.tables import doubled_fp4
 
 Tensors = dict[str, torch.Tensor]
@@ -448,11 +448,11 @@ def test_floats_on_load_are_saved_as_they_are(name: str, floats: Callable[[str],
 
 def test_floats_on_load_round_ties_to_the_even_code() -> None:
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
-    found = quantize_mxfp4(torch.cat((ties, -ties)).repeat(2)[None], 32)
+    found = quantize_weight_as(torch.cat((ties, -ties)).repeat(2)[None], "mxfp4", 32)
     even = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0])
     assert torch.equal(doubled_fp4()[found.q.long() + 8] * found.scale, torch.cat((even, -even)).repeat(2)[None])
     with pytest.raises(ValueError, match="NaN or infinite values"):
-        quantize_mxfp4(torch.full((1, 32), float("nan")), 32)
+        quantize_weight_as(torch.full((1, 32), float("nan")), "mxfp4", 32)
 
 
 def snr(weight: torch.Tensor, found: torch.Tensor) -> float:

@@ -1,0 +1,208 @@
+// How sixteen groups side by side are quantized: a rule for each form with groups.
+//
+// A rule gives codes, scales and minima of a tile, and the values that they stand for. The formulas, roundings and
+// orders of sums are those of kernels/reference/quantize_weight.py and quantize_forms.py. Tiles and rules are passed by
+// value: what is behind a reference is read again after each code that is kept.
+#pragma once
+
+#include <limits>
+
+#include "group_tile.h"
+
+namespace llm {
+namespace {
+
+// One code for each element of a tile, [size][16].
+struct Codes {
+    float* codes;
+
+    LLM_INLINE void keep(int64_t i, F32 code) const { store(codes + i * LANES, code); }
+    LLM_INLINE F32 operator[](int64_t i) const { return load(codes + i * LANES); }
+};
+// What a rule finds beside the codes: W ~ value(code) * scale - minimum.
+struct Found {
+    F32 scale, minimum;
+    bool fits;  // the scales are within the range of the form
+};
+
+LLM_INLINE F32 clamp(F32 x, float low, float high) { return max(min(x, set1(high)), set1(low)); }
+LLM_INLINE F32 floor_of_positive(F32 x) {
+    const F32 near = round_even(x);
+    return select_less(x, near, near - set1(1.0f), near);
+}
+LLM_INLINE bool all_at_most(F32 x, float most) { return at_least(set1(most), x) == 0xffff; }
+// Of magnitudes.
+LLM_INLINE bool is_finite(F32 x) { return all_at_most(x, std::numeric_limits<float>::max()); }
+
+// x / divisor by lanes, as `Divider` of quantize.h: for divisors with exact corrections.
+struct LaneDivider {
+    F32 negative, reciprocal;
+    explicit LLM_INLINE LaneDivider(F32 divisor) : negative(zero() - divisor), reciprocal(set1(1.0f) / divisor) {}
+    LLM_INLINE F32 corrected(F32 q, F32 x) const { return fma(fma(q, negative, x), reciprocal, q); }
+    LLM_INLINE F32 operator()(F32 x) const { return corrected(corrected(x * reciprocal, x), x); }
+};
+struct LaneDivision {  // 0 / 0 becomes 0
+    F32 divisor;
+    explicit LLM_INLINE LaneDivision(F32 by) : divisor(by) {}
+    LLM_INLINE F32 operator()(F32 x) const { return nan_to_zero(x / divisor); }
+};
+// Calls call(LaneDivider or LaneDivision), the type that is right for divisors from `least` to `most`.
+template <class Call> LLM_INLINE void with_divider(F32 least, F32 most, const Call& call) {
+#if !LLM_PLAIN
+    if ((at_least(least, set1(0x1p-60f)) & at_least(set1(0x1p60f), most)) == 0xffff) {
+        call([](F32 divisor) { return LaneDivider(divisor); });
+        return;
+    }
+#endif
+    call([](F32 divisor) { return LaneDivision(divisor); });
+}
+
+// Integers: the scale of least squares error over several shares of the one that clips nothing, in 16 bits.
+struct ClippedIntegers {
+    static constexpr float SHARES[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f, 0.7f, 0.65f};
+    float high;
+
+    struct Rounding {
+        F32 low, high;
+        template <class Quotient> LLM_INLINE F32 operator()(const Quotient& quotient, F32 x) const {
+            return max(min(round_even(quotient(x)), high), low);
+        }
+    };
+    LLM_INLINE Found operator()(GroupTile x, F32 largest, Codes codes) const {
+        const F32 full = select_less(zero(), largest, largest / set1(high), set1(1.0f));
+        F32 scale = full;
+        with_divider(full * set1(SHARES[7]), full, [&](const auto& divided_by) {
+            scale = search(x, full, divided_by, {set1(-high - 1), set1(high)}, codes);
+        });
+        return {scale, zero(), true};
+    }
+    template <class Divided>
+    static F32 search(GroupTile x, F32 full, const Divided& divided_by, Rounding rounded, Codes codes) {
+        const F32 none = set1(std::numeric_limits<float>::infinity());
+        F32 least = none, best = full, best_scale = full;
+        for (const float share : SHARES) {
+            const F32 divisor = full * set1(share), scale = refitted(x, full, divided_by(divisor), rounded, codes);
+            F32 error = ordered_sum(x.size, [=](int64_t i) {
+                const F32 rest = x[i] - codes[i] * scale;
+                return rest * rest;
+            });
+            error = select_less(zero(), scale, error, none);
+            best = select_less(error, least, divisor, best);
+            best_scale = select_less(error, least, scale, best_scale);
+            least = select_less(error, least, error, least);
+        }
+        const auto quotient = divided_by(best);
+        for (int64_t i = 0; i < x.size; ++i) codes.keep(i, select_less(least, none, rounded(quotient, x[i]), zero()));
+        return best_scale;
+    }
+    // The scale of least squares error for the integers by `quotient`, which are kept.
+    template <class Quotient>
+    static LLM_INLINE F32 refitted(GroupTile x, F32 full, Quotient quotient, Rounding rounded, Codes codes) {
+        F32 norm = zero();  // exact in any order: a sum of whole numbers
+        const F32 product = ordered_sum(x.size, [&](int64_t i) {
+            const F32 value = x[i], integer = rounded(quotient, value);
+            codes.keep(i, integer);
+            norm = fma(integer, integer, norm);
+            return integer * value;
+        });
+        return round_bf16(select_less(zero(), norm, product / norm, full));
+    }
+    LLM_INLINE F32 value(F32 code) const { return code; }
+};
+
+// e2m1 with powers of two as scales: of the two that the largest value lies between, the one of less squared error.
+struct Fp4 {
+    // The nearest value, halfway the one with the even code.
+    LLM_INLINE F32 nearest(F32 x) const {
+        // Neighbours below 2 differ by a half, above it by half of the power of two below them.
+        x = clamp(x, -6.0f, 6.0f) + zero();  // -0 + 0 is 0
+        const F32 power = max(as_float(and_i(as_int(x), set1_i(0x7f800000))), set1(1.0f));
+        const F32 per_step = as_float(set1_i(255 << 23) - as_int(power));  // 2 / power
+        return round_even(x * per_step) * (power * set1(0.5f));
+    }
+    LLM_INLINE F32 code(F32 value) const {
+        const F32 size = abs(value), two = set1(2.0f);
+        const F32 above = select_less(size, set1(5.0f), size + two, set1(7.0f));
+        const I32 eight = shift_right<28>(and_i(as_int(value), set1_i(static_cast<int32_t>(0x80000000))));
+        return select_less(size, set1(2.5f), size * two, above) + to_float(eight) - set1(8.0f);
+    }
+    LLM_INLINE F32 value(F32 code) const {  // twice that of e2m1, as the table of such weights
+        const F32 size = select_less(code, zero(), code + set1(8.0f), code);
+        const F32 above = select_less(size, set1(6.5f), (size - set1(2.0f)) * set1(2.0f), set1(12.0f));
+        const F32 doubled = select_less(size, set1(4.5f), size, above);
+        return select_less(code, zero(), doubled, zero() - doubled);
+    }
+    LLM_INLINE Found operator()(GroupTile x, F32 largest, Codes codes) const {
+        const F32 power = as_float(and_i(as_int(largest), set1_i(0x7f800000)));
+        const F32 below = select_less(zero(), largest, clamp(power * set1(0.25f), 0x1p-126f, 0x1p100f), set1(0.125f));
+        const F32 above = below + below, first = error(x, below), second = error(x, above);
+        const F32 scale = select_less(second, first, above, below), per_scale = set1(1.0f) / scale;
+        for (int64_t i = 0; i < x.size; ++i) codes.keep(i, code(nearest(x[i] * per_scale)));
+        return {scale * set1(0.5f), zero(), true};
+    }
+    LLM_INLINE F32 error(GroupTile x, F32 scale) const {
+        const F32 per_scale = set1(1.0f) / scale;
+        return ordered_sum(x.size, [&](int64_t i) {
+            const F32 value = x[i], rest = value - nearest(value * per_scale) * scale;
+            return rest * rest;
+        });
+    }
+};
+
+// The nearest of a table's 16 values, which ascend to 1; the scale is a group's largest magnitude.
+struct NearestOfTable {
+    const float* table;
+
+    LLM_INLINE Found operator()(GroupTile x, F32 largest, Codes codes) const {
+        const F32 scale = select_less(zero(), largest, largest, set1(1.0f));
+        F32 borders[15];
+        for (int i = 0; i < 15; ++i) borders[i] = set1((table[i + 1] + table[i]) / 2);
+        with_divider(scale, scale, [&](const auto& divided_by) {
+            const auto quotient = divided_by(scale);
+            for (int64_t i = 0; i < x.size; ++i) {
+                const F32 at = quotient(x[i]);
+                F32 code = set1(-8.0f);
+                LLM_UNROLL for (int j = 0; j < 15; ++j) code = code + select_less(borders[j], at, set1(1.0f), zero());
+                codes.keep(i, code);
+            }
+        });
+        return {scale, zero(), true};
+    }
+    LLM_INLINE F32 value(F32 code) const {
+        F32 found = set1(table[0]);
+        LLM_UNROLL for (int i = 1; i < LANES; ++i) found = select_less(set1(i - 8.5f), code, set1(table[i]), found);
+        return found;
+    }
+};
+
+// GGUF's Q8_0 as ggml rounds it: halves away from zero.
+struct Q8_0 {
+    LLM_INLINE Found operator()(GroupTile x, F32 largest, Codes codes) const {
+        const F32 scale = largest / set1(127.0f), per_scale = inverse(scale);
+        for (int64_t i = 0; i < x.size; ++i) {
+            const F32 value = x[i] * per_scale, size = abs(value), whole = floor_of_positive(size);
+            const F32 rest = size - whole;
+            codes.keep(i, with_sign_of(whole + floor_of_positive(rest + rest), value));
+        }
+        const F32 stored = round_f16(scale);
+        return {stored, zero(), is_finite(stored)};
+    }
+    LLM_INLINE F32 value(F32 code) const { return code; }
+};
+
+// GGUF's Q4_0 as ggml rounds it: the first value of the largest magnitude becomes -8.
+struct Q4_0 {
+    LLM_INLINE Found operator()(GroupTile x, F32, Codes codes) const {
+        F32 first = x[0];
+        for (int64_t i = 1; i < x.size; ++i) first = select_less(abs(first), abs(x[i]), x[i], first);
+        const F32 scale = first / set1(-8.0f), per_scale = inverse(scale);
+        for (int64_t i = 0; i < x.size; ++i)
+            codes.keep(i, min(floor_of_positive(x[i] * per_scale + set1(8.5f)), set1(15.0f)) - set1(8.0f));
+        const F32 stored = round_f16(scale);
+        return {stored, zero(), is_finite(abs(stored))};
+    }
+    LLM_INLINE F32 value(F32 code) const { return code; }
+};
+
+}  // namespace
+}  // namespace llm

@@ -1,0 +1,254 @@
+"""Quantizing float weights to other forms than plain integers, in plain PyTorch: 8-bit floats, FP4, NF4, GGUF's blocks.
+
+Owns the definitions; `kernels/cpu` gives the same bits. `quantize_weight.py` is the twin for integers, and has the
+order of sums. Scales of GGUF's blocks are what a block can store: float16, or in Q4_K the product of a float16 and an
+integer from 0 to 63.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llm.kernels.reference.quantize_weight import largest_of, ordered_sum
+
+# The forms, by their numbers in the kernels.
+FORMS = ("float8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k")
+# Columns of a group of GGUF's blocks, and of a block of Q4_K: 8 groups, whose scales and minima share a float16 each.
+GROUP, SUPER_BLOCK = 32, 256
+# NormalFloat4 (QLoRA, arXiv:2305.14314): quantiles of a normal distribution over [-1, 1], 0 among them.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+BEYOND = "holds values beyond the range of the blocks' float16 scales"
+
+_LARGEST_FLOAT8 = 448.0
+_LARGEST_FP4 = 6.0
+_LARGEST_EXPONENT = 2
+# Of a float32's bits.
+_SIGN_BIT, _EXPONENT_BITS, _EXPONENT_STEP, _ONE = -(1 << 31), 0xFF << 23, 1 << 23, 127 << 23
+# So that half of a scale is still a byte of MXFP4, and above it nothing is infinite.
+_EXPONENTS = (-126, 100)
+_MOST_CODE = 15
+_MOST_LEVEL = 63
+# What the largest code stands for, tried for each group: a little less than the range clips, a little more shifts.
+_RANGES = tuple(_MOST_CODE + 0.1 * step for step in range(-10, 11, 2))
+# So that scales and minima are within float16's range.
+_LARGEST = 65504.0 * _MOST_LEVEL
+_NEAR = tuple((first, second) for first in (0, -1, 1) for second in (0, -1, 1))
+# A smaller number is no divisor: its inverse, or what it is multiplied by, might be infinite.
+_LEAST_DIVISOR = 2.0**-100
+# A weight is quantized this many elements at a time.
+_CHUNK_ELEMENTS = 1 << 18
+
+
+@dataclass
+class _Rounded:
+    """Of groups [R, G, size]: their codes, their scales and minima [R, G, 1], the values that these stand for."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    values: torch.Tensor
+    minimum: torch.Tensor | None = None
+
+
+def quantize_weight_as(
+    weight: torch.Tensor, form: str, group_size: int, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
+    """A float weight [N, K] -> (q [N, K], scale, minimum, both float32 [N, K / group_size], signal, noise).
+
+    signal: the sum of W^2; noise: of (W - its quantized value)^2. minimum: None but for "q4_k". q is float8_e4m3fn for
+    "float8", else int8. `out` is written to, and returned, as q and scale.
+
+    - "float8": e4m3, rounded to nearest even; the largest magnitude of a group is 448 times its scale.
+    - "mxfp4": codes of e2m1 less 8. Of the two powers of two that the largest magnitude lies between, the one of the
+      smaller squared error; the smaller one clips values beyond 6 times it. The scale is half of it: a table of whole
+      numbers is looked up faster.
+    - "nf4": codes of NormalFloat4 less 8, the nearest in value; the scale is the largest magnitude.
+    - "q8_0", "q4_0", "q4_k": see the functions. Groups are of 32, in "q4_k" 8 of them.
+
+    Raises:
+        ValueError: a weight is not finite, or too large for the form's scales.
+    """
+    rows, columns = weight.shape
+    q, scale = out or empty(form, rows, columns, group_size)
+    minimum = torch.empty_like(scale) if form == "q4_k" else None
+    signal = noise = 0.0
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        groups = weight[part].float().unflatten(1, (-1, group_size))
+        found = _ROUND[form](groups, largest_of(groups))
+        q[part], scale[part] = found.codes.to(q.dtype).view(-1, columns), found.scale[..., 0]
+        if minimum is not None and found.minimum is not None:
+            minimum[part] = found.minimum[..., 0]
+        signal += float(groups.square().sum())
+        noise += float((groups - found.values).square().sum())
+    return q, scale, minimum, signal, noise
+
+
+def empty(form: str, rows: int, columns: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and scale of `quantize_weight_as`."""
+    dtype = torch.float8_e4m3fn if form == "float8" else torch.int8
+    return torch.empty(rows, columns, dtype=dtype), torch.empty(rows, columns // group_size)
+
+
+def _round_float8(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    scale = torch.where(largest == 0, torch.ones_like(largest), largest / _LARGEST_FLOAT8)
+    codes = (groups / scale).clamp_(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+    return _Rounded(codes, scale, codes.float() * scale)
+
+
+def _round_mxfp4(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    exponent = (torch.frexp(largest)[1] - 1 - _LARGEST_EXPONENT).clamp_(*_EXPONENTS)
+    scales = [torch.ldexp(torch.ones(exponent.shape), power) for power in (exponent, exponent + 1)]
+    tried = [_nearest_fp4(groups / scale) for scale in scales]
+    errors = [
+        ordered_sum(torch.addcmul(groups, value, scale, value=-1).square_())
+        for value, scale in zip(tried, scales, strict=True)
+    ]
+    first = errors[0] <= errors[1]
+    scale, value = (torch.where(first, pair[0], pair[1]) for pair in (scales, tried))
+    return _Rounded(_codes_of_fp4(value) - 8, 0.5 * scale, value * scale)
+
+
+def _nearest_fp4(x: torch.Tensor) -> torch.Tensor:
+    """The nearest value of e2m1; halfway the one with the even code; beyond 6 it is 6."""
+    x = x.clamp(-_LARGEST_FP4, _LARGEST_FP4).add_(0.0)  # -0 + 0 is 0
+    # Neighbours below 2 differ by a half, above it by half of the power of two below them.
+    power = (x.view(torch.int32) & _EXPONENT_BITS).clamp_(min=_ONE)
+    step = power.sub_(_EXPONENT_STEP).view(torch.float32)
+    return (x / step).round_().mul_(step)
+
+
+def _codes_of_fp4(values: torch.Tensor) -> torch.Tensor:
+    """The codes of values of e2m1, int8; that of -0 is 8."""
+    bits = values.view(torch.int32)
+    # From 1 on a code is the exponent and the first bit of the mantissa; below it there are 0 and a half.
+    codes = ((bits & ~_SIGN_BIT) >> 22) - ((_ONE >> 22) - 2)
+    codes = torch.where(codes < 2, (values.abs() * 2).to(torch.int32), codes)
+    return (codes + 8 * (bits < 0)).to(torch.int8)
+
+
+def _round_nf4(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    table = torch.tensor(NF4)
+    scale = torch.where(largest == 0, torch.ones_like(largest), largest)
+    x = groups / scale
+    codes = torch.zeros(x.shape, dtype=torch.int8)
+    # Comparisons of a part in the L2 cache are faster than `torch.bucketize`.
+    for border in ((table[1:] + table[:-1]) / 2).tolist():
+        codes += (x > border).view(torch.int8)
+    return _Rounded(codes - 8, scale, table[codes.int()] * scale)
+
+
+def _round_q8_0(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    """Rounds to nearest, halves away from zero."""
+    scale = largest / 127
+    x = groups * _inverse(scale)
+    # As ggml-quants.c and `gguf` round: the magnitude's floor, plus one where twice the rest reaches one.
+    magnitude = x.abs()
+    floor = magnitude.floor()
+    codes = torch.copysign(floor + ((magnitude - floor) * 2).floor(), x)
+    return _stored(codes, scale)
+
+
+def _round_q4_0(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    """The value of the largest magnitude, the first of several, becomes -8."""
+    scale = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True)) / -8
+    codes = torch.trunc(groups * _inverse(scale) + 8.5).clamp_(0, _MOST_CODE) - 8
+    return _stored(codes, scale)
+
+
+def _stored(codes: torch.Tensor, scale: torch.Tensor) -> _Rounded:
+    scale = _half(scale)
+    return _Rounded(codes, scale, codes * scale)
+
+
+def _round_q4_k(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    """Codes from 0 to 15 less 8, and a minimum for each group: W = code * scale - minimum.
+
+    For each group several ranges are tried, and refitted by least squares to the codes that they give. Rounded to
+    levels of the block's two float16, the neighbouring levels are tried too; the least squared error wins.
+    """
+    if (largest > _LARGEST).any():
+        raise ValueError(BEYOND)
+    x = groups.reshape(-1, SUPER_BLOCK // GROUP, GROUP)
+    codes, scale, minimum = _on_levels(x, *_best_lines(x))
+    values = codes * scale - minimum
+    scale, minimum = (part.view(*groups.shape[:2], 1) for part in (scale, minimum))
+    return _Rounded((codes - 8).view_as(groups), scale, values.view_as(groups), minimum)
+
+
+def _best_lines(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, minimum) [B, 8, 1] of each group, real numbers: x ~ code * scale - minimum, both at least 0."""
+    low = x.amin(dim=-1, keepdim=True).clamp_(max=0.0)
+    per_span = _inverse(x.amax(dim=-1, keepdim=True).clamp_(min=0.0) - low)
+    total = ordered_sum(x)
+    best = torch.full_like(low, torch.inf)
+    scale, minimum = torch.zeros_like(low), -low
+    for most in _RANGES:
+        codes = ((x - low) * (most * per_span)).round_().clamp_(0, _MOST_CODE)
+        fit_scale, fit_minimum = _fitted(codes, x, total)
+        error = ordered_sum((x + fit_minimum - codes * fit_scale).square_())
+        better = error < best
+        best = torch.where(better, error, best)
+        scale, minimum = torch.where(better, fit_scale, scale), torch.where(better, fit_minimum, minimum)
+    return scale, minimum
+
+
+def _fitted(codes: torch.Tensor, x: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least squares of x ~ code * scale - minimum; a negative minimum is 0."""
+    count = x.shape[-1]
+    ones = codes.sum(dim=-1, keepdim=True)
+    squares, products = codes.square().sum(dim=-1, keepdim=True), ordered_sum(codes * x)
+    determinant = count * squares - ones.square()
+    scale = (count * products - ones * total) * _inverse(determinant)
+    minimum = (ones * products - squares * total) * _inverse(determinant)
+    through_zero = (minimum < 0) | (determinant <= 0)
+    scale = torch.where(through_zero, products * _inverse(squares), scale).clamp_(min=0.0)
+    return scale, torch.where(through_zero, torch.zeros_like(minimum), minimum)
+
+
+def _on_levels(
+    x: torch.Tensor, step: torch.Tensor, least: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes [B, 8, 32], scale and minimum [B, 8, 1]) where both are a level from 0 to 63 of the block's float16."""
+    unit, base = (_half(part.amax(dim=1, keepdim=True) / _MOST_LEVEL) for part in (step, least))
+    level, floor = ((part * _inverse(whole)).round_() for part, whole in ((step, unit), (least, base)))
+    best = torch.full_like(step, torch.inf)
+    codes, scale, minimum = torch.zeros_like(x), torch.zeros_like(step), torch.zeros_like(least)
+    for up, down in _NEAR:
+        tried_scale = (level + up).clamp(0, _MOST_LEVEL) * unit
+        tried_minimum = (floor + down).clamp(0, _MOST_LEVEL) * base
+        tried = ((x + tried_minimum) * _inverse(tried_scale)).round_().clamp_(0, _MOST_CODE)
+        error = ordered_sum((x + tried_minimum - tried * tried_scale).square_())
+        better = error < best
+        best = torch.where(better, error, best)
+        codes, scale = torch.where(better, tried, codes), torch.where(better, tried_scale, scale)
+        minimum = torch.where(better, tried_minimum, minimum)
+    return codes, scale, minimum
+
+
+def _inverse(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.abs() > _LEAST_DIVISOR, 1 / x, torch.zeros_like(x))
+
+
+def _half(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to float16."""
+    rounded = values.half()
+    if not rounded.isfinite().all():
+        raise ValueError(BEYOND)
+    return rounded.float()
+
+
+_ROUND = {
+    "float8": _round_float8,
+    "mxfp4": _round_mxfp4,
+    "nf4": _round_nf4,
+    "q8_0": _round_q8_0,
+    "q4_0": _round_q4_0,
+    "q4_k": _round_q4_k,
+}
