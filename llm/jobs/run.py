@@ -6,6 +6,7 @@ Owns every check that is made before the first row is computed: the files, each 
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -33,6 +34,8 @@ from llm.jobs.tables import read_rows, suffix_of
 from llm.jobs.vectors import BatchVectors, PlainVectors
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
+
+logger = logging.getLogger("llm")
 
 _MAX_LISTED = 10
 
@@ -161,12 +164,26 @@ def run_job(
     count = _check_input(files, rows, options.on_error == "raise")
     plan = JobPlan(files.source, files.target, rows, files.shard, count, options.on_too_long, identity, model)
     if files.target.exists():  # and resume=True
-        return JobSummary(files.target, count, count, 0, 0, 0, 0.0)
+        return _summary_of_complete(files.target, count)
     of_job = {**identity, "input": files.source.suffix, "shard": files.shard.name}
     with closing(Journal(files.journal, of_job)) as journal:
         summary = Job(llm, plan, journal, options.use_tqdm).run()
         files.journal.unlink()
     return summary
+
+
+def _summary_of_complete(target: Path, count: int) -> JobSummary:
+    """Of an output that an earlier run has completed. Its journal, which had the parameters, is gone."""
+    has_error = [bool(row.get("error")) for row in read_rows(target)]
+    if len(has_error) != count:
+        raise JobError(
+            f"{target} is complete and has {len(has_error)} rows, and this input asks for {count}; delete it to answer "
+            "them, or name another output."
+        )
+    logger.warning(
+        "%s is complete already; this run's model and parameters are not compared with those it has.", target
+    )
+    return JobSummary(target, count, count, sum(has_error), 0, 0, 0.0)
 
 
 def _check_input(files: JobFiles, rows: Rows, strict: bool) -> int:

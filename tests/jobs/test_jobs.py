@@ -295,6 +295,24 @@ def test_interrupted_rows_go_on_from_their_tokens(llm: LLM, source: Path, ctrl_c
         summary.output.unlink()
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
+def test_a_complete_output_is_counted_and_told(
+    llm: LLM, source: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "Then"}, {"prompt": "the king " * 200}, {"prompt": "And"}]
+    first = llm.run(write(source, rows), source.with_name(name), PARAMS, use_tqdm=False)
+    again = llm.run(source, source.with_name(name), PARAMS, use_tqdm=False, resume=True)
+    assert (again.num_rows, again.num_resumed, again.num_errors) == (3, 3, 1) and first.num_errors == 1
+    [told] = [message for message in caplog.messages if "complete" in message]
+    assert (
+        told
+        == f"{first.output} is complete already; this run's model and parameters are not compared with those it has."
+    )
+    write(source, [*rows, {"prompt": "more"}])
+    with pytest.raises(JobError, match=f"{name} is complete and has 3 rows, and this input asks for 4; delete it"):
+        run(llm, source, name, resume=True)
+
+
 def interrupted(llm: LLM, source: Path, step: int = 14) -> Path:
     """The journal of an interrupted run."""
     with at_step(llm, step, lambda: signal.raise_signal(signal.SIGINT)), pytest.raises(JobInterrupted):
