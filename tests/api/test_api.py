@@ -384,7 +384,8 @@ def test_without_a_tokenizer(llm: LLM, whole: RequestOutput) -> None:
         assert output.outputs[0].token_ids == whole.outputs[0].token_ids
         assert output.outputs[0].text == ""
         assert {entry.decoded_token for entry in (output.outputs[0].logprobs or [{}])[0].values()} == {None}
-        assert list(bare.stream(whole.prompt_token_ids, with_stops(None))) == []
+        with pytest.raises(ValidationError, match="stream yields text, and there is none without a tokenizer"):
+            next(iter(bare.stream(whole.prompt_token_ids, with_stops(None))))
 
 
 # The prefix cache
