@@ -159,7 +159,7 @@ def quantize_weight_as(
     group_size: int,
     *,
     kernel: Operation = reference_forms.quantize_weight_as,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: reference_forms.Parts | None = None,
 ) -> Quantized:
     """A weight in one of the other forms; as the operation `quantize_weight_as`, which `kernel` computes.
 

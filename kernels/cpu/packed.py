@@ -21,6 +21,8 @@ from llm.kernels.weight import ACTIVATIONS, FLOAT_KINDS, KINDS, SCALED_KINDS, We
 LANES = 16
 # Bytes of a huge page: large weights use them where the system allows it, for fewer TLB misses.
 _LARGE_PAGE = 2 << 20
+# PyTorch's operations on so many elements are not shared among threads.
+_SERIAL_ELEMENTS = 1 << 15
 # Kind -> (element type of its panels, how many consecutive k of an output channel are adjacent in memory).
 _PANELS = {
     "float32": (torch.float32, 1),
@@ -231,19 +233,22 @@ def _move_to_large_pages(lib: Library, data: torch.Tensor) -> None:
 def _by_group(values: torch.Tensor) -> torch.Tensor:
     """[N, G] stored group by group, in the first 16-bit type that is exact, else float32.
 
-    Kernels read the values of 16 rows of one group at once. Checkpoints usually have 16-bit scales.
+    Kernels read the values of 16 rows of one group at once. Checkpoints usually have 16-bit scales. In parts that
+    PyTorch does not share among threads of its own: those wait for each other where another program runs.
     """
-    values = values.float()
-    for dtype in (torch.bfloat16, torch.float16):
-        # The first row, which is seldom exact by chance, saves a pass over all.
-        if _is_exact(values[:1], dtype) and _is_exact(values, dtype):
-            values = values.to(dtype)
-            break
-    return values.t().contiguous().t()
+    rows, groups = values.shape
+    # The first row, which is seldom exact by chance, saves a pass over all.
+    step = max(1, _SERIAL_ELEMENTS // max(1, groups))
+    parts = [slice(0, 1), *(slice(start, start + step) for start in range(0, rows, step))]
+    exact = (kind for kind in (torch.bfloat16, torch.float16) if all(_is_exact(values[part], kind) for part in parts))
+    out = torch.empty(groups, rows, dtype=next(exact, torch.float32))
+    for part in parts[1:]:
+        out[:, part] = values[part].t()
+    return out.view(rows, 1) if groups == 1 else out.t()  # a stride of 1, which `view(dtype)` asks for
 
 
 def _is_exact(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(values.to(dtype).float(), values)
+    return torch.equal(values.to(dtype).float(), values.float())
 
 
 def _check_memory(what: str, tensor: torch.Tensor | None, dtype: torch.dtype, size: int) -> None:

@@ -16,14 +16,13 @@ def quantize_weight_as(
     weight: torch.Tensor,
     form: str,
     group_size: int,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: reference.Parts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """(q, scale, minimum, signal, noise) as the definition; the last two in another order of sums."""
     if weight.dtype not in KINDS:
         return reference.quantize_weight_as(weight, form, group_size, out)
     rows, columns = weight.shape
-    q, scale = out or reference.empty(form, rows, columns, group_size)
-    minimum = torch.empty_like(scale) if form == "q4_k" else None
+    q, scale, minimum = out or reference.empty(form, rows, columns, group_size)
     table = torch.tensor(reference.NF4) if form == "nf4" else None
     if form == "q4_k" and columns % reference.SUPER_BLOCK:
         raise ValueError(f"blocks of {reference.SUPER_BLOCK} do not divide {columns} columns")

@@ -15,6 +15,8 @@ from llm.kernels.reference.quantize_weight import largest_of, ordered_sum
 
 # The forms, by their numbers in the kernels.
 FORMS = ("float8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k")
+# Those with a minimum for each group.
+HAVE_MINIMA = ("q4_k",)
 # Columns of a group of GGUF's blocks, and of a block of Q4_K: 8 groups, whose scales and minima share a float16 each.
 GROUP, SUPER_BLOCK = 32, 256
 # NormalFloat4 (QLoRA, arXiv:2305.14314): quantiles of a normal distribution over [-1, 1], 0 among them.
@@ -44,6 +46,9 @@ _LEAST_DIVISOR = 2.0**-100
 # A weight is quantized this many elements at a time.
 _CHUNK_ELEMENTS = 1 << 18
 
+# q, scale and minimum.
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
 
 @dataclass
 class _Rounded:
@@ -56,12 +61,12 @@ class _Rounded:
 
 
 def quantize_weight_as(
-    weight: torch.Tensor, form: str, group_size: int, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    weight: torch.Tensor, form: str, group_size: int, out: Parts | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """A float weight [N, K] -> (q [N, K], scale, minimum, both float32 [N, K / group_size], signal, noise).
 
     signal: the sum of W^2; noise: of (W - its quantized value)^2. minimum: None but for "q4_k". q is float8_e4m3fn for
-    "float8", else int8. `out` is written to, and returned, as q and scale.
+    "float8", else int8. `out` is written to, and returned, as q, scale and minimum.
 
     - "float8": e4m3, rounded to nearest even; the largest magnitude of a group is 448 times its scale.
     - "mxfp4": codes of e2m1 less 8. Of the two powers of two that the largest magnitude lies between, the one of the
@@ -74,8 +79,7 @@ def quantize_weight_as(
         ValueError: a weight is not finite, or too large for the form's scales.
     """
     rows, columns = weight.shape
-    q, scale = out or empty(form, rows, columns, group_size)
-    minimum = torch.empty_like(scale) if form == "q4_k" else None
+    q, scale, minimum = out or empty(form, rows, columns, group_size)
     signal = noise = 0.0
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
@@ -90,10 +94,11 @@ def quantize_weight_as(
     return q, scale, minimum, signal, noise
 
 
-def empty(form: str, rows: int, columns: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and scale of `quantize_weight_as`."""
+def empty(form: str, rows: int, columns: int, group_size: int) -> Parts:
+    """q, scale and minimum of `quantize_weight_as`."""
     dtype = torch.float8_e4m3fn if form == "float8" else torch.int8
-    return torch.empty(rows, columns, dtype=dtype), torch.empty(rows, columns // group_size)
+    scale = torch.empty(rows, columns // group_size)
+    return torch.empty(rows, columns, dtype=dtype), scale, torch.empty_like(scale) if form in HAVE_MINIMA else None
 
 
 def _round_float8(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from llm.base.scratch import Scratch
 from llm.config.compilation import CompilationConfig
 from llm.platforms.interface import Platform
 
@@ -42,12 +43,14 @@ class Construction:
 
     `may_round`: GEMMs with bfloat16 weights may round their activations to bfloat16 where that is faster.
     `weights`: where packed weights are kept; `WeightFile` moves those into a file that memory has no room for.
+    `scratch`: for what is packed and then gone. It lives as long as a constructor's object refers to it.
     """
 
     platform: Platform | None = None
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     may_round: bool = False
     weights: WeightPlace = _IN_MEMORY
+    scratch: Scratch | None = None
 
 
 # The one exception to "no module state": it is set only inside `constructing_for`, and a constructor reads it once.
@@ -64,7 +67,7 @@ def constructing_for(
 ) -> Iterator[None]:
     """Operations constructed inside this context are bound for `platform`; those outside, to `forward_native`."""
     token = _construction.set(
-        Construction(platform, compilation or CompilationConfig(), may_round, weights or _IN_MEMORY)
+        Construction(platform, compilation or CompilationConfig(), may_round, weights or _IN_MEMORY, Scratch())
     )
     try:
         yield

@@ -15,11 +15,11 @@ from torch import nn
 from llm.base.checks import as_list
 from llm.base.errors import CheckpointError, ValidationError, nearest
 from llm.base.text import show
-from llm.kernels.reference.quantize_forms import GROUP, SUPER_BLOCK
+from llm.kernels.reference.quantize_forms import GROUP, HAVE_MINIMA, SUPER_BLOCK
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
-from llm.quantization.storage.on_load import HAVE_MINIMA, ActivationStatistics, QuantizeOnLoad
+from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
 from llm.quantization.unquantized import left_alone
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llm.kernels.reference.quantize_forms import HAVE_MINIMA, Parts
 from llm.kernels.select import backend_of_construction
 from llm.quantization.quantizer import (
     IntegerWeight,
@@ -22,8 +23,7 @@ from llm.quantization.quantizer import (
 from llm.quantization.storage.streamed import StreamedStorage
 from llm.quantization.tables import doubled_fp4, nf4
 
-# The forms with a minimum for each group, and the tables of those whose codes are no integers.
-HAVE_MINIMA = ("q4_k",)
+# Of the forms whose codes are no integers.
 _TABLES = {"mxfp4": doubled_fp4, "nf4": nf4}
 
 
@@ -90,22 +90,26 @@ class QuantizeOnLoad(StreamedStorage):
         if loaded.shape != shape:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(shape)}")
         q, scale = weight.q[rows], weight.scale[rows]
-        result = self.quantized(loaded, (q, scale))
+        result = self.quantized(loaded, (q, scale, None if weight.minimum is None else weight.minimum[rows]))
         if result.q is not q:
             q.copy_(result.q)
             scale.copy_(result.scale)
-        if weight.minimum is not None and result.minimum is not None:
-            weight.minimum[rows] = result.minimum
         self._signal += result.signal
         self._noise += result.noise
 
-    def quantized(self, loaded: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> Quantized:
-        """`out`: q and scale of these rows, which the result may be."""
+    def quantized(self, loaded: torch.Tensor, out: Parts) -> Quantized:
+        """`out`: q, scale and minimum of these rows; the result's are those of a form, and may be those of integers."""
         if self.form:
             return quantize_weight_as(loaded, self.form, self.group_size, kernel=self._to_form, out=out)
         moments = self.statistics.moments if self.statistics and self.search else None
         return quantize_weight(
-            loaded, self.bits, self.group_size, search=self.search, moments=moments, kernel=self._to_integers, out=out
+            loaded,
+            self.bits,
+            self.group_size,
+            search=self.search,
+            moments=moments,
+            kernel=self._to_integers,
+            out=out[:2],
         )
 
     def again(self, weight: IntegerWeight) -> IntegerWeight:

@@ -7,8 +7,6 @@ the packed ones.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from abc import abstractmethod
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 
 from llm.base.construction import construction
+from llm.base.scratch import Scratch
 from llm.quantization.base import WeightLoader
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.base import Ready, WeightStorage
@@ -41,6 +40,7 @@ class StreamedStorage(WeightStorage):
         self._stored_dtype = stored_dtype
         self._values: IntegerWeight | None = None
         self._rows_loaded = 0
+        self._scratch: Scratch | None = None
 
     def create(
         self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
@@ -48,6 +48,7 @@ class StreamedStorage(WeightStorage):
         self._sizes, self._columns, self._ready = sizes, columns, ready
         self._shard_ids: tuple[Any, ...] = tuple(getattr(layer, "shard_ids", ()))
         self._platform = construction().platform
+        self._scratch = construction().scratch
         data = torch.empty(sum(sizes), columns, dtype=self._stored_dtype or dtype, device="meta")
         self.add(layer, "weight", data, self._load, output_dim=0, input_dim=1)
 
@@ -78,7 +79,8 @@ class StreamedStorage(WeightStorage):
 
     def _allocated(self) -> IntegerWeight:
         rows, groups = sum(self._sizes), self._columns // self.group_size
-        weight = IntegerWeight(scratch(rows, self._columns), torch.empty(rows, groups), self.group_size, self.bits)
+        q = (self._scratch or Scratch()).empty(rows, self._columns)
+        weight = IntegerWeight(q, torch.empty(rows, groups), self.group_size, self.bits)
         if self.has_minimum:
             weight.minimum = torch.empty(rows, groups)
         return weight
@@ -89,16 +91,6 @@ class StreamedStorage(WeightStorage):
             self.finish(weight)
             self._ready(weight)
         del weight
+        self._scratch = None  # the last layer of a model frees it
         if self._platform is not None:
             self._platform.release_memory()  # temporaries of decoding, quantizing and packing
-
-
-def scratch(rows: int, columns: int) -> torch.Tensor:
-    """int8 [rows, columns] from mmap, which is unmapped when it is freed.
-
-    Temporaries from the heap, between packed weights, would leave holes that are never reused.
-    """
-    memory = mmap.mmap(-1, max(1, rows * columns), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without huge pages; only speed depends on it
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.int8)[: rows * columns].view(rows, columns)
