@@ -10,6 +10,11 @@ namespace llm {
 enum class Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8 };
 LLM_NAMED(Kind)
 
+// What quantize_weight.cpp quantizes a weight to: two ways to integers, then FORMS of
+// kernels/reference/quantize_forms.py.
+enum class Form : int64_t { ROUNDED, SEARCHED, FLOAT8, MXFP4, NF4, Q8_0, Q4_0, Q4_K };
+LLM_NAMED(Form)
+
 namespace {
 
 template <class T> struct Type { using Value = T; };

@@ -9,11 +9,6 @@
 #include <type_traits>
 
 namespace llm {
-
-// FORMS of kernels/reference/quantize_forms.py, after the two ways to integers.
-enum class Form : int64_t { ROUNDED, SEARCHED, FLOAT8, MXFP4, NF4, Q8_0, Q4_0, Q4_K };
-LLM_NAMED(Form)
-
 namespace {
 
 // What is wrong with a weight: bits.

@@ -141,6 +141,29 @@ template <class T> void integers(Kind kind, int64_t m, int64_t n, int64_t k) {
     calls += 3;
 }
 
+// A weight in every form that it can be quantized to: groups of 32 columns, with Q4_K in blocks of 256.
+template <class T> void quantized(Kind kind, int64_t n, int64_t k, int64_t group) {
+    const int64_t groups = n * k / group;
+    Exactly<T> values(n * k);
+    if (kind != Kind::FLOAT32)  // finite
+        for (int64_t i = 0; i < n * k; ++i) values.data[i] = static_cast<T>(0x3c00 + i * 7 % 256);
+    Exactly<int8_t> q(n * k);
+    Exactly<float> scale(groups), minimum(groups), table(16);
+    Exactly<double> energies(2 * (n > up(groups, 16) / 16 ? n : up(groups, 16) / 16));
+    for (int64_t j = 0; j < 16; ++j) table.data[j] = static_cast<float>(j) / 8 - 1;
+    const auto to = [&](Form form) {
+        if (llm_quantize_weight(kind, form, values.data, q.data, scale.data,
+                                form == Form::Q4_K ? minimum.data : nullptr, energies.data, table.data, n, k, 7, group,
+                                1))
+            std::exit(1);
+        ++calls;
+    };
+    for (Form form : {Form::ROUNDED, Form::SEARCHED, Form::FLOAT8, Form::MXFP4, Form::NF4}) to(form);
+    if (group != 32) return;
+    to(Form::Q8_0), to(Form::Q4_0);
+    if (k % 256 == 0) to(Form::Q4_K);
+}
+
 void all_kinds(int64_t m, int64_t n, int64_t k) {
     floats<float>(Kind::FLOAT32, m, n, k);
     floats<uint16_t>(Kind::BFLOAT16, m, n, k);
@@ -177,6 +200,14 @@ int main(int argc, char**) {
     for (const auto& [m, n, k] : {Shape{130, 70, 40}, Shape{33, 34, 2100}}) {
         integers<int8_t>(Kind::INT8, m, n, k);
         integers<uint8_t>(Kind::INT4, m, n, k);
+    }
+    for (int64_t n : {1, 3, 17}) {
+        for (int64_t k : {1, 15, 40, 260}) quantized<float>(Kind::FLOAT32, n, k, k);
+        for (int64_t k : {32, 96, 256}) {
+            quantized<float>(Kind::FLOAT32, n, k, 32);
+            quantized<uint16_t>(Kind::BFLOAT16, n, k, 32);
+            quantized<uint16_t>(Kind::FLOAT16, n, k, 32);
+        }
     }
     std::printf("ok %d\n", calls + run_step_kernels() + run_experts());
     return 0;

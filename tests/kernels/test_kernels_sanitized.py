@@ -29,7 +29,8 @@ TARGETS = kernel_sets.TARGETS if os.environ.get("TEST_ALL_ISAS") == "1" else ker
 
 def declarations() -> str:
     """The header of the drivers: every kernel as signatures.py declares it."""
-    lines = ['#include "weight.h"', "using llm::Activations;", "using llm::Kind;", "using llm::Weight;", 'extern "C" {']
+    names = ("Activations", "Form", "Kind", "Weight")
+    lines = ['#include "weight.h"', *(f"using llm::{name};" for name in names), 'extern "C" {']
     for kernel in KERNELS.values():
         result, *types = kernel.types
         arguments = (f"{kind} {name}" for kind, name in zip(types, kernel.names, strict=True))
