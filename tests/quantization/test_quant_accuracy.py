@@ -150,7 +150,7 @@ def test_planted_mistakes_turn_the_gate_red(scheme: str, plant: Any, monkeypatch
     shutil.which("bible") is None or importlib.util.find_spec("tokenizers") is None, reason="needs the bible program"
 )
 def test_the_text_is_what_the_recipe_holds_out() -> None:
-    assert held_out.from_the_recipe() == TEXTS
+    assert held_out.from_the_bible() == TEXTS
 
 
 def test_output_noise_is_of_every_token_however_often_the_texts_are_run(
