@@ -56,11 +56,8 @@ __attribute__((noinline)) void tile(const Product& p, const Pair* a, int64_t row
             LLM_UNROLL for (int c = 0; c < PANELS; ++c) acc[r][c].v = _mm512_dpbf16_ps(acc[r][c].v, w[c], value);
         }
     }
-    LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-        const int64_t column = (panel + c) * LANES;
-        const F32 biases = p.biases(column);
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r) p.store_output(row + r, column, acc[r][c], biases);
-    }
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c)
+        p.store_outputs(row, ROWS, (panel + c) * LANES, [&](int64_t r) { return acc[r][c]; });
 }
 
 // Enough independent chains to hide the latency of six cycles, few enough to stay in registers.

@@ -57,11 +57,8 @@ template <class T, int ROWS, int PANELS> void tile(const Product& p, int64_t row
         LLM_UNROLL for (int64_t d = 0; d < DEPTH<T>; ++d) add(s, d);
     }
     if (p.k % DEPTH<T>) add(steps, 0);
-    LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-        const int64_t column = (panel + c) * LANES;
-        const F32 biases = p.biases(column);
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r) p.store_output(row + r, column, acc[r][c], biases);
-    }
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c)
+        p.store_outputs(row, ROWS, (panel + c) * LANES, [&](int64_t r) { return acc[r][c]; });
 }
 
 // Panels of a tile of `rows` batch rows: enough independent FMA chains to hide latency, few enough to stay in
@@ -138,14 +135,10 @@ template <Form FORM> void multiply_by_tiles(const Product& p, int64_t threads) {
             });
         });
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
-            for (int64_t c = 0; c < wide; ++c) {
-                const int64_t column = (panel + c) * LANES;
-                const F32 biases = p.biases(column);
-                for (int64_t r = 0; r < a.tile_rows(tile); ++r) {
-                    const F32 sum = load(reinterpret_cast<const float*>(sums + (r * TILE_PANELS + c) * LINE));
-                    p.store_output(from + tile * TILE_LINES + r, column, sum, biases);
-                }
-            }
+            for (int64_t c = 0; c < wide; ++c)
+                p.store_outputs(from + tile * TILE_LINES, a.tile_rows(tile), (panel + c) * LANES, [&](int64_t r) {
+                    return load(reinterpret_cast<const float*>(sums + (r * TILE_PANELS + c) * LINE));
+                });
         };
         multiply_tiles<FORM>(a, panels, p.panels(), threads, done);
     });

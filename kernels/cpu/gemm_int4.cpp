@@ -14,7 +14,7 @@ constexpr int64_t BLOCK_BYTES = 512 << 10;
 
 // `sums` below: [rows][PANELS][16] floats, the groups added so far. In memory: registers hold one group's sums only.
 
-// AVX2 with at least this many row tiles unpacks panels once, to [k / 4][16][4] unsigned bytes.
+// With at least this many row tiles panels are unpacked once, to [k / 4][16][4] unsigned bytes.
 constexpr int64_t OPENED_FROM = 8;
 constexpr int64_t OPENED_STEP = 2 * PANEL_STEP;
 
@@ -43,7 +43,14 @@ LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
 
 #if LLM_DOTS
 
-// `opened`: the unpacked panel, with OPENED.
+// With many sums scales are loaded before them, by a call: the branches over the scales' types would take a register.
+constexpr int MANY_SUMS = 18;
+template <int PANELS>
+__attribute__((noinline)) void load_scales(const Int4Product& p, int64_t group, int64_t panel, float* scales) {
+    for (int c = 0; c < PANELS; ++c) store(scales + c * LANES, p.group_scale(group, (panel + c) * LANES));
+}
+
+// `opened`: the unpacked panels, with OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>
 __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel,
                                           float* sums, const uint8_t* opened = nullptr) {
@@ -53,6 +60,8 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
     const uint8_t* b = p.panel(panel);
     int64_t s = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
+        alignas(64) float scales[PANELS * LANES];
+        if (ROWS * PANELS >= MANY_SUMS) load_scales<PANELS>(p, group, panel, scales);
         Bytes acc[ROWS][vectors];
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c)
             acc[r][c] = broadcast_bytes(start + group * ROWS + r);
@@ -64,7 +73,8 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
             LLM_UNROLL for (int half = 0; half < 2; ++half) {
                 Bytes w[vectors];
                 LLM_UNROLL for (int c = 0; c < vectors; ++c)
-                    w[c] = OPENED ? load_bytes(opened + s * OPENED_STEP + half * PANEL_STEP + c * sizeof(Bytes))
+                    w[c] = OPENED ? load_bytes(opened + (c / PANEL_VECTORS * p.steps() + s) * OPENED_STEP +
+                                               half * PANEL_STEP + c % PANEL_VECTORS * sizeof(Bytes))
                                   : nibbles(at + c / PANEL_VECTORS * bytes + c % PANEL_VECTORS * sizeof(Bytes), half);
                 LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
                     const Bytes value = broadcast_bytes(a + (s * ROWS + r) * STEP + half * 4);
@@ -74,8 +84,11 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
         }
         alignas(64) int32_t exact[ROWS][PANELS * LANES];
         std::memcpy(exact, acc, sizeof exact);
+        // Or gcc keeps a copy of all sums on its stack, and stores each sum twice.
+        asm volatile("" : : "r"(sums), "r"(scales) : "memory");
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-            const F32 scale = p.group_scale(group, (panel + c) * LANES);
+            const F32 scale = ROWS * PANELS >= MANY_SUMS ? load(scales + c * LANES)
+                                                         : p.group_scale(group, (panel + c) * LANES);
             LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
                 float* at = sums + (r * PANELS + c) * LANES;
                 store(at, fma(to_float(load_i(exact[r] + c * LANES)), scale, load(at)));
@@ -88,7 +101,7 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
 
 constexpr int panels_for(int) { return 1; }
 
-template <int ROWS, int PANELS>
+template <int ROWS, int PANELS, bool OPENED>
 void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums) {
     const uint8_t* b = p.panel(panel);
     int64_t s = 0;
@@ -171,7 +184,7 @@ LLM_INLINE void few_steps(const int8_t* a, const uint8_t* b, int64_t distance, B
     }
 }
 
-// `opened`: the unpacked panel, with OPENED.
+// `opened`: the unpacked panels, with OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>
 __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel,
                                           float* sums, const uint8_t* opened = nullptr) {
@@ -185,7 +198,8 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
             const int64_t some = end - s < STEPS_IN_WORDS ? 1 : STEPS_IN_WORDS, distance = ahead.distance(s);
             const int8_t* at = a + s * ROWS * STEP;
             for (int c = 0; c < PANELS; ++c) {
-                const uint8_t* b = OPENED ? opened + s * OPENED_STEP : p.panel(panel + c) + s * PANEL_STEP;
+                const uint8_t* b = OPENED ? opened + (c * p.steps() + s) * OPENED_STEP
+                                          : p.panel(panel + c) + s * PANEL_STEP;
                 Bytes words[ROWS][PANEL_VECTORS];
                 if (some == STEPS_IN_WORDS) few_steps<ROWS, STEPS_IN_WORDS, OPENED>(at, b, distance, words);
                 else few_steps<ROWS, 1, OPENED>(at, b, distance, words);
@@ -205,9 +219,11 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
 
 #endif
 
-template <int ROWS, int PANELS> void tile(const Int4Product& p, int64_t row, int64_t panel) {
+template <int ROWS, int PANELS, class... Opened>
+void tile(const Int4Product& p, int64_t row, int64_t panel, Opened... opened) {
     alignas(64) float sums[ROWS * PANELS * LANES] = {};
-    add_groups<ROWS, PANELS>(p, p.a + row * p.padded_k(), p.start + row * p.groups, panel, sums);
+    add_groups<ROWS, PANELS, sizeof...(opened)>(p, p.a + row * p.padded_k(), p.start + row * p.groups, panel, sums,
+                                                opened...);
     for (int c = 0; c < PANELS; ++c) p.finish(row, ROWS, panel + c, sums + c * LANES, PANELS * LANES);
 }
 
@@ -216,7 +232,7 @@ template <int ROWS> void tiles(const Int4Product& p, int64_t row, int64_t panel,
                                  [&](auto wide, int64_t at) { tile<ROWS, decltype(wide)::value>(p, row, at); });
 }
 
-#if LLM_AVX2
+#if LLM_AVX2 || LLM_VNNI
 void open_panel(const uint8_t* panel, int64_t steps, uint8_t* opened) {
     for (int64_t s = 0; s < steps; ++s) {
         prefetch(panel + s * PANEL_STEP + PREFETCH_BYTES);
@@ -229,16 +245,14 @@ void open_panel(const uint8_t* panel, int64_t steps, uint8_t* opened) {
 
 template <int ROWS>
 void opened_tiles(const Int4Product& p, int64_t row, int64_t panel, int64_t end, const uint8_t* opened) {
-    for (; panel < end; ++panel, opened += p.steps() * OPENED_STEP) {
-        alignas(64) float sums[ROWS * LANES] = {};
-        add_groups<ROWS, 1, true>(p, p.a + row * p.padded_k(), p.start + row * p.groups, panel, sums, opened);
-        p.finish(row, ROWS, panel, sums, LANES);
-    }
+    for_panels<panels_for(ROWS)>(panel, end, [&](auto wide, int64_t at) {
+        tile<ROWS, decltype(wide)::value>(p, row, at, opened + (at - panel) * p.steps() * OPENED_STEP);
+    });
 }
 #endif
 
 void run_tiles(const Int4Product& p, const Tasks& tasks) {
-#if LLM_AVX2
+#if LLM_AVX2 || LLM_VNNI
     if (tasks.block_tiles() >= OPENED_FROM) {
         const int64_t size = p.steps() * OPENED_STEP;
         const auto open = [&](int64_t panel, int64_t end, char* scratch) {
@@ -260,27 +274,33 @@ void run_tiles(const Int4Product& p, const Tasks& tasks) {
     });
 }
 
-// Quantizes one batch row of a tile of `rows` to [k / 8][rows][8], its starts to [groups][rows]; returns its scale.
-LLM_INLINE float quantize_row(const Int4Product& p, int64_t row, int64_t rows, int8_t* out, int32_t* start) {
+// Quantizes ROWS batch rows of a tile of `rows` to [k / 8][rows][8], their starts to [groups][rows].
+template <int ROWS>
+LLM_INLINE void quantize_rows(const Int4Product& p, int64_t row, int64_t rows, int8_t* out, int32_t* start,
+                              float* scales) {
     const float* x = p.x + row * p.k;
-    const float scale = row_scale(x, p.k);
-    const Quantizer quantize(scale);
-    for (int64_t group = 0, s = 0; group < p.groups; ++group) {
-        const int64_t end = min(p.steps(), (group + 1) * p.group_steps) * STEP;
-        I32 sums = set1_i(0);
-        const auto put = [&](F32 x_values, int64_t count) {
-            alignas(16) int8_t q[LANES];
-            const I32 values = quantize(x_values);
-            sums = sums + values;
-            store_int8(q, values);
-            for (int64_t j = 0; j < count; j += STEP, ++s) std::memcpy(out + s * rows * STEP, q + j, STEP);
-        };
-        int64_t i = s * STEP;
-        for (; i + LANES <= min(p.k, end); i += LANES) put(load(x + i), LANES);
-        if (i < end) put(load_part(x + i, min(p.k, end) - i), end - i);
-        start[group * rows] = -8 * sum(sums);
+    RowQuantizer by[ROWS];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+        by[r] = RowQuantizer(x + r * p.k, p.k, 0.0f, 0);
+        scales[r] = by[r].factor;
     }
-    return scale;
+    for (int64_t group = 0; group < p.groups; ++group) {
+        const int64_t end = min(p.k, (group + 1) * p.group_steps * STEP);
+        I32 sums[ROWS];
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) sums[r] = set1_i(0);
+        const auto put = [&](int64_t i, int64_t steps, const auto& load_from) {
+            I32 q[ROWS];
+            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                q[r] = by[r].quantize(load_from(x + r * p.k + i));
+                sums[r] = sums[r] + q[r];
+            }
+            store_steps<STEP>(q, steps, rows, out + i * rows);
+        };
+        int64_t i = group * p.group_steps * STEP;
+        for (; i + LANES <= end; i += LANES) put(i, LANES / STEP, [](const float* at) { return load(at); });
+        if (i < end) put(i, ceil_div(end - i, STEP), [&](const float* at) { return load_part(at, end - i); });
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) start[group * rows + r] = -8 * sum(sums[r]);
+    }
 }
 
 // Eight values of consecutive k as four bytes of a panel; missing values are 0.
@@ -306,11 +326,11 @@ void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int6
     int32_t* start = starts.as<int32_t>();
     p.a = a, p.start = start;
     const Tasks tasks(m, p.n, MAX_ROWS, padded, BLOCK_BYTES, threads);
-    parallel_for(tasks.tiles(), m * p.k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t tile, char*) {
-        const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
-        for (int64_t r = 0; r < rows; ++r)
-            row_scales[first + r] = quantize_row(p, first + r, rows, a + first * padded + r * STEP,
-                                                 start + first * groups + r);
+    const int64_t quantizing = m * p.k < SERIAL_ELEMENTS ? 1 : threads;
+    tasks.for_rows<ROWS_AT_ONCE<int8_t>>(quantizing, [&](auto count, int64_t tile, int64_t r) {
+        const int64_t first = tasks.first_row(tile), row = first + r;
+        quantize_rows<decltype(count)::value>(p, row, tasks.rows(tile), a + first * padded + r * STEP,
+                                              start + first * groups + r, row_scales + row);
     });
     run_tiles(p, tasks);
 }

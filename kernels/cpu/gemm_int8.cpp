@@ -23,15 +23,11 @@ constexpr int64_t BLOCK_BYTES = 512 << 10;
 #if LLM_NEON
 using Operand = int8_t;
 constexpr int32_t OPERAND_SHIFT = 0;
-LLM_INLINE void store_operand(Operand* p, I32 x) { store_int8(p, x); }
 #else
 // VNNI multiplies unsigned by signed bytes. Activations are stored plus 128; at the end 128 times the output channel's
 // sum is subtracted, modulo 2^32 and therefore exactly.
 using Operand = uint8_t;
 constexpr int32_t OPERAND_SHIFT = 128;
-LLM_INLINE void store_operand(Operand* p, I32 x) {
-    store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(OPERAND_SHIFT));
-}
 #endif
 
 #if LLM_MMLA
@@ -86,7 +82,6 @@ __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t p
 
 using Operand = int16_t;
 constexpr int32_t OPERAND_SHIFT = 0;
-LLM_INLINE void store_operand(Operand* p, I32 x) { store_int16(p, x); }
 
 #if defined(LLM_PLAIN)
 
@@ -222,16 +217,22 @@ LLM_INLINE void scale_sums(const Int8Product& p, int64_t row, int64_t rows, int6
         for (int i = 0; i < LANES; ++i)
             excess[i] = static_cast<int32_t>(static_cast<uint32_t>(p.offset) *
                                              static_cast<uint32_t>(p.sums[column + i]));
-        const F32 scale = set1(p.factor) * p.scales().load(0, column, p.n - column), biases = p.biases(column);
-        for (int64_t r = 0; r < rows; ++r) {
-            const I32 sum = load_i(sums + (r * stride + c) * LANES) - load_i(excess);
-            p.store_output(row + r, column, to_float(sum) * set1(p.row_scale[row + r]) * scale, biases);
-        }
+        const F32 scale = set1(p.factor) * p.scales().load(0, column, p.n - column);
+        const I32 its_excess = load_i(excess);
+        const float* row_scale = p.row_scale + row;
+        p.store_outputs(row, rows, column, [=](int64_t r) {
+            const I32 sum = load_i(sums + (r * stride + c) * LANES) - its_excess;
+            return to_float(sum) * set1(row_scale[r]) * scale;
+        });
     }
 }
 
 template <int ROWS, int PANELS> void tile(const Int8Product& p, int64_t row, int64_t panel, const Turn& turn) {
     alignas(64) int32_t sums[ROWS * PANELS * LANES];
+    LLM_UNROLL for (int64_t c = panel; c < panel + PANELS; ++c) {
+        prefetch(p.sums + c * LANES);
+        p.scales().fetch(0, c * LANES);
+    }
 #if LLM_MMLA
     if constexpr (ROWS % 2 == 0 && PANELS == 1)
         paired_dots<ROWS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), sums);
@@ -246,19 +247,23 @@ template <int ROWS> void tiles(const Int8Product& p, int64_t row, int64_t panel,
                                  [&](auto wide, int64_t at) { tile<ROWS, decltype(wide)::value>(p, row, at, turn); });
 }
 
-// Quantizes one batch row of a tile of `rows` to [k / 4][rows][4]; returns the factor of its sums.
-LLM_INLINE float quantize_row(const Product& p, int64_t row, int64_t padded_k, int64_t rows, Operand* out) {
+// Quantizes ROWS batch rows of a tile of `rows` to [k / 4][rows][4], and writes the factors of their sums.
+template <int ROWS>
+LLM_INLINE void quantize_rows(const Product& p, int64_t row, int64_t rows, Operand* out, float* factors) {
     const float* x = p.x + row * p.k;
-    const RowQuantizer by(x, p.k, p.input_scale, p.input_offset);
-    const auto put = [&](int64_t i, F32 values, int64_t count) {
-        alignas(64) Operand q[LANES];
-        store_operand(q, by.quantize(values));
-        for (int64_t j = 0; j < count; j += STEP) std::memcpy(out + (i + j) * rows, q + j, STEP * sizeof(Operand));
+    RowQuantizer by[ROWS];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+        by[r] = RowQuantizer(x + r * p.k, p.k, p.input_scale, p.input_offset);
+        factors[r] = by[r].factor;
+    }
+    const auto put = [&](int64_t i, int64_t steps, const auto& load_from) {
+        I32 q[ROWS];
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) q[r] = by[r].quantize(load_from(x + r * p.k + i));
+        store_steps<STEP>(q, steps, rows, out + i * rows);
     };
     int64_t i = 0;
-    for (; i + LANES <= p.k; i += LANES) put(i, load(x + i), LANES);
-    if (i < padded_k) put(i, load_part(x + i, p.k - i), padded_k - i);
-    return by.factor;
+    for (; i + LANES <= p.k; i += LANES) put(i, LANES / STEP, [](const float* at) { return load(at); });
+    if (i < p.k) put(i, ceil_div(p.k - i, STEP), [&](const float* at) { return load_part(at, p.k - i); });
 }
 
 #if LLM_TILES
@@ -307,10 +312,11 @@ void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int6
     Operand* a = operands.as<Operand>();
     float* row_scales = scales.as<float>();
     const Tasks tasks(m, weight.n, MAX_ROWS, padded * sizeof(Operand), BLOCK_BYTES, threads);
-    parallel_for(tasks.tiles(), m * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t tile, char*) {
-        const int64_t first = tasks.first_row(tile), rows = tasks.rows(tile);
-        for (int64_t r = 0; r < rows; ++r)
-            row_scales[first + r] = quantize_row(product, first + r, padded, rows, a + first * padded + r * STEP);
+    const int64_t quantizing = m * k < SERIAL_ELEMENTS ? 1 : threads;
+    tasks.for_rows<ROWS_AT_ONCE<Operand>>(quantizing, [&](auto count, int64_t tile, int64_t r) {
+        const int64_t first = tasks.first_row(tile), row = first + r;
+        quantize_rows<decltype(count)::value>(product, row, tasks.rows(tile), a + first * padded + r * STEP,
+                                              row_scales + row);
     });
     const Int8Product p(product, a, row_scales, OPERAND_SHIFT);
     tasks.run([&](int64_t tile, int64_t panel, int64_t end) {

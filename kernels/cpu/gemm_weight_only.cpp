@@ -163,10 +163,8 @@ __attribute__((noinline)) void few_rows(const Call<FORM>& p, int64_t row, int64_
                 total[r][c] = grid.add(total[r][c], part[r][c], p.inputs(row + r, group));
         }
     }
-    LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-        const F32 biases = p.biases(columns[c]);
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r) p.store_output(row + r, columns[c], total[r][c], biases);
-    }
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c)
+        p.store_outputs(row, ROWS, columns[c], [&](int64_t r) { return total[r][c]; });
 }
 
 template <Code CODE, Form FORM> void few_rows(const Call<FORM>& p, const Tasks& tasks) {
@@ -262,12 +260,9 @@ void block(const Call<FORM>& p, const Tasks& tasks, int64_t first_tile, int64_t 
                                                                 parts + at);
             });
     }
-    for (int64_t c = 0; c < panels; ++c) {
-        const int64_t column = (panel + c) * LANES;
-        const F32 biases = p.biases(column);
-        for (int64_t row = 0; row < rows; ++row)
-            p.store_output(first_row + row, column, load(totals + row * ROW + c * LANES), biases);
-    }
+    for (int64_t c = 0; c < panels; ++c)
+        p.store_outputs(first_row, rows, (panel + c) * LANES,
+                        [&](int64_t r) { return load(totals + r * ROW + c * LANES); });
 }
 
 template <Code CODE, Form FORM> void multiply(const Call<FORM>& p, int64_t threads) {

@@ -34,10 +34,8 @@ struct Int4Product : Product {
     }
     // Writes y = sums * row scale (+ bias) for one panel and `rows` batch rows, whose sums are `stride` floats apart.
     LLM_INLINE void finish(int64_t row, int64_t rows, int64_t panel, const float* sums, int64_t stride) const {
-        const int64_t column = panel * LANES;
-        const F32 its_biases = biases(column);
-        for (int64_t r = 0; r < rows; ++r)
-            store_output(row + r, column, load(sums + r * stride) * set1(row_scale[row + r]), its_biases);
+        const float* scale = row_scale + row;
+        store_outputs(row, rows, panel * LANES, [=](int64_t r) { return load(sums + r * stride) * set1(scale[r]); });
     }
 };
 

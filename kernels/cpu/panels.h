@@ -20,6 +20,9 @@ struct Ahead {
     LLM_INLINE int64_t distance(int64_t step) const { return step < turn ? bytes : bytes + skip; }
 };
 
+// A number of batch rows or panels that is known at compile time.
+template <int N> struct Rows { static constexpr int value = N; };
+
 // A row tile's turn among the `count` of a block, which multiply the same `panels` panels one after the other.
 struct Turn { int64_t index, count, panels; };
 
@@ -68,6 +71,17 @@ class Tasks {
     }
     // Row tiles in one block, at most.
     int64_t block_tiles() const { return min(block_tiles_, tiles_); }
+    // Calls run(Rows<count>, row tile, first of these rows in the tile): AT_ONCE batch rows of a tile at a time, then
+    // one.
+    template <int AT_ONCE, class Run> void for_rows(int64_t threads, const Run& run) const {
+        constexpr int64_t parts = ceil_div(MAX_ROWS, AT_ONCE);
+        parallel_for(tiles_ * parts, threads, 0, [&](int64_t task, char*) {
+            const int64_t tile = task / parts, end = min(rows(tile), (task % parts + 1) * AT_ONCE);
+            int64_t row = task % parts * AT_ONCE;
+            if (row + AT_ONCE <= end) return run(Rows<AT_ONCE>{}, tile, row);
+            for (; row < end; ++row) run(Rows<1>{}, tile, row);
+        });
+    }
     // Runs everything on all threads. For each task: prepare(first panel, end panel, scratch), then run(tile, first
     // panel, end panel, scratch) for each row tile of the block.
     template <class Prepare, class Run> void run(int64_t scratch_bytes, const Prepare& prepare, const Run& run) const {
@@ -108,7 +122,6 @@ template <class Unit> void interleave(const char* src, int64_t bytes, int64_t ro
 }
 
 // Calls call(Rows<N>) with the compiled tile height N == rows.
-template <int N> struct Rows { static constexpr int value = N; };
 template <class Call> LLM_INLINE void with_rows(int64_t rows, const Call& call) {
     switch (rows) {
         case 1: return call(Rows<1>{});

@@ -4,6 +4,8 @@
 // becomes 0, and the row's factor becomes NaN.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace llm {
@@ -38,6 +40,7 @@ class Divider {
     LLM_INLINE F32 corrected(F32 q, F32 x) const { return fma(fma(q, negative_, x), reciprocal_, q); }
 
   public:
+    Divider() = default;
     Divider(float divisor, bool divides)
         : divisor_(set1(divisor)), negative_(set1(-divisor)), reciprocal_(set1(1.0f / divisor)), divides_(divides) {}
     // By a divisor with exact corrections whose reciprocal is known.
@@ -60,6 +63,7 @@ class Quantizer {
     F32 offset_;
 
   public:
+    Quantizer() = default;
     // By a scale for any x: divides.
     Quantizer(float scale, int64_t offset) : quotient_(scale, true), offset_(set1(static_cast<float>(offset))) {}
     // By a row's scale, which is NaN if the row holds a NaN.
@@ -84,10 +88,47 @@ struct RowQuantizer {
     float factor;
     Quantizer quantize;
 
+    RowQuantizer() = default;
     RowQuantizer(const float* x, int64_t k, float input_scale, int64_t offset)
         : factor(input_scale == 0.0f ? row_scale(x, k) : one_if_finite(x, k)),
           quantize(input_scale == 0.0f ? Quantizer(factor) : Quantizer(input_scale, offset)) {}
 };
+
+// Operands of GEMMs are int8, uint8 plus 128, or int16.
+LLM_INLINE void store_operands(int8_t* p, I32 x) { store_int8(p, x); }
+LLM_INLINE void store_operands(uint8_t* p, I32 x) { store_int8(reinterpret_cast<int8_t*>(p), x + set1_i(128)); }
+LLM_INLINE void store_operands(int16_t* p, I32 x) { store_int16(p, x); }
+// 16 k of each of the batch rows `x` -> [16 / STEP][rows][STEP].
+template <int64_t STEP, class Operand> LLM_INLINE void store_operands(Operand* p, const I32 (&x)[1]) {
+    store_operands(p, x[0]);
+}
+
+// Batch rows that are quantized side by side: their bytes fill whole stores.
+template <class Operand> constexpr int ROWS_AT_ONCE = 1;
+#if LLM_AVX512
+template <> constexpr int ROWS_AT_ONCE<int8_t> = 4;
+template <> constexpr int ROWS_AT_ONCE<uint8_t> = 4;
+
+template <int64_t STEP, class Operand> LLM_INLINE void store_operands(Operand* p, const I32 (&x)[4]) {
+    static_assert(sizeof(Operand) == 1 && (STEP == 4 || STEP == 8), "bytes in steps of 4 or 8 k");
+    const __m512i low = _mm512_packs_epi32(x[0].v, x[1].v), high = _mm512_packs_epi32(x[2].v, x[3].v);
+    __m512i bytes = _mm512_packs_epi16(low, high);  // [4][4 rows][4]
+    if (STEP == 8) {
+        const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+        bytes = _mm512_permutexvar_epi32(order, bytes);
+    }
+    _mm512_storeu_si512(p, std::is_signed_v<Operand> ? bytes : _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)));
+}
+#endif
+
+// 16 k of ROWS batch rows -> the first `steps` of their steps in a tile's operands [steps][rows][STEP].
+template <int64_t STEP, int ROWS, class Operand>
+LLM_INLINE void store_steps(const I32 (&x)[ROWS], int64_t steps, int64_t rows, Operand* out) {
+    alignas(64) Operand side[ROWS * LANES];
+    store_operands<STEP>(side, x);
+    for (int64_t s = 0; s < steps; ++s)
+        std::memcpy(out + s * rows * STEP, side + s * ROWS * STEP, ROWS * STEP * sizeof(Operand));
+}
 
 }  // namespace
 }  // namespace llm

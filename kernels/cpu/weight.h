@@ -135,11 +135,18 @@ struct Product : Weight {
     LLM_INLINE Groups scales() const { return {scale, scale_kind, scale_stride}; }
     LLM_INLINE Groups zeros() const { return {zero, zero_kind, zero_stride}; }
     LLM_INLINE Groups minima() const { return {minimum, minimum_kind, minimum_stride}; }
-    // The biases of 16 output channels from `column` on; 0 without a bias.
-    LLM_INLINE F32 biases(int64_t column) const { return bias ? load_part(bias + column, n - column) : llm::zero(); }
-    // Writes y = value (+ biases) for one batch row and 16 output channels; those beyond n are left out.
-    LLM_INLINE void store_output(int64_t row, int64_t column, F32 value, F32 its_biases) const {
-        store_part(y + row * n + column, bias ? value + its_biases : value, n - column);
+    // Writes y = value(r) (+ bias) for `rows` batch rows from `row` on and 16 output channels; those beyond n are left
+    // out. What does not change from row to row is in locals: gcc reloads members after each store.
+    template <class Value>
+    LLM_INLINE void store_outputs(int64_t row, int64_t rows, int64_t column, const Value& value) const {
+        const int64_t stride = n, count = n - column;
+        float* to = y + row * stride + column;
+        const bool is_biased = bias;
+        const F32 its_biases = is_biased ? load_part(bias + column, count) : llm::zero();
+        LLM_UNROLL for (int64_t r = 0; r < rows; ++r, to += stride) {
+            const F32 found = value(r);
+            store_part(to, is_biased ? found + its_biases : found, count);
+        }
     }
 };
 

@@ -68,6 +68,7 @@ EMULATED __m512i set1_epi8(char x) {
     return load<__m512i>(all);
 }
 template <class... T> EMULATED __m512 setr_ps(T... x) { return __m512{static_cast<float>(x)...}; }
+template <class... T> EMULATED __m512i setr_epi32(T... x) { return (__m512i)__v16si{x...}; }
 template <class... T> EMULATED __m512i set_epi16(T... x) {  // the last argument is lane 0
     const short last_first[] = {static_cast<short>(x)...};
     short lanes[32];
@@ -85,6 +86,9 @@ EMULATED __m256i castsi512_si256(__m512i x) { return halves(x).lo; }
 EMULATED __m256 extractf32x8_ps(__m512 x, int half) { return half ? halves(x).hi : halves(x).lo; }
 EMULATED __m256i extracti32x8_epi32(__m512i x, int half) { return half ? halves(x).hi : halves(x).lo; }
 EMULATED __m512 permutexvar_ps(__m512i index, __m512 x) { return __builtin_shuffle(x, (__v16si)index); }
+EMULATED __m512i permutexvar_epi32(__m512i index, __m512i x) {
+    return (__m512i)__builtin_shuffle((__v16si)x, (__v16si)index);
+}
 EMULATED __m512i permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
     return (__m512i)__builtin_shuffle((__v32hi)a, (__v32hi)b, (__v32hi)index);
 }
@@ -153,6 +157,13 @@ EMULATED __m512i add_epi32(__m512i a, __m512i b) { return (__m512i)((__v16su)a +
 EMULATED __m512i sub_epi32(__m512i a, __m512i b) { return (__m512i)((__v16su)a - (__v16su)b); }
 EMULATED __m512i sub_epi8(__m512i a, __m512i b) { return (__m512i)((__v64qu)a - (__v64qu)b); }
 EMULATED __m512i and_si512(__m512i a, __m512i b) { return a & b; }
+EMULATED __m512i xor_si512(__m512i a, __m512i b) { return a ^ b; }
+EMULATED __m512i packs_epi32(__m512i a, __m512i b) {
+    return whole(_mm256_packs_epi32(halves(a).lo, halves(b).lo), _mm256_packs_epi32(halves(a).hi, halves(b).hi));
+}
+EMULATED __m512i packs_epi16(__m512i a, __m512i b) {
+    return whole(_mm256_packs_epi16(halves(a).lo, halves(b).lo), _mm256_packs_epi16(halves(a).hi, halves(b).hi));
+}
 EMULATED __m512i slli_epi32(__m512i x, int n) { return (__m512i)((__v16su)x << n); }
 EMULATED __m512i srli_epi32(__m512i x, int n) { return (__m512i)((__v16su)x >> n); }
 EMULATED __m512i slli_epi16(__m512i x, int n) { return (__m512i)((__v32hu)x << n); }
@@ -357,6 +368,8 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_set1_epi32 emulated::set1_epi32
 #define _mm512_set1_epi16 emulated::set1_epi16
 #define _mm512_set1_epi8 emulated::set1_epi8
+#undef _mm512_setr_epi32
+#define _mm512_setr_epi32 emulated::setr_epi32
 #undef _mm512_setr_ps
 #define _mm512_setr_ps emulated::setr_ps
 #define _mm512_set_epi16 emulated::set_epi16
@@ -373,6 +386,7 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_extractf32x8_ps emulated::extractf32x8_ps
 #undef _mm512_extracti32x8_epi32
 #define _mm512_extracti32x8_epi32 emulated::extracti32x8_epi32
+#define _mm512_permutexvar_epi32 emulated::permutexvar_epi32
 #define _mm512_permutexvar_ps emulated::permutexvar_ps
 #define _mm512_permutex2var_epi16 emulated::permutex2var_epi16
 #define _mm512_broadcast_i32x4 emulated::broadcast_i32x4
@@ -401,6 +415,9 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_sub_epi32 emulated::sub_epi32
 #define _mm512_sub_epi8 emulated::sub_epi8
 #define _mm512_and_si512 emulated::and_si512
+#define _mm512_xor_si512 emulated::xor_si512
+#define _mm512_packs_epi32 emulated::packs_epi32
+#define _mm512_packs_epi16 emulated::packs_epi16
 #undef _mm512_slli_epi16
 #define _mm512_slli_epi16 emulated::slli_epi16
 #undef _mm512_srai_epi16
