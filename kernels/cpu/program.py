@@ -8,6 +8,7 @@ may allocate and make views but not compute; elementwise.py replaces its few sum
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import sys
 import threading
@@ -158,12 +159,24 @@ def record(library: Library, tokens: int = 0, most: int = 0, like: Program | Non
     program = Program(library, tokens, most, like)
     library.recorder = program
     try:
-        with _OnlyKernels(program):
+        with _no_collection(), _OnlyKernels(program):
             yield program
     finally:
         library.recorder = None
     if program.refusal:
         raise NotRecordable(program.refusal)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Finalizers of garbage that PyTorch computes in would be taken for a part of the step."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _OnlyKernels(TorchDispatchMode):

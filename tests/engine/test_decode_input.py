@@ -84,6 +84,7 @@ def test_the_head_of_a_recorded_step_is_recorded(llm: LLM, monkeypatch: pytest.M
     """Its logits are those of `compute_logits`, which is called as soon as somebody patches it."""
     runner: Any = engine_of(llm).runner
     expected, model, given = tokens(llm), runner.model, []
+    assert runner.replay.refusal is None and "compute_logits" not in vars(model)
     scores = runner.replay.scores
 
     def noted(hidden: torch.Tensor) -> Any:

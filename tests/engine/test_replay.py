@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,6 +232,28 @@ def test_what_is_no_kernel_cannot_be_recorded(compute: Callable[[torch.Tensor], 
     with pytest.raises(NotRecordable):
         recorded(compute, torch.randn(3, 64))
     assert KERNELS is not None and KERNELS.library.recorder is None
+
+
+def test_finalizers_of_garbage_are_no_part_of_a_step() -> None:
+    class Computes:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            torch.ones(3).add_(1)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        Computes()
+        kept = [[index] for index in range(10)]  # more objects than the threshold: they would be collected
+        return x.view(-1)[: len(kept)]
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        recorded(compute, torch.randn(3, 64))
+    finally:
+        gc.set_threshold(*threshold)
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(
