@@ -12,8 +12,8 @@ LLM_NAMED(Kind)
 
 // What quantize_weight.cpp quantizes a weight to: two ways to integers, then FORMS of
 // kernels/reference/quantize_forms.py.
-enum class Form : int64_t { ROUNDED, SEARCHED, FLOAT8, MXFP4, NF4, Q8_0, Q4_0, Q4_K };
-LLM_NAMED(Form)
+enum class WeightForm : int64_t { ROUNDED, SEARCHED, FLOAT8, MXFP4, NF4, Q8_0, Q4_0, Q4_K };
+LLM_NAMED(WeightForm)
 
 namespace {
 

@@ -166,15 +166,15 @@ template <class Rule, class T> int64_t quantize_tiles(const Job& job, const Rule
     return refused.load();
 }
 
-template <class T> int64_t quantize(Form form, const Job& job, float high, const float* table, const T* src) {
+template <class T> int64_t quantize(WeightForm form, const Job& job, float high, const float* table, const T* src) {
     switch (form) {
-        case Form::ROUNDED: return quantize_rows(job, RoundedInteger{high}, src);
-        case Form::FLOAT8: return quantize_rows(job, RoundedFloat8{}, src);
-        case Form::SEARCHED: return quantize_tiles(job, ClippedIntegers{high}, src);
-        case Form::MXFP4: return quantize_tiles(job, Fp4{}, src);
-        case Form::NF4: return quantize_tiles(job, NearestOfTable{table}, src);
-        case Form::Q8_0: return quantize_tiles(job, Q8_0{}, src);
-        case Form::Q4_0: return quantize_tiles(job, Q4_0{}, src);
+        case WeightForm::ROUNDED: return quantize_rows(job, RoundedInteger{high}, src);
+        case WeightForm::FLOAT8: return quantize_rows(job, RoundedFloat8{}, src);
+        case WeightForm::SEARCHED: return quantize_tiles(job, ClippedIntegers{high}, src);
+        case WeightForm::MXFP4: return quantize_tiles(job, Fp4{}, src);
+        case WeightForm::NF4: return quantize_tiles(job, NearestOfTable{table}, src);
+        case WeightForm::Q8_0: return quantize_tiles(job, Q8_0{}, src);
+        case WeightForm::Q4_0: return quantize_tiles(job, Q4_0{}, src);
         default: return quantize_tiles(job, Q4_K{}, src);
     }
 }
@@ -186,9 +186,9 @@ using namespace llm;
 
 // src [n, k] -> q [n, k], scale and (Q4_K) minimum [n, k / group_size], energies. Integers are in [-high, high], those
 // searched for in [-high - 1, high]. `table` [16] of NF4. Returns 0, or what is wrong with the weight.
-LLM_EXPORT int64_t llm_quantize_weight(Kind kind, Form form, const void* src, int8_t* q, float* scale, float* minimum,
-                                       double* energies, const float* table, int64_t n, int64_t k, int64_t high,
-                                       int64_t group_size, int64_t threads) {
+LLM_EXPORT int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* src, int8_t* q, float* scale,
+                                       float* minimum, double* energies, const float* table, int64_t n, int64_t k,
+                                       int64_t high, int64_t group_size, int64_t threads) {
     const Job job{q, scale, minimum, energies, n, k, group_size, threads};
     return with_type(kind, [&](auto type) {
         return quantize(form, job, static_cast<float>(high), table,

@@ -151,17 +151,19 @@ template <class T> void quantized(Kind kind, int64_t n, int64_t k, int64_t group
     Exactly<float> scale(groups), minimum(groups), table(16);
     Exactly<double> energies(2 * (n > up(groups, 16) / 16 ? n : up(groups, 16) / 16));
     for (int64_t j = 0; j < 16; ++j) table.data[j] = static_cast<float>(j) / 8 - 1;
-    const auto to = [&](Form form) {
+    const auto to = [&](WeightForm form) {
         if (llm_quantize_weight(kind, form, values.data, q.data, scale.data,
-                                form == Form::Q4_K ? minimum.data : nullptr, energies.data, table.data, n, k, 7, group,
-                                1))
+                                form == WeightForm::Q4_K ? minimum.data : nullptr, energies.data, table.data, n, k, 7,
+                                group, 1))
             std::exit(1);
         ++calls;
     };
-    for (Form form : {Form::ROUNDED, Form::SEARCHED, Form::FLOAT8, Form::MXFP4, Form::NF4}) to(form);
+    for (WeightForm form :
+         {WeightForm::ROUNDED, WeightForm::SEARCHED, WeightForm::FLOAT8, WeightForm::MXFP4, WeightForm::NF4})
+        to(form);
     if (group != 32) return;
-    to(Form::Q8_0), to(Form::Q4_0);
-    if (k % 256 == 0) to(Form::Q4_K);
+    to(WeightForm::Q8_0), to(WeightForm::Q4_0);
+    if (k % 256 == 0) to(WeightForm::Q4_K);
 }
 
 void all_kinds(int64_t m, int64_t n, int64_t k) {
