@@ -74,7 +74,8 @@ class ConfigReader:
         spelled: keys that were renamed -> their names in the file, for error messages.
 
     Attributes:
-        raw: the keys with a value; `decoded` has those that are null too, and `given` is their names.
+        raw: the keys with a value; `decoded` has those that are null too, as whoever writes the file again needs it,
+            and `given` is their names.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ConfigReader:
     ) -> None:
         self._file = file
         self._spelled = spelled or {}
-        self.decoded = raw
+        self.decoded = dict(raw)
         self.given = frozenset(raw)
         self.raw = {key: value for key, value in raw.items() if value is not None}
         self.family = clip(str(self.raw.get("model_type", "?")), 60)

@@ -113,7 +113,7 @@ def make_plan(
     return RunnerPlan(
         config,
         platform.name,
-        *(model.source, model.model_class, model.architecture, model.reader.raw),
+        *(model.source, model.model_class, model.architecture, model.reader.decoded),
         tuple(specs),
         has_weights=model.has_weights,
         store_as=dtypes.store_as,

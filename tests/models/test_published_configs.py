@@ -77,6 +77,18 @@ def test_the_windows_of_a_published_config_are_those_of_transformers(name: str) 
     assert [layer.attention.sliding_window for layer in _read(config).layers] == windows
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "smollm3", "seed_oss", "ernie4_5", "internlm3"])
+def test_heads_that_are_null_are_those_of_transformers(model_type: str) -> None:
+    """A missing key is the family's default; null is one KV head per head, and the width shared among the heads."""
+    transformers = pytest.importorskip("transformers")
+    given = {"model_type": model_type, "hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 1}
+    given |= {"intermediate_size": 64, "vocab_size": 50, "head_dim": None, "num_key_value_heads": None}
+    theirs = transformers.CONFIG_MAPPING[model_type].from_dict(given)
+    heads = _read({"architectures": [], **given}).layers[0].attention.heads
+    size = getattr(theirs, "head_dim", None) or 96 // 12
+    assert (heads.key_value, heads.size) == (theirs.num_key_value_heads, size) == (12, 8)
+
+
 YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0}
 
 

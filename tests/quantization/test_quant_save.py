@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from embedded import PROMPTS, engine_of, open_llm, python, run
+from embedded import PROMPTS, engine_of, open_llm, python, run, tokens
 from safetensors import safe_open
 from test_quant_on_load import TEXTS
-from tiny_models import TinyModel, one_thread, tiny_checkpoint, write_checkpoint
+from tiny_models import (
+    EXPERTS_OF_DEEPSEEK,
+    LATENT,
+    NULL,
+    TinyModel,
+    one_thread,
+    reference_model,
+    tiny_checkpoint,
+    write_checkpoint,
+)
 
 from llm import LLM, SamplingParams
 from llm.base.errors import LLMError, ValidationError
@@ -92,6 +101,58 @@ def test_one_format_becomes_the_other(biased: Path, tmp_path: Path) -> None:
         llm.save_quantized(tmp_path / "b", "compressed-tensors")
     with open_llm(tmp_path / "b", skip_tokenizer_init=True) as llm:
         assert answers(llm) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "window"), [({"sliding_window": None}, None), ({"sliding_window": 8}, 8), ({}, 4096)]
+)
+def test_a_window_of_null_stays_null(given: dict[str, Any], window: int | None, tmp_path: Path) -> None:
+    """For Mistral a missing `sliding_window` is one of 4,096 tokens, and null none."""
+    write_checkpoint(TinyModel("MistralConfig", SIZES), tmp_path / "float")
+    file = tmp_path / "float" / "config.json"
+    config = json.loads(file.read_text())
+    del config["sliding_window"]
+    config |= given
+    file.write_text(json.dumps(config))
+    with open_llm(tmp_path / "float", quantization="w8a8", skip_tokenizer_init=True) as llm:
+        llm.save_quantized(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert {key: value for key, value in saved.items() if key != "quantization_config"} == config
+    assert reference_model(tmp_path / "saved").config.sliding_window == window
+    with open_llm(tmp_path / "saved", skip_tokenizer_init=True) as llm:
+        assert [layer.attention.sliding_window for layer in engine_of(llm).runner.plan.architecture.layers] == [
+            window
+        ] * 2
+
+
+# Latents of 32 and heads of 16, as the schemes that have groups need.
+DEEPSEEK = {
+    **{**LATENT, **EXPERTS_OF_DEEPSEEK, **SIZES},
+    **{"q_lora_rank": NULL, "moe_intermediate_size": 32, "kv_lora_rank": 32, "num_key_value_heads": 4},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_shared_experts": 1, "head_dim": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "format"),
+    [
+        ("w8a8", "compressed-tensors"),
+        ("w8a8", "modelslim"),
+        ({"scheme": "w4a16", "group_size": 32}, "gptq"),
+        ("nf4", "bitsandbytes"),
+        ("q8_0", "gguf"),
+    ],
+)
+def test_queries_without_a_latent_come_back_in_every_format(scheme: Any, format: str, tmp_path: Path) -> None:
+    """For DeepSeek V2 a missing `q_lora_rank` is a latent of 1,536 values, and null none."""
+    write_checkpoint(TinyModel("DeepseekV2Config", DEEPSEEK), tmp_path / "float")
+    assert json.loads((tmp_path / "float" / "config.json").read_text())["q_lora_rank"] is None
+    with open_llm(tmp_path / "float", quantization=scheme, skip_tokenizer_init=True) as llm:
+        architecture, before = engine_of(llm).runner.plan.architecture, run(llm, PROMPT, PARAMS)
+        saved = llm.save_quantized(tmp_path / ("saved.gguf" if format == "gguf" else "saved"), format)
+    with open_llm(saved, skip_tokenizer_init=True) as llm:
+        assert engine_of(llm).runner.plan.architecture == architecture
+        assert tokens(run(llm, PROMPT, PARAMS)) == tokens(before)
 
 
 def test_shards_and_their_index(biased: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

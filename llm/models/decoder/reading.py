@@ -15,12 +15,15 @@ from llm.models.decoder.part import NormClass, NormConfig
 
 
 def read_heads(reader: ConfigReader, *, default_kv_heads: int | None = None, default_size: int | None = None) -> Heads:
-    """Read the numbers of heads; a missing head_dim is `default_size`, or hidden_size / heads if that is None."""
+    """Read the numbers of heads. The defaults are what missing keys mean; null is one KV head per head, and hidden_size
+    / heads as the size, and so is a default of None."""
     heads, hidden = reader.positive("num_attention_heads"), reader.positive("hidden_size")
+    kv_heads = reader.optional_integer("num_key_value_heads", default_kv_heads)
+    size = reader.optional_integer("head_dim", default_size)
     return Heads(
         heads,
-        reader.positive("num_key_value_heads", default_kv_heads or heads),
-        reader.positive("head_dim", default_size or hidden // heads),
+        heads if kv_heads is None else reader.positive("num_key_value_heads", kv_heads),
+        hidden // heads if size is None else reader.positive("head_dim", size),
     )
 
 
