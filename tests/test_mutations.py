@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "mutations"))
 
+import random_defects
 from catalogue import ROOT, Mutant, parse, read_catalogue
 
 TEXT = """
@@ -66,3 +67,66 @@ def test_a_defect_that_cannot_be_planted_is_told(changes: dict[str, str], said: 
     fields = {"name": "defect", "file": "code.py", "tests": "tests/a.py -k one", "old": "y = 1", "new": "y = 2"}
     problem = Mutant(**{**fields, **changes}).problem(tmp_path)
     assert said in problem and bool(problem) == bool(said)
+
+
+SOURCE = '''
+"""A docstring of 1 + 1."""
+LIMIT = 3
+
+
+def look(value: int | None, *, most: int = 5) -> int:
+    """Raises ValueError if value < 0."""
+    if value is None or value < 0:
+        raise ValueError(f"value must be {most + 1}, got {value}.")
+    kept.append(value)
+    return look(value - 1, most=LIMIT) if not done else -value
+
+
+class Kept:
+    def __repr__(self) -> str:
+        return "a" * 3
+'''
+
+
+def test_defects_at_random_leave_what_is_said_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(SOURCE)
+    (tmp_path / "a.cpp").write_text("#if A < 3\nfor (int i = 0; i < n; ++i) a[i] += b * c;  // 1 + 2\n")
+    changes = random_defects.changes(tmp_path / "a.py")
+    changed = {
+        (SOURCE[change.start : change.end].partition("\n")[0].partition("(")[0], change.new) for change in changes
+    }
+    assert changed == {
+        *(
+            ("3", "4"),
+            ("5", "6"),
+            ("is", "is not"),
+            ("or", "and"),
+            ("<", "<="),
+            ("0", "1"),
+            ("raise ValueError", "pass"),
+        ),
+        *(
+            ("kept.append", "pass"),
+            ("-", "+"),
+            ("1", "2"),
+            ("most=LIMIT", ""),
+            ("not done", "done"),
+            ("-value", "value"),
+        ),
+        ("value is None or value < 0", "not (value is None or value < 0)"),
+    }
+    for change in changes:
+        mutant = random_defects.as_mutant("a.py", SOURCE, change)
+        assert mutant is not None and SOURCE.count(mutant.old) == 1
+        assert mutant.apply(SOURCE) == SOURCE[: change.start] + change.new + SOURCE[change.end :]
+    kernel = [(change.start, change.new) for change in random_defects.changes(tmp_path / "a.cpp")]
+    assert kernel == [(23, "1"), (28, "<="), (43, "-="), (48, "+")]
+
+
+def test_defects_at_random_are_those_of_their_seed() -> None:
+    def first(seed: int) -> list[Mutant]:
+        drawn = random_defects.draw(seed, "llm/jobs", ".py")
+        return [next(drawn)[0] for _ in range(5)]
+
+    assert first(1) == first(1) != first(2)
+    assert random_defects.tests_of("llm/jobs/journal.py").split()[0] == "tests/jobs/test_jobs.py"
