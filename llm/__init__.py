@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llm.base.errors import JobInterrupted as JobInterrupted
     from llm.base.errors import LLMError as LLMError
     from llm.base.errors import PromptTooLongError as PromptTooLongError
+    from llm.base.errors import RowError as RowError
     from llm.base.errors import TokenOutOfRangeError as TokenOutOfRangeError
     from llm.base.errors import ValidationError as ValidationError
     from llm.beam_params import BeamSearchParams as BeamSearchParams
@@ -105,6 +106,7 @@ _PUBLIC = {
     "PromptTooLongError": "llm.base.errors",
     "EmptyPromptError": "llm.base.errors",
     "TokenOutOfRangeError": "llm.base.errors",
+    "RowError": "llm.base.errors",
     "JobError": "llm.base.errors",
     "EngineClosedError": "llm.base.errors",
     "GenerationInterrupted": "llm.base.errors",

@@ -51,6 +51,10 @@ class TokenOutOfRangeError(ValidationError):
     """A token id of a prompt is not in the vocabulary; `value` is the id."""
 
 
+class RowError(ValidationError):
+    """A row of a job raised an exception that nothing expected; the message has its type and place."""
+
+
 class ArgumentError(ValidationError, TypeError):
     """A call got an argument that the function does not have."""
 

@@ -25,6 +25,7 @@ from llm.loading.source import ModelSource
 from llm.outputs_json import params_as_json, plain
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import qualified_name
+from llm.sampling_params import SamplingParams
 
 # Raise it when a change of this package changes answers.
 NUMERICS_VERSION = 1
@@ -118,26 +119,31 @@ def row_key(row: AnyRow, model: Mapping[str, object]) -> str:
     """
     if isinstance(row, RefusedRow):
         return hashlib.sha256(_json(["refused", str(row.error), model])).hexdigest()
+    check_recordable(row.params)
     params = params_as_json(row.params)
-    if row.params.logits_processors:
-        raise ValidationError(
-            "SamplingParams(logits_processors=...) cannot be recorded in a journal; load a class with "
-            "LLM(logits_processors=...) and pass its arguments in extra_args.",
-            parameter="logits_processors",
-        )
-    try:
-        json.dumps(row.params.extra_args)
-    except TypeError as error:
-        raise ValidationError(
-            f"extra_args cannot be recorded in a journal ({error}); use numbers, texts, lists and dicts.",
-            parameter="extra_args",
-        ) from error
     of_row = [row.token_ids, row.seed, params, model]
     if row.adapter is not None:
         of_row.append(row.adapter.digest)
     if row.pooling is not None:
         of_row.append(plain(row.pooling))
     return hashlib.sha256(_json(of_row)).hexdigest()
+
+
+def check_recordable(params: SamplingParams) -> None:
+    """Raise `ValidationError` if a parameter is an object that cannot be written down."""
+    if params.logits_processors:
+        raise ValidationError(
+            "SamplingParams(logits_processors=...) cannot be recorded in a journal; load a class with "
+            "LLM(logits_processors=...) and pass its arguments in extra_args.",
+            parameter="logits_processors",
+        )
+    try:
+        json.dumps(params.extra_args)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValidationError(
+            f"extra_args cannot be recorded in a journal ({error}); use numbers, texts, lists and dicts.",
+            parameter="extra_args",
+        ) from error
 
 
 def rows_key(rows: Sequence[AnyRow], model: Mapping[str, object]) -> str:

@@ -26,9 +26,9 @@ from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.jobs.answers import Answer, Answers, Ended, Partials
 from llm.jobs.identity import rows_key
 from llm.jobs.journal import Journal
-from llm.jobs.making import Maker, Rows, by_index
+from llm.jobs.making import Maker, Rows, by_index, row_error
 from llm.jobs.replies import Replies
-from llm.jobs.requests import BatchRows, PlainForm, PlainRows
+from llm.jobs.requests import PlainForm
 from llm.jobs.shard import Shard
 from llm.jobs.tables import Form, read_rows, write_rows
 from llm.jobs.vectors import num_prompts
@@ -184,16 +184,25 @@ class Job:
         while batch := _next(numbered):
             with self._llm._exclusive():
                 rows = self._maker.make(self._llm, self._llm._open_engine(), batch)
+            keyed = map(self._keyed, by_index(rows))
             yield [
-                row for own in by_index(rows) if not self._is_answered(own, answers.take(own[0].index)) for row in own
+                row for key, own in keyed if not self._is_answered(key, own, answers.take(own[0].index)) for row in own
             ]
 
-    def _is_answered(self, rows: Sequence[AnyRow], known: Answer | None) -> bool:
+    def _keyed(self, rows: Sequence[AnyRow]) -> tuple[str, Sequence[AnyRow]]:
+        """The engine's rows of one row of the file, with its key; refused if they have none."""
+        try:
+            return rows_key(rows, self._plan.identity), rows
+        except Exception as error:
+            rows = [RefusedRow(rows[0].index, row_error(error))]
+        return rows_key(rows, self._plan.identity), rows
+
+    def _is_answered(self, key: str, rows: Sequence[AnyRow], known: Answer | None) -> bool:
         """True if the journal has the row's answer; else the row continues from what the journal has of it.
 
         `rows`: the engine's, of one row of the file.
         """
-        row, key = rows[0], rows_key(rows, self._plan.identity)
+        row = rows[0]
         if known is not None and known.key != key:
             raise JobError(
                 f"row {row.index} of {self._plan.source} is not the one that the journal {self._journal.path} has: the "
@@ -253,18 +262,11 @@ class Job:
                 raise JobError(
                     f"the journal {self._journal.path} lost row {index}; run the job again with resume=True."
                 )
+            ended, line = self._replies.line(plan.rows, row, ended, plan.model)
             self._count.errors += ended.output.error is not None
             self._count.prompt_tokens += len(ended.output.prompt_token_ids)
             self._count.tokens += sum(len(own.token_ids) for own in ended.output.outputs)
-            self._read_reply(row, ended.output)
-            yield plan.rows.answer(row, ended, plan.model)
-
-    def _read_reply(self, row: JsonObject, output: RequestOutput) -> None:
-        rows = self._plan.rows
-        if output.error is None and isinstance(rows, BatchRows | PlainRows):
-            chosen = rows.chosen(row)
-            if chosen is not None:
-                self._replies.read(output, *chosen)
+            yield line
 
 
 def _next(numbered: Iterator[tuple[int, JsonObject]]) -> list[tuple[int, JsonObject]]:

@@ -1,22 +1,32 @@
 """From rows of a file to rows of the engine: conversations rendered, texts tokenized, adapters found.
 
-Owns the order of a batch: a row that cannot be run is refused in its place. A row with a list of inputs becomes several
-of the engine, with one index; if one of these cannot be run, the row is refused as a whole.
+Owns the order of a batch: a row that cannot be run is refused in its place, whatever it raised. A row with a list of
+inputs becomes several of the engine, with one index; if one of these cannot be run, the row is refused as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from types import TracebackType
 from typing import TypeVar
 
 from llm.api.adapters import give_adapters
 from llm.api.flow import FlowHost
 from llm.api.ranking import asked_text
-from llm.base.errors import PromptTooLongError, ValidationError
+from llm.base.errors import (
+    EngineBusyError,
+    EngineClosedError,
+    LLMError,
+    PromptTooLongError,
+    RowError,
+    ValidationError,
+)
+from llm.base.text import clip
 from llm.base.types import JsonObject
 from llm.engine.engine import Engine
 from llm.engine.pooler import QWEN3_RERANKER
@@ -33,6 +43,39 @@ Pooling = PlainVectors | BatchVectors
 Rows = Generating | Pooling
 V = TypeVar("V")
 
+logger = logging.getLogger("llm")
+
+# What is about the machine or the engine ends a job; any other exception is the error of the row that raised it.
+_OF_MACHINE = (OSError, MemoryError, EngineClosedError, EngineBusyError)
+
+
+def row_error(error: Exception) -> ValidationError:
+    """What a row says that raised this, with its type and place where nothing expected it.
+
+    Raises:
+        Exception: `error` itself, if it is about the machine.
+    """
+    if isinstance(error, _OF_MACHINE):
+        raise error
+    if isinstance(error, ValidationError):
+        return error
+    logger.debug("a row raised an exception", exc_info=error)
+    if isinstance(error, LLMError):
+        return RowError(f"{type(error).__name__}: {error}")
+    said = clip(" ".join(str(error).split()))
+    return RowError(f"this row raised {type(error).__name__} in {_place(error.__traceback__)}: {said}")
+
+
+def _place(traceback: TracebackType | None) -> str:
+    """The innermost line of this package."""
+    place = "an unknown place"
+    while traceback is not None:
+        name = traceback.tb_frame.f_globals.get("__name__", "")
+        if name.startswith("llm."):
+            place = f"{name}, line {traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
 
 @dataclass(frozen=True)
 class Maker:
@@ -47,6 +90,15 @@ class Maker:
 
         Those of one index follow each other, in the order of the row's inputs.
         """
+        try:
+            return self._made(llm, engine, numbered)
+        except Exception as error:  # a row can hold anything: the others are made without it
+            refused = row_error(error)
+        if len(numbered) == 1:
+            return [RefusedRow(numbered[0][0], refused)]
+        return [row for one in numbered for row in self.make(llm, engine, [one])]
+
+    def _made(self, llm: FlowHost, engine: Engine, numbered: Sequence[tuple[int, JsonObject]]) -> list[AnyRow]:
         given = [row for _, row in numbered]
         first, preprocessor = numbered[0][0], llm._preprocessor
         if isinstance(self.rows, PlainVectors | BatchVectors):
@@ -68,6 +120,7 @@ class Maker:
                 asked = form.asked(row)
                 prompt, own, adapter = asked.prompt, asked.params, asked.adapter
                 if asked.messages is not None:
+                    _check_conversation(asked.messages)
                     options = {name: value for name, value in asked.chat.items() if name != "chat_template_kwargs"}
                     arguments = asked.chat.get("chat_template_kwargs") or {}
                     (prompt,) = preprocessor.chat_prompts(
@@ -130,6 +183,15 @@ def _all_or_none(rows: list[AnyRow]) -> list[AnyRow]:
         refused.error = copy(refused.error)
         refused.error.args = (f"input[{place}]: {refused.error}",)
     return [refused]
+
+
+def _check_conversation(messages: object) -> None:
+    if not isinstance(messages, list) or not messages or not all(isinstance(item, Mapping) for item in messages):
+        raise ValidationError(
+            "messages must be one conversation, a list of {'role': ..., 'content': ...} that is not empty; write a row "
+            "for each.",
+            parameter="messages",
+        )
 
 
 def _wanted(form: Pooling, row: JsonObject, preprocessor: Preprocessor) -> Sequence[Wanted | ValidationError]:

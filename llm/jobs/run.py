@@ -25,9 +25,10 @@ from llm.engine.pooler import PoolingPlan
 from llm.engine.progress import check_use_tqdm
 from llm.engine.rows import ON_TOO_LONG
 from llm.jobs.adapters import JobAdapters
+from llm.jobs.identity import check_recordable
 from llm.jobs.job import Job, JobPlan, JobSummary
 from llm.jobs.journal import Journal
-from llm.jobs.making import Rows
+from llm.jobs.making import Rows, row_error
 from llm.jobs.requests import BatchRows, PlainRows, is_batch, template_columns
 from llm.jobs.shard import Shard
 from llm.jobs.tables import read_rows, suffix_of
@@ -125,6 +126,8 @@ class Asks:
             refuse("sampling_params", type(sampling).__name__, "None: the model pools; pass pooling_params")
         if plan is None and pooling is not None:
             refuse("pooling_params", type(pooling).__name__, "None: the model generates; pass sampling_params")
+        if sampling is not None:
+            check_recordable(sampling)
         return cls(sampling or default(), pooling or PoolingParams(), plan, adapters)
 
     def rows(self, first: JsonObject, options: RunOptions) -> Rows:
@@ -213,8 +216,8 @@ def _check_input(files: JobFiles, rows: Rows, strict: bool) -> int:
 def _problem(rows: Rows, index: int, row: JsonObject) -> list[str]:
     try:
         rows.asked(row)
-    except ValidationError as error:
-        return [f"row {index}: {str(error).rstrip('.')}"]
+    except Exception as error:
+        return [f"row {index}: {str(row_error(error)).rstrip('.')}"]
     return []
 
 

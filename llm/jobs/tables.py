@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from llm.base.types import JsonObject
 Form = type | list["Form"] | dict[str, "Form"]
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 _PARQUET_ROWS = 1024
+_SURROGATE = re.compile("[\ud800-\udfff]")
 # The most characters of a CSV field: Python's own limit is 128 KiB.
 csv.field_size_limit(1 << 28)
 
@@ -128,7 +130,12 @@ def write_rows(
 def _write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            file.write(_escaped(json.dumps(row, ensure_ascii=False, default=str)) + "\n")
+
+
+def _escaped(text: str) -> str:
+    """With unpaired surrogates, which UTF-8 cannot express, as JSON writes them."""
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
@@ -136,14 +143,30 @@ def _write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = None
         for row in rows:
+            cells = {_escaped(name): _cell(value) for name, value in row.items()}
             if writer is None:
-                writer = csv.DictWriter(file, list(row))
+                writer = csv.DictWriter(file, list(cells))
                 writer.writeheader()
-            writer.writerow({name: _cell(value) for name, value in row.items()})
+            writer.writerow(cells)
 
 
 def _cell(value: object) -> object:
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict | bool) else value
+    if isinstance(value, list | dict | bool):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    return _escaped(value) if isinstance(value, str) else value
+
+
+def _row(row: Mapping[str, object]) -> JsonObject:
+    """A row that Parquet can hold."""
+    return {_escaped(name): _expressible(value) for name, value in row.items()}
+
+
+def _expressible(value: object) -> object:
+    if isinstance(value, str):
+        return _escaped(value)
+    if isinstance(value, list):
+        return [_expressible(item) for item in value]
+    return {_escaped(name): _expressible(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _write_parquet(
@@ -153,7 +176,7 @@ def _write_parquet(
     arrow, parquet = optional_package("pyarrow", "arrow"), optional_package("pyarrow.parquet", "arrow")
     left, writer = iter(rows), None
     schema = None if like is None else parquet.read_schema(like)
-    while batch := list(islice(left, _PARQUET_ROWS)):
+    while batch := [_row(row) for row in islice(left, _PARQUET_ROWS)]:
         schema = schema or _schema(arrow, batch, forms)
         table = arrow.Table.from_pylist(batch, schema=schema)
         if writer is None:
@@ -163,7 +186,7 @@ def _write_parquet(
         pass
 
 
-def _schema(arrow: ModuleType, batch: list[Mapping[str, object]], forms: Mapping[str, Form]) -> object:
+def _schema(arrow: ModuleType, batch: Sequence[Mapping[str, object]], forms: Mapping[str, Form]) -> object:
     others = [{name: value for name, value in row.items() if name not in forms} for row in batch]
     types = {field.name: field.type for field in arrow.Table.from_pylist(others).schema}
     types = {name: arrow.string() if kind == arrow.null() else kind for name, kind in types.items()}

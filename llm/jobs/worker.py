@@ -117,10 +117,7 @@ class RowWorker:
         return [self._answer(row, found[index]) for index, row in enumerate(given)]
 
     def _answer(self, row: JsonObject, ended: Ended) -> JsonObject:
-        chosen = None if ended.output.error is not None else self._rows.chosen(row)
-        if chosen is not None:
-            self._replies.read(ended.output, *chosen)
-        return self._rows.answer(row, ended, "")
+        return self._replies.line(self._rows, row, ended, "")[1]
 
     def _entries(self, given: Sequence[JsonObject], found: dict[int, Ended]) -> Iterator[list[Entry]]:
         if not given:

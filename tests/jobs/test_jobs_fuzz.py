@@ -1,0 +1,178 @@
+"""A row can hold anything: it has an answer or an error of its own, and the others are answered as ever."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded import assert_idle, open_llm
+
+from llm import LLM, PoolingParams, SamplingParams
+from llm.jobs.requests import PlainRows
+
+PARAMS = SamplingParams(max_tokens=2, temperature=0)
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Who was the king?"}], "max_tokens": 2}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+# A field of a body or a row, and a value that is right.
+FIELDS: dict[str, Any] = {
+    **{"temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["a"], "seed": 3, "presence_penalty": 0.5},
+    **{"frequency_penalty": 0.5, "logit_bias": {"5": 1}, "max_tokens": 2, "top_k": 3, "min_p": 0.1},
+    **{"repetition_penalty": 1.1, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [3], "bad_words": ["the"]},
+    **{"skip_special_tokens": False, "include_stop_str_in_output": True, "allowed_token_ids": [5, 6, 7]},
+    **{"truncate_prompt_tokens": 3, "logprobs": True, "top_logprobs": 1, "max_completion_tokens": 2},
+    **{"tools": [WEATHER], "tool_choice": "auto", "parallel_tool_calls": False, "reasoning_effort": "low"},
+    **{"response_format": {"type": "text"}, "chat_template_kwargs": {"a": 1}, "add_generation_prompt": False},
+    **{"continue_final_message": False, "model": "m", "user": "me", "stream": False, "metadata": {"a": "b"}},
+    **{"echo": False, "suffix": "", "best_of": 1, "input": "And", "dimensions": 4, "encoding_format": "float"},
+    **{"text_1": "a", "text_2": "b", "use_activation": True, "normalize": True, "lora_name": "a"},
+}
+ATOMS: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 7, 2**31, 10**400, 0.5, -0.0, 1e308, float("nan"), float("-inf")),
+    *("", " ", "And", "\ud83d", "\x00", "a" * 3000, "auto", "{", "[1", "null", "float", "json_object", "sampling"),
+    *([], {}, [[]], [{}], [None], [1, 2], ["a", 1], [[1], ["a"]], {"": None}, {"type": "function"}),
+    *({"role": "user"}, [{"role": "user", "content": None}], [{"role": 5, "content": 5}], [[CHAT["messages"][0]]] * 2),
+    *({"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, {"type": "json_object", "x": 1}),
+)
+
+
+def anything(draw: random.Random, value: Any, depth: int = 0) -> Any:
+    """The value with something in it replaced, removed or added."""
+    if depth > 3 or draw.random() < 0.3 or not isinstance(value, dict | list) or not value:
+        return draw.choice(ATOMS) if draw.random() < 0.7 else draw.choice([[value], {"a": value}, str(value)])
+    if isinstance(value, list):
+        place = draw.randrange(len(value))
+        changed = anything(draw, value[place], depth + 1)
+        return draw.choice([[*value[:place], changed, *value[place + 1 :]], [*value, changed], value[:place]])
+    name = draw.choice(list(value))
+    if draw.random() < 0.2:
+        return {key: own for key, own in value.items() if key != name}
+    return {**value, name: anything(draw, value[name], depth + 1)}
+
+
+def body(draw: random.Random, own: dict[str, Any]) -> Any:
+    """A body of some right fields, changed."""
+    some = {name: FIELDS[name] for name in draw.sample(list(FIELDS), draw.randrange(4))}
+    return anything(draw, {**own, **some}, draw.randrange(2))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(max_model_len=96, max_num_seqs=8) as llm:
+        yield llm
+        assert_idle(llm)
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Iterator[LLM]:
+    with open_llm(runner="pooling", max_model_len=96, max_num_seqs=8) as llm:
+        yield llm
+
+
+def answered(llm: LLM, folder: Path, rows: list[Any], **options: Any) -> list[dict[str, Any]]:
+    """The rows of the output; to the byte what a run with other batches gives."""
+    source = folder / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = llm.run(source, folder / "out.jsonl", use_tqdm=False, **options)
+    found = [json.loads(line) for line in summary.output.read_text(encoding="utf-8").splitlines()]
+    assert len(found) == len(rows) == summary.num_rows
+    assert summary.num_errors == sum(row["error"] is not None for row in found)
+    surprises = [row["error"] for row in found if "this row raised" in json.dumps(row["error"])]
+    assert not surprises, surprises[:5]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["chat", "completions", "embeddings"])
+def test_any_body_is_answered_or_refused(kind: str, seed: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    llm: LLM = request.getfixturevalue("embedder" if kind == "embeddings" else "llm")
+    own, url = {
+        "chat": (CHAT, "/v1/chat/completions"),
+        "completions": ({"prompt": "And", "max_tokens": 2}, "/v1/completions"),
+        "embeddings": ({"input": ["And", "the king"]}, "/v1/embeddings"),
+    }[kind]
+    draw = random.Random(f"{kind} {seed}")
+    good = {"method": "POST", "url": url, "body": {**own, "temperature": 0} if kind != "embeddings" else own}
+    rows = [{**good, "body": body(draw, own)} for _ in range(150)]
+    rows += [anything(draw, good, 1) for _ in range(30)]
+    rows = [{**good}, *(row if isinstance(row, dict) else {**good, "body": row} for row in rows), {**good}]
+    rows = [{**row, "custom_id": str(index)} for index, row in enumerate(rows)]
+    found = answered(llm, tmp_path, rows)
+    assert [row["custom_id"] for row in found] == [row["custom_id"] for row in rows]
+    assert found[0]["response"]["body"] == {**found[-1]["response"]["body"], "id": found[0]["response"]["body"]["id"]}
+    refused = [row for row in found if row["error"] is not None]
+    assert all(row["response"] is None and row["error"]["code"] and row["error"]["message"] for row in refused)
+    assert 10 < len(refused) < len(rows) - 10  # both happen
+
+
+@pytest.mark.parametrize("kind", ["messages", "prompt", "embeddings"])
+def test_any_plain_row_is_answered_or_refused(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    llm: LLM = request.getfixturevalue("embedder" if kind == "embeddings" else "llm")
+    column = "messages" if kind == "messages" else "prompt"
+    names = (column, "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
+    right = {**FIELDS, **CHAT, "prompt": "And"}
+    draw = random.Random(kind)
+    rows = [{column: right[column]}]
+    for _ in range(120):
+        name = draw.choice(names)
+        rows.append({column: right[column], name: anything(draw, right[name], draw.randrange(2))})
+    params: Any = {"sampling_params": PARAMS} if kind != "embeddings" else {"pooling_params": PoolingParams()}
+    found = answered(llm, tmp_path, rows, **params)
+    refused = [row for row in found if row["error"] is not None]
+    assert found[0]["error"] is None and 10 < len(refused) < len(rows) - 10
+
+
+def test_messages_are_one_conversation(llm: LLM, tmp_path: Path) -> None:
+    message = CHAT["messages"][0]
+    rows = [
+        {"messages": given} for given in (CHAT["messages"], [], [[message], [message]], {}, "a", None, [message, 5])
+    ]
+    found = answered(llm, tmp_path, rows, sampling_params=PARAMS)
+    assert [row["error"] is None for row in found] == [True, *[False] * 6]
+    assert all("messages must be one conversation" in row["error"] for row in found[1:] if row["messages"] is not None)
+
+
+@pytest.mark.parametrize("place", ["asked", "answer", "key"])
+def test_an_exception_that_nothing_expected_is_the_error_of_its_row(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """With its type and its place. One about the machine ends the job, which goes on afterwards."""
+    rows = [{"prompt": f"In the year {index}"} for index in range(6)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = llm.run(source, tmp_path / "whole.jsonl", PARAMS, use_tqdm=False).output.read_text().splitlines()
+    raised: list[Exception] = [ZeroDivisionError("planted\nhere")]
+    own = getattr(PlainRows, "asked" if place == "key" else place)
+
+    def planted(self: PlainRows, row: Any, *args: Any) -> Any:
+        if row["prompt"].endswith("3") and (place != "answer" or args[0].output.error is None):
+            raise raised[0]
+        return own(self, row, *args)
+
+    with monkeypatch.context() as patch:
+        if place == "key":
+            from llm.jobs import job
+
+            keyed = job.rows_key
+            is_third: Callable[[Any], bool] = lambda rows: getattr(rows[0], "prompt", "") == rows_text(3)  # noqa: E731
+            patch.setattr(job, "rows_key", lambda rows, model: 1 / 0 if is_third(rows) else keyed(rows, model))
+        else:
+            patch.setattr(PlainRows, place, planted)
+        found = llm.run(source, tmp_path / "out.jsonl", PARAMS, use_tqdm=False).output.read_text().splitlines()
+        assert [*found[:3], *found[4:]] == [*whole[:3], *whole[4:]]
+        error = json.loads(found[3])["error"]
+        assert error.startswith("row: this row raised ZeroDivisionError in ") and ", line " in error
+        if place == "key":
+            return
+        raised[0] = MemoryError("planted")
+        with pytest.raises(MemoryError):
+            llm.run(source, tmp_path / "again.jsonl", PARAMS, use_tqdm=False)
+    again = llm.run(source, tmp_path / "again.jsonl", PARAMS, use_tqdm=False, resume=True).output
+    assert again.read_text().splitlines() == whole
+
+
+def rows_text(index: int) -> str:
+    return f"In the year {index}"
