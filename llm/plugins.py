@@ -52,6 +52,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from llm.base.errors import LLMError, PluginError, ValidationError, nearest
+from llm.base.forks import renewed_in_children
 from llm.base.missing import missing_names
 from llm.config import env
 
@@ -92,7 +93,7 @@ _loaded: dict[Plugin, object] = {}
 _called: set[Plugin] = set()
 # Platform plugin -> (environment of the last call, its answer). The environment may enable or hide its device.
 _answers: dict[Plugin, tuple[dict[str, str], str | None]] = {}
-_lock = threading.RLock()
+_lock = renewed_in_children(threading.RLock())
 _acting: ContextVar[Plugin | None] = ContextVar("llm_acting_plugin", default=None)
 
 

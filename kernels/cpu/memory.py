@@ -14,6 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from llm.base.forks import renewed_in_children
+
 # Blocks are aligned to cache lines, those of 2 MiB and more to huge pages.
 _LINE = 64
 _LARGE_PAGE = 1 << 21
@@ -52,7 +54,7 @@ class Pool:
         self._free: list[np.ndarray] = []
         self._loans: dict[int, _Loan] = {}
         # A weak reference's callback runs in any thread, between any two bytecodes: `_give_back` must not lock.
-        self._lock = threading.Lock()
+        self._lock = renewed_in_children(threading.Lock())
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor."""

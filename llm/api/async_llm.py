@@ -160,8 +160,8 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """Raises `EngineClosedError` if no request can run."""
-        if self._thread.is_stopped:
-            raise EngineClosedError("this AsyncLLM is shut down; make a new one.")
+        if self._thread.ended is not None:
+            raise EngineClosedError(str(self._thread.ended))
         self.llm._open_engine()
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -173,19 +173,20 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        return not self._thread.is_stopped
+        return self._thread.ended is None
 
     @property
     def is_stopped(self) -> bool:
-        return self._thread.is_stopped
+        return self._thread.ended is not None
 
     @property
     def errored(self) -> bool:
-        """False: after a failure, new requests can run. `dead_error` is the last failure."""
-        return False
+        """The thread has ended by an error. After a failure of a step new requests can run, and this is False;
+        `dead_error` is the last failure."""
+        return self.is_stopped and self._stop.alive
 
     @property
-    def dead_error(self) -> Exception | None:
+    def dead_error(self) -> BaseException | None:
         return self._thread.error
 
     def __enter__(self) -> AsyncLLM:

@@ -22,6 +22,7 @@ from llm.api.asking import Asked, ChatPrompt
 from llm.api.flow import FlowHost
 from llm.api.told import Reading, Told
 from llm.base.errors import EngineClosedError, LLMError, ValidationError
+from llm.base.forks import tell_of_forks
 from llm.engine.engine import Engine
 from llm.engine.prompts import list_prompts
 from llm.engine.request import without_frames
@@ -76,31 +77,33 @@ class EngineThread:
 
     Attributes:
         error: the engine's last failure; None: there was none.
+        ended: why no request can run any more; None: they can.
     """
 
     def __init__(self, llm: FlowHost) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
+        self.ended: LLMError | None = None
         self._llm = llm
         # Shared with the callers, under this lock.
         self._changed = threading.Condition()
         self._commands: list[Callable[[Engine], None]] = []
         self._waiting: dict[Call, None] = {}  # not in the engine yet, in order
-        self._is_stopped = False
+        self._is_stopped = False  # the thread is to end
         self._thread: threading.Thread | None = None
+        tell_of_forks(self)
         # The engine thread's own: requests in the engine, by the callers' ids.
         self._live: dict[str, Call] = {}
         self._tell_at = 0.0  # what is neither a beginning nor an end
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._is_stopped
-
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue requests, which start in one step if there is room."""
         self._waiting.update(dict.fromkeys(calls))
-        self._post(*(partial(self._admit, call) for call in calls))
-        if self._is_stopped:
-            self._fail(EngineClosedError(_SHUT_DOWN))
+        try:
+            self._post(*(partial(self._admit, call) for call in calls), start=True)
+        except Exception as error:  # the system has no more threads
+            self._fail(error)
+        if self.ended is not None:
+            self._fail(self.ended)
 
     def abort(self, request_id: str) -> None:
         """End a request where it is; its caller gets what there is. Ids of finished or unknown ones are passed over."""
@@ -114,21 +117,41 @@ class EngineThread:
         """End the thread after its step. Requests that are left end with `EngineClosedError`."""
         with self._changed:
             self._is_stopped = True
+            self.ended = self.ended or EngineClosedError(_SHUT_DOWN)
             self._changed.notify()
         # The garbage collector may call this in the thread itself.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _post(self, *commands: Callable[[Engine], None]) -> None:
+    def _post(self, *commands: Callable[[Engine], None], start: bool = False) -> None:
         with self._changed:
             self._commands += commands
-            if self._thread is None and not self._is_stopped:
+            if start and self._thread is None and not self._is_stopped:
                 # A daemon, so that a program can end; `AsyncLLM` stops the thread before the interpreter goes.
-                self._thread = threading.Thread(target=self._run, name="llm-engine", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="llm-engine", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify()
 
+    def after_fork(self) -> None:
+        """In a forked child, which has neither the thread nor the callers that its requests are for."""
+        self._changed = threading.Condition()
+        self._thread = None
+        self._commands, self._waiting = [], {}
+        live, self._live = [*self._live.values()], {}
+        self._llm._drop(*(call.told.state for call in live if call.told is not None))
+
     def _run(self) -> None:
+        try:
+            self._run_until_stopped()
+        except BaseException as error:  # of telling that a step failed, or in the middle of waiting
+            self.error = without_frames(error)
+            self.ended = EngineClosedError(f"the thread of this AsyncLLM has ended ({_said(error)}); make a new one.")
+        finally:
+            self._is_stopped = True
+            self._fail(self.ended or EngineClosedError(_SHUT_DOWN))
+
+    def _run_until_stopped(self) -> None:
         while True:
             with self._changed:
                 while not (self._live or self._commands or self._is_stopped):
@@ -137,10 +160,10 @@ class EngineThread:
             if self._is_stopped:
                 break
             self._advance(commands)
-        self._fail(EngineClosedError(_SHUT_DOWN))
 
     def _advance(self, commands: Sequence[Callable[[Engine], None]]) -> None:
-        """Do what callers ask, step, and tell them. A failure ends all requests, not the thread."""
+        """Do what callers ask, step, and tell them. A failure ends all requests, not the thread: also one that would
+        end a program, such as `SystemExit` from a logits processor."""
         try:
             with self._llm._exclusive():
                 engine = self._llm._begin()
@@ -151,7 +174,7 @@ class EngineThread:
                 self._tell(engine)
                 if not self._live:
                     engine.end_call()
-        except Exception as error:
+        except BaseException as error:
             self.error = without_frames(error)
             self._fail(error)
 
@@ -223,23 +246,27 @@ class EngineThread:
             now = perf_counter()
             self._tell_at = now + min(_LONGEST_PAUSE, _PAUSE * (now - started))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End every request."""
         live, self._live = [*self._live.values()], {}
         waiting = list(self._waiting)
         self._waiting.clear()
-        self._llm._drop(*(call.told.state for call in live if call.told is not None))
         _answer([(call, _of_caller(error)) for call in (*live, *waiting)])
+        self._llm._drop(*(call.told.state for call in live if call.told is not None))
 
 
 _LOST = "the request was dropped because another call on its LLM failed; start it again."
 
 
-def _of_caller(error: Exception) -> Exception:
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _of_caller(error: BaseException) -> Exception:
     """The engine's error as one caller gets it: a new object for each, because raising it adds the caller's frames."""
     if isinstance(error, EngineClosedError):
         return EngineClosedError(str(error))
-    own = LLMError(f"the engine failed and dropped its requests ({type(error).__name__}: {error}); the next can run.")
+    own = LLMError(f"the engine failed and dropped its requests ({_said(error)}); the next can run.")
     own.__cause__ = error
     return own
 

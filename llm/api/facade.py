@@ -37,6 +37,7 @@ from llm.base.errors import (
     ValidationError,
     nearest,
 )
+from llm.base.forks import renew, tell_of_forks
 from llm.config import compilation, env
 from llm.config.argument_check import check_arguments
 from llm.config.elsewhere import METHODS
@@ -225,6 +226,8 @@ class LLM(
         """`given`: the arguments of `__init__` by name; `others`: those it has no parameter for."""
         self._engine: Engine | None = None
         self._lock = threading.RLock()
+        self._is_torn = False  # this process was forked in the middle of another thread's call
+        tell_of_forks(self)
         self._dropped: list[PromptState] = []
         check_flag("verbose", verbose)
         env.warn_of_unknown()
@@ -334,6 +337,9 @@ class LLM(
     def _begin(self) -> Engine:
         """The beginning of every call; the lock is held."""
         engine = self._open_engine()
+        if self._is_torn:
+            engine.reset()
+            self._is_torn = False
         self._abort_dropped(engine)
         return engine
 
@@ -342,9 +348,13 @@ class LLM(
             raise EngineClosedError("this LLM is closed; make a new one.")
         return self._engine
 
+    def after_fork(self) -> None:
+        """In a forked child: the call of another thread has ended in the middle, and nobody cleans up after it."""
+        self._is_torn = renew(self._lock) or self._is_torn
+
     def _abort_if_idle(self) -> None:
         """Abort dropped streams now; if a call is running, it will abort them."""
-        if self._is_in_call() or not self._lock.acquire(blocking=False):
+        if self._is_torn or self._is_in_call() or not self._lock.acquire(blocking=False):
             return
         try:
             if self._engine is not None:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from tqdm import TqdmWarning, tqdm
 
+from llm.base.forks import renewed_in_children
+
 with warnings.catch_warnings():
     # Other libraries import it later: in a notebook without ipywidgets it would advise installing them.
     warnings.simplefilter("ignore", TqdmWarning)
@@ -35,7 +37,7 @@ class Bar(tqdm):
     """
 
     monitor_interval = 0
-    _lock = threading.RLock()
+    _lock = renewed_in_children(threading.RLock())
     _cell: Display | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from enum import Enum, auto
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from llm.engine.adapter_slots import NO_SLOT, Adapter
 from llm.engine.step import PoolingRow
 from llm.outputs import RequestStateStats
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams
+
+AnError = TypeVar("AnError", bound=BaseException)
 
 
 class RequestStatus(Enum):
@@ -149,7 +152,7 @@ class RowTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def without_frames(error: Exception) -> Exception:
+def without_frames(error: AnError) -> AnError:
     """The exception with its traceback as text, which `raise` shows and which keeps no object alive."""
     if error.__traceback__ is None:  # made by the sampler, never raised
         return error

@@ -304,6 +304,76 @@ def test_a_failure_of_the_engine_reaches_everybody_and_the_next_request_runs(
     assert after.finished and engine.is_running and not engine.errored
 
 
+@pytest.mark.parametrize(
+    "ends", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()], ids=repr
+)
+def test_what_would_end_a_program_ends_requests_and_not_the_thread(
+    llm: LLM, engine: AsyncLLM, ends: BaseException
+) -> None:
+    def leaves(tokens: list[int], logits: Any) -> Any:
+        if len(tokens) == 3:
+            raise ends
+        return logits
+
+    async def gather() -> list[Any]:
+        own = SamplingParams(max_tokens=9, ignore_eos=True, logits_processors=[leaves])
+        tasks = [told(engine, PROMPTS[0], LONG), told(engine, PROMPTS[1], own)]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for error in timed(gather()):
+        assert type(error) is LLMError and f"({type(ends).__name__}" in str(error)
+        assert error.__cause__ is ends is engine.dead_error
+    timed(engine.check_health())
+    [after] = timed(told(engine, PROMPTS[0], SamplingParams(max_tokens=2, output_kind=FINAL)))
+    assert after.finished and engine.is_running and not engine.errored
+
+
+def test_a_thread_that_ends_all_the_same_ends_its_requests_with_the_reason(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = AsyncLLM(llm)
+    advance, planted = engine._thread._advance, threading.Event()
+
+    def fail(commands: Any) -> None:
+        advance(commands)
+        if planted.is_set():
+            raise MemoryError("planted")
+
+    monkeypatch.setattr(engine._thread, "_advance", fail)
+
+    async def generate() -> None:
+        async with aclosing(engine.generate(PROMPTS[0], LONG)) as outputs:
+            await anext(outputs)
+            planted.set()
+            with pytest.raises(EngineClosedError, match=r"thread of this AsyncLLM has ended \(MemoryError: planted\)"):
+                while True:
+                    await anext(outputs)
+        with pytest.raises(EngineClosedError, match="MemoryError: planted"):
+            await told(engine, PROMPTS[1], LONG)
+        with pytest.raises(EngineClosedError, match="MemoryError: planted"):
+            await engine.check_health()
+
+    timed(generate())
+    assert engine.errored and engine.is_stopped and not engine.is_running
+    assert isinstance(engine.dead_error, MemoryError)
+    engine.shutdown()
+    run(llm, PROMPTS[0], SamplingParams(max_tokens=1))  # what the thread left in the engine is dropped
+    assert_idle(llm)
+
+
+def test_a_thread_that_cannot_start_is_said_and_the_next_one_may(
+    llm: LLM, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(LLMError, match="can't start new thread"):
+            timed(told(engine, PROMPTS[0], LONG))
+    assert timed(told(engine, PROMPTS[0], SamplingParams(max_tokens=2)))[-1].finished
+
+
 def test_the_event_loop_runs_while_a_prompt_is_tokenized(
     llm: LLM, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

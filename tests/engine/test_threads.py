@@ -146,9 +146,9 @@ def test_no_process_whatever_the_start_method() -> None:
 
 
 FORK = """
-import os, signal, sys, torch
+import asyncio, os, signal, sys, threading, torch
 torch.set_num_threads(2)
-from llm import LLM, SamplingParams
+from llm import LLM, AsyncLLM, SamplingParams
 params = SamplingParams(temperature=0, max_tokens=4)
 def answer(llm): return llm.generate(["In the beginning"] * 8, params, use_tqdm=False)[0].outputs[0].token_ids
 llm = LLM()
@@ -164,14 +164,47 @@ if not child:
         same = same and answer(own) == expected
     os._exit(0 if same else 3)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(llm) == expected, torch.get_num_threads())
+
+async def ask(engine):
+    return [each async for each in engine.generate("In the beginning", params)][-1].outputs[0].token_ids
+def in_child(work):
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os._exit(0 if work() else 3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+# While the thread of an AsyncLLM waits: its child's is a new one.
+engine = AsyncLLM(llm)
+asyncio.run(ask(engine))
+print(in_child(lambda: asyncio.run(ask(engine)) == expected), asyncio.run(ask(engine)) == expected)
+# In the middle of another thread's call, and of one's own.
+each = [params, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)]
+inside, forked = threading.Event(), threading.Event()
+def hold(*given):
+    inside.set()
+    forked.wait(60)
+def same():
+    both = answer(llm) == asyncio.run(ask(engine)) == expected
+    return both and not llm._engine.scheduler.has_unfinished()
+caller = threading.Thread(target=lambda: llm.generate(["The king", "And"], each, use_tqdm=False, on_output=hold))
+caller.start()
+inside.wait(60)
+print(len(llm._engine.scheduler.requests), in_child(same))
+forked.set()
+caller.join()
+codes = []
+def within(output):
+    codes.append(in_child(lambda: True))
+llm.generate("The king", params, use_tqdm=False, on_output=within)
+print(codes, answer(llm) == expected)
 """
 
 
-def test_a_process_forked_after_loading_computes_with_one_thread_and_says_so() -> None:
-    """OpenMP's threads are not forked: without care the child would hang for ever."""
+def test_a_forked_process_computes_with_one_thread_and_says_so() -> None:
+    """Threads are not forked: without care the child would wait for ever, for OpenMP's or for a lock of another one."""
     result = python("-c", FORK, env={"OMP_NUM_THREADS": "2"})
-    assert result.stdout == "0 True 2\n", result.stderr
-    assert result.stderr.count("one thread") == 1
+    assert result.stdout == "0 True 2\n0 True\n1 0\n[0] True\n", result.stderr
+    assert result.stderr.count("so it computes with one thread") == 3
 
 
 def test_a_loaded_model_is_not_pickled(llm: LLM) -> None:

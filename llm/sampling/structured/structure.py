@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llm.base.errors import ValidationError
+from llm.base.forks import renewed_in_children
 from llm.outputs import StructuredOutcome
 from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
 from llm.sampling.structured.messages import first_line, refused
@@ -59,7 +60,7 @@ class Structure:
     why_unknown: str
     constraint: tuple[str, Any]
     received: Callable[..., Structure]
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=lambda: renewed_in_children(threading.Lock()))
 
     def __post_init__(self) -> None:
         self._needs = None if self.language is None else Needs(self.language, self.vocabulary.reader)
