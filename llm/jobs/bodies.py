@@ -5,78 +5,165 @@ Owns the names of the fields. `created` is 0, so that a job's output depends on 
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 
+from llm.base.checks import check_flag, check_integer
 from llm.base.errors import ValidationError, nearest
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
 from llm.outputs import CompletionOutput, Logprob, RequestOutput
 from llm.replies.choice import ToolChoice
-from llm.sampling_params import SamplingParams
+from llm.sampling_params import RepetitionDetectionParams, SamplingParams
 from llm.structured_params import StructuredOutputsParams
 
 _SAMPLING = (
     "temperature top_p n stop seed presence_penalty frequency_penalty logit_bias max_tokens top_k min_p "
-    "repetition_penalty min_tokens ignore_eos stop_token_ids skip_special_tokens include_stop_str_in_output bad_words "
-    "allowed_token_ids truncate_prompt_tokens"
+    "repetition_penalty min_tokens ignore_eos stop_token_ids skip_special_tokens spaces_between_special_tokens "
+    "include_stop_str_in_output bad_words allowed_token_ids truncate_prompt_tokens thinking_token_budget "
+    "repetition_detection structured_outputs extra_args"
 ).split()
+_XARGS = "vllm_xargs"  # vLLM's name of `extra_args` in a body
 _CHAT = "tools add_generation_prompt continue_final_message chat_template_kwargs".split()
 _OF_CHAT = (
     *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tool_choice"),
     *("parallel_tool_calls", "reasoning_effort", *_CHAT),
 )
-_OF_COMPLETIONS = ("prompt", "logprobs", "echo", "suffix", "best_of")
+_OF_COMPLETIONS = ("prompt", "logprobs")
 # Said by clients, and without effect on an answer.
-_NO_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Taken only with a value that asks for nothing.
+_NO_EFFECT = (
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "request_id", "cache_salt"),
+)
+# Taken with the values that they have by default in OpenAI's API or in vLLM's, which ask for nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "stream": (False, None),
-    "stream_options": (None,),
-    "echo": (False, None),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "priority": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
 }
+_NEUTRAL_OF_CHAT: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (False,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "include_reasoning": (True,),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+}
+_NEUTRAL_OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"add_special_tokens": (True,)}
+_FIELDS = {item.name: str(item.type) for item in dataclasses.fields(SamplingParams)}
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
 def sampling_fields(body: Mapping[str, object], is_chat: bool) -> tuple[JsonObject, JsonObject, object]:
     """(fields of SamplingParams, arguments of the chat template's renderer, messages or prompt).
 
+    Args:
+        body: without members that are null.
+
     Raises:
         ValidationError: a field is unknown or has a value that is not supported.
     """
     own = _OF_CHAT if is_chat else _OF_COMPLETIONS
-    known = (*_SAMPLING, *own, *_NO_EFFECT, *_NEUTRAL)
-    for name, value in body.items():
-        if name not in known:
-            raise ValidationError(f"body has no field {quote(name)} here.{nearest(name, known)}", parameter=name)
-        if name in _NEUTRAL and value not in _NEUTRAL[name]:
-            raise ValidationError(f"{name} must be {_NEUTRAL[name][0]!r}, got {show(value)}.", parameter=name)
-    asked = own[0]
-    if body.get(asked) is None:
-        raise ValidationError(f"body has no {asked}.", parameter=asked)
-    given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    if "logit_bias" in given:
-        given["logit_bias"] = _bias(given["logit_bias"])
-    fields: JsonObject = dict(given)
+    neutral = _NEUTRAL | (_NEUTRAL_OF_CHAT if is_chat else _NEUTRAL_OF_COMPLETIONS)
+    check_fields(body, (*_SAMPLING, _XARGS, *own, *_NO_EFFECT), neutral)
+    if own[0] not in body:
+        raise ValidationError(f"body has no {own[0]}.", parameter=own[0])
+    given = {name: body[name] for name in _SAMPLING if name in body}
+    if _XARGS in body:
+        if "extra_args" in body:
+            raise ValidationError("extra_args must be left out where vllm_xargs is given.", parameter=_XARGS)
+        given["extra_args"] = body[_XARGS]
+    fields = as_fields(given)
     if not is_chat:
-        if body.get("logprobs") is not None:
+        if "logprobs" in body:
             fields["logprobs"] = body["logprobs"]
         return fields, {}, _one_prompt(body["prompt"])
-    if body.get("max_completion_tokens") is not None:
+    if "max_completion_tokens" in body:
+        if body.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
+            raise ValidationError(
+                "max_tokens must be left out where max_completion_tokens is given.", parameter="max_tokens"
+            )
         fields["max_tokens"] = body["max_completion_tokens"]
-    if body.get("logprobs"):
-        fields["logprobs"] = body.get("top_logprobs") or 0
+    if "logprobs" in body or body.get("top_logprobs"):
+        fields["logprobs"] = _num_logprobs(body)
     choice, tools = chosen_tools(body)
-    structured, of_call = _structured(body.get("response_format")), choice.structured(tools)
-    if structured is not None and of_call is not None:
-        message = "response_format must be left out where tool_choice asks for a call: the call is the answer."
-        raise ValidationError(message, parameter="response_format")
-    if structured is not None or of_call is not None:
-        fields["structured_outputs"] = structured or of_call
+    asked = {
+        "structured_outputs": fields.pop("structured_outputs", None),
+        "response_format": _structured(body.get("response_format")),
+        "tool_choice": choice.structured(tools),
+    }
+    constraints = {name: value for name, value in asked.items() if value is not None}
+    if len(constraints) > 1:
+        first, second = list(constraints)[:2]
+        hint = ": the call is the answer" if second == "tool_choice" else ""
+        what = "asks for a call" if second == "tool_choice" else "is given"
+        raise ValidationError(f"{first} must be left out where {second} {what}{hint}.", parameter=first)
+    if constraints:
+        (fields["structured_outputs"],) = constraints.values()
     return fields, chat_arguments(body), body["messages"]
+
+
+def check_fields(body: Mapping[str, object], known: Sequence[str], neutral: Mapping[str, tuple[object, ...]]) -> None:
+    """Raise `ValidationError` for a field that is not known.
+
+    Args:
+        neutral: fields that may have these values alone, which ask for nothing.
+    """
+    for name, value in body.items():
+        if name in known:
+            continue
+        if name not in neutral:
+            hint = nearest(name, (*known, *neutral))
+            raise ValidationError(f"body has no field {quote(name)} here.{hint}", parameter=name)
+        if value not in neutral[name]:
+            right = " or ".join(repr(own) for own in neutral[name])
+            raise ValidationError(f"{name} must be {right}, got {show(value)}.", parameter=name)
+
+
+def _num_logprobs(body: Mapping[str, object]) -> int | None:
+    """`SamplingParams.logprobs` of a chat."""
+    is_asked, count = body.get("logprobs", False), body.get("top_logprobs", 0)
+    check_flag("logprobs", is_asked)
+    check_integer("top_logprobs", count, -1)
+    if count and not is_asked:
+        raise ValidationError("logprobs must be true where top_logprobs is given.", parameter="logprobs")
+    return count if is_asked and isinstance(count, int) else None
+
+
+def as_fields(given: Mapping[str, object]) -> JsonObject:
+    """JSON's values as fields of SamplingParams: objects as what they describe."""
+    fields: JsonObject = dict(given)
+    if "logit_bias" in fields:
+        fields["logit_bias"] = _bias(fields["logit_bias"])
+    kinds = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
+    for name, kind in kinds.items():
+        value = fields.get(name)
+        if isinstance(value, Mapping):
+            fields[name] = kind(**{str(key): item for key, item in value.items() if item is not None})
+    return fields
+
+
+def with_fields(params: SamplingParams, given: Mapping[str, object], parameter: str) -> SamplingParams:
+    """`params` with a row's own; those that are None are not given, as tables have all fields in all rows.
+
+    Raises:
+        ValidationError: one is unknown or wrong.
+    """
+    for name in given:
+        if name not in _FIELDS:
+            message = f"SamplingParams has no field {quote(name)}.{nearest(str(name), _FIELDS)}"
+            raise ValidationError(message, parameter=parameter, value=name)
+    fields = as_fields({name: value for name, value in given.items() if value is not None})
+    if fields.get("n", params.n) != params.n:
+        raise ValidationError("n must be the same for all rows.", parameter=parameter, value=fields["n"])
+    return dataclasses.replace(params, **fields)
 
 
 def chosen_tools(given: Mapping[str, object]) -> tuple[ToolChoice, list[JsonObject] | None]:
@@ -111,6 +198,8 @@ def _bias(given: object) -> dict[int, float] | None:
 
 
 def _one_prompt(given: object) -> object:
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+        return given[0]
     if isinstance(given, list) and any(not isinstance(item, int) for item in given):
         raise ValidationError(
             "prompt must be one text or one list of token ids; write a row for each.", parameter="prompt"
@@ -139,12 +228,13 @@ def error_code(error: Exception) -> str:
     return re.sub(r"(?<=.)(?=[A-Z])", "_", name).lower()
 
 
-def chat_body(output: RequestOutput, key: str, model: str, choice: ToolChoice) -> JsonObject:
+def chat_body(output: RequestOutput, key: str, model: str, choice: ToolChoice, num_logprobs: int | None) -> JsonObject:
+    """`num_logprobs`: of the likeliest tokens at each position; None or -1: all that there are."""
     choices = [
         {
             "index": own.index,
             "message": _message(own),
-            "logprobs": None if own.logprobs is None else {"content": [_chat_token(item) for item in own.logprobs]},
+            "logprobs": _chat_logprobs(own, num_logprobs),
             "finish_reason": _finish_of_chat(own, choice),
         }
         for own in output.outputs
@@ -183,16 +273,28 @@ def _body(output: RequestOutput, name: str, kind: str, model: str, choices: list
     return {"id": name, "object": kind, "created": 0, "model": model, "choices": choices, "usage": usage}
 
 
-def _chat_token(position: dict[int, Logprob]) -> JsonObject:
-    """The sampled token, which is the first, and the most likely ones."""
-    tokens = [_token(item) for item in position.values()]
-    ranked = sorted(position.values(), key=lambda item: item.rank or 0)
-    return {**tokens[0], "top_logprobs": [_token(item) for item in ranked] if len(tokens) > 1 else []}
+def _chat_logprobs(own: CompletionOutput, count: int | None) -> JsonObject | None:
+    if own.logprobs is None:
+        return None
+    return {"content": [_chat_token(position, count) for position in own.logprobs], "refusal": None}
+
+
+def _chat_token(position: dict[int, Logprob], count: int | None) -> JsonObject:
+    """The sampled token, which is the first, and the likeliest ones; it is among these if it is one of them."""
+    sampled, *others = position.values()
+    top = others if count is not None and len(others) == count != -1 else [sampled, *others]
+    ranked = sorted(top, key=lambda item: item.rank or 0)
+    return {**_token(sampled), "top_logprobs": [_token(item) for item in ranked]}
 
 
 def _token(item: Logprob) -> JsonObject:
     text = item.decoded_token or ""
-    return {"token": text, "logprob": max(item.logprob, -9999.0), "bytes": list(text.encode())}
+    return {"token": text, "logprob": _finite(item.logprob), "bytes": list(text.encode())}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no -Infinity: OpenAI's value for a token that is very unlikely."""
+    return max(logprob, -9999.0)
 
 
 def _completion_logprobs(own: CompletionOutput) -> JsonObject | None:
@@ -202,10 +304,22 @@ def _completion_logprobs(own: CompletionOutput) -> JsonObject | None:
     texts = [item.decoded_token or "" for item in sampled]
     return {
         "tokens": texts,
-        "token_logprobs": [max(item.logprob, -9999.0) for item in sampled],
+        "token_logprobs": [_finite(item.logprob) for item in sampled],
         "top_logprobs": [
-            {item.decoded_token or "": max(item.logprob, -9999.0) for item in position.values()}
-            for position in own.logprobs
+            {item.decoded_token or "": _finite(item.logprob) for item in position.values()} for position in own.logprobs
         ],
-        "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
+        "text_offset": text_offsets(own.text, texts),
     }
+
+
+def text_offsets(text: str, tokens: Sequence[str]) -> list[int]:
+    """Where each token starts in the text. What is not in it, such as the token that ended it, has no width.
+
+    A tokenizer may leave a token's first space out where the token stands alone.
+    """
+    offsets, end = [], 0
+    for token in tokens:
+        start = text.find(token, end, end + len(token) + 1)
+        offsets.append(end if start < 0 else start)
+        end = end if start < 0 else start + len(token)
+    return offsets

@@ -17,13 +17,23 @@ from llm.base.types import JsonObject
 from llm.inputs import LoRARequest
 from llm.jobs.adapters import COLUMN, JobAdapters
 from llm.jobs.answers import Ended
-from llm.jobs.bodies import chat_arguments, chat_body, chosen_tools, completion_body, error_code, sampling_fields
+from llm.jobs.bodies import (
+    chat_arguments,
+    chat_body,
+    chosen_tools,
+    completion_body,
+    error_code,
+    sampling_fields,
+    with_fields,
+)
 from llm.jobs.tables import Form
 from llm.replies.calls import json_value
 from llm.replies.choice import ToolChoice
 from llm.sampling_params import SamplingParams
 
 URLS = ("/v1/chat/completions", "/v1/completions")
+# Columns with a row's own params.
+PARAMS_COLUMN, EXTRA_COLUMN = "sampling_params", "extra_args"
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 # Columns that an answer adds to its row, and their types; lists where there are several completions.
 ANSWER_COLUMNS: dict[str, Form] = {
@@ -100,9 +110,14 @@ class PlainForm:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainRows(PlainForm):
-    """Plain rows of a model that generates."""
+    """Plain rows of a model that generates.
+
+    Attributes:
+        base: what a row's own params are added to; None: `params`.
+    """
 
     params: SamplingParams
+    base: SamplingParams | None = None
 
     def forms(self, row: JsonObject) -> dict[str, Form]:
         several, found = self.params.n > 1, dict(ANSWER_COLUMNS)
@@ -113,12 +128,29 @@ class PlainRows(PlainForm):
         return {name: [form] if several and name in of_completion else form for name, form in found.items()}
 
     def asked(self, row: JsonObject) -> Asked:
-        """Raises `ValidationError` for an adapter that is not there, or what is wrong of tools."""
+        """Raises `ValidationError` for an adapter that is not there, or what is wrong of params and tools."""
         prompt, messages = self.prompt_of(row)
+        params = self.params_of(row)
         if messages is None:
-            return Asked(prompt, self.params, adapter=self.adapter_of(row))
-        params = self.constrained(self.params, row)
-        return Asked(None, params, messages, chat_arguments(_options(row)), self.adapter_of(row))
+            return Asked(prompt, params, adapter=self.adapter_of(row))
+        return Asked(None, self.constrained(params, row), messages, chat_arguments(_options(row)), self.adapter_of(row))
+
+    def params_of(self, row: JsonObject) -> SamplingParams:
+        """Those of the job, with the row's own in columns `sampling_params` and `extra_args`."""
+        fields: JsonObject = {}
+        for name in (PARAMS_COLUMN, EXTRA_COLUMN):
+            given = _data(row.get(name))
+            if given is None:
+                continue
+            if not isinstance(given, Mapping):
+                raise ValidationError(f"{name} of a row must be an object of fields.", parameter=name)
+            own = {name: given} if name == EXTRA_COLUMN else {str(key): value for key, value in given.items()}
+            if fields.get(EXTRA_COLUMN) is not None and name == EXTRA_COLUMN:
+                raise ValidationError("extra_args of a row must be given once.", parameter=name)
+            fields |= own
+        if not fields:
+            return self.params
+        return with_fields(self.base or self.params, fields, PARAMS_COLUMN)
 
     def constrained(self, params: SamplingParams, row: JsonObject) -> SamplingParams:
         """`params`, with the constraint of a conversation that must call a function."""
@@ -203,7 +235,11 @@ class BatchForm:
         return row["custom_id"]
 
     def body_of(self, row: JsonObject, urls: Collection[str]) -> JsonObject:
-        """The body of a row to one of `urls`; raises `ValidationError` for unknown fields and wrong values."""
+        """The body of a row to one of `urls`, without members that are null, which ask for nothing.
+
+        Raises:
+            ValidationError: a field is unknown or wrong.
+        """
         _check_keys("a row of a batch", row, _BATCH_KEYS)
         if row.get("method", "POST") != "POST":
             raise ValidationError("method must be 'POST'.", parameter="method", value=row.get("method"))
@@ -212,7 +248,7 @@ class BatchForm:
         body = row.get("body")
         if not isinstance(body, dict):
             raise ValidationError("body must be an object.", parameter="body", value=body)
-        return body
+        return {name: value for name, value in body.items() if value is not None}
 
     def line(self, row: JsonObject, ended: Ended, body: JsonObject | None) -> JsonObject:
         """The line of the output; `body`: of the response, None: the row has an error."""
@@ -252,7 +288,8 @@ class BatchRows(BatchForm):
         output, model, chosen = ended.output, row["body"].get("model") or model, self.chosen(row)
         if chosen is None:
             return self.line(row, ended, completion_body(output, ended.key, model))
-        return self.line(row, ended, chat_body(output, ended.key, model, chosen[0]))
+        asked = self.asked(row).params.logprobs
+        return self.line(row, ended, chat_body(output, ended.key, model, chosen[0], asked))
 
 
 def is_batch(row: JsonObject) -> bool:

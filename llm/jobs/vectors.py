@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from llm.base.checks import check_choice
-from llm.base.errors import ValidationError, nearest
-from llm.base.text import quote
+from llm.base.errors import ValidationError
 from llm.base.types import JsonObject
 from llm.engine.pooler import PoolingPlan
 from llm.inputs import LoRARequest
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.answers import Ended, base64_of
+from llm.jobs.bodies import check_fields
 from llm.jobs.requests import BatchForm, PlainForm, told_error
 from llm.jobs.tables import Form
 from llm.pooling_params import PoolingParams
@@ -33,7 +33,14 @@ _URLS = {
 }
 _IDS = {"embed": "embd", "classify": "classify", "score": "score"}
 _FIELDS = ("dimensions", "truncate_prompt_tokens", "use_activation", "normalize")
-_NO_EFFECT = ("model", "user")
+_NO_EFFECT = ("model", "user", "request_id")
+# As in `llm.jobs.bodies`.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (True,),
+    "encoding_format": ("float",),
+    "embed_dtype": ("float32",),
+    "priority": (0,),
+}
 _MOST_INPUTS = 2048  # of a body, as OpenAI's
 # Columns that an answer adds to its row, and their types.
 _ADDED: dict[str, dict[str, Form]] = {
@@ -124,9 +131,9 @@ class BatchVectors(BatchForm):
         body = self.body_of(row, [url for task in tasks_of(self.plan) for url in _URLS[task]])
         task = _task(row)
         own = PAIR if task == "score" else ("input", *(["encoding_format"] if task == "embed" else []))
-        _check_fields(body, (*own, *_FIELDS, *_NO_EFFECT))
+        check_fields(body, (*own, *_FIELDS, *_NO_EFFECT), _NEUTRAL)
         check_choice("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
-        given = {name: body[name] for name in _FIELDS if body.get(name) is not None}
+        given = {name: body[name] for name in _FIELDS if name in body}
         params = dataclasses.replace(self.params, **given)
         adapter = self.adapters.named(body.get("model"), "model")
         if task == "score":
@@ -209,9 +216,3 @@ def _listed(given: object) -> list[object]:
 
 def _is_ids(given: object) -> bool:
     return isinstance(given, list) and all(isinstance(item, int) for item in given)
-
-
-def _check_fields(body: Mapping[str, object], known: tuple[str, ...]) -> None:
-    for name in body:
-        if name not in known:
-            raise ValidationError(f"body has no field {quote(name)} here.{nearest(name, known)}", parameter=name)

@@ -14,7 +14,6 @@ from time import monotonic
 
 from llm.api.flow import Entry, Flow
 from llm.api.jobs import JobsHost
-from llm.base.errors import ValidationError, nearest
 from llm.base.types import JsonObject
 from llm.engine.rows import AnyRow, RefusedRow, Row, derive_seed
 from llm.jobs.answers import Ended, Partials
@@ -25,11 +24,7 @@ from llm.jobs.requests import Asked, PlainRows
 from llm.jobs.shared_journal import SharedJournal
 from llm.outputs import RequestOutput
 from llm.outputs_json import plain
-from llm.sampling_params import SamplingParams
-from llm.structured_params import StructuredOutputsParams
 
-PARAMS_COLUMN = "sampling_params"
-_FIELDS = frozenset(item.name for item in dataclasses.fields(SamplingParams))
 _PARTIALS_SECONDS = 10.0
 
 
@@ -38,23 +33,19 @@ class PieceRows(PlainRows):
     """Plain rows with an id, and with params of their own in a column `sampling_params`.
 
     Attributes:
-        base: what a row's own params are added to.
         id_column: has the id; rows without it have none.
         seed: of the engine.
     """
 
-    base: SamplingParams
     id_column: str
     seed: int
 
     def asked(self, row: JsonObject) -> Asked:
         """Raises `ValidationError` for params that are wrong."""
         asked = super().asked(row)
-        own = row.get(PARAMS_COLUMN)
-        params = self.params if own is None else _own_params(self.base, own)
-        if params.seed is None:
-            params = dataclasses.replace(params, seed=self._seed(row, asked))
-        return asked._replace(params=params if asked.messages is None else self.constrained(params, row))
+        if asked.params.seed is None:
+            asked = asked._replace(params=dataclasses.replace(asked.params, seed=self._seed(row, asked)))
+        return asked
 
     def _seed(self, row: JsonObject, asked: Asked) -> int:
         own = row.get(self.id_column)
@@ -63,24 +54,6 @@ class PieceRows(PlainRows):
         said = ["prompt", asked.prompt, asked.messages] if own is None else ["id", own]
         digest = hashlib.sha256(json.dumps([self.seed, *said], sort_keys=True, default=str).encode()).digest()
         return int.from_bytes(digest[:8], "little")
-
-
-def _own_params(params: SamplingParams, given: object) -> SamplingParams:
-    """`params` with a row's fields; those that are None are not given, as tables have all fields in all rows."""
-    if not isinstance(given, Mapping):
-        raise ValidationError("sampling_params of a row must be a dict of fields.", parameter=PARAMS_COLUMN)
-    fields = {name: value for name, value in given.items() if value is not None}
-    for name in fields:
-        if name not in _FIELDS:
-            message = f"SamplingParams has no field {name!r}.{nearest(str(name), _FIELDS)}"
-            raise ValidationError(message, parameter=PARAMS_COLUMN, value=name)
-    if fields.get("n", params.n) != params.n:
-        raise ValidationError("n must be the same for all rows.", parameter=PARAMS_COLUMN, value=fields["n"])
-    structured = fields.get("structured_outputs")
-    if isinstance(structured, Mapping):
-        asked = {name: value for name, value in structured.items() if value is not None}
-        fields["structured_outputs"] = StructuredOutputsParams(**asked)
-    return dataclasses.replace(params, **fields)
 
 
 class RowWorker:

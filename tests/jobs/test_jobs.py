@@ -14,11 +14,13 @@ from typing import Any
 
 import kills
 import pytest
+from documented_processors import DummyLogitsProcessor
 from embedded import assert_idle, engine_of, open_llm
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.base.errors import JobError, JobInterrupted
 from llm.cli import main
+from llm.jobs.bodies import text_offsets
 from llm.jobs.identity import fingerprint
 from llm.jobs.journal import Journal, decode, encode
 from llm.jobs.shard import Shard
@@ -450,3 +452,178 @@ def test_the_command(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "exists and is complete" in capsys.readouterr().err
     assert main(["run", str(source), str(output), "--params", "[]"]) == 1
     assert main(["merge", str(output)]) == 1
+
+
+# Batch rows against OpenAI's documents
+
+
+def bodies_of(path: Path) -> dict[str, Any]:
+    """By custom_id, a row's response, or the message of its error."""
+    rows = read(path)
+    return {row["custom_id"]: row["response"]["body"] if row["response"] else row["error"]["message"] for row in rows}
+
+
+def chat_row(name: str, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Who was the king?"}]
+    return {**batch_row(name), "url": "/v1/chat/completions", "body": {"messages": messages, "max_tokens": 12, **body}}
+
+
+@pytest.mark.parametrize("count", [None, 0, 1, 3, -1])
+def test_a_chat_has_as_many_top_logprobs_as_it_asks_for(llm: LLM, tmp_path: Path, count: int | None) -> None:
+    asked = {"logprobs": True} if count is None else {"logprobs": True, "top_logprobs": count}
+    rows = [chat_row("greedy", temperature=0, **asked), chat_row("drawn", temperature=2.0, seed=1, **asked)]
+    found = bodies_of(run(llm, write(tmp_path / "in.jsonl", rows), params=None))
+    in_top = []
+    for name in ("greedy", "drawn"):
+        content = found[name]["choices"][0]["logprobs"]["content"]
+        assert len(content) == found[name]["usage"]["completion_tokens"]
+        for item in content:
+            top = item["top_logprobs"]
+            expected = engine_of(llm).config.model_config.vocab_size if count == -1 else count or 0
+            assert len(top) == expected
+            logprobs = [own["logprob"] for own in top]
+            assert logprobs == sorted(logprobs, reverse=True)
+            assert all(value <= 0 for value in logprobs) and item["bytes"] == list(item["token"].encode())
+            if count == 1 and name == "greedy":
+                assert top == [{key: item[key] for key in ("token", "logprob", "bytes")}]
+            in_top.append(any(own["token"] == item["token"] for own in top))
+    if count == 3:
+        assert set(in_top) == {True, False}  # both cases occurred
+
+
+def test_logprobs_are_asked_for_as_openai_has_it(llm: LLM, tmp_path: Path) -> None:
+    rows = [
+        chat_row("alone", top_logprobs=2),
+        chat_row("off", logprobs=False, top_logprobs=2),
+        chat_row("number", logprobs=2),
+        chat_row("neither", logprobs=False, top_logprobs=0),
+        chat_row("silent", max_tokens=2),
+        chat_row("both", max_completion_tokens=3),
+        batch_row("text", logprobs=2, max_tokens=8),
+    ]
+    found = bodies_of(run(llm, write(tmp_path / "in.jsonl", rows), params=SamplingParams(logprobs=1)))
+    assert found["alone"] == found["off"] == "logprobs must be true where top_logprobs is given."
+    assert found["number"] == "logprobs must be True or False, got 2."
+    assert found["neither"]["choices"][0]["logprobs"] is None
+    assert [len(item["top_logprobs"]) for item in found["silent"]["choices"][0]["logprobs"]["content"]] == [1, 1]
+    assert found["both"] == "max_tokens must be left out where max_completion_tokens is given."
+    (choice,) = found["text"]["choices"]
+    logprobs = choice["logprobs"]
+    assert {len(own) for own in logprobs["top_logprobs"]} <= {2, 3}  # the sampled one is always there
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+
+
+def test_what_json_cannot_say_is_openais_number(llm: LLM, tmp_path: Path) -> None:
+    """A token that may not be drawn has a logprob of -inf where logprobs are of processed logits."""
+    rows = [
+        chat_row("chat", allowed_token_ids=[5, 6], logprobs=True, top_logprobs=4, max_tokens=2),
+        batch_row("text", allowed_token_ids=[5, 6], logprobs=4, max_tokens=2),
+    ]
+    with open_llm(max_model_len=64, logprobs_mode="processed_logprobs") as processed:
+        path = run(processed, write(tmp_path / "in.jsonl", rows), params=None)
+    assert "Infinity" not in path.read_text()
+    found = bodies_of(path)
+    content = found["chat"]["choices"][0]["logprobs"]["content"]
+    assert all([own["logprob"] for own in item["top_logprobs"]][2:] == [-9999.0] * 2 for item in content)
+    assert -9999.0 in found["text"]["choices"][0]["logprobs"]["top_logprobs"][0].values()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "offsets"),
+    [
+        (["And", " the", " king"], "And the king", [0, 3, 7]),
+        (["And", " the", "</s>"], "And the", [0, 3, 7]),  # what ended the text is not in it
+        (["And", "the", "king"], "And the king", [0, 4, 8]),  # SentencePiece's tokens alone lose their space
+        (["<b>", "a", "", "\u00e9", "b"], "a\u00e9b", [0, 0, 1, 1, 2]),  # a special one, and parts of a character
+        ([], "", []),
+    ],
+)
+def test_text_offsets_are_places_in_the_text(tokens: list[str], text: str, offsets: list[int]) -> None:
+    assert text_offsets(text, tokens) == offsets
+
+
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys("stop seed logit_bias logprobs user metadata top_p temperature presence_penalty n".split()),
+    **dict.fromkeys("response_format tools tool_choice parallel_tool_calls reasoning_effort functions audio".split()),
+    **dict.fromkeys(
+        "stream stream_options service_tier store prediction web_search_options structured_outputs".split()
+    ),
+    **dict.fromkeys("top_logprobs max_completion_tokens prompt_logprobs vllm_xargs extra_args chat_template".split()),
+}
+SET: dict[str, Any] = {"stream": False, "n": 1, "user": "me", "frequency_penalty": 0, "logit_bias": {}, "stop": []}
+SET |= {"echo": False, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "priority": 0, "request_id": "a"}
+SET |= {"top_p": 1.0, "presence_penalty": 0.0, "store": False, "metadata": {}, "min_tokens": 0, "ignore_eos": False}
+OF_CHAT: dict[str, Any] = {"modalities": ["text"], "add_special_tokens": False, "tools": [], "tool_choice": "auto"}
+OF_CHAT |= {"include_reasoning": True, "function_call": "none", "functions": [], "response_format": {"type": "text"}}
+
+
+def test_members_that_ask_for_nothing_are_taken(llm: LLM, tmp_path: Path) -> None:
+    greedy = {"temperature": 0}
+    rows = [
+        chat_row("bare", **greedy),
+        chat_row("null", **{**DEFAULTS, **greedy}),
+        chat_row("set", **greedy, **SET, **OF_CHAT, logprobs=False, top_logprobs=0),
+        batch_row("bare text", **greedy, max_tokens=5),
+        batch_row("null text", **{**DEFAULTS, **greedy}, max_tokens=5),
+        batch_row("set text", **greedy, **SET, max_tokens=5, suffix="", add_special_tokens=True),
+        batch_row("list", **greedy, max_tokens=5),
+        *(batch_row(name, **{name: value}) for name, value in {**WRONG, "max_tokns": 1}.items()),
+    ]
+    rows[6]["body"]["prompt"] = ["And"]
+    found = bodies_of(run(llm, write(tmp_path / "in.jsonl", rows), params=None))
+    answers = {name: body["choices"] for name, body in found.items() if not isinstance(body, str)}
+    assert answers["bare"] == answers["null"] == answers["set"]
+    assert answers["bare text"] == answers["null text"] == answers["set text"] == answers["list"]
+    assert {name for name, body in found.items() if isinstance(body, str)} == {*WRONG, "max_tokns"}
+
+
+WRONG = {"stream": True, "echo": True, "suffix": "a", "best_of": 3, "use_beam_search": True, "priority": 2}
+
+
+# Parameters of a row
+
+
+def test_extra_args_reach_logits_processors(tmp_path: Path) -> None:
+    """Under vLLM's name and ours, of a batch; in columns of plain rows, in CSV as JSON."""
+    own = {"target_token": 67}
+    limits = {"max_tokens": 2, "temperature": 0}
+    batch = [
+        batch_row("bare", **limits),
+        batch_row("xargs", **limits, vllm_xargs=own),
+        batch_row("extra", **limits, extra_args=own),
+        chat_row("chat", **limits, vllm_xargs=own),
+        batch_row("both", vllm_xargs=own, extra_args=own),
+        batch_row("text", vllm_xargs="a"),
+        batch_row("bad", vllm_xargs={"target_token": "a"}),
+    ]
+    plain: list[dict[str, Any]] = [
+        {"prompt": "And"},
+        {"prompt": "And", "extra_args": own},
+        {"prompt": "And", "sampling_params": {"max_tokens": 1, "extra_args": own, "stop": None}},
+        {"prompt": "And", "extra_args": None, "sampling_params": {}},
+        {"prompt": "And", "sampling_params": {"max_token": 1}},
+        {"prompt": "And", "extra_args": own, "sampling_params": {"extra_args": own}},
+        {"prompt": "And", "extra_args": [67]},
+    ]
+    table = tmp_path / "in.csv"
+    table.write_text(
+        'prompt,extra_args,sampling_params\nAnd,,\nAnd,"{""target_token"": 67}",\nAnd,,"{""max_tokens"": 1}"\n'
+    )
+    with open_llm(max_model_len=64, logits_processors=[DummyLogitsProcessor]) as llm:
+        target = llm.get_tokenizer().decode([67])
+        found = bodies_of(run(llm, write(tmp_path / "batch.jsonl", batch), params=None))
+        rows = read(run(llm, write(tmp_path / "in.jsonl", plain), "rows.jsonl", SamplingParams(**limits)))
+        of_table = read(run(llm, table, "cells.jsonl", SamplingParams(**limits)))
+    answers = {name: body["choices"][0] for name, body in found.items() if not isinstance(body, str)}
+    assert answers["xargs"]["text"] == answers["extra"]["text"] == answers["chat"]["message"]["content"] == target * 2
+    assert answers["bare"]["text"] != target * 2 and found["both"].startswith("extra_args must be left out")
+    assert "extra_args must be" in found["text"] and "target_token" in found["bad"]
+    bare = answers["bare"]["text"]
+    assert [row["generated_text"] for row in rows[:4]] == [bare, target * 2, target, bare]
+    for row, said in zip(
+        rows[4:], ("Did you mean 'max_tokens'", "must be given once", "must be an object"), strict=True
+    ):
+        assert said in row["error"]
+    assert [row["generated_text"] for row in of_table[:2]] == [bare, target * 2]
+    assert of_table[2]["num_generated_tokens"] == 1
