@@ -72,9 +72,10 @@ def deepseek_decoder(
     experts: MoEConfig,
     is_sparse: list[bool],
     eps: float = 1e-6,
+    positions: int = 2048,
 ) -> DecoderConfig:
     """A decoder in which the layers of `is_sparse` have `experts`, the others a feed-forward; `attention` is one for
-    all layers or one each."""
+    all layers or one each; `positions`: what a missing `max_position_embeddings` means."""
     ignore_training(reader)
     for key in ("aux_loss_alpha", "seq_aux", "ep_size"):  # of training
         reader.expect(key, reader.raw.get(key))
@@ -98,7 +99,7 @@ def deepseek_decoder(
             for part, sparse in zip(parts, is_sparse, strict=True)
         ],
         norm,
-        positions=longest_sequence(reader, rope),
+        positions=longest_sequence(reader, rope, positions),
         layers_left_out=further,
         multi_token=MultiTokenConfig(predicting, norm, f"model.layers.{len(is_sparse)}", True) if further else None,
     )

@@ -14,7 +14,7 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
         attention = read_latent_attention(reader, rope, is_neox_style=not reader.boolean("rope_interleave", True))
         experts = sigmoid_experts(reader, 256, 8, 2048, groups=8, best=4, scale=2.5)
         is_sparse = dense_first(reader, reader.integer("first_k_dense_replace", 3))
-        return deepseek_decoder(reader, rope, attention, experts, is_sparse)
+        return deepseek_decoder(reader, rope, attention, experts, is_sparse, positions=4096)
 
 
 def sigmoid_experts(

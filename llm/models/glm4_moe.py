@@ -21,4 +21,4 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
         )
         experts = sigmoid_experts(reader, 128, 8, 1408, groups=1, best=1, scale=1.0)
         is_sparse = dense_first(reader, reader.integer("first_k_dense_replace", 1))
-        return deepseek_decoder(reader, rope, attention, experts, is_sparse, eps=1e-5)
+        return deepseek_decoder(reader, rope, attention, experts, is_sparse, eps=1e-5, positions=131_072)

@@ -23,4 +23,5 @@ class Glm4MoeLiteForCausalLM(DecoderForCausalLM):
         )
         experts = sigmoid_experts(reader, 64, 4, 1536, groups=1, best=1, scale=1.8)
         first = reader.integer("first_k_dense_replace", 1)
-        return deepseek_decoder(reader, rope, attention, experts, layers_with_experts(reader, first), eps=1e-5)
+        is_sparse = layers_with_experts(reader, first)
+        return deepseek_decoder(reader, rope, attention, experts, is_sparse, eps=1e-5, positions=202_752)

@@ -27,7 +27,7 @@ class MellumForCausalLM(DecoderForCausalLM):
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
         ignore_training(reader)
         reader.ignore("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
-        full, sliding = (reader.rope(500_000.0, kind) for kind in ("full_attention", "sliding_attention"))
+        full, sliding = reader.rope(500_000.0, "full_attention"), reader.rope(10_000.0, "sliding_attention")
         norm, heads = read_rms_norm(reader), read_heads(reader, default_kv_heads=4, default_size=128)
         bias, activation = reader.boolean("attention_bias", False), reader.string("hidden_act", "silu")
         count, window = reader.positive("num_hidden_layers"), reader.optional_integer("sliding_window", 1024)

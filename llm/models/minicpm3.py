@@ -50,7 +50,7 @@ class MiniCPM3ForCausalLM(DecoderForCausalLM):
             reader,
             [layer] * count,
             norm,
-            positions=longest_sequence(reader, rope),
+            positions=longest_sequence(reader, rope, 32_768),
             tied=True,
             embedding_multiplier=reader.number("scale_emb", 12.0),
             logits_divisor=1.0 if base is None else hidden / base,

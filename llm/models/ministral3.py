@@ -10,7 +10,7 @@ from llm.models.llama import llama_decoder
 class Ministral3ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope = reader.rope(1_000_000.0, others=("llama_4_scaling_beta", "max_position_embeddings"))
+        rope = reader.rope(others=("llama_4_scaling_beta", "max_position_embeddings"))
         return llama_decoder(
             reader,
             read_heads(reader, default_kv_heads=8, default_size=128),

@@ -37,4 +37,4 @@ class MixtralForCausalLM(DecoderForCausalLM):
             ),
             norms=PreNorms(norm),
         )
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope))
+        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope, 131_072))

@@ -20,4 +20,4 @@ class SolarOpenForCausalLM(DecoderForCausalLM):
             qkv_bias=reader.boolean("attention_bias", False),
         )
         experts = sigmoid_experts(reader, 128, 8, 1280, groups=1, best=1, scale=1.0)
-        return deepseek_decoder(reader, rope, attention, experts, dense_first(reader, 0), eps=1e-5)
+        return deepseek_decoder(reader, rope, attention, experts, dense_first(reader, 0), eps=1e-5, positions=131_072)

@@ -6,17 +6,21 @@ The models are built at a small size through `hf_overrides`, with dummy weights.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import TINY_MODELS, config_of
 
 from llm import LLM
 from llm.base.errors import UnsupportedModelError
-from llm.layers.rotary import frequencies
+from llm.layers.rotary import RopeParameters, frequencies
 from llm.models.config_reader import ConfigReader
+from llm.models.decoder import AttentionConfig
 from llm.models.registry import resolve_model_cls
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
@@ -87,6 +91,79 @@ def test_heads_that_are_null_are_those_of_transformers(model_type: str) -> None:
     heads = _read({"architectures": [], **given}).layers[0].attention.heads
     size = getattr(theirs, "head_dim", None) or 96 // 12
     assert (heads.key_value, heads.size) == (theirs.num_key_value_heads, size) == (12, 8)
+
+
+# A row of each of transformers' config classes.
+_OF_CLASSES = {row.config_class: name for name, row in reversed(TINY_MODELS.items())}
+# Absent keys that are read otherwise on purpose -> why.
+_READ_OTHERWISE = {
+    "num_nextn_predict_layers": "weights of layers for drafting that no key speaks of are refused, not passed over",
+    "rope_parameters of olmo_hybrid": "published models say by its absence that there is no rotary embedding",
+}
+
+
+@pytest.mark.parametrize("name", _OF_CLASSES.values(), ids=_OF_CLASSES)
+def test_an_absent_key_means_what_it_means_to_transformers(name: str) -> None:
+    """Each key in turn, those of the rope too. The tiny models' files name every key; published ones do not."""
+    theirs = config_of(TINY_MODELS[name])
+    whole = _as_json(theirs)
+    held, differing = [], []
+    for place, without in _without_each_key(whole):
+        top = place.partition(".")[0]
+        if place in _READ_OTHERWISE or f"{top} of {whole['model_type']}" in _READ_OTHERWISE:
+            continue
+        try:
+            ours = _read(without)
+        except UnsupportedModelError:
+            continue  # a key that must be there
+        if (filled := _filled(type(theirs), without)) is None or top not in filled:
+            continue
+        try:
+            named = _read({**without, top: filled[top]})
+        except UnsupportedModelError:
+            continue  # a default that does not go with the tiny sizes
+        held.append(place)
+        same = _meaning(ours) == _meaning(named)
+        if place == "max_position_embeddings":  # which some ropes read beside it
+            same = ours.max_position_embeddings == named.max_position_embeddings
+        if not same:
+            differing.append(f"{place}, which is {filled[top]}")
+    assert differing == []
+    assert len(held) > 5
+
+
+def _as_json(config: Any) -> dict[str, Any]:
+    return json.loads(json.dumps({**config.to_dict(), "architectures": []}, default=str))
+
+
+def _filled(kind: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+    """What transformers reads, with its defaults; None: it refuses the file, with errors of many types."""
+    try:
+        return _as_json(kind.from_dict(given))
+    except Exception:
+        return None
+
+
+def _without_each_key(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, value in whole.items():
+        if key not in ("model_type", "architectures"):
+            yield key, {name: own for name, own in whole.items() if name != key}
+        for inner in value if key == "rope_parameters" and isinstance(value, dict) else ():
+            yield f"{key}.{inner}", {**whole, key: {name: own for name, own in value.items() if name != inner}}
+
+
+def _meaning(value: Any) -> Any:
+    """What a configuration computes, as data: None and the number that it stands for are one."""
+    if isinstance(value, list | tuple):
+        return [_meaning(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {field.name: _meaning(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, RopeParameters) and value.rope_type in ("default", "linear"):
+        del fields["max_position_embeddings"], fields["original_max_position_embeddings"]  # nothing depends on them
+    if isinstance(value, AttentionConfig) and value.scale is None:
+        fields["scale"] = value.heads.size**-0.5
+    return type(value), fields
 
 
 YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0}
