@@ -117,6 +117,15 @@ class Flow:
     def in_flight(self) -> list[PromptState]:
         return list(self._states.values())
 
+    def waiting(self) -> list[Entry]:
+        """What was read and not started."""
+        return [entry for _, entry in self._pending]
+
+    def take_ready(self) -> list[RequestOutput]:
+        """Of the rows that have ended, the outputs that were not given out."""
+        ready, self._ready = [*self._ready.values()], {}
+        return ready
+
     def outputs(self) -> list[RequestOutput]:
         """What there is of the rows that were read and not given out, in order."""
         waiting = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from time import monotonic
 
@@ -17,10 +17,10 @@ import numpy as np
 
 from llm.api.flow import Entry, Flow, FlowHost
 from llm.base.bar import UseTqdm
-from llm.base.errors import GenerationInterrupted, JobError, JobInterrupted
+from llm.base.errors import GenerationInterrupted, JobError, JobInterrupted, LogitsProcessorError
 from llm.base.types import JsonObject
 from llm.engine.interrupt import InterruptGuard
-from llm.engine.output import PromptState
+from llm.engine.output import PromptState, output_without_run
 from llm.engine.progress import Progress
 from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.jobs.answers import Answer, Answers, Ended, Partials
@@ -142,28 +142,23 @@ class Job:
         self._partials_at = monotonic() + _PARTIALS_SECONDS
         self._count = _Count()
         self._progress = Progress(use_tqdm, plan.count)
+        self._guard: InterruptGuard | None = None
+        self._flow: Flow | None = None  # the one that runs
 
     def run(self) -> JobSummary:
         """Raises `JobInterrupted` at Ctrl-C and SIGTERM, once the journal has everything."""
         started = monotonic()
         with InterruptGuard(terminable=True) as guard, closing(self._progress):
-            flow = Flow(
-                self._llm,
-                self._batches(),
-                on_step=self._after_step,
-                on_admit=self._progress.add,
-                on_end=self._note_pooled,
-                guard=guard,
-            )
+            self._guard = guard
             try:
-                for output in flow:
-                    self._keep(output)
+                self._compute(self._batches())
             except GenerationInterrupted as interrupted:
                 done = self._count.done + self._count.resumed
                 raise JobInterrupted(interrupted.outputs, done, self._plan.count, guard.signal) from None
             finally:
                 guard.end()
-                self._write_partials(flow)
+                if self._flow is not None:
+                    self._write_partials(self._flow)
                 self._journal.flush(sync=True)
         count = self._count
         write_rows(self._plan.target, self._answered(), self._plan.forms)
@@ -177,6 +172,38 @@ class Job:
             count.tokens,
             seconds,
         )
+
+    def _compute(self, batches: Iterator[list[Entry]], is_again: bool = False) -> None:
+        """Run the rows, and keep what they end with; `is_again`: they were counted.
+
+        A logits processor sees all rows of a step. If it raises, the rows in flight are run again in halves, until the
+        one that it cannot take is alone: the error is that row's.
+        """
+        while True:
+            flow = self._flow = Flow(
+                self._llm,
+                batches,
+                on_step=self._after_step,
+                on_admit=None if is_again else self._progress.add,
+                on_end=self._note_pooled,
+                guard=self._guard,
+            )
+            try:
+                for output in flow:
+                    self._keep(output)
+                return
+            except LogitsProcessorError as error:
+                for output in flow.take_ready():
+                    self._keep(output)
+                rows: list[Entry] = [state.row for state in flow.in_flight()]
+                if len(rows) == 1:
+                    self._keep(output_without_run(RefusedRow(rows[0].index, row_error(error))))
+                    rows = []
+            half = len(rows) // 2
+            for part in (rows[:half], rows[half:]):
+                if part:
+                    self._compute(iter([part]), is_again=True)
+            batches = chain([flow.waiting()], batches)
 
     def _batches(self) -> Iterator[list[Entry]]:
         answers = Answers(self._journal.records(self._journal.end))

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from embedded import assert_idle, open_llm
 
 from llm import LLM, PoolingParams, SamplingParams
 from llm.jobs.requests import PlainRows
+from llm.progress import GenerationProgress
+from llm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0)
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Who was the king?"}], "max_tokens": 2}
@@ -176,3 +179,64 @@ def test_an_exception_that_nothing_expected_is_the_error_of_its_row(
 
 def rows_text(index: int) -> str:
     return f"In the year {index}"
+
+
+class Picky(LogitsProcessor):
+    """Raises for rows that ask for it, when they come or when they have two tokens."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.rows: dict[int, list[int]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.rows.pop(index, None)
+        for index, params, _, output in batch_update.added:
+            self.rows.pop(index, None)
+            if params.extra_args:
+                if params.extra_args["fails"] == "at once":
+                    raise KeyError("planted")
+                self.rows[index] = output
+        for first, second, direction in batch_update.moved:
+            one, other = self.rows.pop(first, None), self.rows.pop(second, None)
+            if one is not None:
+                self.rows[second] = one
+            if other is not None and direction == MoveDirectionality.SWAP:
+                self.rows[first] = other
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if any(len(output) >= 2 for output in self.rows.values()):
+            raise ValueError("planted")
+        return logits
+
+
+def test_a_row_that_a_logits_processor_cannot_take_has_the_error(tmp_path: Path) -> None:
+    bad = {5: "at once", 11: "later", 12: "later"}
+    rows: list[dict[str, Any]] = [{"prompt": f"In the year {index}"} for index in range(30)]
+    for index, when in bad.items():
+        rows[index]["extra_args"] = {"fails": when}
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    told: list[GenerationProgress] = []
+    with open_llm(max_model_len=96, max_num_seqs=4, logits_processors=[Picky]) as llm:
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        summary = llm.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", params, use_tqdm=told.append)
+        found = [json.loads(line) for line in summary.output.read_text().splitlines()]
+        assert_idle(llm)
+        llm._preprocessor._calls = 0
+        outputs = llm.generate([row["prompt"] for row in rows], params, use_tqdm=False)
+    assert {index for index, row in enumerate(found) if row["error"] is not None} == set(bad)
+    assert (
+        "LogitsProcessorError: the logits processor Picky raised in update_state(), which has all rows"
+        in found[5]["error"]
+    )
+    assert (
+        "Picky raised in apply(), which has all rows of a step (ValueError: planted)" in found[11]["error"]
+        and found[11]["finish_reason"] == "error"
+    )
+    for index, (row, output) in enumerate(zip(found, outputs, strict=True)):
+        assert row["generated_text"] == ("" if index in bad else output.outputs[0].text)
+    assert told[-1].done <= told[-1].rows == len(rows)

@@ -212,6 +212,6 @@ def _take_row_errors(processor: LogitsProcessor, lines: dict[int, int], errors: 
 def _failed(processor: LogitsProcessor, method: str, error: Exception) -> LogitsProcessorError:
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return LogitsProcessorError(
-        f"the logits processor {type(processor).__qualname__} raised in {method}() ({reason}); it processes the "
-        "whole batch at once, so the whole call fails."
+        f"the logits processor {type(processor).__qualname__} raised in {method}(), which has all rows of a "
+        f"step ({reason})."
     )
