@@ -19,7 +19,7 @@ import torch
 
 import llm
 from llm.base import conflict
-from llm.base.errors import LLMError
+from llm.base.errors import LLMError, ValidationError
 from llm.bench.calibrate import CpuWatch, usable_cores
 from llm.config import env
 from llm.config.engine import GIB
@@ -131,6 +131,10 @@ def _variables() -> Finding:
     theirs = [f"{name} (set)" for name in others if os.environ.get(name)]
     vllms = [name for name in sorted(os.environ) if name.startswith("VLLM_")]
     todo = f"{', '.join(vllms)}: vLLM's variables are not read here; see `llm.config.env`" if vllms else ""
+    try:
+        env.check_values()
+    except ValidationError as error:
+        todo = str(error).removesuffix(".")
     return Finding("variables", ", ".join([*own, *theirs, *vllms]) or "none", todo)
 
 

@@ -16,7 +16,7 @@ def set_log_level(verbose: bool) -> None:
     """LLM_LOG_LEVEL first, then `verbose`; with neither, the program's settings apply (Python shows warnings)."""
     logger = logging.getLogger("llm")
     if env.get("LLM_LOG_LEVEL") is not None or verbose:
-        logger.setLevel(env.get_choice("LLM_LOG_LEVEL", ("DEBUG", "INFO", "WARNING", "ERROR"), "INFO"))
+        logger.setLevel(env.get_choice("LLM_LOG_LEVEL", env.LOG_LEVELS, "INFO"))
     if verbose and not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))

@@ -276,7 +276,7 @@ def leave_out(error: PluginError) -> bool:
 
 
 def _only_warns() -> bool:
-    return env.get_choice("LLM_PLUGIN_ERRORS", ("RAISE", "WARN"), "RAISE") == "WARN"
+    return env.get_choice("LLM_PLUGIN_ERRORS", env.PLUGIN_ERRORS, "RAISE") == "WARN"
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import hashlib
+import logging
 import os
 import platform
 import pwd
@@ -31,6 +33,8 @@ from pathlib import Path
 SOURCE_FOLDER = Path(__file__).resolve().parent
 # The folder of a wheel's compiled libraries, beside the sources.
 PACKAGED_FOLDER = SOURCE_FOLDER / "compiled"
+# What folders of installed packages are called; Debian has the second.
+_INSTALLED = ("site-packages", "dist-packages")
 
 # No fast-math and no contraction: every operation rounds as the source says.
 FLAGS = (
@@ -154,14 +158,22 @@ def source_key() -> str:
 
 def find_compiler() -> str:
     """The C++ compiler: $CXX, or the first of c++, g++ and clang++; raises `BuildError`."""
-    for name in (os.environ.get("CXX") or "", *_COMPILERS):
+    named = os.environ.get("CXX") or ""
+    for name in (named, *_COMPILERS):
         found = shutil.which(name) if name else None
         if found:
+            if named and name != named:
+                _warn_of_compiler(named, found)
             return found
     raise BuildError(
         "no C++ compiler was found; install one (Debian and Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), "
         "or name it in CXX"
     )
+
+
+@functools.cache
+def _warn_of_compiler(named: str, used: str) -> None:
+    logging.getLogger("llm").warning("CXX=%r is no program that can be found; %s compiles the kernels.", named, used)
 
 
 def cache_folder() -> Path:
@@ -192,12 +204,16 @@ def packaged_name(target: str) -> str:
 def packaged_library(target: str) -> Path | None:
     """The packaged library for exactly these sources, None if there is none.
 
-    Every entry of sys.path is searched: in a checkout, `python -m llm` imports the checkout, and an installed package
-    that has compiled libraries comes later on the path.
+    The folders of installed packages on sys.path are searched too: in a checkout, `python -m llm` imports the checkout,
+    and an installed package that has compiled libraries comes later on the path. Code of those is not running yet, so
+    nobody but this user and root may be able to write there.
     """
-    name = packaged_name(target)
-    installed = (Path(entry, "llm", "kernels", "cpu", PACKAGED_FOLDER.name) for entry in sys.path)
-    return next((folder / name for folder in (PACKAGED_FOLDER, *installed) if is_whole(folder / name)), None)
+    own = PACKAGED_FOLDER / packaged_name(target)
+    if is_whole(own):
+        return own
+    entries = [Path(entry) for entry in sys.path if os.path.isabs(entry) and Path(entry).name in _INSTALLED]
+    found = (entry / "llm" / "kernels" / "cpu" / PACKAGED_FOLDER.name / own.name for entry in entries)
+    return next((path for path in found if all(map(_is_safe, (path, *path.parents[:5]))) and is_whole(path)), None)
 
 
 def cached_library(target: str, compiler: str, folder: Path | None = None) -> Path:
@@ -261,8 +277,12 @@ def compile_library(output: Path, target: str, compiler: str, extra_flags: tuple
 
 def is_usable(path: Path) -> bool:
     """True if the cached library is whole, belongs to this user or root, and no other user can write to it."""
+    return _is_safe(path) and is_whole(path)
+
+
+def _is_safe(path: Path) -> bool:
     try:
-        return is_private(os.stat(path)) and is_whole(path)
+        return is_private(os.stat(path))
     except OSError:
         return False
 

@@ -230,6 +230,7 @@ class LLM(
         tell_of_forks(self)
         self._dropped: list[PromptState] = []
         check_flag("verbose", verbose)
+        env.check_values()
         env.warn_of_unknown()
         set_log_level(verbose)
         notes = [*check_arguments(others), *compilation.notes(given["compilation_config"])]

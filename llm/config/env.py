@@ -31,8 +31,25 @@ _VLLMS = {
     "VLLM_CPU_KVCACHE_SPACE": "LLM(kv_cache_memory_bytes=...)",
 }
 
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+PLUGIN_ERRORS = ("RAISE", "WARN")
+
 # From this difflib ratio on, a name counts as a misspelt one of the table.
 _MISSPELT = 0.75
+
+
+def check_values() -> None:
+    """Raise `ValidationError` for a malformed value of a variable that is read only later, or by huggingface_hub. Who
+    reads one of the others always checks it."""
+    get_bool("HF_HUB_OFFLINE")
+    get_choice("LLM_LOG_LEVEL", LOG_LEVELS, "INFO")
+    get_choice("LLM_PLUGIN_ERRORS", PLUGIN_ERRORS, "RAISE")
+    folder = get("LLM_OFFLOAD_FOLDER")
+    while folder and not os.path.isdir(folder):  # it is made when it is needed
+        if os.path.lexists(folder):
+            message = f"LLM_OFFLOAD_FOLDER={get('LLM_OFFLOAD_FOLDER')!r} is in or at {folder!r}, which is no folder."
+            raise ValidationError(message, parameter="LLM_OFFLOAD_FOLDER", value=folder)
+        folder = os.path.dirname(folder)
 
 
 def warn_of_unknown() -> None:

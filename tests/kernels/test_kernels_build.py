@@ -229,7 +229,30 @@ def test_a_checkout_uses_the_kernels_of_a_package_installed_from_it(
     (folder / "plain-key-of-this-test.so").write_text("half of")
     assert build.packaged_library("plain") is None
     build._seal(folder / "plain-key-of-this-test.so")
-    assert build.packaged_library("plain") == folder / "plain-key-of-this-test.so"
+    found = folder / "plain-key-of-this-test.so"
+    assert build.packaged_library("plain") == found
+    for path, mode in ((folder, 0o777), (found, 0o775), (folder.parents[2], 0o757)):
+        before = path.stat().st_mode
+        path.chmod(mode)  # others could put a library there
+        assert build.packaged_library("plain") is None
+        path.chmod(before)
+    assert build.packaged_library("plain") == found
+    for entry in ("", ".", "site-packages", str(tmp_path / "work")):
+        monkeypatch.setattr("sys.path", [entry])
+        monkeypatch.chdir(tmp_path)
+        place = Path(entry or ".") / "llm" / "kernels" / "cpu" / "compiled"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / found.name).write_bytes(found.read_bytes())
+        assert build.packaged_library("plain") is None
+
+
+def test_a_compiler_that_cannot_be_found_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "no-such-compiler" else f"/bin/{name}")
+    assert build.find_compiler() == build.find_compiler()
+    assert caplog.text.count("CXX='no-such-compiler' is no program") == 1
 
 
 def truncate(path: Path) -> None:

@@ -105,6 +105,24 @@ def test_a_malformed_log_level_raises(monkeypatch: pytest.MonkeyPatch, value: st
         LLM()
 
 
+@pytest.mark.parametrize("name", [name for name in env.VARIABLES if name != "LLM_OFFLOAD_FOLDER"])
+def test_a_malformed_value_of_any_variable_raises(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also of one that only huggingface_hub reads, or only a plugin that fails."""
+    monkeypatch.setenv(name, "maybe")
+    with pytest.raises(ValidationError, match=f"{name}.*'maybe'"):
+        LLM()
+
+
+def test_a_folder_for_weights_that_cannot_be_made_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for named in (tmp_path / "file", tmp_path / "file" / "inner"):
+        monkeypatch.setenv("LLM_OFFLOAD_FOLDER", str(named))
+        with pytest.raises(ValidationError, match=r"LLM_OFFLOAD_FOLDER=.*file', which is no folder"):
+            LLM()
+    monkeypatch.setenv("LLM_OFFLOAD_FOLDER", str(tmp_path / "to" / "be" / "made"))
+    open_and_close()
+
+
 def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Those of other programs are none of our business."""
     env._warn_of.cache_clear()
