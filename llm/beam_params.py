@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llm.base.checks import check_flag, check_integer, check_real, refuse
+from llm.base.checks import check_flag, check_integer, check_real, is_real, refuse
 from llm.base.names import known_fields
 
 if TYPE_CHECKING:
@@ -64,13 +64,14 @@ class BeamSearchParams:
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         check_real("length_penalty", self.length_penalty, -_MOST_PENALTY, _MOST_PENALTY)
-        if self.temperature != 0:
+        if not is_real(self.temperature) or self.temperature != 0:
             refuse("temperature", self.temperature, "0.0, as beams are ranked by the model's own logprobs")
         if self.watermarking is not None:
             refuse("watermarking", self.watermarking, "None in a beam search")
         if self.structured_outputs is not None and self.ignore_eos:
             refuse("ignore_eos", True, "False with structured_outputs, for an answer ends where it is complete")
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+        early = self.early_stopping
+        if not isinstance(early, bool) and not (isinstance(early, str) and early == "never"):
             refuse("early_stopping", self.early_stopping, "True, False or 'never'")
         if self.allowed_token_ids is not None:
             if not isinstance(self.allowed_token_ids, list | tuple) or not self.allowed_token_ids:

@@ -45,8 +45,9 @@ class PoolingParams:
     skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.truncate_prompt_tokens not in (None, -1):
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+        kept = self.truncate_prompt_tokens
+        if kept is not None and not (isinstance(kept, int) and kept == -1):
+            check_integer("truncate_prompt_tokens", kept, 1)
         if self.dimensions is not None:
             check_integer("dimensions", self.dimensions, 1)
         for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):

@@ -62,6 +62,7 @@ MIN_TEMPERATURE = 1e-2
 MAX_N = 16384
 MAX_SEED = 2**64 - 1
 MAX_LOGPROB_TOKEN_IDS = 128
+_MOST_DIGITS = 20
 _FLAGS = (
     "flat_logprobs ignore_eos detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"
 ).split()
@@ -183,17 +184,15 @@ class SamplingParams:
         self.bad_words_token_ids: list[list[int]] = []
         self.thinking_token_ids: tuple[list[int], list[int]] | None = None
         self.structure: Any = None  # compiled `structured_outputs`, a llm.sampling.structured.structure.Structure
-        self._normalise()
         self.validate()
-        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
         """The constructor with None for defaults, and OpenAI's rules for `logit_bias`: keys may be strings, and values
         are clipped to -100 and 100."""
         bias = fields.get("logit_bias")
-        if bias is not None:
-            fields["logit_bias"] = {int(key): min(100.0, max(-100.0, value)) for key, value in bias.items()}
+        if isinstance(bias, Mapping):
+            fields["logit_bias"] = {_token_id(key): _clipped(value) for key, value in bias.items()}
         kept = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         return cls(**kept)
 
@@ -203,7 +202,9 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         self.stop = as_list("stop", stop, "a string or a list of them")
         self.stop_token_ids = as_list("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        self.bad_words = list(dict.fromkeys(as_list("bad_words", self.bad_words, "a list of strings")))
+        self.bad_words = as_list("bad_words", self.bad_words, "a list of strings")
+        check_strings("bad_words", self.bad_words)
+        self.bad_words = list(dict.fromkeys(self.bad_words))
         for name in ("logprob_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 setattr(self, name, as_list(name, getattr(self, name), "a list of token ids"))
@@ -217,7 +218,8 @@ class SamplingParams:
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
 
     def validate(self) -> None:
-        """Check every field again (the object is mutable); raises `ValidationError`."""
+        """Check every field again (the object is mutable), and bring it to its form; raises `ValidationError`."""
+        self._normalise()
         check_integer("n", self.n, 1, MAX_N)
         self._validate_lengths()
         self._validate_penalties()
@@ -278,9 +280,9 @@ class SamplingParams:
             refuse("stop", self.stop, "empty when detokenize=False, for stop strings are found in the text")
         for token in self.stop_token_ids or []:
             check_integer("stop_token_ids", token, 0)
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
 
     def _validate_tokens(self) -> None:
-        check_strings("bad_words", self.bad_words or [])
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 refuse("allowed_token_ids", self.allowed_token_ids, "None or at least one token id")
@@ -365,6 +367,14 @@ class SamplingParams:
             return repr(self)
         shown = [name for name in _FIELDS if self._origin(name) != "default"]
         return "\n".join(f"{name:<24} {getattr(self, name)!r}  ({self._origin(name)})" for name in shown)
+
+
+def _token_id(key: object) -> object:
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < _MOST_DIGITS else key
+
+
+def _clipped(bias: object) -> object:
+    return min(100.0, max(-100.0, bias)) if is_real(bias) else bias
 
 
 _FIELDS: dict[str, object] = {item.name: item.default for item in dataclasses.fields(SamplingParams)}

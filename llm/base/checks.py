@@ -38,7 +38,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         refuse(name, value, " or ".join(map(repr, choices)))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 
 from llm.base.errors import LLMError, ValidationError
+from llm.beam_params import BeamSearchParams
+from llm.pooling_params import PoolerConfig, PoolingParams
 from llm.sampling_params import (
     MAX_N,
     MAX_SEED,
@@ -90,7 +94,7 @@ BAD: dict[str, list[Any]] = {
         *({1: math.nan}, {1: math.inf}, {1: -(10**400)}, {True: 1.0}, {1: True}),
     ],
     "allowed_token_ids": [[], [-1], [1.0], "1", 5, {1: 2}, [True]],
-    "bad_words": ["x", [""], ["x", 5], 5, {"x": 1}, [None]],
+    "bad_words": ["x", [""], ["x", 5], 5, {"x": 1}, [None], [["a"]], [{}]],
     "skip_reading_prefix_cache": [0, 1, "yes"],
     "thinking_token_budget": [-2, 1.5, True, "4"],
     "repetition_detection": [5, {"min_count": 3}],
@@ -326,6 +330,48 @@ def test_origins_say_where_each_value_came_from() -> None:
 def test_from_optional_takes_none_for_what_was_not_said_and_openais_bias() -> None:
     params = SamplingParams.from_optional(temperature=None, max_tokens=None, top_p=0.5, logit_bias={"3": 500, 4: -1.5})
     assert params == SamplingParams(top_p=0.5, logit_bias={3: 100.0, 4: -1.5})
+
+
+class NotComparable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not comparable")
+
+
+STRANGE: list[Any] = [
+    *(None, True, 0, -1, 2**70, 10**400, 1.5, math.nan, -math.inf, 1j, "", "a", "\ud83d", b"a", object(), int, ...),
+    *([], ["a"], [["a"]], [[]], [{}], [None], [True], [2**70], [b"a"], (1,), {1}, range(3), {}, {"a": 1}, {1: "a"}),
+    *({"1": 1.0}, {1: None}, {(1,): 1}, {1: {}}, {"1" * 5000: 1.0}, np.int64(3), np.float32(1), np.array([1, 2])),
+    *(np.array([[1]]), torch.tensor(3), torch.tensor([[1.0]]), [np.array([1, 2])], NotComparable(), [NotComparable()]),
+]
+NEEDED: dict[type, dict[str, Any]] = {
+    SamplingParams: {},
+    RepetitionDetectionParams: {},
+    BeamSearchParams: {"beam_width": 2, "max_tokens": 3},
+    PoolingParams: {},
+    PoolerConfig: {},
+}
+
+
+@pytest.mark.parametrize("kind", NEEDED, ids=lambda kind: kind.__name__)
+def test_whatever_a_field_is_set_to_is_taken_or_refused_in_a_sentence(kind: Any) -> None:
+    """By the constructor, and by whoever validates again what was set later."""
+
+    def later(name: str, value: object) -> None:
+        params = kind(**NEEDED[kind])
+        setattr(params, name, value)
+        params.validate()
+
+    ways: list[Callable[[str, object], object]] = [lambda name, value: kind(**{**NEEDED[kind], name: value})]
+    ways += [later] if hasattr(kind, "validate") else []
+    if kind is SamplingParams:
+        ways.append(lambda name, value: SamplingParams.from_optional(**{name: value}))
+    for field in dataclasses.fields(kind):
+        for value in STRANGE:
+            for way in ways:
+                with contextlib.suppress(ValidationError):
+                    way(field.name, value)
 
 
 @pytest.mark.parametrize(
