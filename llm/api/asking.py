@@ -94,8 +94,9 @@ class ChatOptions:
         prompts = preprocessor.chat_prompts(
             messages, options, arguments, self.tokenization_kwargs, on_too_long, params, default
         )
-        reader = preprocessor.reply_reader(rendering.chat_template, choice.parser(self.tool_parser), shown is not None)
-        return Asked(prompts, choice.constrained(params, shown, default), reader, choice)
+        has_tools = shown is not None
+        reader = preprocessor.reply_reader(rendering.chat_template, self.tool_parser, has_tools, choice.forces)
+        return Asked(prompts, choice.constrained(params, reader.writing, default), reader, choice)
 
 
 @dataclass(frozen=True)

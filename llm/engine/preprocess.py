@@ -220,12 +220,19 @@ class Preprocessor:
             item if own.truncate_prompt_tokens else refuse_too_long(item, self.tokenizer, limit) for item, own in pairs
         ]
 
-    def reply_reader(self, chat_template: str | Path | None, tool_parser: str | None, has_tools: bool) -> ReplyReader:
-        """Reads the replies to conversations that were rendered with this template; None: the model's."""
+    def reply_reader(
+        self, chat_template: str | Path | None, tool_parser: str | None, has_tools: bool, forces: bool
+    ) -> ReplyReader:
+        """Reads the replies to conversations that were rendered with this template; None: the model's.
+
+        `forces`: the reply must be a call.
+        """
         if self.tokenizer is None:
             raise no_tokenizer("chat needs one; give generate() token ids.")
         template = self.tokenizer.template_text(chat_template, has_tools)
-        return ReplyReader.of(self.tokenizer, self._eos_token_ids, template, tool_parser, has_tools, self.reasoning)
+        return ReplyReader.of(
+            self.tokenizer, self._eos_token_ids, template, tool_parser, has_tools, self.reasoning, forces
+        )
 
     def tokenize(self, parsed: list[ParsedPrompt], tokenization: Tokenization) -> list[tuple[str | None, list[int]]]:
         """(text, token ids) of each prompt; one call of the tokenizer for all texts."""

@@ -93,11 +93,10 @@ def sampling_fields(body: Mapping[str, object], is_chat: bool) -> tuple[JsonObje
         fields["max_tokens"] = body["max_completion_tokens"]
     if "logprobs" in body or body.get("top_logprobs"):
         fields["logprobs"] = _num_logprobs(body)
-    choice, tools = chosen_tools(body)
     asked = {
         "structured_outputs": fields.pop("structured_outputs", None),
         "response_format": _structured(body.get("response_format")),
-        "tool_choice": choice.structured(tools),
+        "tool_choice": chosen_tools(body)[0].forces or None,
     }
     constraints = {name: value for name, value in asked.items() if value is not None}
     if len(constraints) > 1:
@@ -106,7 +105,8 @@ def sampling_fields(body: Mapping[str, object], is_chat: bool) -> tuple[JsonObje
         what = "asks for a call" if second == "tool_choice" else "is given"
         raise ValidationError(f"{first} must be left out where {second} {what}{hint}.", parameter=first)
     if constraints:
-        (fields["structured_outputs"],) = constraints.values()
+        (given_one,) = constraints.values()
+        fields["structured_outputs"] = None if given_one is True else given_one  # the call is the constraint
     return fields, chat_arguments(body), body["messages"]
 
 

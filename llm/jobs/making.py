@@ -123,6 +123,9 @@ class Maker:
                     _check_conversation(asked.messages)
                     options = {name: value for name, value in asked.chat.items() if name != "chat_template_kwargs"}
                     arguments = asked.chat.get("chat_template_kwargs") or {}
+                    if asked.choice is not None and asked.choice.forces:
+                        writing = preprocessor.reply_reader(None, "auto", True, True).writing
+                        own = asked.choice.constrained_row(own, writing)
                     (prompt,) = preprocessor.chat_prompts(
                         asked.messages, options, arguments, None, self.on_too_long, own, llm.get_default_sampling_params
                     )

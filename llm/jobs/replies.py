@@ -39,5 +39,5 @@ class Replies:
         """Fill `content`, `reasoning` and `tool_calls` of its completions."""
         kind = choice.forces, has_tools
         if kind not in self._readers:
-            self._readers[kind] = self._preprocessor.reply_reader(None, choice.parser("auto"), has_tools)
+            self._readers[kind] = self._preprocessor.reply_reader(None, "auto", has_tools, choice.forces)
         self._readers[kind].read([output], choice)

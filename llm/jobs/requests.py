@@ -51,13 +51,14 @@ _OF_CHAT = ("tools", "tool_choice", "chat_template_kwargs")
 
 
 class Asked(NamedTuple):
-    """A row's request: a prompt, or a conversation with the renderer's arguments."""
+    """A row's request: a prompt, or a conversation with the renderer's arguments and whether it calls functions."""
 
     prompt: object
     params: SamplingParams
     messages: object = None
     chat: JsonObject = {}  # noqa: RUF012  never changed
     adapter: LoRARequest | None = None
+    choice: ToolChoice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,9 @@ class PlainRows(PlainForm):
         params = self.params_of(row)
         if messages is None:
             return Asked(prompt, params, adapter=self.adapter_of(row))
-        return Asked(None, self.constrained(params, row), messages, chat_arguments(_options(row)), self.adapter_of(row))
+        options = _options(row)
+        choice, _ = chosen_tools(options)
+        return Asked(None, params, messages, chat_arguments(options), self.adapter_of(row), choice)
 
     def params_of(self, row: JsonObject) -> SamplingParams:
         """Those of the job, with the row's own in columns `sampling_params` and `extra_args`."""
@@ -151,12 +154,6 @@ class PlainRows(PlainForm):
         if not fields:
             return self.params
         return with_fields(self.base or self.params, fields, PARAMS_COLUMN)
-
-    def constrained(self, params: SamplingParams, row: JsonObject) -> SamplingParams:
-        """`params`, with the constraint of a conversation that must call a function."""
-        choice, tools = chosen_tools(_options(row))
-        constrained = choice.constrained(params, tools, SamplingParams)
-        return constrained if isinstance(constrained, SamplingParams) else params
 
     def chosen(self, row: JsonObject) -> tuple[ToolChoice, bool] | None:
         """Of a conversation, the choice and whether the model was shown tools; None: it is none."""
@@ -272,7 +269,9 @@ class BatchRows(BatchForm):
         fields, chat, prompt = sampling_fields(body, is_chat)
         params = dataclasses.replace(self.params, **fields)
         adapter = self.adapters.named(body.get("model"), "model")
-        return Asked(None, params, prompt, chat, adapter) if is_chat else Asked(prompt, params, adapter=adapter)
+        if not is_chat:
+            return Asked(prompt, params, adapter=adapter)
+        return Asked(None, params, prompt, chat, adapter, chosen_tools(body)[0])
 
     def chosen(self, row: JsonObject) -> tuple[ToolChoice, bool] | None:
         """As `PlainRows.chosen`."""

@@ -8,11 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from llm.base.types import JsonObject
 
-# The pieces of a text that are no calls, and (name, arguments) of each call.
-Found = tuple[str, list[tuple[str, JsonObject]]]
+# (name, arguments).
+Call = tuple[str, JsonObject]
+# What of a text is no call, and the calls.
+Found = tuple[str, list[Call]]
+# The JSON schema of each function's arguments, by its name.
+Schemas = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass
@@ -34,8 +39,10 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
-def call_of(data: object, needs_arguments: bool = False) -> tuple[str, JsonObject] | None:
-    """(name, arguments) of `{"name": ..., "arguments": {...}}`, or "parameters"; None: it is no call."""
+def call_of(data: object, needs_arguments: bool = False) -> Call | None:
+    """The call that is `{"name": ..., "arguments": {...}}`, or "parameters"; None: it is no call."""
+    if isinstance(data, Mapping) and isinstance(data.get("function"), Mapping):  # as histories have it
+        data = data["function"]
     if not isinstance(data, Mapping) or not isinstance(data.get("name"), str) or not data["name"]:
         return None
     if needs_arguments and not {"arguments", "parameters"} & data.keys():

@@ -1,24 +1,24 @@
 """Whether a reply calls functions, and which: OpenAI's `tool_choice` and `parallel_tool_calls`.
 
-Owns the constraint of a reply that must call. It is JSON and nothing else, as in vLLM: a list of `{"name",
-"parameters"}` where a call is required, the arguments alone where the function is named.
+Owns the constraint of a reply that must call: the calls and nothing else, in the form that the template teaches. Where
+no form is known, or a schema cannot be kept in it, it is JSON, as in vLLM: a list of `{"name", "parameters"}` where a
+call is required, the arguments alone where the function is named.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llm.base.checks import check_flag
 from llm.base.errors import ValidationError, nearest
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
-from llm.replies.calls import call_of, json_object, json_value
+from llm.replies.calls import Call, call_of, json_object, json_value
+from llm.replies.forms import CannotWrite, Writing
 from llm.sampling_params import SamplingParams
 from llm.structured_params import StructuredOutputsParams
-
-Calls = list[tuple[str, JsonObject]]
 
 _CLOSED: JsonObject = {"additionalProperties": False}
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, **_CLOSED}
@@ -34,11 +34,13 @@ class ToolChoice:
         kind: "none", "auto", "required" or "named".
         name: of the function, if it is named; else "".
         is_parallel: False: a reply has one call at most.
+        functions: the schema of each function's arguments, by its name.
     """
 
     kind: str = "auto"
     name: str = ""
     is_parallel: bool = True
+    functions: Mapping[str, JsonObject] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: object, parallel: object, tools: object) -> tuple[ToolChoice, list[JsonObject] | None]:
@@ -55,9 +57,11 @@ class ToolChoice:
         if name is None and given not in (None, "auto", "none", "required"):
             right = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
             raise ValidationError(f"tool_choice must be {right}, got {show(given)}.", parameter="tool_choice")
-        choice = cls("named" if name else str(given or "auto"), name or "", parallel is not False)
+        kind = "named" if name else str(given or "auto")
+        functions = _functions(tools or [], strict=kind in ("named", "required"))
+        choice = cls(kind, name or "", parallel is not False, functions)
         if choice.forces:
-            choice._check_functions(list(_functions(tools or [])))
+            choice._check_functions(list(functions))
         return choice, None if choice.kind == "none" or not tools else tools
 
     @property
@@ -65,22 +69,25 @@ class ToolChoice:
         """True if the reply is a call, and nothing else."""
         return self.kind in ("required", "named")
 
-    def parser(self, given: str | None) -> str | None:
-        """The `tool_parser`; None where the reply is JSON, which is read without."""
-        return None if self.forces else given
-
-    def structured(self, tools: list[JsonObject] | None) -> StructuredOutputsParams | None:
+    def structured(self, writing: Writing | None) -> StructuredOutputsParams | None:
         """What constrains the reply; None: nothing does."""
         if not self.forces:
             return None
-        functions = _functions(tools or [])
-        schema = functions[self.name] if self.kind == "named" else _required(functions, self.is_parallel)
-        return StructuredOutputsParams(json=schema)
+        named = {self.name: self.functions[self.name]} if self.kind == "named" else self.functions
+        if writing is not None:
+            try:
+                made = writing.format(named, self.is_parallel and self.kind == "required")
+                return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": made})
+            except CannotWrite:
+                pass
+        return StructuredOutputsParams(
+            json=named[self.name] if self.kind == "named" else _required(named, self.is_parallel)
+        )
 
     def constrained(
         self,
         params: SamplingParams | Sequence[SamplingParams] | None,
-        tools: list[JsonObject] | None,
+        writing: Writing | None,
         default: Callable[[], SamplingParams],
     ) -> SamplingParams | Sequence[SamplingParams] | None:
         """`params`, or the default ones, with `structured`; what is none is left to who checks it.
@@ -88,7 +95,7 @@ class ToolChoice:
         Raises:
             ValidationError: they have a constraint of their own.
         """
-        structured = self.structured(tools)
+        structured = self.structured(writing)
         if structured is None:
             return params
         params = default() if params is None else params
@@ -96,8 +103,13 @@ class ToolChoice:
             return [_with(own, structured) for own in params]
         return _with(params, structured) if isinstance(params, SamplingParams) else params
 
-    def calls(self, text: str) -> Calls:
-        """The calls of a reply that had to call; none if it is not complete."""
+    def constrained_row(self, params: SamplingParams, writing: Writing | None) -> SamplingParams:
+        """As `constrained`, of one row."""
+        structured = self.structured(writing)
+        return params if structured is None else _with(params, structured)
+
+    def calls(self, text: str) -> list[Call]:
+        """The calls of a reply that had to call, as JSON; none if it is not complete."""
         if self.kind == "named":
             arguments = json_object(text)
             return [] if arguments is None else [(self.name, arguments)]
@@ -129,17 +141,21 @@ def _named(given: object) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def _functions(tools: Sequence[JsonObject]) -> dict[str, JsonObject]:
-    """The schema of each function's arguments, by its name."""
+def _functions(tools: Sequence[JsonObject], strict: bool) -> dict[str, JsonObject]:
+    """The schema of each function's arguments, by its name; not `strict`: tools of another form are left out."""
     found: dict[str, JsonObject] = {}
     for tool in tools:
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name or name in found:
+            if not strict:
+                continue
             message = "tools must be functions with names of their own: {'type': 'function', 'function': {'name': ...}}"
             raise ValidationError(f"{message}, got {show(tool)}.", parameter="tools")
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
+            if not strict:
+                continue
             message = f"the parameters of the tool {quote(name)} must be a JSON schema, an object, got "
             raise ValidationError(f"{message}{show(parameters)}.", parameter="tools")
         found[name] = _NO_PARAMETERS if parameters is None else {"type": "object", **parameters}

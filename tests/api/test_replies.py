@@ -6,7 +6,7 @@ import asyncio
 import csv
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from llm import (
 )
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker
-from llm.replies.calls import Found, ToolCall
+from llm.replies.calls import ToolCall
+from llm.replies.forms import FORMS, form_of
 from llm.replies.harmony import read_harmony
-from llm.replies.reader import FORMS, form_of
-from llm.replies.tagged import deepseek, hermes, llama3_json, mistral
+from llm.replies.untyped import typed, types_of
 
 ARGUMENTS = {"city": "Jericho", "walls": [1, {"deep": "}</tool"}]}
 CALL = json.dumps({"name": "weather", "arguments": ARGUMENTS})
@@ -40,33 +40,111 @@ V31 = f"{D['call begin']}weather{D['sep']}{BODY}{D['call end']}"
 ONE = [("weather", ARGUMENTS)]
 
 
+QWEN3 = "<function=weather>\n<parameter=city>\nJericho\n</parameter>\n<parameter=walls>\n[1]\n</parameter>\n</function>"
+GLM = (
+    "weather\n<arg_key>city</arg_key>\n<arg_value>Jericho</arg_value>\n"
+    "<arg_key>walls</arg_key><arg_value>[1]</arg_value>"
+)
+SEED = "<function=weather><parameter=city>Jericho</parameter>\n<parameter=walls> [1]\n</parameter></function>"
+STEP = (
+    '<steptml:invoke name="weather"><steptml:parameter name="city">Jericho</steptml:parameter>'
+    '<steptml:parameter name="walls"> [1] </steptml:parameter></steptml:invoke>'
+)
+STEP_CALL = f"<｜tool_call_begin｜>function<｜tool_sep｜>weather\n{STEP}<｜tool_call_end｜>"  # noqa: RUF001
+KIMI = f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{BODY}<|tool_call_end|>"
+MINIMAX = (
+    '<invoke name="weather">\n<parameter name="city">Jericho</parameter>\n<parameter name="walls">[1]</parameter>\n'
+)
+SCHEMA = {"properties": {"city": {"type": "string"}, "walls": {"type": "array"}}}
+TEXTS = [("weather", {"city": "Jericho", "walls": [1]})]
+NAMELESS = [*FORMS.keys() - {"gpt_oss"}]
+
+
 @pytest.mark.parametrize(
-    ("read", "text", "rest", "calls"),
+    ("form", "text", "rest", "calls"),
     [
-        (hermes, f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", ONE),
-        (hermes, f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", ONE * 2),
-        (hermes, f"<tool_call>{CALL}", "", ONE),
-        (hermes, f"<tool_call>{{bad</tool_call><tool_call>{CALL}</tool_call>", "<tool_call>{bad</tool_call>", ONE),
-        (hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
-        (hermes, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),
-        (hermes, f"<tool_call>{'[' * 100_000}</tool_call>", None, []),
-        (llama3_json, f"<|python_tag|>{LLAMA}; {LLAMA}", "", ONE * 2),
-        (llama3_json, '{"name": "Moses"}', None, []),
-        (llama3_json, f"{LLAMA} and more", None, []),
-        (mistral, f"[TOOL_CALLS][{CALL}, {CALL}]", "", ONE * 2),
-        (mistral, f"Yes.[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]weather{BODY}", "Yes.", ONE * 2),
-        (mistral, f"[TOOL_CALLS][{CALL}", None, []),
-        (mistral, f"[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]{{", "[TOOL_CALLS]{", ONE),
-        (deepseek, f"{D['calls begin']}{V3}\n{V3}{D['calls end']}", "\n", ONE * 2),
-        (deepseek, f"Well.{D['calls begin']}{V31}{D['calls end']}", "Well.", ONE),
-        (deepseek, f"{D['calls begin']}{V31[:-40]}", None, []),
-        *((read, "In the beginning { was", None, []) for read in (hermes, llama3_json, mistral, deepseek)),
+        ("hermes", f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", ONE),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", ONE * 2),
+        ("hermes", f"<tool_call>{CALL}", "", ONE),
+        ("hermes", f"<tool_call>{{bad</tool_call><tool_call>{CALL}</tool_call>", "<tool_call>{bad</tool_call>", ONE),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),
+        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", None, []),
+        ("hermes", "<tool_call>I think so</tool_call>", None, []),
+        ("longcat", f"So:<longcat_tool_call>\n{CALL}\n</longcat_tool_call>", "So:", ONE),
+        ("granite", f"<|tool_call|> [{CALL}, {CALL}] Well.", " Well.", ONE * 2),
+        ("granite", f"<tool_call>[{CALL}]", "", ONE),
+        ("granite_20b_fc", f"<function_call> {CALL}<function_call> {CALL}", "", ONE * 2),
+        ("internlm", f"Yes.<|action_start|><|plugin|>\n{LLAMA}<|action_end|>\n", "Yes.\n", ONE),
+        ("phi4_mini_json", f"Yes. functools[{CALL},{CALL}]", "Yes. ", ONE * 2),
+        ("phi4_mini_json", f"<|tool_call|>[{CALL}]<|/tool_call|>", "", ONE),
+        ("phi4_mini_json", "functools[] and functools [x]", None, []),
+        ("jamba", f"<tool_calls>[{CALL}]</tool_calls>", "", ONE),
+        ("nemotron_json", f"<TOOLCALL>[{CALL}]</TOOLCALL>", "", ONE),
+        ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ONE * 2),
+        ("llama3_json", f"I ask: {LLAMA} ;\n{CALL} for {{it}}.", "I ask:  for {it}.", ONE * 2),
+        ("llama3_json", '{"name": "Moses"}', None, []),
+        ("llama3_json", '{"name": "f", "parameters": {"a": ', None, []),
+        ("llama3_json", '{"a":[' * 20_000, None, []),
+        ("mistral", f"[TOOL_CALLS][{CALL}, {CALL}]", "", ONE * 2),
+        ("mistral", f"Yes.[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]weather{BODY}", "Yes.", ONE * 2),
+        ("mistral", f"[TOOL_CALLS][{CALL}", None, []),
+        ("mistral", f"[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]{{", "[TOOL_CALLS]{", ONE),
+        ("deepseek", f"{D['calls begin']}{V3}\n{V3}{D['calls end']}", "\n", ONE * 2),
+        ("deepseek", f"Well.{D['calls begin']}{V31}{D['calls end']}", "Well.", ONE),
+        ("deepseek", f"{D['calls begin']}{V31[:-40]}", None, []),
+        ("kimi_k2", f"So.<|tool_calls_section_begin|>{KIMI}{KIMI}<|tool_calls_section_end|>", "So.", ONE * 2),
+        ("qwen3_coder", f"So:<tool_call>\n{QWEN3}\n</tool_call>\n<tool_call>{QWEN3}</tool_call>", "So:\n", TEXTS * 2),
+        ("qwen3_coder", f"{QWEN3}\n", "\n", TEXTS),
+        ("qwen3_coder", QWEN3.replace("\n</parameter>\n<p", "\n<p"), "", TEXTS),
+        ("qwen3_coder", f"<tool_call>{QWEN3.removesuffix('</function>')}</tool_call>", "", TEXTS),
+        ("qwen3_coder", f"<tool_call>{QWEN3[:-30]}", None, []),
+        ("qwen3_coder", "<tool_call><function=rest>\n</function></tool_call>", "", [("rest", {})]),
+        ("glm45", f"So:<tool_call>{GLM}\n</tool_call>", "So:", TEXTS),
+        ("glm45", "<tool_call>rest\n</tool_call><tool_call>rest</tool_call>", "", [("rest", {})] * 2),
+        ("glm45", f"<tool_call>{GLM[:-30]}", None, []),
+        ("glm45", f"<tool_call>{GLM}", None, []),
+        ("seed_oss", f"<seed:tool_call>{SEED}</seed:tool_call>", "", TEXTS),
+        ("minimax_m2", f"So.<minimax:tool_call>\n{MINIMAX}</invoke>\n</minimax:tool_call>", "So.\n\n", TEXTS),
+        ("minimax_m2", f"<minimax:tool_call>\n{MINIMAX}", None, []),
+        ("step3", f"<｜tool_calls_begin｜>{STEP_CALL}{STEP_CALL}<｜tool_calls_end｜>", "", TEXTS * 2),  # noqa: RUF001
+        ("step3", f"<｜tool_calls_begin｜><｜tool_call_begin｜>{STEP[:-20]}", None, []),  # noqa: RUF001
+        *((form, "In the beginning { was", None, []) for form in NAMELESS),
     ],
 )
 def test_calls_are_read_and_what_is_malformed_stays_in_the_text(
-    read: Callable[[str], Found], text: str, rest: str | None, calls: list[Any]
+    form: str, text: str, rest: str | None, calls: list[Any]
 ) -> None:
-    assert read(text) == (text if rest is None else rest, calls)
+    assert FORMS[form].read(text, {"weather": SCHEMA}) == (text if rest is None else rest, calls)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, " 01 \n", " 01 \n"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"$ref": "#/$defs/name"}, "17", "17"),
+        ({"type": "integer"}, "7.0", 7),
+        ({"type": "integer"}, " 123456789012345678901 ", 123456789012345678901),
+        ({"type": "number"}, "7", 7),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": "array"}, '["a", {"b": null}]', ["a", {"b": None}]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "nobody", "nobody"),
+        ({"type": ["string", "integer"]}, "[1]", "[1]"),
+        ({"const": 4}, "4", 4),
+        ({}, '{"a": 1}', {"a": 1}),
+        ({}, "True", "True"),
+        ({}, '"quoted"', '"quoted"'),
+        (None, "plain", "plain"),
+    ],
+)
+def test_texts_have_the_types_of_the_schema(schema: object, text: str, value: object) -> None:
+    root = {"properties": {"a": schema}, "$defs": {"name": {"type": "string"}}}
+    found = typed(text, types_of(root)("a"))
+    assert found == value and type(found) is type(value)
 
 
 def test_harmony_has_channels_and_recipients() -> None:
@@ -82,8 +160,10 @@ def test_harmony_has_channels_and_recipients() -> None:
 
 
 def test_the_form_is_that_of_the_template() -> None:
-    assert {form_of(f"... {marks[0]} ...") for marks in FORMS.values()} == set(FORMS)
-    assert form_of("{{ messages }}") is None
+    for name, form in FORMS.items():
+        for marks in form.marks:
+            assert form_of(f"... {' '.join(marks)} ...") == name
+    assert form_of("{{ messages }}") is None and form_of("<|python_tag|> [func_name1(a=1)]") is None
 
 
 QWEN = (
@@ -134,6 +214,42 @@ def test_chat_reads_calls_and_reasoning(llm: LLM) -> None:
         answer(llm, "x", tool_parser="qwen")
 
 
+def test_arguments_that_are_texts_have_the_types_of_the_tool(llm: LLM) -> None:
+    """Streamed and whole."""
+    template = QWEN.replace("<tool_call>", "<tool_call><function=")
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", **SCHEMA}}}]
+    text = f"So:\n<tool_call>\n{QWEN3.replace('Jericho', '17')}\n</tool_call>"
+    whole = answer(llm, text, chat_template=template, tools=tools)
+    assert whole.tool_calls == [ToolCall("weather", {"city": "17", "walls": [1]}, "call00000")]
+    assert whole.content == "So:"
+    params = SamplingParams(max_tokens=300, temperature=0, structured_outputs=StructuredOutputsParams(choice=[text]))
+    stream = llm.stream_chat(ASK, params, chat_template=template, tools=tools)
+    assert "".join(stream) == text and stream.output is not None
+    assert vars(stream.output.outputs[0]) == vars(whole)
+
+
+def test_a_call_ends_reasoning_that_nothing_else_ended(llm: LLM) -> None:
+    own = answer(llm, f"<think>Rain? I look.\n<tool_call>{CALL}</tool_call>")
+    assert own.tool_calls == [ToolCall("weather", ARGUMENTS, "call00000")]
+    assert (own.reasoning, own.content) == ("Rain? I look.", "")
+    thinks = answer(llm, f"I look.<tool_call>{CALL}</tool_call>", chat_template_kwargs={"thinks": True})
+    assert (thinks.reasoning, len(thinks.tool_calls)) == ("I look.", 1)
+    drafted = answer(llm, f"<think>Perhaps <tool_call>{CALL}</tool_call>?</think>No.")
+    assert drafted.tool_calls == [] and drafted.content == "No."
+
+
+def test_a_call_that_is_not_read_is_told(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    answer(llm, "It rains.")
+    assert caplog.text == ""
+    for _ in range(2):
+        assert answer(llm, "functools[{bad").tool_calls == []
+    assert caplog.text.count("a reply has 'functools[', as tool calls have, and is no call in the form hermes") == 1
+    caplog.clear()
+    answer(llm, "It rains.", chat_template=QWEN.replace("<tool_call>", ""))
+    assert "how this model writes tool calls is not known" in caplog.text
+    assert answer(llm, "functools[x", tools=None).tool_calls == []
+
+
 def test_a_history_as_openai_writes_it(llm: LLM) -> None:
     reply = {"role": "assistant", "content": None, "tool_calls": [ToolCall("weather", ARGUMENTS, "a").to_dict()]}
     result = {"role": "tool", "tool_call_id": "a", "content": "rain"}
@@ -176,14 +292,78 @@ def named(name: str) -> dict[str, Any]:
 
 
 def called(llm: LLM, choice: Any, count: int = 1, **options: Any) -> list[Any]:
-    params = SamplingParams(max_tokens=200, n=count, seed=4)
+    params = SamplingParams(max_tokens=options.pop("max_tokens", 200), n=count, seed=4)
     given: dict[str, Any] = {"chat_template": QWEN, "tools": TWO, "use_tqdm": False, "tool_choice": choice} | options
     return llm.chat(ASK, params, **given)[0].outputs
 
 
+ORDER = {
+    "type": "object",
+    "properties": {
+        "what": {"type": "string", "description": "any text"},
+        "size": {"enum": ["small", "large"]},
+        "count": {"type": "integer", "minimum": 1, "maximum": 9},
+        "to": {"$ref": "#/$defs/place"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["what", "size", "to"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"day": {"const": "today"}},
+            "required": ["day"],
+            "additionalProperties": False,
+        }
+    },
+}
+PLAIN = [
+    {"type": "function", "function": {"name": "order", "parameters": {**ORDER, "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "rest"}},
+]
+CALLS: dict[str, Any] = {"tools": PLAIN, "max_tokens": 320}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_that_is_required_is_written_in_the_form_of_the_template(llm: LLM, form: str) -> None:
+    """By a model that was never trained to call; what is read is what was written, and fits the schema."""
+    template = "{{ tools[0].function.name if tools }}{# " + " ".join(FORMS[form].marks[0]) + " #}"
+    (own,) = called(llm, "required" if form == "mistral" else named("order"), 1, **CALLS, chat_template=template)
+    assert own.finish_reason == "stop" and own.structured.guaranteed and own.content == ""
+    assert any(begin in own.text for begin in FORMS[form].begins) and own.tool_calls
+    for call in own.tool_calls:
+        assert call.name in ("order", "rest") and call.arguments.keys() <= ORDER["properties"].keys()
+        if call.name == "order":
+            given = call.arguments
+            assert isinstance(given["what"], str) and given["size"] in ("small", "large")
+            assert given["to"] == {"day": "today"} and given.get("count", 1) in range(1, 10)
+            assert given.get("note") is None or isinstance(given["note"], str)
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "hermes"])
+def test_several_calls_may_be_written_where_one_is_required(llm: LLM, form: str) -> None:
+    template = "{{ tools[0].function.name if tools }}{# " + " ".join(FORMS[form].marks[0]) + " #}"
+    rests = [{"type": "function", "function": {"name": name}} for name in ("rest", "sleep")]
+    found = called(llm, "required", 8, chat_template=template, tools=rests)
+    assert {call.name for own in found for call in own.tool_calls} <= {"rest", "sleep"}
+    assert max(len(own.tool_calls) for own in found) > 1 and all(own.tool_calls for own in found)
+    (own,) = called(llm, "required", 1, chat_template=template, tools=rests, parallel_tool_calls=False)
+    assert len(own.tool_calls) == 1
+
+
+def test_schemas_that_texts_between_tags_cannot_keep_are_written_as_json(llm: LLM) -> None:
+    template = QWEN.replace("<tool_call>", "<tool_call><function=")
+    long = {"type": "object", "properties": {"code": {"type": "string", "pattern": "^[ab]{3}$"}}, "required": ["code"]}
+    tools = [{"type": "function", "function": {"name": "enter", "parameters": {**long, "additionalProperties": False}}}]
+    (own,) = called(llm, "required", chat_template=template, tools=tools, parallel_tool_calls=False)
+    assert json.loads(own.text) == [{"name": "enter", "parameters": own.tool_calls[0].arguments}]
+    assert set(own.tool_calls[0].arguments["code"]) <= {"a", "b"}
+
+
 def test_a_call_that_is_required_fits_a_schema(llm: LLM) -> None:
-    """Of a model that was never trained to call."""
-    found = called(llm, "required", 8, parallel_tool_calls=False, chat_template_kwargs={"thinks": True})
+    """As JSON, where no form is known, of a model that was never trained to call."""
+    template = QWEN.replace("<tool_call>", "")
+    given: dict[str, Any] = {"chat_template": template, "chat_template_kwargs": {"thinks": True}}
+    found = called(llm, "required", 8, parallel_tool_calls=False, **given)
     calls = [own.tool_calls[0] for own in found]
     assert {len(own.tool_calls) for own in found} == {1} and {own.content for own in found} == {""}
     assert {own.reasoning for own in found} == {None} and {own.finish_reason for own in found} == {"stop"}
@@ -194,19 +374,20 @@ def test_a_call_that_is_required_fits_a_schema(llm: LLM) -> None:
             assert call.arguments["day"] in ("today", "tomorrow") and call.arguments["tree"] == {"$ref": "#"}
         else:
             assert call.arguments.keys() <= ({"under"} if call.name == "climb" else set())
-    several = called(llm, "required", 8)
+    several = called(llm, "required", 8, chat_template=template)
     assert all(own.tool_calls for own in several) and any(len(own.tool_calls) > 1 for own in several)
 
 
 def test_a_function_that_is_named_is_called(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    for own in called(llm, named("forecast"), 2):
+    for own in called(llm, named("forecast"), 2, chat_template=QWEN.replace("<tool_call>", "")):
         (call,) = own.tool_calls
         assert json.loads(own.text) == call.arguments and call.arguments["day"] in ("today", "tomorrow")
         assert (own.content, call.name, call.id) == ("", "forecast", "call00000")
     (rests,) = called(llm, named("rest"), chat_template=QWEN.replace("<tool_call>", ""))
     assert "how this model writes tool calls" not in caplog.text
     assert (rests.text, rests.tool_calls[0].arguments) == ("{}", {})
-    cut = llm.chat(ASK, SamplingParams(max_tokens=2), tools=TOOLS, chat_template=QWEN, tool_choice=named("weather"))
+    json_only: dict[str, Any] = {"chat_template": QWEN.replace("<tool_call>", ""), "tool_choice": named("weather")}
+    cut = llm.chat(ASK, SamplingParams(max_tokens=2), tools=TOOLS, use_tqdm=False, **json_only)
     assert cut[0].outputs[0].tool_calls in ([], [ToolCall("weather", {}, "call00000")])
     for choice, said in (
         (named("forcast"), "names 'forcast', which is none of the tools. Did you mean 'forecast'"),
@@ -344,7 +525,7 @@ def test_rows_with_conversations_have_what_their_replies_hold(
         writer.writerow(["messages", "tools", "tool_choice"])
         writer.writerow([json.dumps(ASK), json.dumps(TWO), json.dumps(named("rest"))])
         writer.writerow([json.dumps(ASK), json.dumps(TWO), "must"])
-    llm.run(tmp_path / "in.csv", tmp_path / "named.jsonl", SamplingParams(max_tokens=9, n=2), use_tqdm=False)
+    llm.run(tmp_path / "in.csv", tmp_path / "named.jsonl", SamplingParams(max_tokens=80, n=2), use_tqdm=False)
     rests, wrong = map(json.loads, (tmp_path / "named.jsonl").read_text().splitlines())
     assert [calls[0]["function"]["name"] for calls in rests["tool_calls"]] == ["rest", "rest"]
     assert "tool_choice must be" in wrong["error"] and wrong["tool_calls"] == [None]

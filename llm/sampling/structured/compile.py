@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from llm.sampling.structured.messages import first_line, unusable
 from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex
 from llm.sampling.structured.schema import read_schema
 from llm.sampling.structured.structure import Answer, Structure, Vocabulary
+from llm.sampling.structured.tag_format import format_language
 from llm.sampling.structured.tags import read_tags, tags_grammar
 from llm.sampling_params import StructuredOutputsParams
 from llm.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ class StructureCompiler:
         if self._vocabulary is None:
             self._vocabulary = self._make_vocabulary()
         vocabulary = self._vocabulary
-        language, root, why = _language(kind, value)
+        language, root, why = _language(kind, value, vocabulary.special_tokens)
         if language is not None and not vocabulary.writes_every_byte:
             language, why = None, "the vocabulary has no token for every byte"
         if language is not None and kind == "choice" and len(value) >= _MANY_CHOICES:
@@ -150,7 +151,7 @@ def _written(vocabulary: Vocabulary, kind: str, value: Any) -> str:
     return llguidance.grammar_from("grammar", value)
 
 
-def _language(kind: str, value: Any) -> tuple[Language | None, int, str]:
+def _language(kind: str, value: Any, special_tokens: Collection[str]) -> tuple[Language | None, int, str]:
     """(language, root, reason if there is no language)."""
     language = Language()
     try:
@@ -160,6 +161,8 @@ def _language(kind: str, value: Any) -> tuple[Language | None, int, str]:
             root = parse_regex(language, value)
         elif kind == "choice":
             root = language.words(item.encode() for item in value)
+        elif kind == "structural_tag" and isinstance(value, dict):
+            root = format_language(language, value, special_tokens)
         else:
             return None, 0, f"the length of an answer to a {kind} is not known"
         language.close()

@@ -46,18 +46,22 @@ class TooManyChoices(ValueError):
 Schema = Mapping[str, Any]
 
 
-def compile_schema(language: Language, schema: object) -> int:
+def compile_schema(language: Language, schema: object, place: str = "") -> int:
     """The node of all compact JSON texts that the schema admits. The caller then calls `language.close`.
+
+    Args:
+        place: of the schema in a language of several, whose references are apart.
 
     Raises:
         UnknownLength: a keyword that is not supported here.
     """
-    return _Compiler(language, schema).value(schema)
+    return _Compiler(language, schema, place).value(schema)
 
 
 class _Compiler:
-    def __init__(self, language: Language, root: object) -> None:
+    def __init__(self, language: Language, root: object, place: str) -> None:
         self._language = language
+        self._place = place
         self._root = root
         self._defined: set[str] = set()
         text = language.literal
@@ -104,8 +108,8 @@ class _Compiler:
         name = schema["$ref"]
         if name not in self._defined:
             self._defined.add(name)
-            self._language.define(name, self.value(self._resolve(name)))
-        return self._language.ref(name)
+            self._language.define(self._place + name, self.value(self._resolve(name)))
+        return self._language.ref(self._place + name)
 
     def _resolve(self, name: object) -> object:
         if not isinstance(name, str) or not name.startswith("#"):

@@ -20,6 +20,7 @@ from llm.base.forks import renewed_in_children
 from llm.outputs import StructuredOutcome
 from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
 from llm.sampling.structured.messages import first_line, refused
+from llm.sampling.structured.tag_format import special_bytes
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer
 
@@ -135,7 +136,7 @@ class Structure:
             matcher = self.matcher()
             return bool(matcher.try_consume_tokens(kept) == len(kept) and matcher.is_accepting())
         texts = [self.vocabulary.token_bytes.get(token) for token in kept]
-        if not all(texts):  # a special token, which is no text
+        if not all(texts):  # a token without a text
             return False
         with self.lock:
             return self.language.nullable[self.language.read(self.root, b"".join(text for text in texts if text))]
@@ -243,9 +244,11 @@ class Vocabulary:
             raise refused(f"llguidance cannot use this tokenizer ({first_line(error)})") from error
         special = {token for token in range(vocab_size) if self.tokenizer.is_special_token(token)}
         texts = {token: self.tokenizer.decode_bytes([token]) for token in range(vocab_size) if token not in special}
-        self.special_tokens = frozenset(self.tokenizer.decode_str([token]) for token in special)
-        self.token_bytes = texts
-        self.reader = TokenReader(texts, vocab_size)
+        self.special_tokens = {self.tokenizer.decode_str([token]): token for token in sorted(special)}
+        ends = set(self.eos_token_ids)
+        specials = {token: special_bytes(name) for name, token in self.special_tokens.items() if token not in ends}
+        self.token_bytes = texts | specials
+        self.reader = TokenReader(self.token_bytes, vocab_size)
         self.size = vocab_size
         self.folder = tokenizer.folder
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from llm.base.errors import ValidationError
 from llm.base.text import list_names, show
 from llm.base.types import JsonObject
+from llm.sampling.structured.json_schema import compile_schema
+from llm.sampling.structured.language import DONE, Language
 from llm.sampling.structured.messages import unusable
-from llm.sampling.structured.regex import ascii_classes
+from llm.sampling.structured.regex import UnknownLength, ascii_classes, complement, parse_regex, utf8
 from llm.sampling.structured.schema import read_schema
 
 # The fields of each format, and what they must be.
@@ -95,12 +97,12 @@ def _trigger_of(begin: str, triggers: Sequence[object]) -> str:
     return found[0]
 
 
-def format_grammar(given: JsonObject, settings: JsonObject, special_tokens: Collection[str]) -> str:
+def format_grammar(given: JsonObject, settings: JsonObject, special_tokens: Mapping[str, int]) -> str:
     """The Lark grammar of a format that was read.
 
     Args:
         settings: of the JSON's form.
-        special_tokens: texts among them are tokens.
+        special_tokens: name -> id; texts among them are tokens.
     """
     writer = _Writer(settings, special_tokens)
     start = writer.format(given)
@@ -112,7 +114,7 @@ class _Writer:
     """Writes expressions; rules that they need are collected in `rules`."""
 
     settings: JsonObject
-    special_tokens: Collection[str]
+    special_tokens: Mapping[str, int]
     rules: list[str] = field(default_factory=list)
 
     def format(self, given: JsonObject) -> str:
@@ -160,7 +162,7 @@ class _Writer:
 
     def _text_until(self, end: str) -> str:
         """Free text up to the first `end`, and it: no text holds a special token, of all others the first counts."""
-        pieces = self._pieces(end)
+        pieces = _pieces(end, self.special_tokens)
         if pieces[0] in self.special_tokens:
             return f"TEXT {self._text(end)}"
         if len(pieces) > 1:
@@ -170,12 +172,10 @@ class _Writer:
         return name
 
     def _text(self, text: str) -> str:
-        return " ".join(piece if piece in self.special_tokens else json.dumps(piece) for piece in self._pieces(text))
-
-    def _pieces(self, text: str) -> list[str]:
-        """Special tokens, and the text between them."""
-        names = [re.escape(token) for token in self.special_tokens if re.fullmatch(r"<[^<>\s]+>", token)]
-        return [piece for piece in re.split(f"({'|'.join(names)})", text) if piece] if names else [text]
+        """By their ids, special tokens may have any name."""
+        pieces = _pieces(text, self.special_tokens)
+        tokens = self.special_tokens
+        return " ".join(f"<[{tokens[piece]}]>" if piece in tokens else json.dumps(piece) for piece in pieces) or '""'
 
     def _any_of(self, expressions: Iterable[str]) -> str:
         names = [self._rule(expression) for expression in expressions]
@@ -185,6 +185,91 @@ class _Writer:
         name = f"rule_{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
+
+
+def _pieces(text: str, special_tokens: Collection[str]) -> list[str]:
+    """Special tokens, and the text between them."""
+    names = sorted((re.escape(token) for token in special_tokens if token.strip()), key=len, reverse=True)
+    return [piece for piece in re.split(f"({'|'.join(names)})", text) if piece] if names else [text]
+
+
+def format_language(language: Language, given: JsonObject, special_tokens: Collection[str]) -> int:
+    """The node of all texts of a format that was read, in which a special token is its `special_bytes`.
+
+    Raises:
+        UnknownLength: the format has free text with triggers, or a schema or pattern of unknown length.
+    """
+    return _Lengths(language, special_tokens).format(given)
+
+
+def special_bytes(name: str) -> bytes:
+    """What stands for a special token: no text has the first byte."""
+    return b"\xff" + name.encode()
+
+
+@dataclass
+class _Lengths:
+    """As `_Writer`, into a language."""
+
+    language: Language
+    special_tokens: Collection[str]
+    schemas: int = 0
+
+    def format(self, given: JsonObject) -> int:
+        language, kind = self.language, given["type"]
+        if kind == "const_string":
+            return self._text(given["value"])
+        if kind == "json_schema":
+            self.schemas += 1
+            return compile_schema(language, given["json_schema"], f"{self.schemas} ")
+        if kind == "regex":
+            return parse_regex(language, given["pattern"])
+        if kind == "any_text":
+            return language.star(self._character())
+        if kind == "sequence":
+            return language.cat(*map(self.format, given["elements"]))
+        if kind == "or":
+            return language.alt(*map(self.format, given["elements"]))
+        if kind == "tag":
+            begin, content, end = given["begin"], given["content"], given["end"]
+            if content["type"] == "any_text" and end:
+                return language.cat(self._text(begin), self._text_until(end))
+            return language.cat(self._text(begin), self.format(content), self._text(end))
+        if kind == "tags_with_separator":
+            tag = language.alt(*map(self.format, given["tags"]))
+            more = language.star(language.cat(self._text(given["separator"]), tag))
+            some = tag if given.get("stop_after_first") else language.cat(tag, more)
+            return some if given.get("at_least_one") else language.optional(some)
+        raise UnknownLength(f"a format {kind}")
+
+    def _text_until(self, end: str) -> int:
+        """Free text up to the first `end`, and it, as the automaton of Knuth, Morris and Pratt (1977)."""
+        language = self.language
+        if _pieces(end, self.special_tokens)[0] in self.special_tokens:
+            return language.cat(language.star(self._character()), self._text(end))
+        letters = sorted(set(end))
+        others = complement([(ord(letter), ord(letter)) for letter in letters])
+
+        def state(read: str) -> int:
+            """What follows when the text so far ends with `read`, a beginning of `end`."""
+            return language.ref(f"until {end!r} {len(read)}") if read != end else DONE
+
+        for length in range(len(end)):
+            choices = [language.cat(utf8(language, others), state(""))]
+            for letter in letters:
+                text = end[:length] + letter
+                longest = next(text[start:] for start in range(len(text) + 1) if end.startswith(text[start:]))
+                choices.append(language.cat(language.literal(letter.encode()), state(longest)))
+            language.define(f"until {end!r} {length}", language.alt(*choices))
+        return state("")
+
+    def _text(self, text: str) -> int:
+        pieces = _pieces(text, self.special_tokens)
+        data = (special_bytes(piece) if piece in self.special_tokens else piece.encode() for piece in pieces)
+        return self.language.literal(b"".join(data))
+
+    def _character(self) -> int:
+        return utf8(self.language, complement([]))
 
 
 def _pattern(given: JsonObject) -> str:

@@ -7,7 +7,7 @@ second, `{"format": {...}}`, is `tag_format.py`'s.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 
 from llm.base.types import JsonObject
@@ -53,13 +53,13 @@ def tags_grammar(
     llguidance: ModuleType,
     tags: list[JsonObject] | JsonObject,
     settings: JsonObject,
-    special_tokens: Collection[str],
+    special_tokens: Mapping[str, int],
 ) -> str:
     """The tags, or the format, in llguidance's form.
 
     Args:
         settings: of the JSON's form.
-        special_tokens: triggers among them are tokens, all others are text.
+        special_tokens: name -> id; triggers among them are tokens, all others are text.
     """
     if isinstance(tags, dict):
         return llguidance.grammar_from("lark", format_grammar(tags, settings, special_tokens))
