@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from test_architecture import PACKAGE, SOURCES, Source, covered, imported_names, source
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 50
 # How often `Any` may stand in the package.
 MAX_ANY = 250
@@ -133,7 +133,7 @@ def test_no_imports_go_in_a_circle() -> None:
 
 def test_a_large_file_is_caught() -> None:
     assert not large_files(source("engine/engine.py", "x = 1\n" * MAX_FILE_LINES))
-    assert "401 lines" in large_files(source("engine/engine.py", "x = 1\n" * (MAX_FILE_LINES + 1)))[0]
+    assert f"{MAX_FILE_LINES + 1} lines" in large_files(source("engine/engine.py", "x = 1\n" * (MAX_FILE_LINES + 1)))[0]
 
 
 @pytest.mark.parametrize("head", ["def f(a):", "@cached\nasync def f(a):", "class C:\n  def f(self):"])
