@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from llm.base.types import JsonObject
 
@@ -17,7 +16,7 @@ Call = tuple[str, JsonObject]
 # What of a text is no call, and the calls.
 Found = tuple[str, list[Call]]
 # The JSON schema of each function's arguments, by its name.
-Schemas = Mapping[str, Mapping[str, Any]]
+Schemas = Mapping[str, JsonObject]
 
 
 @dataclass

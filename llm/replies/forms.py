@@ -9,7 +9,6 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from llm.base.types import JsonObject
 from llm.replies.calls import Found, Schemas
@@ -131,13 +130,13 @@ def _arguments(schema: JsonObject, argument: Callable[[str], tuple[str, str]], t
     return {"type": "sequence", "elements": [*elements, _text(tail)]}
 
 
-def _argument(own: Any, types: frozenset[str], schema: JsonObject, before: str, after: str, pad: str) -> JsonObject:
+def _argument(own: object, types: frozenset[str], schema: JsonObject, before: str, after: str, pad: str) -> JsonObject:
     values = own.get("enum", [own["const"]] if "const" in own else None) if isinstance(own, Mapping) else None
     if values is not None:
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         choices = [_text(before + text + pad + after) for text in texts]
         return {"type": "or", "elements": choices}
-    if types and "string" not in types:
+    if types and "string" not in types and isinstance(own, Mapping):
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         if any(not reference.startswith(_DEFINITIONS) for reference in _references(own)):
             raise CannotWrite
@@ -165,7 +164,7 @@ def _references(schema: object) -> Iterator[str]:
             yield from _references(value)
 
 
-def _branches(schema: object) -> Iterator[Mapping[str, Any]]:
+def _branches(schema: object) -> Iterator[Mapping[str, object]]:
     """The schema and its alternatives; raises `CannotWrite` for a reference."""
     if not isinstance(schema, Mapping):
         return

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from llm.base.types import JsonObject
 from llm.replies.calls import Call, Found, Schemas, json_value
@@ -167,9 +166,9 @@ def _glm_call(text: str, place: int, end: str, schemas: Schemas) -> tuple[list[C
     return ([(name, arguments)], place) if text.startswith(end, place) else None
 
 
-def types_of(schema: Mapping[str, Any] | None) -> Callable[[str], frozenset[str]]:
+def types_of(schema: JsonObject | None) -> Callable[[str], frozenset[str]]:
     """The types that a function's argument may have, by its name; none: they are not known."""
-    root: Mapping[str, Any] = schema or {}
+    root: JsonObject = schema or {}
     properties = root.get("properties")
 
     def types(name: str) -> frozenset[str]:
@@ -179,7 +178,7 @@ def types_of(schema: Mapping[str, Any] | None) -> Callable[[str], frozenset[str]
     return types
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
+def _types(schema: object, root: JsonObject, depth: int = 0) -> Iterator[str]:
     if not isinstance(schema, Mapping) or depth > _MOST_REFERENCES:
         return
     for key in ("anyOf", "oneOf", "allOf"):
@@ -200,7 +199,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> Iterator[
             yield _OF_JSON.get(type(value), "string")
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> object:
+def _referred(reference: str, root: JsonObject) -> object:
     found: object = root
     for part in reference.removeprefix("#").split("/")[1:]:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
