@@ -17,15 +17,24 @@ if TYPE_CHECKING:
     from llm.api import LLM as LLM
     from llm.api.async_llm import AsyncLLM as AsyncLLM
     from llm.api.llm_engine import LLMEngine as LLMEngine
+    from llm.base.errors import ArgumentError as ArgumentError
+    from llm.base.errors import CheckpointError as CheckpointError
     from llm.base.errors import EmptyPromptError as EmptyPromptError
+    from llm.base.errors import EngineBusyError as EngineBusyError
     from llm.base.errors import EngineClosedError as EngineClosedError
     from llm.base.errors import GenerationInterrupted as GenerationInterrupted
     from llm.base.errors import JobError as JobError
     from llm.base.errors import JobInterrupted as JobInterrupted
     from llm.base.errors import LLMError as LLMError
+    from llm.base.errors import LogitsProcessorError as LogitsProcessorError
+    from llm.base.errors import MissingPackageError as MissingPackageError
+    from llm.base.errors import OutOfMemoryError as OutOfMemoryError
+    from llm.base.errors import PluginError as PluginError
     from llm.base.errors import PromptTooLongError as PromptTooLongError
     from llm.base.errors import RowError as RowError
+    from llm.base.errors import SamplingError as SamplingError
     from llm.base.errors import TokenOutOfRangeError as TokenOutOfRangeError
+    from llm.base.errors import UnsupportedModelError as UnsupportedModelError
     from llm.base.errors import ValidationError as ValidationError
     from llm.beam_params import BeamSearchParams as BeamSearchParams
     from llm.config.command_line import AsyncEngineArgs as AsyncEngineArgs
@@ -111,6 +120,15 @@ _PUBLIC = {
     "EngineClosedError": "llm.base.errors",
     "GenerationInterrupted": "llm.base.errors",
     "JobInterrupted": "llm.base.errors",
+    "CheckpointError": "llm.base.errors",
+    "UnsupportedModelError": "llm.base.errors",
+    "OutOfMemoryError": "llm.base.errors",
+    "MissingPackageError": "llm.base.errors",
+    "PluginError": "llm.base.errors",
+    "LogitsProcessorError": "llm.base.errors",
+    "SamplingError": "llm.base.errors",
+    "EngineBusyError": "llm.base.errors",
+    "ArgumentError": "llm.base.errors",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -25,6 +25,7 @@ FLOORS = {
     "llm.config": 1,
     "llm.beam_params": 1,
     "llm.beam_search": 1,
+    "llm.errors": 1,
     "llm.exceptions": 1,
     "llm.forward": 1,
     "llm.inputs": 1,
