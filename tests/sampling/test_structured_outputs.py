@@ -22,7 +22,7 @@ from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
 from llm.sampling.structured.compile import StructureCompiler
 from llm.sampling.structured.json_schema import TooManyChoices, compile_schema, integer_range
 from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
-from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex
+from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex, utf8
 from llm.sampling.structured.schema import read_schema
 from llm.sampling.structured.structure import Answer, Structure
 from llm.sampling_params import RepetitionDetectionParams
@@ -321,9 +321,13 @@ def test_llguidance_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Our languages ----------------------------------------------------------------------------------------------------
 
 
+def regex(language: Language, pattern: str) -> int:
+    return parse_regex(language, pattern, lambda ranges: utf8(language, ranges))
+
+
 def language_of(kind: dict[str, Any]) -> tuple[Language, int]:
     language = Language()
-    root = compile_schema(language, kind["json"]) if "json" in kind else parse_regex(language, kind["regex"])
+    root = compile_schema(language, kind["json"]) if "json" in kind else regex(language, kind["regex"])
     language.close()
     return language, root
 
@@ -414,7 +418,7 @@ def test_needs_of_whole_tokens_are_those_of_their_bytes() -> None:
 )
 def test_patterns_that_are_not_read(pattern: str) -> None:
     with pytest.raises(UnknownLength):
-        parse_regex(Language(), pattern)
+        regex(Language(), pattern)
 
 
 def test_classes_are_written_out() -> None:
@@ -666,6 +670,66 @@ def test_many_properties_of_a_number_are_left_as_they_are() -> None:
     assert read_schema(refers, closed=False) == refers
 
 
+WHOLE = 2**53 + 1  # the first integer that is no float
+NUMBERS: list[tuple[Any, list[str], list[str]]] = [
+    ({"enum": [WHOLE, -WHOLE]}, [str(WHOLE), str(-WHOLE)], [str(WHOLE - 1), f"{WHOLE}.0"]),
+    ({"const": {"id": [12345678901234567890]}}, ['{"id":[12345678901234567890]}'], ['{"id":[12345678901234567000]}']),
+    ({"const": 10**300}, [str(10**300)], [str(10**299)]),
+    ({"type": "integer", "minimum": WHOLE, "maximum": WHOLE + 1}, [str(WHOLE), str(WHOLE + 1)], [str(WHOLE - 1)]),
+    ({"const": 1.0}, ["1"], ["1.0"]),
+    ({"const": -0.0}, ["0"], ["-0.0", "-0"]),
+    ({"const": 1e20}, ["1" + 20 * "0"], ["1e20"]),
+    ({"const": 1e-7}, ["0.0000001"], ["1e-7", "1e-07"]),
+    ({"const": 1.5e300}, ["1.5e+300"], ["15" + 299 * "0"]),
+    ({"const": 5e-324}, ["5e-324"], ["0"]),
+    ({"type": "array", "items": {"enum": [0.0, 0.5, 1.0]}}, ["[0,0.5,1]", "[]"], ["[0.0]", "[1.0]"]),
+    ('{"const": 9007199254740993.0}', [str(WHOLE)], [str(WHOLE - 1)]),
+    ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, ['"a"', '"ab"'], ['""', '"abc"']),
+]
+
+
+def is_answer(structure: Structure, text: str) -> bool:
+    """As llguidance and the language say alike."""
+    one = {data[0]: token for token, data in structure.vocabulary.token_bytes.items() if len(data) == 1}
+    ids = [one[byte] for byte in text.encode()]
+    matcher = structure.matcher()
+    read = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    assert structure.language is None or read == structure.is_complete(ids), text
+    return bool(read)
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), NUMBERS, ids=lambda value: str(value)[:40])
+def test_numbers_are_written_in_one_way(llm: LLM, schema: Any, right: list[str], wrong: list[str]) -> None:
+    structure = compiled(llm, json=schema)
+    assert structure.language is not None
+    assert all(is_answer(structure, text) for text in right) and not any(is_answer(structure, text) for text in wrong)
+    outcome = run(llm, "x", structured(500, json=schema))[0].outputs[0]
+    assert outcome.structured is not None and outcome.structured.guaranteed and outcome.structured.complete
+
+
+@settings(max_examples=40)
+@given(value=st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=False, allow_infinity=False)))
+def test_constants_are_the_number_that_was_given(value: float) -> None:
+    schema: Any = read_schema({"const": value}, closed=False)
+    language, root = language_of({"json": schema})
+    text, state = b"", root
+    while not language.nullable[state]:
+        byte = next(byte for byte in b"-0123456789.e+" if language.step(state, byte) != EMPTY)
+        text, state = text + bytes([byte]), language.step(state, byte)
+    assert (int if isinstance(value, int) else float)(text) == value and len(text) < 60 and text != b"-0"
+
+
+def test_a_number_that_the_library_would_change_is_refused(llm: LLM) -> None:
+    tags = {"structures": [{"begin": "<f>", "schema": {"const": WHOLE}, "end": "</f>"}], "triggers": ["<f>"]}
+    assert is_answer(compiled(llm, structural_tag=tags), f"<f>{WHOLE}</f>")
+    assert not is_answer(compiled(llm, structural_tag=tags), f"<f>{WHOLE - 1}</f>")
+    refused = {"anyOf": [{"enum": [WHOLE]}, {"type": "string", "pattern": r"^\bx"}]}
+    with pytest.raises(ValidationError, match=f"the integer {WHOLE} is no float"):
+        compiled(llm, json=refused)
+    with pytest.raises(ValidationError, match="1e999 is out of range"):
+        compiled(llm, json='{"const": 1e999}')
+
+
 def test_data_in_a_schema_is_not_taken_for_a_schema() -> None:
     data = {"type": "object", "minProperties": 0, "pattern": r"\d"}
     schema = {"properties": {"const": {"const": data}, "x": {"enum": [data], "default": data}}}
@@ -689,7 +753,7 @@ def test_leaving_out_contained_alternatives_changes_no_language(pattern: str, te
     language, root = language_of({"regex": pattern})
     plain = Language()
     plain._without_contained = lambda nodes: nodes  # type: ignore[method-assign]
-    other = parse_regex(plain, pattern)
+    other = regex(plain, pattern)
     plain.close()
     state, expected = root, other
     for byte in text.encode():

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from llm.base.errors import ValidationError
-from llm.sampling.structured.json_schema import TooManyChoices, compile_schema
+from llm.sampling.structured.json_schema import compile_schema, language_of
 from llm.sampling.structured.language import IMPOSSIBLE, Language
+from llm.sampling.structured.lark import grammar_of
 from llm.sampling.structured.messages import first_line, unusable
-from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex
-from llm.sampling.structured.schema import read_schema
+from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex, utf8
+from llm.sampling.structured.schema import check_numbers, read_schema
 from llm.sampling.structured.structure import Answer, Structure, Vocabulary
-from llm.sampling.structured.tag_format import format_language
-from llm.sampling.structured.tags import read_tags, tags_grammar
+from llm.sampling.structured.tag_format import format_grammar, format_language
+from llm.sampling.structured.tags import read_tags
 from llm.sampling_params import StructuredOutputsParams
 from llm.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ class StructureCompiler:
             language, why = None, "the vocabulary has no token for every byte"
         if language is not None and kind == "choice" and len(value) >= _MANY_CHOICES:
             return Structure(vocabulary, None, language, root, why, (kind, value), _received)
-        grammar = _grammar(vocabulary, kind, value)
+        grammar = _grammar(vocabulary, kind, value, language, root, why)
         structure = Structure(vocabulary, grammar, language, root, why, (kind, value), _received)
         _check_beginning(structure, kind, value)
         return structure
@@ -122,26 +123,37 @@ def _check_beginning(structure: Structure, kind: str, value: object) -> None:
         raise unusable(kind, value, first_line(error).rstrip(".")) from error
 
 
-def _grammar(vocabulary: Vocabulary, kind: str, value: Any) -> str:
+def _grammar(vocabulary: Vocabulary, kind: str, value: Any, language: Language | None, root: int, why: str) -> str:
     """The constraint in llguidance's form, which llguidance finds valid."""
-    matcher = vocabulary.llguidance.LLMatcher
     try:
         grammar = _written(vocabulary, kind, value)
     except ValueError as error:
         raise unusable(kind, value, first_line(error)) from error
-    failed, messages = matcher.validate_grammar_with_warnings(grammar, vocabulary.tokenizer)
+    _check_grammar(vocabulary, kind, value, grammar)
+    if kind != "json":
+        return grammar
+    if language is None:
+        check_numbers(value, why)
+        return grammar
+    # Written from the language, so that both have the same answers: llguidance reads numbers as floats.
+    grammar = vocabulary.llguidance.LLMatcher.grammar_from_lark(grammar_of(language, root))
+    _check_grammar(vocabulary, kind, value, grammar)
+    return grammar
+
+
+def _check_grammar(vocabulary: Vocabulary, kind: str, value: Any, grammar: str) -> None:
+    failed, messages = vocabulary.llguidance.LLMatcher.validate_grammar_with_warnings(grammar, vocabulary.tokenizer)
     if failed:
         raise unusable(kind, value, first_line(messages[0]))
     for message in messages:
         logger.warning("structured_outputs: %s", first_line(message))
-    return grammar
 
 
 def _written(vocabulary: Vocabulary, kind: str, value: Any) -> str:
     llguidance = vocabulary.llguidance
     matcher = llguidance.LLMatcher
     if kind == "structural_tag":
-        return tags_grammar(llguidance, value, _COMPACT, vocabulary.special_tokens)
+        return llguidance.grammar_from("lark", format_grammar(value, _COMPACT, vocabulary.special_tokens))
     if kind == "json":
         return matcher.grammar_from_json_schema(json.dumps(value), overrides=_COMPACT)
     if kind == "regex":
@@ -153,26 +165,16 @@ def _written(vocabulary: Vocabulary, kind: str, value: Any) -> str:
 
 def _language(kind: str, value: Any, special_tokens: Collection[str]) -> tuple[Language | None, int, str]:
     """(language, root, reason if there is no language)."""
-    language = Language()
-    try:
+
+    def build(language: Language) -> int:
         if kind == "json":
-            root = compile_schema(language, value)
-        elif kind == "regex":
-            root = parse_regex(language, value)
-        elif kind == "choice":
-            root = language.words(item.encode() for item in value)
-        elif kind == "structural_tag" and isinstance(value, dict):
-            root = format_language(language, value, special_tokens)
-        else:
-            return None, 0, f"the length of an answer to a {kind} is not known"
-        language.close()
-    except TooManyChoices as error:
-        raise unusable(kind, value, str(error)) from error
-    except UnknownLength as error:
-        return None, 0, f"the length of an answer is not known: {error}"
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        # A keyword whose value has an unexpected shape: whether the schema is valid is for llguidance to say.
-        return None, 0, f"the length of an answer is not known: {type(error).__name__}"
-    if language.needs[root] >= IMPOSSIBLE:
-        return None, 0, "no answer of a known length was found"
-    return language, root, ""
+            return compile_schema(language, value)
+        if kind == "regex":
+            return parse_regex(language, value, lambda ranges: utf8(language, ranges))
+        if kind == "choice":
+            return language.words(item.encode() for item in value)
+        if kind == "structural_tag":
+            return format_language(language, value, special_tokens)
+        raise UnknownLength(f"there is none for a {kind}")
+
+    return language_of(kind, value, build)

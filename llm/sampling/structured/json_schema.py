@@ -7,13 +7,14 @@ Owns the meaning of the keywords, as llguidance reads them. A keyword whose effe
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from llm.sampling.structured.language import DONE, EMPTY, Language
-from llm.sampling.structured.regex import Ranges, UnknownLength, byte_bits, parse_regex, utf8
+from llm.sampling.structured.language import DONE, EMPTY, IMPOSSIBLE, Language
+from llm.sampling.structured.messages import unusable
+from llm.sampling.structured.regex import Ranges, UnknownLength, Word, Words, complement, parse_regex
 
 _ANNOTATIONS = frozenset(
     "title description default examples $schema $id $comment $defs definitions deprecated readOnly writeOnly".split()
@@ -26,8 +27,10 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
 }
 _ALL_KEYWORDS = frozenset().union(*_KEYWORDS.values())
-_SHORT_ESCAPES = {0x08: b"b", 0x09: b"t", 0x0A: b"n", 0x0C: b"f", 0x0D: b"r", 0x22: b'"', 0x5C: b"\\"}
+_SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _CONTROLS = (*range(0x20), 0x7F)
+_LAST = 0x10FFFF
+_LONGEST_NUMBER = 40  # characters of one that is written without an exponent
 _PLAIN: Ranges = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)]
 
 
@@ -37,12 +40,34 @@ _MOST_OPTIONAL = 600
 _LARGEST_DIVISOR = 64  # of `multipleOf`; a state for each remainder
 
 
+def language_of(kind: str, value: object, build: Callable[[Language], int]) -> tuple[Language | None, int, str]:
+    """(language, its node of all answers, why there is none) of a constraint whose node `build` makes.
+
+    Raises:
+        ValidationError: masks for this constraint would take too long.
+    """
+    language = Language()
+    try:
+        root = build(language)
+        language.close()
+    except TooManyChoices as error:
+        raise unusable(kind, value, str(error)) from error
+    except UnknownLength as error:
+        return None, 0, f"the length of an answer is not known: {error}"
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        # A keyword whose value has an unexpected shape: whether the schema is valid is for llguidance to say.
+        return None, 0, f"the length of an answer is not known: {type(error).__name__}"
+    if language.needs[root] >= IMPOSSIBLE:
+        return None, 0, "no answer of a known length was found"
+    return language, root, ""
+
+
 class TooManyChoices(ValueError):
     """Masks for this schema would take too long; the message says what is too large."""
 
 
 # A JSON object. Values are of any JSON type; a shape that a keyword does not expect raises TypeError or ValueError,
-# which `compile.py` takes for an unknown length.
+# which `language_of` takes for an unknown length.
 Schema = Mapping[str, Any]
 
 
@@ -64,20 +89,36 @@ class _Compiler:
         self._place = place
         self._root = root
         self._defined: set[str] = set()
-        text = language.literal
-        letters = [text(b"\\" + letter) for letter in _SHORT_ESCAPES.values()]
-        plain = utf8(language, _PLAIN)
-        self._character = language.alt(plain, *letters, *(self._by_number(code) for code in _CONTROLS))
-        self._string_end = language.cat(language.star(self._character), text(b'"'))
-        # llguidance allows every \u escape in the name of an additional property.
-        hexadecimal = language.byte_set(byte_bits(0x30, 0x39) | byte_bits(0x41, 0x46) | byte_bits(0x61, 0x66))
-        self._escaped = language.alt(*letters, language.cat(text(b"\\u"), language.repeat(hexadecimal, 4, 4)))
-        self._name_end = language.cat(language.star(language.alt(plain, self._escaped)), text(b'"'))
+        self._words = Words(language)
+        self._any_character = self._character([(0, _LAST)])
 
-    def _by_number(self, code: int) -> int:
-        """The \\u escape of a control character, in either case."""
-        digits = (self._language.byte_set(1 << ord(digit.lower()) | 1 << ord(digit.upper())) for digit in f"{code:04x}")
-        return self._language.cat(self._language.literal(b"\\u"), *digits)
+    def _literal(self, text: str) -> int:
+        return self._words.lexeme(self._words.literal(text))
+
+    def _character(self, ranges: Ranges) -> Word:
+        """One character of a JSON string: itself, or its escape."""
+        words = self._words
+        plain = [
+            (max(low, first), min(high, last))
+            for low, high in ranges
+            for first, last in _PLAIN
+            if max(low, first) <= min(high, last)
+        ]
+        short = [
+            words.literal("\\" + letter)
+            for code, letter in _SHORT_ESCAPES.items()
+            if any(low <= code <= high for low, high in ranges)
+        ]
+        numbers = [
+            words.cat(words.literal("\\u"), *(words.characters(_either_case(digit)) for digit in f"{code:04x}"))
+            for code in _CONTROLS
+            if any(low <= code <= high for low, high in ranges)
+        ]
+        return words.alt(*([words.characters(plain)] if plain else []), *short, *numbers)
+
+    def _quoted(self, content: Word) -> int:
+        quote = self._words.literal('"')
+        return self._words.lexeme(self._words.cat(quote, content, quote))
 
     def value(self, schema: object) -> int:
         if schema is True or schema == {}:
@@ -142,11 +183,11 @@ class _Compiler:
     def _literals(self, values: Sequence[object], schema: Schema) -> int:
         types = schema.get("type", list(_TYPES))
         kept = [value for value in values if _is_of(value, types if isinstance(types, list) else [types])]
-        texts = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in kept]
-        # Such a character can also be written as a \u escape, and the literal would be one spelling only.
-        if any(re.search(r'\\[^"\\]|\x7f', text) for text in texts):
-            raise UnknownLength("a control character in a constant")
-        return self._language.words(text.encode() for text in texts)
+        # An array or object is put together, for it begins like others.
+        simple = [value for value in kept if not isinstance(value, dict | list)]
+        texts = self._words.any_of(_written(value) for value in simple)
+        inner = [self.value(_as_schema(value)) for value in kept if isinstance(value, dict | list)]
+        return self._language.alt(*([self._words.lexeme(texts)] if simple else []), *inner)
 
     def _any(self) -> int:
         if "any" not in self._defined:
@@ -157,24 +198,27 @@ class _Compiler:
     # --- Types ------------------------------------------------------------------------------------------------------
 
     def _null(self, schema: Schema) -> int:
-        return self._language.literal(b"null")
+        return self._literal("null")
 
     def _boolean(self, schema: Schema) -> int:
-        return self._language.alt(self._language.literal(b"true"), self._language.literal(b"false"))
+        return self._language.alt(self._literal("true"), self._literal("false"))
 
     def _number(self, schema: Schema) -> int:
         if _KEYWORDS["integer"] & set(schema):  # of ["integer", "number"]
             raise UnknownLength("a bound of numbers that need not be integers")
-        return parse_regex(self._language, r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
+        return self._digits(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
+
+    def _digits(self, pattern: str) -> int:
+        return self._words.lexeme(parse_regex(self._words, pattern, self._words.characters))
 
     def _integer(self, schema: Schema) -> int:
         if not _KEYWORDS["integer"] & set(schema):
-            return parse_regex(self._language, "-?(0|[1-9][0-9]*)")
+            return self._digits("-?(0|[1-9][0-9]*)")
         if "multipleOf" in schema:
             return self._multiples(schema)
         lows = [schema.get("minimum"), _plus(schema.get("exclusiveMinimum"), 1)]
         highs = [schema.get("maximum"), _plus(schema.get("exclusiveMaximum"), -1)]
-        return parse_regex(self._language, integer_range(_whole(lows, max), _whole(highs, min)))
+        return self._digits(integer_range(_whole(lows, max), _whole(highs, min)))
 
     def _multiples(self, schema: Schema) -> int:
         """Digit by digit; what may follow depends on the remainder of those before."""
@@ -191,11 +235,11 @@ class _Compiler:
 
         def digits(remainder: int, first: int) -> int:
             """One digit, from `first` on, and what may follow it."""
-            nexts: dict[int, int] = {}
+            nexts: dict[int, list[tuple[int, int]]] = {}
             for digit in range(first, 10):
-                after = (10 * remainder + digit) % divisor
-                nexts[after] = nexts.get(after, 0) | 1 << ord(str(digit))
-            return language.alt(*(language.cat(language.byte_set(bits), rest(after)) for after, bits in nexts.items()))
+                nexts.setdefault((10 * remainder + digit) % divisor, []).append((0x30 + digit, 0x30 + digit))
+            one = {after: self._words.lexeme(self._words.characters(ranges)) for after, ranges in nexts.items()}
+            return language.alt(*(language.cat(digit, rest(after)) for after, digit in one.items()))
 
         def rest(remainder: int) -> int:
             more = language.ref(name(remainder))
@@ -205,56 +249,36 @@ class _Compiler:
             self._defined.add(name(0))
             for remainder in range(divisor):
                 language.define(name(remainder), digits(remainder, 0))
-        number = language.alt(language.literal(b"0"), digits(0, 1))
-        return language.cat(language.optional(language.literal(b"-")), number)
+        number = language.alt(self._literal("0"), digits(0, 1))
+        return language.cat(language.optional(self._literal("-")), number)
 
     def _string(self, schema: Schema) -> int:
-        quote = self._language.literal(b'"')
         if "pattern" in schema:
             if {"minLength", "maxLength"} & set(schema):
                 raise UnknownLength("a pattern together with a length")
-            return self._language.cat(quote, self._pattern(schema["pattern"]), quote)
+            return self._quoted(self._pattern(schema["pattern"]))
         low, high = schema.get("minLength", 0), schema.get("maxLength", -1)
-        if (low, high) == (0, -1):
-            return self._language.cat(quote, self._string_end)
-        return self._language.cat(quote, self._language.repeat(self._character, low, high), quote)
+        return self._quoted(self._words.repeat(self._any_character, low, high))
 
-    def _pattern(self, pattern: str) -> int:
+    def _pattern(self, pattern: str) -> Word:
         """A pattern is searched: without anchors, any text may precede and follow it."""
         if "|" in pattern and ("^" in pattern or "$" in pattern):
             raise UnknownLength("a pattern with anchors and alternatives")
         inner = pattern.removeprefix("^")
         ends = inner.endswith("$") and not inner.endswith(r"\$")
-        anything = self._language.star(self._character)
-        return self._language.cat(
-            DONE if inner != pattern else anything,
-            parse_regex(self._language, inner[:-1] if ends else inner, self._characters),
-            DONE if ends else anything,
+        words, anything = self._words, self._words.repeat(self._any_character, 0)
+        return words.cat(
+            words.cat() if inner != pattern else anything,
+            parse_regex(words, inner[:-1] if ends else inner, self._character),
+            words.cat() if ends else anything,
         )
-
-    def _characters(self, ranges: Ranges) -> int:
-        """One character of a pattern inside a JSON string: itself, or its escape."""
-        language = self._language
-        plain = [
-            (max(low, first), min(high, last))
-            for low, high in ranges
-            for first, last in _PLAIN
-            if max(low, first) <= min(high, last)
-        ]
-        escaped = [
-            language.literal(b"\\" + letter)
-            for code, letter in _SHORT_ESCAPES.items()
-            if any(low <= code <= high for low, high in ranges)
-        ]
-        numbers = [self._by_number(code) for code in _CONTROLS if any(low <= code <= high for low, high in ranges)]
-        return language.alt(utf8(language, plain), *escaped, *numbers)
 
     def _array(self, schema: Schema) -> int:
         language = self._language
         first = [self.value(item) for item in schema.get("prefixItems", [])]
         low, high = schema.get("minItems", 0), schema.get("maxItems", -1)
         items = schema.get("items", True)
-        comma = language.literal(b",")
+        comma = self._literal(",")
         rest, most = EMPTY, len(first) if high == -1 else min(high, len(first))
         if items is not False and (high == -1 or high > len(first)):
             rest = self.value(items)
@@ -263,7 +287,7 @@ class _Compiler:
                 more = language.repeat(language.cat(comma, rest), max(0, least - 1), high if high == -1 else high - 1)
                 some = language.cat(rest, more)
                 inside = language.optional(some) if least == 0 else some
-                return language.cat(language.literal(b"["), inside, language.literal(b"]"))
+                return language.cat(self._literal("["), inside, self._literal("]"))
             tail = language.repeat(language.cat(comma, rest), least, high if high == -1 else high - len(first))
         else:
             tail = DONE if low <= most else EMPTY
@@ -271,7 +295,7 @@ class _Compiler:
         for index in range(most - 1, -1, -1):
             node = language.cat(comma if index else DONE, first[index], node)
             node = language.alt(node, DONE) if index >= low else node
-        return language.cat(language.literal(b"["), node, language.literal(b"]"))
+        return language.cat(self._literal("["), node, self._literal("]"))
 
     def _object(self, schema: Schema) -> int:
         language = self._language
@@ -283,42 +307,40 @@ class _Compiler:
                 properties[name] = additional
         _check_optional(properties, required)
         member = EMPTY if additional is False else self._member(sorted(properties), additional)
-        comma, end = language.literal(b","), language.literal(b"}")
+        comma, end = self._literal(","), self._literal("}")
         more = language.cat(language.star(language.cat(comma, member)), end)
         # Built from the last property on: the rest of the object before any member was written, and after one was.
         at_start, later = language.alt(end, language.cat(member, more)), more
         for name, inner in reversed(properties.items()):
-            key = json.dumps(name, ensure_ascii=False) + ":"
+            key = _written(name) + ":"
             value = EMPTY if inner is False else self.value(inner)
-            pair = language.cat(language.literal(key.encode()), value)
+            pair = language.cat(self._literal(key), value)
             skip_first, skip = (EMPTY, EMPTY) if name in required else (at_start, later)
             at_start = language.alt(language.cat(pair, later), skip_first)
             later = language.alt(language.cat(comma, pair, later), skip)
-        return language.cat(language.literal(b"{"), at_start)
+        return language.cat(self._literal("{"), at_start)
 
     def _member(self, names: Sequence[str], schema: object) -> int:
-        language = self._language
-        for name in names:
-            if not name.isascii() or not name.isprintable() or '"' in name or "\\" in name:
-                raise UnknownLength(f"the property name {name!r} next to additional ones")
-        key = self._other_string(set(names), "") if names else self._string_end
-        return language.cat(language.literal(b'"'), key, language.literal(b":"), self.value(schema))
+        """A property with a name that is none of these."""
+        words, quote, end = self._words, self._words.literal('"'), self._words.literal('":')
+        every = words.cat(quote, words.repeat(self._any_character, 0), end)
+        if not names:
+            return self._language.cat(words.lexeme(every), self.value(schema))
+        taken = words.cat(quote, words.any_of(_written(name)[1:-1] for name in names), end)
+        key = self._language.cat(quote.node, self._other(sorted(names), ""), end.node)
+        return self._language.cat(self._language.lexeme(key, f"/{every.text}/ & ~/{taken.text}/"), self.value(schema))
 
-    def _other_string(self, names: set[str], prefix: str) -> int:
-        """The rest of a string that starts with `prefix` and is none of the names, closing quote included."""
+    def _other(self, names: Sequence[str], prefix: str) -> int:
+        """The rest of a string that starts with `prefix` and is none of the names."""
         language = self._language
-        nexts = sorted({name[len(prefix)] for name in names if name.startswith(prefix) and len(name) > len(prefix)})
-        taken = {ord(character) for character in nexts}
-        others = [(low, high) for first, last in _PLAIN for low, high in _without(first, last, taken)]
-        other = language.alt(utf8(language, others), self._escaped)
-        choices = [language.cat(other, self._name_end)]
-        choices += [
-            language.cat(language.literal(character.encode()), self._other_string(names, prefix + character))
-            for character in nexts
-        ]
-        if prefix not in names:
-            choices.append(language.literal(b'"'))
-        return language.alt(*choices)
+        nexts = sorted({name[len(prefix)] for name in names if len(name) > len(prefix)})
+        others = self._character(complement([(ord(character), ord(character)) for character in nexts]))
+        choices = [language.cat(others.node, language.star(self._any_character.node))]
+        for character in nexts:
+            inner = [name for name in names if name[len(prefix) : len(prefix) + 1] == character]
+            one = self._character([(ord(character), ord(character))])
+            choices.append(language.cat(one.node, self._other(inner, prefix + character)))
+        return language.alt(*choices, *([DONE] if prefix not in names else []))
 
 
 def _check_optional(properties: Iterable[str], required: Sequence[str]) -> None:
@@ -386,18 +408,32 @@ def _whole(bounds: Sequence[float | None], choose: Callable[[Iterable[float]], f
     return int(choose(given)) if given else None
 
 
+def _written(value: object) -> str:
+    """A string, number or constant as JSON has it; of the ways to write a number or a character, one."""
+    if isinstance(value, float):
+        text = format(Decimal(repr(value)), "f")
+        return text if len(text) <= _LONGEST_NUMBER else repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
+def _as_schema(value: object) -> Schema:
+    """The schema of exactly this value."""
+    if isinstance(value, list):
+        items = [_as_schema(item) for item in value]
+        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+    if isinstance(value, dict):
+        inner = {name: _as_schema(item) for name, item in value.items()}
+        return {"type": "object", "properties": inner, "required": list(inner), "additionalProperties": False}
+    return {"const": value}
+
+
+def _either_case(digit: str) -> Ranges:
+    return [(ord(case), ord(case)) for case in sorted({digit.lower(), digit.upper()})]
+
+
 def _is_of(value: object, types: Sequence[str]) -> bool:
     if isinstance(value, bool) or value is None:
         return ("null" if value is None else "boolean") in types
     if isinstance(value, int | float):
         return "number" in types or ("integer" in types and value == int(value))
     return ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object") in types
-
-
-def _without(first: int, last: int, taken: set[int]) -> Ranges:
-    pieces, start = [], first
-    for code in sorted(code for code in taken if first <= code <= last):
-        if code > start:
-            pieces.append((start, code - 1))
-        start = code + 1
-    return [*pieces, (start, last)] if start <= last else pieces

@@ -25,7 +25,7 @@ class Language:
 
     Attributes:
         kinds: per node ("set", bits), ("cat", head, tail), ("alt", nodes), ("star", node), ("repeat", node, low, high)
-            (high -1: no limit) or ("ref", name).
+            (high -1: no limit), ("lexeme", node, text) or ("ref", name).
         nullable: per node, True if it contains the empty string.
         needs: per node, the length in bytes of its shortest string; valid for references after `close`.
         reach: per node, an upper bound of `needs` over all states reachable from it; `IMPOSSIBLE` if values nest
@@ -116,9 +116,16 @@ class Language:
             return node
         return self._node(("repeat", node, low, high), low == 0 or self.nullable[node])
 
+    def lexeme(self, node: int, text: str) -> int:
+        """`node` as one word of a grammar, where `text` is the expression for it; see `lark.py`."""
+        return self._node(("lexeme", node, text), self.nullable[node]) if node != EMPTY else EMPTY
+
     def ref(self, name: str) -> int:
         """A reference to a name that `define` sets, before or later; it must not contain the empty string."""
         return self._node(("ref", name), False)
+
+    def definition(self, name: str) -> int:
+        return self._definitions[name]
 
     def define(self, name: str, node: int) -> None:
         if self.nullable[node]:
@@ -175,6 +182,8 @@ class Language:
             inner, low, high = arguments
             rest = self.repeat(inner, max(0, low - 1), high if high == -1 else high - 1)
             return self._cat(self.step(inner, byte), rest)
+        if kind == "lexeme":
+            return self.step(arguments[0], byte)
         return self.step(self._definitions[arguments[0]], byte) if kind == "ref" else EMPTY
 
     # --- Nodes ------------------------------------------------------------------------------------------------------
@@ -256,6 +265,8 @@ class Language:
             return min((self.needs[choice] for choice in arguments[0]), default=IMPOSSIBLE)
         if kind == "repeat":
             return min(IMPOSSIBLE, self.needs[arguments[0]] * arguments[1])
+        if kind == "lexeme":
+            return self.needs[arguments[0]]
         if kind == "ref":
             return self.needs[self._definitions[arguments[0]]] if arguments[0] in self._definitions else IMPOSSIBLE
         return 0  # done, star
@@ -267,7 +278,7 @@ class Language:
             return min(IMPOSSIBLE, max(self.reach[head] + self.needs[tail], self.reach[tail]))
         if kind == "alt":
             return max((self.reach[choice] for choice in arguments[0]), default=0)
-        if kind == "star":
+        if kind in ("star", "lexeme"):
             return self.reach[arguments[0]]
         if kind == "repeat":
             return min(IMPOSSIBLE, self.reach[arguments[0]] + self.needs[arguments[0]] * arguments[1])

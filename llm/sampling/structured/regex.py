@@ -9,9 +9,12 @@ ASCII only.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from llm.sampling.structured.language import DONE, Language
+from llm.sampling.structured.language import Language
+
+T = TypeVar("T")
 
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
@@ -47,16 +50,69 @@ def ascii_classes(pattern: str) -> str:
     return "".join(result)
 
 
-def parse_regex(language: Language, pattern: str, characters: Callable[[Ranges], int] | None = None) -> int:
-    """The node of all strings that the whole `pattern` matches.
+class Builder(Protocol[T]):
+    """What expressions are made with: a `Language`, or `Words` of one."""
+
+    def cat(self, *parts: T) -> T: ...
+    def alt(self, *choices: T) -> T: ...
+    def repeat(self, node: T, low: int, high: int = -1) -> T: ...
+
+
+class Word(NamedTuple):
+    """A regular expression: its node in a language, and the same as text for llguidance."""
+
+    node: int
+    text: str
+
+
+class Words:
+    """Makes regular expressions in two forms at once, so that nothing can be said in one and not in the other."""
+
+    def __init__(self, language: Language) -> None:
+        self._language = language
+
+    def characters(self, ranges: Ranges) -> Word:
+        """One character of the ranges."""
+        text = "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges)
+        return Word(utf8(self._language, ranges), f"[{text}]" if ranges else "[^\\x{0}-\\x{10ffff}]")
+
+    def literal(self, text: str) -> Word:
+        written = "".join(each if each.isascii() and each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
+        return Word(self._language.literal(text.encode()), written)
+
+    def any_of(self, texts: Iterable[str]) -> Word:
+        """One of these strings."""
+        distinct = sorted(set(texts))
+        written = "|".join(self.literal(text).text for text in distinct)
+        return Word(self._language.words(text.encode() for text in distinct), f"(?:{written})")
+
+    def cat(self, *parts: Word) -> Word:
+        return Word(self._language.cat(*(part.node for part in parts)), "".join(part.text for part in parts))
+
+    def alt(self, *choices: Word) -> Word:
+        if len(choices) == 1:
+            return choices[0]
+        return Word(self._language.alt(*(each.node for each in choices)), f"(?:{'|'.join(c.text for c in choices)})")
+
+    def repeat(self, node: Word, low: int, high: int = -1) -> Word:
+        count = {(0, -1): "*", (1, -1): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high == -1 else high}}}")
+        return Word(self._language.repeat(node.node, low, high), f"(?:{node.text}){count}")
+
+    def lexeme(self, word: Word) -> int:
+        """The node of a grammar's word."""
+        return self._language.lexeme(word.node, f"/{word.text}/")
+
+
+def parse_regex(builder: Builder[T], pattern: str, characters: Callable[[Ranges], T]) -> T:
+    """The expression of all strings that the whole `pattern` matches.
 
     Args:
-        characters: ranges of code points -> node of one character; None: its UTF-8 bytes.
+        characters: ranges of code points -> the expression of one character.
 
     Raises:
         UnknownLength: the pattern uses syntax that is not supported here.
     """
-    return _Parser(language, pattern, characters or (lambda ranges: utf8(language, ranges))).parse()
+    return _Parser(builder, pattern, characters).parse()
 
 
 def utf8(language: Language, ranges: Sequence[tuple[int, int]]) -> int:
@@ -109,16 +165,16 @@ def _sequence(language: Language, low: bytes, high: bytes) -> int:
     return language.alt(*choices)
 
 
-class _Parser:
+class _Parser(Generic[T]):
     """Recursive descent: alternation, sequence, repetition, atom."""
 
-    def __init__(self, language: Language, pattern: str, characters: Callable[[Ranges], int]) -> None:
-        self._language = language
+    def __init__(self, builder: Builder[T], pattern: str, characters: Callable[[Ranges], T]) -> None:
+        self._builder = builder
         self._pattern = pattern
         self._characters = characters
         self._at = 0
 
-    def parse(self) -> int:
+    def parse(self) -> T:
         node = self._alternation()
         if self._at < len(self._pattern):
             raise UnknownLength(f"an unmatched {self._pattern[self._at]!r}")
@@ -134,20 +190,20 @@ class _Parser:
         self._at += 1
         return character
 
-    def _alternation(self) -> int:
+    def _alternation(self) -> T:
         choices = [self._concatenation()]
         while self._peek() == "|":
             self._take()
             choices.append(self._concatenation())
-        return self._language.alt(*choices)
+        return self._builder.alt(*choices)
 
-    def _concatenation(self) -> int:
+    def _concatenation(self) -> T:
         parts = []
         while self._peek() and self._peek() not in "|)":
             parts.append(self._repetition())
-        return self._language.cat(*parts)
+        return self._builder.cat(*parts)
 
-    def _repetition(self) -> int:
+    def _repetition(self) -> T:
         node = self._atom()
         while self._peek() and self._peek() in "*+?{":
             low, high = self._bounds()
@@ -155,7 +211,7 @@ class _Parser:
                 self._take()
             if max(low, high) > _MAX_REPEATS or (high != -1 and high < low):
                 raise UnknownLength("a repetition count that cannot be")
-            node = self._language.repeat(node, low, high)
+            node = self._builder.repeat(node, low, high)
         return node
 
     def _bounds(self) -> tuple[int, int]:
@@ -169,7 +225,7 @@ class _Parser:
         low = int(match[1])
         return low, low if not match[2] else int(match[3]) if match[3] else -1
 
-    def _atom(self) -> int:
+    def _atom(self) -> T:
         character = self._take()
         if character == "(":
             return self._group()
@@ -185,13 +241,13 @@ class _Parser:
             raise UnknownLength(f"a {character!r} with nothing before it")
         return self._characters([(ord(character), ord(character))])
 
-    def _anchor(self, character: str) -> int:
+    def _anchor(self, character: str) -> T:
         """An anchor at an end of the pattern has no effect, because the whole string must match."""
         if self._at == (1 if character == "^" else len(self._pattern)) and "|" not in self._pattern:
-            return DONE
+            return self._builder.cat()
         raise UnknownLength(f"a {character!r} inside")
 
-    def _group(self) -> int:
+    def _group(self) -> T:
         if self._peek() == "?":
             match = re.match(r"\?(:|P?<[A-Za-z_]\w*>)", self._pattern[self._at :], re.ASCII)
             if not match:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from itertools import combinations
 
@@ -18,6 +20,7 @@ from llm.sampling.structured.regex import ascii_classes
 
 _DEEPEST = 127  # nested lists and dicts; llguidance reads no more
 _MOST_VALUES = 500_000
+_LARGEST_WHOLE = 10**40  # written with all its digits though it was given with a point or an exponent
 _OF_DATA = frozenset({"const", "enum", "default", "examples", "example"})  # their values are no schemas
 # Properties of all alternatives together that stand for a number of properties.
 _MOST_ALTERNATIVES = 4096
@@ -42,7 +45,7 @@ def read_schema(given: object, closed: bool) -> object:
     if not isinstance(given, str):
         check_size("json", given)
     try:
-        schema = json.loads(given if isinstance(given, str) else json.dumps(given))
+        schema = json.loads(given if isinstance(given, str) else json.dumps(given), parse_float=_number)
     except (TypeError, ValueError) as error:
         raise unusable("json", given, f"it is not JSON ({first_line(error)})") from error
     except RecursionError:
@@ -59,6 +62,26 @@ def read_schema(given: object, closed: bool) -> object:
     except ValidationError:  # alternatives inside of alternatives
         return rewritten
     return counted
+
+
+def _number(text: str) -> int | float:
+    """A number with a point or an exponent; a whole one is an integer, for they are equal (1.0, 1e20, -0.0)."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is out of range")
+    exact = Decimal(text)
+    return int(exact) if abs(exact) < _LARGEST_WHOLE and exact == exact.to_integral_value() else value
+
+
+def check_numbers(schema: object, why: str) -> None:
+    """Refuse integers that llguidance, which reads them as floats, would write as others; `why` it reads the schema."""
+    left = [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, int) and (abs(value) > sys.float_info.max or int(float(value)) != value):
+            reason = f"the integer {value} is no float, and {why}"
+            raise unusable("json", schema, reason)
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def check_size(kind: str, schema: object) -> None:

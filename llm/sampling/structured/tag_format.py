@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from llm.base.errors import ValidationError
 from llm.base.text import list_names, show
 from llm.base.types import JsonObject
-from llm.sampling.structured.json_schema import compile_schema
+from llm.sampling.structured.json_schema import compile_schema, language_of
 from llm.sampling.structured.language import DONE, Language
+from llm.sampling.structured.lark import rules_of
 from llm.sampling.structured.messages import unusable
 from llm.sampling.structured.regex import UnknownLength, ascii_classes, complement, parse_regex, utf8
-from llm.sampling.structured.schema import read_schema
+from llm.sampling.structured.schema import check_numbers, read_schema
 
 # The fields of each format, and what they must be.
 _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
@@ -109,6 +110,15 @@ def format_grammar(given: JsonObject, settings: JsonObject, special_tokens: Mapp
     return "\n".join(["%llguidance {}", f"start: {start}", "TEXT: /(.|\\n)*/", *writer.rules])
 
 
+def schema_rules(schema: object, start: str, settings: JsonObject) -> list[str]:
+    """Rules for the JSON of a schema, of which the first is `start`."""
+    language, root, why = language_of("json", schema, lambda language: compile_schema(language, schema))
+    if language is not None:
+        return rules_of(language, root, start)
+    check_numbers(schema, why)
+    return [f"{start}: %json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": settings})]
+
+
 @dataclass
 class _Writer:
     """Writes expressions; rules that they need are collected in `rules`."""
@@ -122,8 +132,9 @@ class _Writer:
         if kind == "const_string":
             return self._text(given["value"])
         if kind == "json_schema":
-            schema = given["json_schema"] if isinstance(given["json_schema"], dict) else {}
-            return self._rule("%json " + json.dumps({**schema, "x-guidance": self.settings}))
+            name = f"json_{len(self.rules)}"
+            self.rules += schema_rules(given["json_schema"], name, self.settings)
+            return name
         if kind == "regex":
             return self._rule("/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", _pattern(given)) + "/")
         if kind == "any_text":
@@ -223,7 +234,7 @@ class _Lengths:
             self.schemas += 1
             return compile_schema(language, given["json_schema"], f"{self.schemas} ")
         if kind == "regex":
-            return parse_regex(language, given["pattern"])
+            return parse_regex(language, given["pattern"], lambda ranges: utf8(language, ranges))
         if kind == "any_text":
             return language.star(self._character())
         if kind == "sequence":
