@@ -141,7 +141,7 @@ def _grammar(vocabulary: Vocabulary, kind: str, value: Any, language: Language |
     return grammar
 
 
-def _check_grammar(vocabulary: Vocabulary, kind: str, value: Any, grammar: str) -> None:
+def _check_grammar(vocabulary: Vocabulary, kind: str, value: object, grammar: str) -> None:
     failed, messages = vocabulary.llguidance.LLMatcher.validate_grammar_with_warnings(grammar, vocabulary.tokenizer)
     if failed:
         raise unusable(kind, value, first_line(messages[0]))
