@@ -216,12 +216,15 @@ class VocabParallelEmbedding(PluggableLayer):
 class ParallelLMHead(VocabParallelEmbedding):
     """The output projection hidden -> logits; tied models use their `VocabParallelEmbedding` in its place.
 
+    As in vLLM its `forward` is not called: `LogitsLayer` calls `logits`.
+
     Args:
         bias: whether logits get one.
         Further arguments: `VocabParallelEmbedding`.
     """
 
     is_lm_head = True
+    called_by = "logits"
 
     def __init__(self, num_embeddings: int, embedding_dim: int, bias: bool = False, **kwargs: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **kwargs)

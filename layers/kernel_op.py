@@ -15,6 +15,8 @@ from llm.kernels.backend import Operations
 from llm.kernels.reference.backend import REFERENCE
 from llm.kernels.select import backend_of_construction
 
+_KERNELS = ("forward_cpu", "forward_cuda", "forward_xpu", "forward_tpu", "forward_oot")
+
 
 class KernelOp(CustomOp):
     """A CustomOp written once, in `compute`.
@@ -58,7 +60,7 @@ class KernelOp(CustomOp):
     def _bind(self) -> None:
         super()._bind()
         method, variant = self.binding.method, self.backend.variant
-        if method != "forward_native" and self._is_own(method) and variant:
+        if method in _KERNELS and self._is_own(method) and variant:
             self.binding = replace(self.binding, reason=f"{self.binding.reason} {variant}")
 
     def _bound(self, method: str) -> Callable[..., Any]:

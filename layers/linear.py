@@ -38,7 +38,7 @@ class LinearBase(PluggableLayer):
         quant_config: picks the method for `prefix`; None: unquantized.
         prefix: dotted path of the layer in the model.
         shard_ids: one name per entry of `output_sizes`, for fused layers.
-        return_bias: forward returns (y, the bias that was not added or None); unlike in vLLM the default is y alone.
+        return_bias: forward returns (y, the bias that was not added or None), as vLLM's does; False: y alone.
         tp: this layer's place in a tensor-parallel group.
         disable_tp: hold the whole matrix on every rank of the group.
 
@@ -66,7 +66,7 @@ class LinearBase(PluggableLayer):
         quant_config: QuantizationConfig | None = None,
         prefix: str = "",
         shard_ids: tuple[Any, ...] = (),
-        return_bias: bool = False,
+        return_bias: bool = True,
         tp: TensorParallel = SINGLE,
         disable_tp: bool = False,
     ) -> None:
@@ -214,8 +214,27 @@ class LinearBase(PluggableLayer):
 class ReplicatedLinear(LinearBase):
     """One matrix that every rank holds whole. Further arguments: `LinearBase`."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = True, **kwargs: Any) -> None:
-        super().__init__(input_size, [output_size], bias=bias, **kwargs)
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            input_size,
+            [output_size],
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            **kwargs,
+        )
 
 
 @PluggableLayer.register("column_parallel_linear")
@@ -237,11 +256,24 @@ class ColumnParallelLinear(LinearBase):
         output_size: int,
         bias: bool = True,
         gather_output: bool = False,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
         *,
         output_sizes: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(input_size, [output_size] if output_sizes is None else output_sizes, bias=bias, **kwargs)
+        super().__init__(
+            input_size,
+            [output_size] if output_sizes is None else output_sizes,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            **kwargs,
+        )
         if gather_output and self.tp_size > 1 and len(self.output_sizes) > 1:
             raise ValidationError(
                 "gather_output=True would interleave the ranks' parts of stacked matrices; gather each one by itself.",
@@ -263,9 +295,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     Further arguments: `ColumnParallelLinear`.
     """
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = True, **kwargs: Any) -> None:
-        shard_ids = tuple(range(len(output_sizes)))
-        super().__init__(input_size, sum(output_sizes), bias, output_sizes=output_sizes, shard_ids=shard_ids, **kwargs)
+    def __init__(
+        self, input_size: int, output_sizes: list[int], bias: bool = True, *further: Any, **kwargs: Any
+    ) -> None:
+        shard_ids, total = tuple(range(len(output_sizes))), sum(output_sizes)
+        super().__init__(input_size, total, bias, *further, output_sizes=output_sizes, shard_ids=shard_ids, **kwargs)
 
 
 def by_head(rows: torch.Tensor, sizes: list[int], heads: int) -> torch.Tensor:
@@ -295,6 +329,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         total_num_heads: int,
         total_num_kv_heads: int | None = None,
         bias: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
         *,
         stored_by_key_head: bool = False,
         tp: TensorParallel = SINGLE,
@@ -312,7 +350,19 @@ class QKVParallelLinear(ColumnParallelLinear):
             )
         sizes = [total_num_heads * head_size, total_num_kv_heads * head_size, total_num_kv_heads * head_size]
         num_heads = tp.share("total_num_heads", total_num_heads)
-        super().__init__(hidden_size, sum(sizes), bias, output_sizes=sizes, shard_ids=("q", "k", "v"), tp=tp, **kwargs)
+        super().__init__(
+            hidden_size,
+            sum(sizes),
+            bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            output_sizes=sizes,
+            shard_ids=("q", "k", "v"),
+            tp=tp,
+            **kwargs,
+        )
         self.head_size = head_size
         self.num_heads = num_heads
         self.num_kv_heads = total_num_kv_heads // self._kv_parts
@@ -362,10 +412,23 @@ class RowParallelLinear(LinearBase):
         output_size: int,
         bias: bool = True,
         input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
         reduce_results: bool = True,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
         **kwargs: Any,
     ) -> None:
-        super().__init__(input_size, [output_size], bias=bias, **kwargs)
+        super().__init__(
+            input_size,
+            [output_size],
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            **kwargs,
+        )
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
 

@@ -159,8 +159,9 @@ def _describe(module: nn.Module) -> Iterator[tuple[str, str, str, str, str]]:
     if isinstance(module, CustomOp):
         yield "CustomOp", _name(cls), cls.__name__, module.binding.method, module.binding.reason
     elif isinstance(module, PluggableLayer):
-        replaced = replaced_class(cls)
-        yield "PluggableLayer", _name(cls), cls.__name__, "forward", replacement_reason(cls) if replaced else "in-tree"
+        runs = "forward_oot" if cls.forward is getattr(cls, "forward_oot", None) else module.called_by
+        why = replacement_reason(cls) if replaced_class(cls) else "in-tree"
+        yield "PluggableLayer", _name(cls), cls.__name__, runs, why
     backend = getattr(module, "backend", None)
     if isinstance(backend, AttentionBackend):
         yield "attention", cls.__name__, type(backend).__name__, "attend", backend.reason

@@ -62,6 +62,12 @@ PLATFORM_PLUGINS = "llm.platform_plugins"
 GENERAL_PLUGINS = "llm.general_plugins"
 LOGITS_PROCESSORS = "llm.logits_processors"
 GROUPS = (PLATFORM_PLUGINS, GENERAL_PLUGINS, LOGITS_PROCESSORS)
+# vLLM's other groups -> why nothing is loaded from them.
+_UNUSED_GROUPS = {
+    "llm.io_processor_plugins": "there are no input and output plugins; convert data in your own code",
+    "llm.stat_logger_plugins": "nothing is logged; read LLM.get_metrics()",
+    "llm.endpoint_plugins": "there is no server",
+}
 
 _ADVICE = "repair or uninstall it, leave it out of LLM_PLUGINS, or set LLM_PLUGIN_ERRORS=warn"
 
@@ -131,12 +137,23 @@ def load(plugins: Iterable[Plugin]) -> dict[Plugin, Any]:
 
 
 def load_general_plugins() -> None:
-    """Call every general plugin once per process. Raises as `load`."""
+    """Call every general plugin once per process, and warn once of plugins that nothing uses. Raises as `load`."""
     with _lock:
+        _warn_of_unused()
         for plugin, function in load(installed(GENERAL_PLUGINS)).items():
             if plugin not in _called:
                 guarded(plugin, "failed", function)
                 _called.add(plugin)
+
+
+def _warn_of_unused() -> None:
+    allowed = env.get_list("LLM_PLUGINS")
+    for plugin in _scan(tuple(sys.path)):
+        if plugin.group in GROUPS or plugin in _called or (allowed is not None and plugin.name not in allowed):
+            continue
+        _called.add(plugin)
+        why = _UNUSED_GROUPS.get(plugin.group) or f"groups are {', '.join(GROUPS)}.{nearest(plugin.group, GROUPS)}"
+        logger.warning("%s is not used: its group is %s, and %s", plugin, plugin.group, why)
 
 
 def ask_platform_plugins(plugins: Iterable[Plugin] | None = None) -> dict[Plugin, str | None]:
@@ -218,9 +235,14 @@ def load_class(path: str, base: C, who: str, plugin: Plugin | None = None) -> C:
 
 @functools.lru_cache(maxsize=4)
 def _scan(path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """The entry points of `GROUPS` on `path`, sorted. Cached: reading all metadata takes some ten milliseconds."""
-    found = {_plugin(entry) for group in GROUPS for entry in entry_points(group=group)}
-    return tuple(sorted(found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name, plugin.package)))
+    """The entry points of all groups "llm.*" on `path`, sorted. Cached: reading all metadata takes ten milliseconds."""
+    groups = entry_points()
+    names = [name for name in groups.groups if name.startswith("llm.")]
+    found = {_plugin(entry) for name in names for entry in groups.select(group=name)}
+    order = {group: place for place, group in enumerate(GROUPS)}
+    return tuple(
+        sorted(found, key=lambda item: (order.get(item.group, len(order)), item.group, item.name, item.package))
+    )
 
 
 def _plugin(entry: EntryPoint) -> Plugin:

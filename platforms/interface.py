@@ -34,6 +34,18 @@ class PlatformEnum(Enum):
     UNSPECIFIED = auto()
 
 
+# The kind that a class states -> the suffix of the `forward_*` that a `CustomOp` binds on it.
+_DISPATCH_KEYS = {
+    PlatformEnum.CUDA: "cuda",
+    PlatformEnum.ROCM: "hip",
+    PlatformEnum.TPU: "tpu",
+    PlatformEnum.XPU: "xpu",
+    PlatformEnum.CPU: "cpu",
+    PlatformEnum.OOT: "oot",
+    PlatformEnum.UNSPECIFIED: "native",
+}
+
+
 class Platform:
     """One kind of device. A process computes on one platform, chosen once.
 
@@ -42,7 +54,7 @@ class Platform:
 
     Attributes:
         name: the value of `device=` and `LLM_PLATFORM`; for a plugin, the name of its entry point.
-        kind: OOT for a plugin.
+        kind: OOT for a plugin. A class that states it as vLLM's `_enum` gets the `dispatch_key` of that kind.
         device_type: torch's device type.
         dispatch_key: the suffix of the `forward_*` method that a `CustomOp` binds.
         simple_compile_backend: the default compiler of operations that are off.
@@ -59,6 +71,38 @@ class Platform:
     supported_quantization: tuple[str, ...] | None = None
     contract_version: int
     plugin: Plugin | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        kind = vars(cls).get("_enum")
+        if kind is not None:
+            # A dispatch_key beside it is torch's, as in vLLM, where `_enum` alone decides.
+            cls.kind, cls.dispatch_key = kind, _DISPATCH_KEYS[kind]
+
+    def is_cuda(self) -> bool:
+        return self.kind is PlatformEnum.CUDA
+
+    def is_rocm(self) -> bool:
+        return self.kind is PlatformEnum.ROCM
+
+    def is_tpu(self) -> bool:
+        return self.kind is PlatformEnum.TPU
+
+    def is_xpu(self) -> bool:
+        return self.kind is PlatformEnum.XPU
+
+    def is_cpu(self) -> bool:
+        return self.kind is PlatformEnum.CPU
+
+    def is_out_of_tree(self) -> bool:
+        return self.kind is PlatformEnum.OOT
+
+    def is_unspecified(self) -> bool:
+        return self.kind is PlatformEnum.UNSPECIFIED
+
+    def is_cuda_alike(self) -> bool:
+        """True for CUDA and ROCm."""
+        return self.kind in (PlatformEnum.CUDA, PlatformEnum.ROCM)
 
     # --- Detection. ---
 

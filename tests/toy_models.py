@@ -65,10 +65,20 @@ class Recurrent(nn.Module):
     def __init__(self, config: RecurrentConfig, context: BuildContext, prefix: str) -> None:
         super().__init__()
         self.in_proj = ReplicatedLinear(
-            context.hidden_size, config.width, bias=False, prefix=f"{prefix}.in_proj", **context.common
+            context.hidden_size,
+            config.width,
+            bias=False,
+            prefix=f"{prefix}.in_proj",
+            return_bias=False,
+            **context.common,
         )
         self.out_proj = ReplicatedLinear(
-            config.width, context.hidden_size, bias=False, prefix=f"{prefix}.out_proj", **context.common
+            config.width,
+            context.hidden_size,
+            bias=False,
+            prefix=f"{prefix}.out_proj",
+            return_bias=False,
+            **context.common,
         )
         self.decay = nn.Parameter(torch.full((config.width,), 0.7), requires_grad=False)
         self.taps = nn.Parameter(torch.ones(TAPS, config.width), requires_grad=False)
@@ -112,11 +122,18 @@ class Latent(nn.Module):
         super().__init__()
         self.config = config
         self.q_proj, self.kv_proj = (
-            ReplicatedLinear(context.hidden_size, config.size, bias=False, prefix=f"{prefix}.{name}", **context.common)
+            ReplicatedLinear(
+                context.hidden_size,
+                config.size,
+                bias=False,
+                prefix=f"{prefix}.{name}",
+                return_bias=False,
+                **context.common,
+            )
             for name in ("q_proj", "kv_proj")
         )
         self.o_proj = ReplicatedLinear(
-            config.size, context.hidden_size, bias=False, prefix=f"{prefix}.o_proj", **context.common
+            config.size, context.hidden_size, bias=False, prefix=f"{prefix}.o_proj", return_bias=False, **context.common
         )
         self.state = context.next_state()
 

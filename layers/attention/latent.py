@@ -24,6 +24,7 @@ from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.absorbed import AbsorbedLinearMethod, AbsorbedWeight
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
 from llm.quantization.schemes.method import IntegerMethod
+from llm.quantization.unquantized import UnquantizedLinearMethod
 
 # Of a token in a quantized cache: of its latent and of its rotated key.
 LATENT_SCALES = 2
@@ -107,14 +108,17 @@ class LatentProjection(ColumnParallelLinear):
             tp=tp,
         )
 
+    called_by = "absorbed"
+
     def _resolve_method(self, quant_config: QuantizationConfig | None) -> LinearMethodBase:
         asked = super()._resolve_method(quant_config)
-        if not asked.scheme:
+        if type(asked) is UnquantizedLinearMethod:
             return AbsorbedLinearMethod(self.num_heads, self.key_size, asked.source, asked.reason)
         if not isinstance(asked, IntegerMethod):
+            stored = asked.scheme or type(asked).__name__
             raise UnsupportedModelError(
-                f"{self.prefix} is stored as {asked.scheme}; latent attention reads it in parts, of weights whose "
-                "values are known. Use a checkpoint that leaves kv_b_proj as it was, or the original and quantization=."
+                f"{self.prefix} is stored as {stored}; latent attention reads it in parts, of weights whose values are "
+                "known. Use a checkpoint, or a plugin, that leaves kv_b_proj as it was."
             )
         if asked.storage.on_load:
             reason = "latent attention reads it in parts, which stay as they are"

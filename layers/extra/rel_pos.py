@@ -60,9 +60,10 @@ class RelPosAttention(PluggableLayer):
             params_dtype=params_dtype,
             quant_config=quant_config,
             prefix=f"{prefix}.qkv",
+            return_bias=False,
         )
         self.proj = RowParallelLinear(
-            dim, dim, params_dtype=params_dtype, quant_config=quant_config, prefix=f"{prefix}.proj"
+            dim, dim, params_dtype=params_dtype, quant_config=quant_config, prefix=f"{prefix}.proj", return_bias=False
         )
         if use_rel_pos and input_size is not None:
             self.rel_pos_h, self.rel_pos_w = (

@@ -111,7 +111,9 @@ class GatedDeltaNetAttention(DecayingLayer):
         self.dt_bias = head_parameter(heads.heads * (heads.key_size if self.decay_per_channel else 1), tp)
         norm = RMSNormGated(heads.value_size, eps, norm_before_gate=True, dtype=params_dtype, activation=activation)
         self.add_module(self.norm_name, norm)
-        out = RowParallelLinear(heads.values, hidden_size, False, prefix=f"{prefix}.{self.out_name}", **self._types)
+        out = RowParallelLinear(
+            heads.values, hidden_size, False, prefix=f"{prefix}.{self.out_name}", return_bias=False, **self._types
+        )
         self.add_module(self.out_name, out)
         self._rule = backend_of_construction().op("gated_delta_rule")
 
@@ -138,10 +140,14 @@ class GatedDeltaNetAttention(DecayingLayer):
         return getattr(self, self.out_name)(normed.flatten(1))
 
     def column(self, name: str, size: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(self.hidden_size, size, False, prefix=f"{self.prefix}.{name}", **self._types)
+        return ColumnParallelLinear(
+            self.hidden_size, size, False, prefix=f"{self.prefix}.{name}", return_bias=False, **self._types
+        )
 
     def merged(self, name: str, sizes: list[int]) -> MergedColumnParallelLinear:
-        return MergedColumnParallelLinear(self.hidden_size, sizes, False, prefix=f"{self.prefix}.{name}", **self._types)
+        return MergedColumnParallelLinear(
+            self.hidden_size, sizes, False, prefix=f"{self.prefix}.{name}", return_bias=False, **self._types
+        )
 
 
 @PluggableLayer.register("qwen_gated_delta_net_attention")
@@ -170,7 +176,7 @@ class QwenNextGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
 
     def _by_key_head(self, name: str, sizes: list[int]) -> StackedByHead:
         path, heads = f"{self.prefix}.{name}", self.heads.key_heads
-        return StackedByHead(self.hidden_size, sizes, heads, prefix=path, **self._types)
+        return StackedByHead(self.hidden_size, sizes, heads, prefix=path, return_bias=False, **self._types)
 
     def project(self, hidden: torch.Tensor) -> Projected:
         beta, decay = self.in_proj_ba(hidden).tensor_split(2, dim=-1)
@@ -214,8 +220,8 @@ class KimiGatedDeltaNetAttention(GatedDeltaNetAttention):
     def _low_rank(self, name: str, rank: int, size: int) -> tuple[ReplicatedLinear, ColumnParallelLinear]:
         first, second = f"{self.prefix}.{name}_a_proj", f"{self.prefix}.{name}_b_proj"
         return (
-            ReplicatedLinear(self.hidden_size, rank, False, prefix=first, **self._types),
-            ColumnParallelLinear(rank, size, False, prefix=second, **self._types),
+            ReplicatedLinear(self.hidden_size, rank, False, prefix=first, return_bias=False, **self._types),
+            ColumnParallelLinear(rank, size, False, prefix=second, return_bias=False, **self._types),
         )
 
     def project(self, hidden: torch.Tensor) -> Projected:

@@ -56,7 +56,13 @@ class MambaMixer(DecayingLayer):
         def linear(name: str, inputs: int, outputs: int, bias: bool) -> ReplicatedLinear:
             path = f"{prefix}.{name}"
             return ReplicatedLinear(
-                inputs, outputs, bias, params_dtype=params_dtype, quant_config=quant_config, prefix=path
+                inputs,
+                outputs,
+                bias,
+                params_dtype=params_dtype,
+                quant_config=quant_config,
+                prefix=path,
+                return_bias=False,
             )
 
         def norm(size: int) -> RMSNorm | None:

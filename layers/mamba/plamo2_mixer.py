@@ -55,7 +55,13 @@ class Plamo2MambaMixer(DecayingLayer):
         def linear(name: str, inputs: int, outputs: int) -> ReplicatedLinear:
             path = f"{prefix}.{name}"
             return ReplicatedLinear(
-                inputs, outputs, False, params_dtype=params_dtype, quant_config=quant_config, prefix=path
+                inputs,
+                outputs,
+                False,
+                params_dtype=params_dtype,
+                quant_config=quant_config,
+                prefix=path,
+                return_bias=False,
             )
 
         self.layer_index = layer_index
@@ -67,6 +73,7 @@ class Plamo2MambaMixer(DecayingLayer):
             params_dtype=params_dtype,
             quant_config=quant_config,
             prefix=f"{prefix}.in_proj",
+            return_bias=False,
         )
         self.conv1d = CausalConv1d([width], conv_kernel_size, activation="silu", params_dtype=torch.float32)
         self.bcdt_proj = linear("bcdt_proj", width, sum(self.sizes))

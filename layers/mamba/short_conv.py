@@ -46,10 +46,18 @@ class ShortConv(PluggableLayer):
             quant_config=quant_config,
             prefix=f"{prefix}.in_proj",
             tp=tp,
+            return_bias=False,
         )
         self.conv = CausalConv1d([dim], kernel_size, bias=bias, params_dtype=params_dtype, tp=tp)
         self.out_proj = RowParallelLinear(
-            dim, dim, bias, params_dtype=params_dtype, quant_config=quant_config, prefix=f"{prefix}.out_proj", tp=tp
+            dim,
+            dim,
+            bias,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=f"{prefix}.out_proj",
+            tp=tp,
+            return_bias=False,
         )
         # PyTorch would share it among its own threads.
         self._multiply = backend_of_construction().op("multiply")

@@ -62,15 +62,18 @@ class Expert(Patchable):
         self._first = FIRST_LAYER[is_gated]
         path, inner = f"{prefix}.{self._first}", intermediate_size
         if is_gated:
-            self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [inner, inner], bias, prefix=path, **types)
+            self.gate_up_proj = MergedColumnParallelLinear(
+                hidden_size, [inner, inner], bias, prefix=path, return_bias=False, **types
+            )
         else:
-            self.up_proj = ColumnParallelLinear(hidden_size, inner, bias, prefix=path, **types)
+            self.up_proj = ColumnParallelLinear(hidden_size, inner, bias, prefix=path, return_bias=False, **types)
         self.down_proj = RowParallelLinear(
             intermediate_size,
             hidden_size,
             bias,
             reduce_results=False,
             prefix=f"{prefix}.down_proj",
+            return_bias=False,
             **types,
         )
         self._act_fn = [act_fn]  # no child: the operation `experts` computes it

@@ -6,13 +6,13 @@ Owns `FusedMoE`. Its children are `expert.py`'s, who goes where is `router.py`'s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from llm.base.checks import refuse
 from llm.base.custom_op import PluggableLayer
+from llm.base.replacement import replaced_class
 from llm.base.watch import Watch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.kernels.reference.experts import UNGATED
@@ -24,9 +24,6 @@ from llm.layers.moe.method import OfTokens, UnquantizedFusedMoEMethod
 from llm.layers.moe.router import Routing, make_router
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import FusedMoEMethodBase, QuantizationConfig
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # (hidden states, logits, top_k, renormalize) -> weights float32 [N, K], ids [N, K].
 RoutingFunction = Callable[[torch.Tensor, torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
@@ -58,8 +55,11 @@ class FusedMoE(PluggableLayer):
             `gate_up_proj`.
         has_bias: whether the experts have biases.
         swiglu_limit: of the activation "swigluoai".
+        router_logits_dtype: None or float32, which they are.
+        enable_eplb: False.
         tp: this layer's place in a tensor-parallel group.
-        routing: how experts are chosen, see `make_router`.
+        renormalize, scoring_func, routed_scaling_factor, e_score_correction_bias: see `TopKRouter`.
+        use_grouped_topk, num_expert_group, topk_group: see `GroupedTopk`.
 
     Attributes:
         adapter_rows: of the step, while a loaded adapter changes an expert.
@@ -78,28 +78,50 @@ class FusedMoE(PluggableLayer):
         intermediate_size: int,
         params_dtype: torch.dtype | None = None,
         reduce_results: bool = True,
-        *,
+        renormalize: bool = True,
+        use_grouped_topk: bool = False,
+        num_expert_group: int | None = None,
+        topk_group: int | None = None,
         quant_config: QuantizationConfig | None = None,
+        *,
         prefix: str = "",
         custom_routing_function: RoutingFunction | None = None,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        e_score_correction_bias: torch.Tensor | None = None,
         apply_router_weight_on_input: bool = False,
         activation: str = "silu",
+        enable_eplb: bool = False,
         has_bias: bool = False,
         swiglu_limit: float = SWIGLUOAI_LIMIT,
+        router_logits_dtype: torch.dtype | None = None,
         tp: TensorParallel = SINGLE,
-        **routing: Unpack[Routing],
     ) -> None:
         super().__init__()
         _check(num_experts, top_k, activation, apply_router_weight_on_input)
+        if enable_eplb:
+            refuse("enable_eplb", enable_eplb, "False: nothing balances experts by itself; `place_experts` places them")
+        if router_logits_dtype not in (None, torch.float32):
+            refuse("router_logits_dtype", router_logits_dtype, "torch.float32, as the router's logits are, or None")
         self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
         self.intermediate_size_per_partition = tp.share("intermediate_size", intermediate_size)
         self.activation, self.swiglu_limit, self.has_bias = activation, swiglu_limit, has_bias
-        self.renormalize, self.reduce_results = routing.get("renormalize", True), reduce_results
+        self.renormalize, self.reduce_results = renormalize, reduce_results
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.custom_routing_function = custom_routing_function
         self.prefix, self.tp = prefix, tp
         self._backend = backend_of_construction()
-        self.router = self._make_router(routing)
+        self.router = self._make_router(
+            {
+                "renormalize": renormalize,
+                "use_grouped_topk": use_grouped_topk,
+                "num_expert_group": num_expert_group,
+                "topk_group": topk_group,
+                "scoring_func": scoring_func,
+                "routed_scaling_factor": routed_scaling_factor,
+                "e_score_correction_bias": e_score_correction_bias,
+            }
+        )
         self.quant_method = self._resolve_method(quant_config)
         sizes = (num_experts, hidden_size, self.intermediate_size_per_partition)
         dtype = params_dtype or torch.get_default_dtype()
@@ -109,12 +131,14 @@ class FusedMoE(PluggableLayer):
         # The experts are registered under their numbers.
         self._experts = tuple(module for module in self.children() if isinstance(module, Expert))
         self.place_experts(None)
-        self._is_watched = Watch(module for expert in self._experts for module in expert.modules())
+        parts = [module for expert in self._experts for module in expert.modules()]
+        self._has_replaced = any(replaced_class(kind) is not None for kind in {type(part) for part in parts})
+        self._is_watched = Watch(parts)
         self._weights: ExpertWeights | None = None
         self.adapter_rows: AdapterRows | None = None
 
     def _make_router(self, routing: Routing) -> nn.Module | None:
-        return make_router(self.top_k, **routing) if self.custom_routing_function is None else None
+        return make_router(self.top_k, routing) if self.custom_routing_function is None else None
 
     def _resolve_method(self, quant_config: QuantizationConfig | None) -> FusedMoEMethodBase:
         method = quant_config.get_quant_method(self, self.prefix) if quant_config else None
@@ -194,7 +218,7 @@ class FusedMoE(PluggableLayer):
 
     def expert_weights(self) -> ExpertWeights | None:
         """The weights of `placed_experts` for one call; None: the experts must be called one by one."""
-        if self._is_watched():
+        if self._has_replaced or self._is_watched():
             return None
         gate_up = weights_of(self._placed, FIRST_LAYER[self.activation not in UNGATED], True)
         down = weights_of(self._placed, "down_proj", self.tp.rank == 0)

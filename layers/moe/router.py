@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -14,9 +14,6 @@ from llm.layers.kernel_op import KernelOp
 from llm.layers.linear import ReplicatedLinear
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @PluggableLayer.register("gate_linear")
@@ -196,7 +193,7 @@ class Routing(TypedDict, total=False):
     e_score_correction_bias: torch.Tensor | None
 
 
-def make_router(top_k: int, **routing: Unpack[Routing]) -> nn.Module:
+def make_router(top_k: int, routing: Routing) -> nn.Module:
     """logits float32 [N, E] -> (weights float32 [N, K], ids int64 [N, K])."""
     renormalize, scoring = routing.get("renormalize", True), routing.get("scoring_func", "softmax")
     bias, scale = routing.get("e_score_correction_bias"), routing.get("routed_scaling_factor", 1.0)

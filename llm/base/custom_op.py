@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,9 +36,32 @@ _METHODS = {
 
 
 class PluggableLayer(Replaceable):
-    """Base of layers that a plugin may replace by class. There is no dispatch: the replacement's `forward` runs."""
+    """Base of layers that a plugin may replace by class. There is no dispatch: the replacement's `forward` runs.
+
+    A replacement that has a `forward_oot` and no `forward` of its own, as when these layers were CustomOps, is called
+    by its `forward_oot`, on every platform.
+    """
 
     _is_base = True
+    # What is called in the place of `forward`, for layers whose `forward` nothing calls.
+    called_by: ClassVar[str] = "forward"
+
+    @classmethod
+    def _check_replaces(cls, replaced: type) -> None:
+        inherited = [name for name in dir(cls) if name == "forward" or name.startswith("forward_")]
+        own = [name for name in inherited if getattr(cls, name) is not getattr(replaced, name, None)]
+        if cls.called_by != "forward" and own and getattr(cls, cls.called_by) is getattr(replaced, cls.called_by):
+            problem = f"nothing calls the forward of {replaced.__name__}; override {cls.called_by}"
+        elif "forward" in own or not own:
+            return
+        elif "forward_oot" in own:
+            cls.forward = cls.forward_oot  # type: ignore[attr-defined]
+            return
+        else:
+            problem = f"{replaced.__name__} is a PluggableLayer, which has no dispatch; name it forward or forward_oot"
+        raise ValidationError(
+            f"{cls.__name__} has a {own[0]} that would never run: {problem}.", parameter="register_oot", value=cls
+        )
 
 
 @dataclass(frozen=True)
@@ -111,10 +134,23 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         """True if operations that `custom_ops` does not name are on."""
         return construction().compilation.base_mode == "all"
 
-    def _bind(self) -> None:
-        self.binding, self._forward_method = self._dispatch()
+    def dispatch_forward(self, compile_native: bool = True) -> Callable[..., Any]:
+        """What `forward` calls; called once, after construction. A subclass may choose another method of its own.
 
-    def _dispatch(self) -> tuple[Binding, Callable[..., Any]]:
+        Args:
+            compile_native: `forward_native` may be compiled when the operation is off.
+        """
+        self.binding, method = self._dispatch(compile_native)
+        return method
+
+    def _bind(self) -> None:
+        self._forward_method = self.dispatch_forward(self._compile_native)
+        chooser = _definer(type(self), "dispatch_forward")
+        if chooser is not None:
+            method = getattr(self._forward_method, "__name__", repr(self._forward_method))
+            self.binding = Binding(method, f"chosen by {chooser.__name__}.dispatch_forward")
+
+    def _dispatch(self, compile_native: bool) -> tuple[Binding, Callable[..., Any]]:
         """What to run and why: decided by the class, `custom_ops`, the platform and `declines`, in that order."""
         config = construction().compilation
         replaced = replaced_class(type(self))
@@ -122,7 +158,7 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         own = None if replaced is None else self._own_methods(replaced)
         is_on, item = config.judge(self.name)
         if not is_on and not self._enforce_enable:
-            return self._native(f"{prefix}disabled by {item}", compiled=self._compile_native and config.compiles)
+            return self._native(f"{prefix}disabled by {item}", compiled=compile_native and config.compiles)
         if self._enforce_enable and not is_on:
             prefix += "enforced; "
         binding = self._choose_kernel(own)

@@ -75,7 +75,9 @@ class Replaceable(Patchable):
 
         def decorate(op_cls: T) -> T:
             _check_class(op_cls, Replaceable)
-            target = _target(op_cls, cls, name).__name__
+            replaced = _target(op_cls, cls, name)
+            op_cls._check_replaces(replaced)  # type: ignore[attr-defined]
+            target = replaced.__name__
             registries = {f"platform_replacements[{name!r}]": name for name in platforms_owning(op_cls)}
             for label, platform in registries.items() or [("op_registry_oot", None)]:
                 registry = op_registry_oot if platform is None else platform_replacements.setdefault(platform, {})
@@ -85,6 +87,10 @@ class Replaceable(Patchable):
             return op_cls
 
         return decorate if _decorated_op_cls is None else decorate(_decorated_op_cls)
+
+    @classmethod
+    def _check_replaces(cls, replaced: type) -> None:
+        """Raise `ValidationError` if nothing would call what this class has in the place of `replaced`."""
 
 
 def replaced_class(cls: type) -> type | None:

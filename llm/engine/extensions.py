@@ -72,6 +72,8 @@ def what_varies(model: nn.Module) -> str | None:
     for module in model.modules():
         if replaced_class(type(module)) is not None:
             return replacement_reason(type(module))
+        if isinstance(module, CustomOp) and type(module).dispatch_forward is not CustomOp.dispatch_forward:
+            return f"{type(module).__name__} chooses its method itself"
         if isinstance(module, CustomOp) and module.binding.is_off:
             return f"{module.name} is {module.binding.reason}: PyTorch's own operations compute it"
         if isinstance(module, FusedMoE) and not isinstance(module.custom_routing_function, CustomOp | None):

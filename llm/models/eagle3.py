@@ -154,7 +154,9 @@ class Eagle3ForCausalLM(nn.Module):
         self.embed_tokens: VocabParallelEmbedding | None = None
         if config.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, prefix="embed_tokens", **context.common)
-        self.fc = ReplicatedLinear(NUM_TAPS * config.target_size, size, bias=False, prefix="fc", **context.common)
+        self.fc = ReplicatedLinear(
+            NUM_TAPS * config.target_size, size, bias=False, prefix="fc", return_bias=False, **context.common
+        )
         self.midlayer = Eagle3Layer(config, context, "midlayer")
         self.norm = config.norms.norm.build(size, context)
         self.lm_head = ParallelLMHead(drafted, size, prefix="lm_head", **context.common)

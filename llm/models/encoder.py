@@ -103,9 +103,11 @@ class _Classifier(nn.Module):
     def __init__(self, classes: int, config: ClassifierConfig, context: BuildContext) -> None:
         super().__init__()
         size, dtype = context.hidden_size, context.options.params_dtype
-        self.dense = ReplicatedLinear(size, size, bias=config.bias, params_dtype=dtype, prefix="head.dense")
+        self.dense = ReplicatedLinear(
+            size, size, bias=config.bias, params_dtype=dtype, prefix="head.dense", return_bias=False
+        )
         self.norm = None if config.norm is None else config.norm.build(size, context)
-        self.out = ReplicatedLinear(size, classes, bias=True, params_dtype=dtype, prefix="head.out")
+        self.out = ReplicatedLinear(size, classes, bias=True, params_dtype=dtype, prefix="head.out", return_bias=False)
         self.activation = ACTIVATE[config.activation]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,12 @@ class Laurel(nn.Module):
     def __init__(self, norms: Gemma3nNorms, context: BuildContext, prefix: str) -> None:
         super().__init__()
         hidden, rank, common = context.hidden_size, norms.laurel_rank, context.common
-        self.linear_left = ReplicatedLinear(hidden, rank, bias=False, prefix=f"{prefix}.linear_left", **common)
-        self.linear_right = ReplicatedLinear(rank, hidden, bias=False, prefix=f"{prefix}.linear_right", **common)
+        self.linear_left = ReplicatedLinear(
+            hidden, rank, bias=False, prefix=f"{prefix}.linear_left", return_bias=False, **common
+        )
+        self.linear_right = ReplicatedLinear(
+            rank, hidden, bias=False, prefix=f"{prefix}.linear_right", return_bias=False, **common
+        )
         self.post_laurel_norm = norms.altup.norm.build(hidden, context)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

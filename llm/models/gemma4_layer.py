@@ -60,7 +60,11 @@ class Gemma4MoE(nn.Module):
         hidden = context.hidden_size
         self.norm = config.norm.build(hidden, context)
         self.gate = GateLinear(
-            hidden, config.num_experts, params_dtype=context.options.params_dtype, prefix=f"{prefix}.gate"
+            hidden,
+            config.num_experts,
+            params_dtype=context.options.params_dtype,
+            prefix=f"{prefix}.gate",
+            return_bias=False,
         )
         self.experts = FusedMoE(
             config.num_experts,

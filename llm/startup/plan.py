@@ -38,6 +38,7 @@ from llm.config.plan import (
     resident_weight_bytes,
     resolve_dtype,
 )
+from llm.config.speculative import SpeculativeConfig
 from llm.engine.boundary import RunnerPlan
 from llm.engine.extensions import kv_cache_specs
 from llm.forward import StateSpec
@@ -140,6 +141,12 @@ def _for_pooling(args: EngineArgs, model: ReadModel) -> EngineArgs:
     them, a prompt is computed in one step and shares no prefix."""
     if model.pooling is None:
         return args
+    if args.logits_processors:
+        right = "left out: a pooling model computes no logits that they could change"
+        refuse("logits_processors", args.logits_processors, right)
+    asked = SpeculativeConfig.of(args.speculative_config)
+    if asked is not None and not asked.is_default:
+        refuse("speculative_config", args.speculative_config, "left out: a pooling model generates no tokens to draft")
     kv = "float32" if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     args = replace(args, speculative_config=None, kv_cache_dtype=kv)
     if model.pooling.is_causal:

@@ -15,6 +15,10 @@ from llm.base.custom_op import CustomOp, PluggableLayer, check_registered
 from llm.base.errors import LLMError, ValidationError
 from llm.base.replacement import op_registry, op_registry_oot
 from llm.config.compilation import CompilationConfig, CompilationMode, notes
+from llm.config.engine import EngineConfig
+from llm.engine.extensions import what_varies
+from llm.explain import explain_model
+from llm.layers.embedding import ParallelLMHead
 from llm.platforms.interface import Platform
 
 
@@ -319,6 +323,56 @@ def test_a_pluggable_layer_is_replaced_and_never_dispatched() -> None:
 
     with constructing_for(platform("cpu"), CompilationConfig(custom_ops=("none",))):
         assert Layer(3)() == "mine 3"
+
+
+def layer_to_replace() -> Any:
+    @PluggableLayer.register("made_up_layer")
+    class Layer(PluggableLayer):
+        def forward(self) -> str:
+            return "in-tree"
+
+    return Layer
+
+
+def test_a_layers_forward_oot_is_what_runs() -> None:
+    """As where the documents have these layers as CustomOps."""
+    layer = layer_to_replace()
+
+    @CustomOp.register_oot("Layer")
+    class Mine(layer):  # type: ignore[misc, valid-type]
+        def forward_oot(self) -> str:
+            return "oot"
+
+    [part] = explain_model(layer(), EngineConfig(None, None, None, "cpu", False)).parts  # type: ignore[arg-type]
+    assert layer()() == "oot" and (part.implementation, part.runs) == ("Mine", "forward_oot")
+
+
+def test_a_layers_own_forward_runs_before_its_forward_oot() -> None:
+    layer = layer_to_replace()
+    members = {"forward": lambda self: "mine", "forward_oot": lambda self: "oot"}
+    layer.register_oot(type("Mine", (layer,), members))
+    assert layer()() == "mine"
+
+
+def test_a_method_of_a_layer_that_nothing_calls_is_refused() -> None:
+    layer = layer_to_replace()
+    with pytest.raises(ValidationError, match=r"Mine has a forward_cpu that would never run: Layer is a Pluggable"):
+        layer.register_oot(type("Mine", (layer,), {"forward_cpu": lambda self: ""}))
+    with pytest.raises(ValidationError, match=r"nothing calls the forward of ParallelLMHead; override logits"):
+        PluggableLayer.register_oot("ParallelLMHead")(type("Head", (ParallelLMHead,), {"forward_oot": lambda self: ""}))
+    quiet = type("Quiet", (layer,), {"weight_loader": lambda self: ""})
+    assert layer.register_oot(quiet) is quiet and layer()() == "in-tree"
+
+
+def test_a_subclass_may_choose_its_method() -> None:
+    class Chooser(make("native", "cpu", "oot")):  # type: ignore[misc]
+        def dispatch_forward(self, compile_native: bool = True) -> Any:
+            return self.forward_oot if compile_native else super().dispatch_forward(compile_native)
+
+    assert run_on(Chooser, "cpu") == ("Op.oot", "chosen by Chooser.dispatch_forward")
+    assert run_on(Chooser, "cpu", compile_native=False)[0] == "Op.cpu"
+    with constructing_for(platform("cpu")):
+        assert what_varies(Chooser()) == "Chooser chooses its method itself"
 
 
 # --- custom_ops. ---

@@ -54,7 +54,7 @@ def test_the_absorbed_weight_is_the_loaded_one_in_its_memory(dtype: torch.dtype)
     assert torch.equal(layer.absorbed.unpack(), loaded) and layer.weight.nbytes == loaded.nbytes
     assert torch.equal(layer.quant_method.dequantize_weight(layer), loaded.float())
     x = torch.randn(4, RANK)
-    torch.testing.assert_close(layer(x), x @ loaded.float().t())
+    torch.testing.assert_close(layer(x)[0], x @ loaded.float().t())
     # The parameter is what is multiplied with.
     layer.weight.data = torch.zeros_like(loaded)
     assert not layer.absorbed.of_queries().any() and not layer.absorbed.of_outputs().any()
@@ -144,15 +144,17 @@ def test_stored_integers_are_held_as_what_they_stand_for(folder: Path, tmp_path:
         assert all(abs(line[token].item() - item.logprob) < 1e-4 for token, item in ours.items())
 
 
-def test_what_only_a_plugin_can_read_is_refused_by_name() -> None:
+@pytest.mark.parametrize(("scheme", "said"), [("ODD", "ODD"), ("", "Odd")])
+def test_what_only_a_plugin_can_read_is_refused_by_name(scheme: str, said: str) -> None:
     class Config:
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
             return Odd()
 
     class Odd(UnquantizedLinearMethod):
-        scheme = "ODD"
+        pass
 
-    with pytest.raises(UnsupportedModelError, match=r"x\.kv_b_proj is stored as ODD; .* in parts"):
+    Odd.scheme = scheme
+    with pytest.raises(UnsupportedModelError, match=rf"x\.kv_b_proj is stored as {said}; .* in parts"):
         LatentProjection(RANK, HEADS, KEY, VALUE, quant_config=Config(), prefix="x.kv_b_proj")  # type: ignore[arg-type]
 
 

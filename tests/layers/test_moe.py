@@ -163,7 +163,9 @@ def test_the_router_is_a_layer_that_a_plugin_replaces(monkeypatch: pytest.Monkey
 
 def test_the_gate_is_never_quantized_nor_rounded() -> None:
     with constructing_for(CpuPlatform(), may_round=True):
-        gate = GateLinear(H, E, correction_bias=True, params_dtype=torch.bfloat16, quant_config=Refusing())
+        gate = GateLinear(
+            H, E, correction_bias=True, params_dtype=torch.bfloat16, quant_config=Refusing(), return_bias=False
+        )
     gate.weight.data.copy_(normal(1, E, H))
     process_weights(gate)
     assert gate.packed_weight is None or gate.packed_weight.activations == "float"

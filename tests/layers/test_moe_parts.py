@@ -59,6 +59,22 @@ def layer() -> FusedMoE:
     return made
 
 
+@pytest.mark.parametrize("unknown", [{"renormalise": False}, {"quant_confg": 5}, {"enable_eplb_": True}])
+def test_an_unknown_keyword_is_refused(unknown: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(unknown))):
+        FusedMoE(E, K, H, INNER, **unknown)
+
+
+def test_documented_keywords_are_used_or_refused() -> None:
+    FusedMoE(E, K, H, INNER, enable_eplb=False, router_logits_dtype=torch.float32)
+    for more in ({"enable_eplb": True}, {"router_logits_dtype": torch.bfloat16}):
+        with pytest.raises(ValidationError) as error:
+            FusedMoE(E, K, H, INNER, **more)
+        assert error.value.parameter == next(iter(more))
+    router: Any = FusedMoE(E, K, H, INNER, None, True, False, True, 3, 1).router
+    assert (router.renormalize, router.num_expert_group, router.topk_group) == (False, 3, 1)
+
+
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(torch.allclose(first, second, rtol=0, atol=TOLERANCE))
 

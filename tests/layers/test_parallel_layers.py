@@ -69,7 +69,7 @@ def rows(layer: Any, index: int, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_columns_side_by_side_are_the_whole(size: int) -> None:
     x, weight, bias = normal(0, 5, K), normal(1, 16, K), normal(2, 16)
-    layers = ranks(size, lambda tp: ColumnParallelLinear(K, 16, tp=tp))
+    layers = ranks(size, lambda tp: ColumnParallelLinear(K, 16, tp=tp, return_bias=False))
     for layer in layers:
         load(layer, weight, bias)
         assert layer.weight.shape == (16 // size, K) and layer.output_size_per_partition == 16 // size
@@ -83,7 +83,7 @@ def test_columns_side_by_side_are_the_whole(size: int) -> None:
 @pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
 def test_merged_matrices_are_split_each(size: int, stacked: bool) -> None:
     x, parts = normal(0, 5, K), [normal(1, 8, K), normal(2, 20, K)]
-    layers = ranks(size, lambda tp: MergedColumnParallelLinear(K, [8, 20], bias=False, tp=tp))
+    layers = ranks(size, lambda tp: MergedColumnParallelLinear(K, [8, 20], bias=False, tp=tp, return_bias=False))
     for layer in layers:
         if stacked:
             load(layer, torch.cat(parts), None)
@@ -102,7 +102,7 @@ def test_heads_are_split_and_key_heads_repeat_where_they_must(size: int, kv_head
     head, heads = 3, 8
     parts = {"q": normal(1, heads * head, K), "k": normal(2, kv_heads * head, K), "v": normal(3, kv_heads * head, K)}
     biases = {name: weight[:, 0].clone() for name, weight in parts.items()}
-    layers = ranks(size, lambda tp: QKVParallelLinear(K, head, heads, kv_heads, tp=tp))
+    layers = ranks(size, lambda tp: QKVParallelLinear(K, head, heads, kv_heads, tp=tp, return_bias=False))
     x = normal(0, 5, K)
     for rank, layer in enumerate(layers):
         if stacked:
@@ -125,7 +125,10 @@ def test_heads_are_split_and_key_heads_repeat_where_they_must(size: int, kv_head
 def test_terms_of_rows_add_up(size: int, input_is_parallel: bool) -> None:
     x, weight, bias = normal(0, 5, K), normal(1, 7, K), normal(2, 7)
     layers = ranks(
-        size, lambda tp: RowParallelLinear(K, 7, input_is_parallel=input_is_parallel, reduce_results=False, tp=tp)
+        size,
+        lambda tp: RowParallelLinear(
+            K, 7, input_is_parallel=input_is_parallel, reduce_results=False, tp=tp, return_bias=False
+        ),
     )
     inputs = x.chunk(size, -1) if input_is_parallel else [x] * size
     for layer in layers:
@@ -138,10 +141,10 @@ def test_terms_of_rows_add_up(size: int, input_is_parallel: bool) -> None:
 def test_a_replicated_layer_and_one_that_opts_out_are_whole_on_every_rank() -> None:
     weight = normal(1, 6, K)
     for layer in (
-        *ranks(2, lambda tp: ReplicatedLinear(K, 6, bias=False, tp=tp)),
-        *ranks(2, lambda tp: ColumnParallelLinear(K, 6, bias=False, tp=tp, disable_tp=True)),
-        *ranks(2, lambda tp: RowParallelLinear(K, 6, bias=False, tp=tp, disable_tp=True)),
-        *ranks(2, lambda tp: QKVParallelLinear(K, 1, 2, bias=False, tp=tp, disable_tp=True)),
+        *ranks(2, lambda tp: ReplicatedLinear(K, 6, bias=False, tp=tp, return_bias=False)),
+        *ranks(2, lambda tp: ColumnParallelLinear(K, 6, bias=False, tp=tp, disable_tp=True, return_bias=False)),
+        *ranks(2, lambda tp: RowParallelLinear(K, 6, bias=False, tp=tp, disable_tp=True, return_bias=False)),
+        *ranks(2, lambda tp: QKVParallelLinear(K, 1, 2, bias=False, tp=tp, disable_tp=True, return_bias=False)),
     ):
         load(layer, weight, None)
         assert torch.equal(layer.weight, weight)
@@ -153,9 +156,9 @@ def test_ranks_that_can_talk_all_have_the_result(size: int) -> None:
     x, up, down, last = normal(0, 5, K), normal(1, 16, K), normal(2, K, 16), normal(3, 8, K)
 
     def work(tp: TensorParallel) -> torch.Tensor:
-        first = ColumnParallelLinear(K, 16, bias=False, tp=tp)
-        second = RowParallelLinear(16, K, bias=True, tp=tp)
-        third = ColumnParallelLinear(K, 8, bias=False, gather_output=True, tp=tp)
+        first = ColumnParallelLinear(K, 16, bias=False, tp=tp, return_bias=False)
+        second = RowParallelLinear(16, K, bias=True, tp=tp, return_bias=False)
+        third = ColumnParallelLinear(K, 8, bias=False, gather_output=True, tp=tp, return_bias=False)
         load(first, up, None)
         load(second, down, torch.ones(K))
         load(third, last, None)
@@ -171,12 +174,12 @@ def test_parameters_shorter_than_the_weight_are_cut_in_proportion() -> None:
     """What a quantization method stores: a scale per group of columns, two values per packed row."""
     scales, packed = normal(0, 16, 8), torch.arange(8 * K).view(8, K).int()
     for rank in range(4):
-        column = MergedColumnParallelLinear(K, [4, 12], bias=False, tp=TensorParallel(rank, 4))
-        row = RowParallelLinear(K, 16, bias=False, tp=TensorParallel(rank, 4))
+        column = MergedColumnParallelLinear(K, [4, 12], bias=False, tp=TensorParallel(rank, 4), return_bias=False)
+        row = RowParallelLinear(K, 16, bias=False, tp=TensorParallel(rank, 4), return_bias=False)
         own = parameter(torch.zeros(2, K, dtype=torch.int32), output_dim=0, input_dim=1)
         with pytest.raises(ValueError, match="cannot be shared out"):
             column.weight_loader(own, packed)  # half of a row of the first matrix
-        even = MergedColumnParallelLinear(K, [8, 8], bias=False, tp=TensorParallel(rank, 4))
+        even = MergedColumnParallelLinear(K, [8, 8], bias=False, tp=TensorParallel(rank, 4), return_bias=False)
         assert even.weight_loader(own, packed) == 2 * K
         assert torch.equal(own.data, torch.stack((packed[rank], packed[4 + rank])))
         groups = parameter(torch.zeros(16, 2), output_dim=0, input_dim=1)
@@ -193,16 +196,31 @@ def parameter(data: torch.Tensor, **attributes: int) -> nn.Parameter:
     return made
 
 
-def test_a_bias_can_be_returned_instead_of_added() -> None:
-    weight, bias, x = normal(1, 6, K), normal(2, 6), normal(0, 5, K)
+def test_a_bias_is_returned_as_vllm_does() -> None:
+    """`self.kv_b_proj(x)[0]` is all rows of the result, and `y, _ = layer(x)` unpacks no rows."""
+    weight, bias, x = normal(1, 6, K), normal(2, 6), normal(0, 2, K)
     for layer in (ReplicatedLinear, ColumnParallelLinear, RowParallelLinear):
-        kept = layer(K, 6, skip_bias_add=True, return_bias=True)
-        added = layer(K, 6, return_bias=True)
-        for op in (kept, added):
+        kept, added, alone = layer(K, 6, skip_bias_add=True), layer(K, 6), layer(K, 6, return_bias=False)
+        for op in (kept, added, alone):
             load(op, weight, bias)
         y, returned = kept(x)
         assert torch.equal(returned, bias) and torch.allclose(y + bias, added(x)[0], atol=1e-5)
-        assert added(x)[1] is None
+        assert added(x)[1] is None and torch.equal(added(x)[0], alone(x)) and alone(x).shape == (2, 6)
+
+
+def test_the_arguments_have_vllms_places() -> None:
+    """Bias, what is gathered or split, skip_bias_add, the type, (reduce_results,) quantization and prefix."""
+    common = False, torch.bfloat16
+    layers: list[Any] = [
+        ReplicatedLinear(K, 8, True, *common, None, "a.b"),
+        ColumnParallelLinear(K, 8, True, False, *common, None, "a.b"),
+        MergedColumnParallelLinear(K, [4, 4], True, False, *common, None, "a.b"),
+        QKVParallelLinear(K, 2, 2, 1, True, *common, None, "a.b"),
+        RowParallelLinear(K, 8, True, True, *common, False, None, "a.b"),
+    ]
+    for layer in layers:
+        assert (layer.prefix, layer.weight.dtype, layer.skip_bias_add) == ("a.b", torch.bfloat16, False)
+    assert layers[-1].reduce_results is False and layers[-1].input_is_parallel is True
 
 
 # Vocabulary
@@ -292,13 +310,16 @@ def test_logits_of_ranks_are_in_order_of_ids(size: int, original: int) -> None:
 @pytest.mark.parametrize(
     ("build", "parameter"),
     [
-        (lambda tp: ColumnParallelLinear(K, 7, tp=tp), "output_size"),
-        (lambda tp: MergedColumnParallelLinear(K, [8, 7], tp=tp), "output_size"),
-        (lambda tp: RowParallelLinear(7, K, tp=tp), "input_size"),
-        (lambda tp: QKVParallelLinear(K, 4, 3, 2, tp=tp), "total_num_heads"),
-        (lambda tp: QKVParallelLinear(K, 4, 6, 3, tp=tp), "total_num_kv_heads"),
-        (lambda tp: MergedColumnParallelLinear(K, [8, 8], gather_output=True, tp=tp), "gather_output"),
-        (lambda tp: ColumnParallelLinear(K, 8, skip_bias_add=True, tp=tp), "skip_bias_add"),
+        (lambda tp: ColumnParallelLinear(K, 7, tp=tp, return_bias=False), "output_size"),
+        (lambda tp: MergedColumnParallelLinear(K, [8, 7], tp=tp, return_bias=False), "output_size"),
+        (lambda tp: RowParallelLinear(7, K, tp=tp, return_bias=False), "input_size"),
+        (lambda tp: QKVParallelLinear(K, 4, 3, 2, tp=tp, return_bias=False), "total_num_heads"),
+        (lambda tp: QKVParallelLinear(K, 4, 6, 3, tp=tp, return_bias=False), "total_num_kv_heads"),
+        (
+            lambda tp: MergedColumnParallelLinear(K, [8, 8], gather_output=True, tp=tp, return_bias=False),
+            "gather_output",
+        ),
+        (lambda tp: ColumnParallelLinear(K, 8, skip_bias_add=True, tp=tp, return_bias=False), "skip_bias_add"),
         (lambda tp: VocabParallelEmbedding(8, K, org_num_embeddings=9, tp=tp), "org_num_embeddings"),
         (lambda tp: LogitsLayer(8, 9), "org_vocab_size"),
         (lambda tp: TensorParallel(2, 2), "rank"),
@@ -334,8 +355,8 @@ def test_a_group_has_the_communicator_of_its_platform() -> None:
 def test_a_group_without_a_communicator_does_not_pretend() -> None:
     tp = TensorParallel(0, 2)
     for layer, width in (
-        (ColumnParallelLinear(K, 8, bias=False, gather_output=True, tp=tp), K),
-        (RowParallelLinear(K, 8, bias=False, tp=tp), K // 2),
+        (ColumnParallelLinear(K, 8, bias=False, gather_output=True, tp=tp, return_bias=False), K),
+        (RowParallelLinear(K, 8, bias=False, tp=tp, return_bias=False), K // 2),
     ):
         layer.weight.data.zero_()
         with pytest.raises(LLMError, match="communicator"):
@@ -345,9 +366,9 @@ def test_a_group_without_a_communicator_does_not_pretend() -> None:
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2)), (4, K)),
-        (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2)), (8,)),
-        (RowParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2)), (8, K // 2)),
+        (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (4, K)),
+        (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (8,)),
+        (RowParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (8, K // 2)),
         (VocabParallelEmbedding(25, K, org_num_embeddings=20, tp=TensorParallel(1, 2)), (24, K)),
         (VocabParallelEmbedding(25, K), (24, K)),
     ],

@@ -20,6 +20,7 @@ from tiny_models import BASE, one_thread
 
 from llm import LLM, GenerationInterrupted, PoolingParams, ValidationError
 from llm.base.errors import UnsupportedModelError
+from llm.v1.sample.logits_processor import MinPLogitsProcessor
 
 TOLERANCE = 1e-5
 SMALL = {**BASE, "num_hidden_layers": 2}
@@ -150,6 +151,17 @@ def test_a_model_does_one_of_both(embedder: tuple[Path, Any], tmp_path: Path) ->
         with pytest.raises(ValidationError, match="max_model_len is 256; shorten it, or pass PoolingParams"):
             llm.embed([[7] * 257])
         assert vectors(llm, [[7] * 256]).shape == (1, 48)
+
+
+@pytest.mark.parametrize(
+    ("argument", "asked"),
+    [("logits_processors", [MinPLogitsProcessor]), ("speculative_config", {"method": "ngram"})],
+)
+def test_what_only_generating_uses_is_refused(embedder: tuple[Path, Any], argument: str, asked: Any) -> None:
+    load(embedder[0], **{argument: type(asked)()}).close()  # asks for nothing
+    with pytest.raises(ValidationError, match="left out: a pooling model") as error:
+        load(embedder[0], **{argument: asked})
+    assert error.value.parameter == argument
 
 
 def test_files_that_mean_something_else_are_refused(embedder: tuple[Path, Any], tmp_path: Path) -> None:

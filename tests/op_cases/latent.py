@@ -28,15 +28,15 @@ class Whole(nn.Module):
         common: Any = {"params_dtype": dtype, "bias": False}
         width = HEADS * (PLAIN + ROPE)
         modules = MLAModules(
-            kv_a_proj_with_mqa=ReplicatedLinear(HIDDEN, RANK + ROPE, **common),
+            kv_a_proj_with_mqa=ReplicatedLinear(HIDDEN, RANK + ROPE, return_bias=False, **common),
             kv_a_layernorm=RMSNorm(RANK, dtype=dtype),
             kv_b_proj=LatentProjection(RANK, HEADS, PLAIN, VALUE, params_dtype=dtype),
             rotary_emb=RotaryEmbedding(ROPE, 256, RopeParameters(), is_neox_style),
-            o_proj=RowParallelLinear(HEADS * VALUE, HIDDEN, **common),
-            q_proj=ColumnParallelLinear(HIDDEN, width, **common) if rank is None else None,
-            q_a_proj=None if rank is None else ReplicatedLinear(HIDDEN, rank, **common),
+            o_proj=RowParallelLinear(HEADS * VALUE, HIDDEN, return_bias=False, **common),
+            q_proj=ColumnParallelLinear(HIDDEN, width, return_bias=False, **common) if rank is None else None,
+            q_a_proj=None if rank is None else ReplicatedLinear(HIDDEN, rank, return_bias=False, **common),
             q_a_layernorm=None if rank is None else RMSNorm(rank, dtype=dtype),
-            q_b_proj=None if rank is None else ColumnParallelLinear(rank, width, **common),
+            q_b_proj=None if rank is None else ColumnParallelLinear(rank, width, return_bias=False, **common),
         )
         sizes = (HIDDEN, HEADS, SCALE, PLAIN, ROPE, VALUE, rank, RANK)
         self.layer = MultiHeadLatentAttentionWrapper(*sizes, modules, layer_index=0)

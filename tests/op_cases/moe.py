@@ -141,7 +141,7 @@ MOE: dict[str, list[Case]] = {
     "sparse_mixer": [mixer_case(0.01), mixer_case(0.3)],
     "gate_linear": [
         Case(
-            lambda dtype: GateLinear(45, 38, True, params_dtype=dtype),
+            lambda dtype: GateLinear(45, 38, True, params_dtype=dtype, return_bias=False),
             rows_of(45),
             linear_reference,
             1e-5,

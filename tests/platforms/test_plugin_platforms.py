@@ -20,7 +20,7 @@ from llm.base.custom_op import CustomOp
 from llm.base.errors import PluginError, ValidationError
 from llm.base.replacement import op_registry_oot, platform_replacements
 from llm.layers.activation import SiluAndMul
-from llm.platforms import Platform, select_platform
+from llm.platforms import CpuPlatform, Platform, PlatformEnum, select_platform
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,19 @@ def there(): return "made_up.Gadget"
 
 def install_gadget(site: Path, body: str, **entries: str) -> None:
     install(site, "made-up", GADGET.format(body=body), platform_plugins__gadget="there", **entries)
+
+
+def test_a_platform_may_state_its_kind_as_vllm_does(site: Path) -> None:
+    body = "from llm.platforms import PlatformEnum; _enum = PlatformEnum.OOT\n    dispatch_key = 'PrivateUse1'"
+    install_gadget(site, body)
+    platform = select_platform("gadget")[0]
+    assert (platform.kind, platform.dispatch_key) == (PlatformEnum.OOT, "oot")
+    assert platform.is_out_of_tree() and not platform.is_cpu() and CpuPlatform().is_cpu()
+    import made_up
+
+    made_up.register()
+    with constructing_for(platform):
+        assert SiluAndMul().binding.method == "forward_oot"
 
 
 @pytest.mark.parametrize("hook", ["pre_register_and_update", "import_kernels"])

@@ -52,6 +52,18 @@ def test_a_name_on_the_allow_list_that_nobody_has(site: Path, monkeypatch: pytes
     assert error.value.parameter == "LLM_PLUGINS"
 
 
+def test_entry_points_that_nothing_uses_are_told_once(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+    groups = "io_processor_plugins", "stat_logger_plugins", "general_plugin"
+    install(site, "made-up", COUNTING, **{f"{group}__mine": "register" for group in groups})
+    for _ in range(2):
+        plugins.load_general_plugins()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and all("'mine' of made-up 0.5 is not used: its group is llm." in line for line in said)
+    assert "Did you mean 'llm.general_plugins'?" in said[0]
+    assert "convert data in your own code" in said[1] and "get_metrics" in said[2]
+    assert "made_up" not in sys.modules
+
+
 BROKEN = {
     "cannot be imported": "import no_such_module_anywhere\n",
     "failed": "def register(): raise RuntimeError('no such device')\n",

@@ -505,10 +505,14 @@ def test_each_rank_takes_the_scales_of_its_blocks() -> None:
     down = in_blocks(torch.randn(40, 96), 24, 24)
     for rank in range(2):
         tp = TensorParallel(rank, 2)
-        fused = QKVParallelLinear(96, 16, 4, 2, bias=False, quant_config=config, prefix="qkv_proj", tp=tp)
+        fused = QKVParallelLinear(
+            96, 16, 4, 2, bias=False, quant_config=config, prefix="qkv_proj", tp=tp, return_bias=False
+        )
         parts = [made[name][2][rank * rows // 2 : (rank + 1) * rows // 2] for name, rows in sizes.items()]
         assert torch.equal(filled(fused, {name: made[name][:2] for name in sizes}), torch.cat(parts))
-        row = RowParallelLinear(96, 40, bias=False, quant_config=config, prefix="down_proj", tp=tp)
+        row = RowParallelLinear(96, 40, bias=False, quant_config=config, prefix="down_proj", tp=tp, return_bias=False)
         assert torch.equal(filled(row, {None: down[:2]}), down[2][:, rank * 48 : (rank + 1) * 48])
     with pytest.raises(UnsupportedModelError, match="48 columns, which end within a block of 32; use fewer ranks"):
-        RowParallelLinear(96, 40, bias=False, quant_config=Fp8Config((24, 32), ()), prefix="down_proj", tp=tp)
+        RowParallelLinear(
+            96, 40, bias=False, quant_config=Fp8Config((24, 32), ()), prefix="down_proj", tp=tp, return_bias=False
+        )

@@ -180,7 +180,9 @@ def test_a_layer_is_packed_once_and_with_its_bias(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         UnquantizedLinearMethod, "process_weights_after_loading", lambda self, layer: packed.append(layer.prefix)
     )
-    model = torch.nn.Sequential(*(ColumnParallelLinear(4, 4, bias=True, prefix=str(index)) for index in range(2)))
+    model = torch.nn.Sequential(
+        *(ColumnParallelLinear(4, 4, bias=True, prefix=str(index), return_bias=False) for index in range(2))
+    )
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     early = EarlyPacking(model, sizes)
     early.filled("1.weight", sizes)

@@ -35,6 +35,7 @@ _HARMLESS = frozenset(
 )
 # Starts for which PEFT changes the base model's weights too, so that the adapter does not belong to the checkpoint.
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+_LEAVES_BASE = ("gaussian", "eva", "orthogonal")
 
 V = TypeVar("V", int, float)
 
@@ -88,6 +89,9 @@ class AdapterConfig:
                 "a start that leaves the base model as it is; save the adapter with PEFT's "
                 "path_initial_model_for_weight_conversion"
             )
+            raise reader.error("init_lora_weights", started, right)
+        if not isinstance(started, bool) and (not isinstance(started, str) or started.lower() not in _LEAVES_BASE):
+            right = f"true, false, {', '.join(map(repr, _LEAVES_BASE))}: what another start does to the base is unknown"
             raise reader.error("init_lora_weights", started, right)
         bias = reader.string("bias", "none")
         if bias not in ("none", "all", "lora_only"):

@@ -42,10 +42,14 @@ class AltUp(nn.Module):
         count, dtype = config.inputs, context.options.params_dtype
         # Never quantized: they are of a few numbers.
         self.prediction_coefs = GateLinear(
-            count, count * count, params_dtype=dtype, prefix=f"{prefix}.prediction_coefs"
+            count, count * count, params_dtype=dtype, prefix=f"{prefix}.prediction_coefs", return_bias=False
         )
-        self.correction_coefs = GateLinear(count, count, params_dtype=dtype, prefix=f"{prefix}.correction_coefs")
-        self.modality_router = GateLinear(self.width, count, params_dtype=dtype, prefix=f"{prefix}.modality_router")
+        self.correction_coefs = GateLinear(
+            count, count, params_dtype=dtype, prefix=f"{prefix}.correction_coefs", return_bias=False
+        )
+        self.modality_router = GateLinear(
+            self.width, count, params_dtype=dtype, prefix=f"{prefix}.modality_router", return_bias=False
+        )
         self.router_norm = config.norm.build(self.width, context)
         self.correct_output_scale = filled(self.width, 0.0, dtype) if config.scales else None
         backend = backend_of_construction()
@@ -88,7 +92,9 @@ class Projections(nn.Module):
         super().__init__()
         hidden = context.hidden_size
         for index in range(count):
-            matrix = ReplicatedLinear(hidden, hidden, bias=False, prefix=f"{prefix}.{index}", **context.common)
+            matrix = ReplicatedLinear(
+                hidden, hidden, bias=False, prefix=f"{prefix}.{index}", return_bias=False, **context.common
+            )
             self.add_module(str(index), matrix)
         self._rms_norm = backend_of_construction().op("rms_norm")
 

@@ -135,10 +135,16 @@ class DecoderAttention(Patchable):
             bias=config.qkv_bias,
             stored_by_key_head=config.qkv_by_key_head,
             prefix=f"{prefix}.qkv_proj",
+            return_bias=False,
             **context.common,
         )
         self.o_proj = RowParallelLinear(
-            heads.query * size, context.hidden_size, bias=config.out_bias, prefix=f"{prefix}.o_proj", **context.common
+            heads.query * size,
+            context.hidden_size,
+            bias=config.out_bias,
+            prefix=f"{prefix}.o_proj",
+            return_bias=False,
+            **context.common,
         )
         # The heads of this rank.
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads

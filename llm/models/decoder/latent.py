@@ -80,10 +80,14 @@ class LatentAttentionConfig(PartConfig):
         queries = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
 
         def by_heads(name: str, size: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(size, queries, bias=False, prefix=f"{prefix}.{name}", **common)
+            return ColumnParallelLinear(
+                size, queries, bias=False, prefix=f"{prefix}.{name}", return_bias=False, **common
+            )
 
         def to_latent(name: str, size: int) -> ReplicatedLinear:
-            return ReplicatedLinear(hidden, size, bias=self.bias, prefix=f"{prefix}.{name}", **common)
+            return ReplicatedLinear(
+                hidden, size, bias=self.bias, prefix=f"{prefix}.{name}", return_bias=False, **common
+            )
 
         return MLAModules(
             q_proj=by_heads("q_proj", hidden) if rank is None else None,
@@ -104,7 +108,12 @@ class LatentAttentionConfig(PartConfig):
             if self.rope is None
             else context.rotary(self.qk_rope_head_dim, self.rope, self.is_neox_style),
             o_proj=RowParallelLinear(
-                self.heads * self.v_head_dim, hidden, bias=self.bias, prefix=f"{prefix}.o_proj", **common
+                self.heads * self.v_head_dim,
+                hidden,
+                bias=self.bias,
+                prefix=f"{prefix}.o_proj",
+                return_bias=False,
+                **common,
             ),
         )
 

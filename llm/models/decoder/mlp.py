@@ -85,10 +85,15 @@ class GatedMLP(Patchable):
         super().__init__()
         hidden, inner = context.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden, [inner, inner], bias=config.bias, prefix=f"{prefix}.gate_up_proj", **context.common
+            hidden,
+            [inner, inner],
+            bias=config.bias,
+            prefix=f"{prefix}.gate_up_proj",
+            return_bias=False,
+            **context.common,
         )
         self.down_proj = RowParallelLinear(
-            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", **context.common
+            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", return_bias=False, **context.common
         )
         self.act_fn = (
             GeluAndMulSparse(config.sparsity, "tanh") if config.sparsity else GATED_ACTIVATIONS[config.activation]()
@@ -109,10 +114,10 @@ class PlainMLP(Patchable):
         super().__init__()
         hidden, inner = context.hidden_size, config.intermediate_size
         self.up_proj = ColumnParallelLinear(
-            hidden, inner, bias=config.bias, prefix=f"{prefix}.up_proj", **context.common
+            hidden, inner, bias=config.bias, prefix=f"{prefix}.up_proj", return_bias=False, **context.common
         )
         self.down_proj = RowParallelLinear(
-            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", **context.common
+            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", return_bias=False, **context.common
         )
         self.act_fn = PLAIN_ACTIVATIONS[config.activation]()
 

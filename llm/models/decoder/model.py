@@ -53,7 +53,7 @@ class DecoderStack(nn.Module):
         self.project_in, self.project_out = (
             None
             if config.embedding_size is None
-            else ReplicatedLinear(*sizes, bias=False, prefix=f"{prefix}.{name}", **context.common)
+            else ReplicatedLinear(*sizes, bias=False, prefix=f"{prefix}.{name}", return_bias=False, **context.common)
             for name, sizes in (
                 ("project_in", (width, config.hidden_size)),
                 ("project_out", (config.hidden_size, width)),
@@ -134,7 +134,9 @@ class DecoderForCausalLM(nn.Module):
         self.score: ReplicatedLinear | None = None
         if classes:
             dtype = context.options.params_dtype
-            self.score = ReplicatedLinear(context.hidden_size, classes, bias=False, params_dtype=dtype, prefix="score")
+            self.score = ReplicatedLinear(
+                context.hidden_size, classes, bias=False, params_dtype=dtype, prefix="score", return_bias=False
+            )
         if self.config.score_tokens is not None:
             self.merge_weights = partial(_with_score, self.config.score_tokens)
         self.left_out = (*getattr(self, "left_out", ()), "lm_head", *(() if classes else ("score",)))

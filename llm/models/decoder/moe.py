@@ -114,6 +114,7 @@ class MoEBlock(Patchable):
             config.correction_bias,
             params_dtype=dtype,
             prefix=f"{prefix}.gate",
+            return_bias=False,
         )
         activation = _ACTIVATIONS[config.activation]
         self.experts = FusedMoE(
@@ -136,7 +137,9 @@ class MoEBlock(Patchable):
         path, size = f"{prefix}.shared_experts", config.shared_size
         if size is not None and config.shared_gate:
             # Sigmoid of one logit as its weight: a layer of one expert.
-            self.shared_expert_gate = GateLinear(hidden, 1, params_dtype=dtype, prefix=f"{prefix}.shared_expert_gate")
+            self.shared_expert_gate = GateLinear(
+                hidden, 1, params_dtype=dtype, prefix=f"{prefix}.shared_expert_gate", return_bias=False
+            )
             one: Routing = {"scoring_func": "sigmoid", "renormalize": False}
             self.shared_experts = FusedMoE(
                 1, 1, hidden, size, prefix=path, activation=activation, **one, **context.common
@@ -153,8 +156,12 @@ class MoEBlock(Patchable):
         if latent is None:
             return None, None
         return (
-            ReplicatedLinear(hidden, latent, bias, prefix=f"{prefix}.fc1_latent_proj", **context.common),
-            ReplicatedLinear(latent, hidden, bias, prefix=f"{prefix}.fc2_latent_proj", **context.common),
+            ReplicatedLinear(
+                hidden, latent, bias, prefix=f"{prefix}.fc1_latent_proj", return_bias=False, **context.common
+            ),
+            ReplicatedLinear(
+                latent, hidden, bias, prefix=f"{prefix}.fc2_latent_proj", return_bias=False, **context.common
+            ),
         )
 
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:

@@ -38,7 +38,12 @@ class PerLayerInputs(nn.Module):
             config.vocab_size, width, prefix=f"{prefix}.embed_tokens_per_layer", **context.common
         )
         self.per_layer_model_projection = ReplicatedLinear(
-            hidden, width, bias=False, prefix=f"{prefix}.per_layer_model_projection", **context.common
+            hidden,
+            width,
+            bias=False,
+            prefix=f"{prefix}.per_layer_model_projection",
+            return_bias=False,
+            **context.common,
         )
         self.per_layer_projection_norm = config.norm.build(config.size, context)
         self.size, self.scale = config.size, hidden**-0.5
@@ -57,10 +62,10 @@ class PerLayerGate(nn.Module):
         super().__init__()
         hidden, common = context.hidden_size, context.common
         self.per_layer_input_gate = ReplicatedLinear(
-            hidden, size, bias=False, prefix=f"{prefix}.per_layer_input_gate", **common
+            hidden, size, bias=False, prefix=f"{prefix}.per_layer_input_gate", return_bias=False, **common
         )
         self.per_layer_projection = ReplicatedLinear(
-            size, hidden, bias=False, prefix=f"{prefix}.per_layer_projection", **common
+            size, hidden, bias=False, prefix=f"{prefix}.per_layer_projection", return_bias=False, **common
         )
         self.post_per_layer_input_norm = norm.build(hidden, context)
         self.act_fn = PLAIN_ACTIVATIONS[activation]()

@@ -71,11 +71,17 @@ class SharedBlockConfig(PartConfig):
 
 def _adapter(into: LinearBase, rank: int, context: BuildContext, prefix: str, outputs: list[int]) -> nn.Sequential:
     """Two matrices, whose product is added to a part of the matrix of `into` that has these outputs."""
-    first = ReplicatedLinear(into.input_size, rank, bias=False, prefix=f"{prefix}.0", **context.common)
+    first = ReplicatedLinear(
+        into.input_size, rank, bias=False, prefix=f"{prefix}.0", return_bias=False, **context.common
+    )
     path = f"{prefix}.1"
     if len(outputs) == 1:
-        return nn.Sequential(first, ColumnParallelLinear(rank, outputs[0], bias=False, prefix=path, **context.common))
-    return nn.Sequential(first, MergedColumnParallelLinear(rank, outputs, bias=False, prefix=path, **context.common))
+        return nn.Sequential(
+            first, ColumnParallelLinear(rank, outputs[0], bias=False, prefix=path, return_bias=False, **context.common)
+        )
+    return nn.Sequential(
+        first, MergedColumnParallelLinear(rank, outputs, bias=False, prefix=path, return_bias=False, **context.common)
+    )
 
 
 class SharedAttention(nn.Module):
@@ -88,11 +94,20 @@ class SharedAttention(nn.Module):
         heads, common = config.heads, context.common
         inputs, self.size = 2 * context.hidden_size, heads.size
         self.qkv_proj = QKVParallelLinear(
-            inputs, heads.size, heads.query, heads.key_value, bias=False, prefix=f"{prefix}.qkv_proj", **common
+            inputs,
+            heads.size,
+            heads.query,
+            heads.key_value,
+            bias=False,
+            prefix=f"{prefix}.qkv_proj",
+            return_bias=False,
+            **common,
         )
         self.sizes = [self.qkv_proj.num_heads * heads.size, *[self.qkv_proj.num_kv_heads * heads.size] * 2]
         outputs = heads.query * heads.size
-        self.o_proj = RowParallelLinear(outputs, context.hidden_size, bias=False, prefix=f"{prefix}.o_proj", **common)
+        self.o_proj = RowParallelLinear(
+            outputs, context.hidden_size, bias=False, prefix=f"{prefix}.o_proj", return_bias=False, **common
+        )
         for name in self._lists:
             self.add_module(name, nn.ModuleDict())
         self.rotary_emb = None if config.rope is None else context.rotary(heads.size, config.rope)
@@ -125,9 +140,11 @@ class SharedMLP(nn.Module):
         super().__init__()
         hidden, inner, bias = context.hidden_size, config.mlp.intermediate_size, config.mlp.bias
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden, [inner, inner], bias=bias, prefix=f"{prefix}.gate_up_proj", **context.common
+            hidden, [inner, inner], bias=bias, prefix=f"{prefix}.gate_up_proj", return_bias=False, **context.common
         )
-        self.down_proj = RowParallelLinear(inner, hidden, bias=bias, prefix=f"{prefix}.down_proj", **context.common)
+        self.down_proj = RowParallelLinear(
+            inner, hidden, bias=bias, prefix=f"{prefix}.down_proj", return_bias=False, **context.common
+        )
         self.gate_up_proj_adapter_list = nn.ModuleDict()
         self.act_fn = GATED_ACTIVATIONS[config.mlp.activation]()
 
@@ -205,7 +222,9 @@ class SharedBeforeLayer(DecoderLayer):
             raise TypeError("a layer with a shared block is a SharedBlockLayer")
         self.use = layer.shared.use
         hidden = context.hidden_size
-        self.linear = ReplicatedLinear(hidden, hidden, bias=False, prefix=f"{prefix}.linear", **context.common)
+        self.linear = ReplicatedLinear(
+            hidden, hidden, bias=False, prefix=f"{prefix}.linear", return_bias=False, **context.common
+        )
         self.input_layernorm = norm.build(hidden, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:

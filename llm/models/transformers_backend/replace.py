@@ -92,7 +92,13 @@ def _linear(theirs: nn.Module, name: str, options: BuildOptions) -> ReplicatedLi
     outputs, inputs = reversed(weight.shape) if is_conv1d(theirs) else weight.shape
     has_bias = getattr(theirs, "bias", None) is not None
     return ReplicatedLinear(
-        inputs, outputs, has_bias, params_dtype=options.params_dtype, quant_config=options.quant_config, prefix=name
+        inputs,
+        outputs,
+        has_bias,
+        params_dtype=options.params_dtype,
+        quant_config=options.quant_config,
+        prefix=name,
+        return_bias=False,
     )
 
 
