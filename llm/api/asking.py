@@ -92,7 +92,7 @@ class ChatOptions:
         choice, shown = ToolChoice.of(self.tool_choice, self.parallel_tool_calls, self.tools)
         options, arguments = rendering.options(shown), rendering.chat_template_kwargs or {}
         prompts = preprocessor.chat_prompts(
-            messages, options, arguments, self.tokenization_kwargs, on_too_long, params, default
+            messages, options, arguments, self.tokenization_kwargs, on_too_long, params, default, choice
         )
         has_tools = shown is not None
         reader = preprocessor.reply_reader(rendering.chat_template, self.tool_parser, has_tools, choice.forces)

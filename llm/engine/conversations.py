@@ -14,7 +14,8 @@ from llm.base.checks import refuse
 from llm.base.errors import LLMError, ValidationError
 from llm.base.types import JsonObject
 from llm.engine.prompts import list_conversations
-from llm.replies.history import readable
+from llm.replies.choice import ToolChoice
+from llm.replies.history import readable, tools_as_text, with_text
 from llm.tokenizer import Tokenizer
 
 logger = logging.getLogger("llm")
@@ -31,8 +32,12 @@ def rendered(
     messages: object,
     options: Mapping[str, object],
     template_arguments: Mapping[str, object],
+    choice: ToolChoice | None = None,
 ) -> list[str]:
-    """The text of each conversation; see `Preprocessor.render_chat`."""
+    """The text of each conversation; see `Preprocessor.render_chat`.
+
+    `choice`: where it forces a call, tools that the template does not show are written into the conversation.
+    """
     conversations = [readable(conversation) for conversation in list_conversations(messages)]
     if not isinstance(template_arguments, Mapping):
         refuse("chat_template_kwargs", template_arguments, "a dict of the template's arguments, or None")
@@ -43,8 +48,13 @@ def rendered(
         raise no_tokenizer("chat needs one; give generate() token ids.")
     arguments = {**options, **template_arguments}
     texts = [_render(tokenizer, conversation, arguments) for conversation in conversations]
-    if options.get("tools"):
-        _check_tools_are_shown(tokenizer, conversations[0], arguments, texts[0])
+    tools = cast("list[JsonObject] | None", options.get("tools"))
+    if tools and not _shows_tools(tokenizer, conversations[0], arguments, texts[0]):
+        if choice is None or not choice.forces:
+            right = "left out: this model's chat template does not show tools to the model"
+            refuse("tools", "a list", f"{right}; tool_choice='required' works without that")
+        text = tools_as_text(tools, choice)
+        texts = [_with_text(tokenizer, conversation, arguments, text) for conversation in conversations]
     if template_arguments:
         given = cast("str | None", options.get("chat_template"))  # rendered above
         template = tokenizer.template_text(given, bool(options.get("tools")))
@@ -74,16 +84,29 @@ def _warn_of_unread(names: tuple[str, ...], template: str) -> None:
         logger.warning("chat_template_kwargs %s are given, and the chat template does not read them.", unread)
 
 
-def _check_tools_are_shown(
+def _shows_tools(
     tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Mapping[str, object], text: str
-) -> None:
-    """Refuse tools that the template does not show to the model."""
+) -> bool:
     try:
         without = _render(tokenizer, conversation, {**arguments, "tools": None})
     except ValidationError:  # it reads them
-        return
-    if without == text:
-        refuse("tools", "a list", "left out: this model's chat template does not show tools to the model")
+        return True
+    return without != text
+
+
+def _with_text(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Mapping[str, object], text: str) -> str:
+    """The conversation with a text in the system message, or in the user's first where a template shows no other."""
+    for role in ("system", "user"):
+        try:
+            rendered = _render(tokenizer, with_text(conversation, text, role), {**arguments, "tools": None})
+        except ValidationError:  # it knows no system messages
+            continue
+        if text in rendered:
+            return rendered
+    raise ValidationError(
+        "tools must be left out: this model's chat template shows neither tools nor a system message or a user's.",
+        parameter="tools",
+    )
 
 
 def no_tokenizer(message: str) -> ValidationError:

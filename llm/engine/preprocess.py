@@ -20,6 +20,7 @@ from llm.engine.prompts import ParsedPrompt, check_text, list_prompts, parse_pro
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.engine.tokenization import Tokenization
 from llm.inputs import TokensPrompt
+from llm.replies.choice import ToolChoice
 from llm.replies.reader import ReplyReader
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.request import check_request_processors
@@ -184,9 +185,10 @@ class Preprocessor:
         on_too_long: str,
         params: object,
         default: Callable[[], SamplingParams],
+        choice: ToolChoice | None = None,
     ) -> list[TokensPrompt | ParsedPrompt]:
-        """As `render_chat`, for rows with these params; conversations that cannot fit are refused."""
-        texts = rendered(self.tokenizer, messages, options, template_arguments)
+        """As `render_chat`, for rows with these params and this choice; conversations that cannot fit are refused."""
+        texts = rendered(self.tokenizer, messages, options, template_arguments, choice)
         per_row = _per_row_params(params, len(texts), default)
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
         parsed = [ParsedPrompt(text, None) for text in texts]

@@ -127,7 +127,8 @@ class Maker:
                         writing = preprocessor.reply_reader(None, "auto", True, True).writing
                         own = asked.choice.constrained_row(own, writing)
                     (prompt,) = preprocessor.chat_prompts(
-                        asked.messages, options, arguments, None, self.on_too_long, own, llm.get_default_sampling_params
+                        *(asked.messages, options, arguments, None, self.on_too_long, own),
+                        *(llm.get_default_sampling_params, asked.choice),
                     )
             except ValidationError as error:
                 prompt = error

@@ -267,9 +267,46 @@ def test_a_history_as_openai_writes_it(llm: LLM) -> None:
 
 
 def test_tools_that_the_template_ignores_are_refused(llm: LLM) -> None:
-    with pytest.raises(ValidationError, match="tools must be left out: this model's chat template"):
+    with pytest.raises(ValidationError, match=r"tools must be left out: this model's chat template.*tool_choice='requ"):
         llm.chat(ASK, tools=TOOLS, use_tqdm=False)
     llm.render_chat(ASK, chat_template=QWEN, tools=TOOLS)
+
+
+MESSAGES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MESSAGES
+ONLY_USERS = "{% for m in messages if m.role == 'user' %}[user]{{ m.content|trim }}{% endfor %}"
+TOLD = 'You can call these functions:\n{"name": "weather", "parameters": {"type": "object"}}\n'
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "before", "after"),
+    [
+        (MESSAGES, ASK, "[system]", "[user]Does it rain?"),
+        (MESSAGES, [{"role": "system", "content": "Be brief."}, *ASK], "[system]Be brief.\n\n", "[user]Does it rain?"),
+        (NO_SYSTEM, ASK, "[user]", "\n\nDoes it rain?"),
+        (ONLY_USERS, [{"role": "user", "content": [{"type": "text", "text": "Rain?"}]}], "[user]", "\nRain?"),
+    ],
+)
+def test_a_call_is_required_of_a_template_without_tools(
+    llm: LLM, template: str, messages: list[Any], before: str, after: str
+) -> None:
+    for choice in ("required", named("weather")):
+        params, given = SamplingParams(max_tokens=60, seed=4), {"chat_template": template, "tools": TOOLS}
+        [output] = llm.chat(messages, params, tool_choice=choice, use_tqdm=False, **given)
+        assert output.outputs[0].tool_calls[0].name == "weather" and output.prompt is not None
+        assert output.prompt.startswith(before + TOLD) and output.prompt.endswith("and nothing else." + after)
+        stream = llm.stream_chat(messages, params, tool_choice=choice, **given)
+        assert "".join(stream) == output.outputs[0].text and stream.output is not None
+        assert stream.output.prompt == output.prompt
+    with pytest.raises(ValidationError, match="shows neither tools nor a system message"):
+        llm.chat(messages, params, chat_template="Hello", tools=TOOLS, tool_choice="required", use_tqdm=False)
+
+
+def test_a_call_is_required_in_a_job_with_a_template_without_tools(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": ASK, "tools": TOOLS, "tool_choice": "required"}) + "\n")
+    llm.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", SamplingParams(max_tokens=60), use_tqdm=False)
+    row = json.loads((tmp_path / "out.jsonl").read_text())
+    assert row["error"] is None and row["tool_calls"][0]["function"]["name"] == "weather"
 
 
 TREE = {"type": "object", "properties": {"under": {"$ref": "#"}}, "additionalProperties": False}
