@@ -1,9 +1,9 @@
 """Compiles the CPU kernels into the wheel when there is a C++ compiler; pyproject.toml says all the rest.
 
 Optional: without a compiler, or with LLM_BUILD_KERNELS=0, the wheel carries the sources alone and the kernels are
-compiled when they are first used. LLM_BUILD_KERNELS=avx2,plain names the instruction sets, "all" is every one (for a
-wheel that is given to others); by default AVX2 and the best of this processor. An editable install compiles nothing
-here.
+compiled when they are first used. What was compiled once is taken from the user's cache. LLM_BUILD_KERNELS=avx2,plain
+names the instruction sets, "all" is every one (for a wheel that is given to others); by default AVX2 and the best of
+this processor. An editable install compiles nothing here.
 """
 
 import importlib.util
@@ -49,17 +49,21 @@ class BuildWithKernels(build_py):
             path = folder / build.packaged_name(target)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                compiler = build.find_compiler()
-                cached = build.cached_library(target, compiler)  # of these sources, this compiler and these flags
-                if build.is_usable(cached):
-                    shutil.copyfile(cached, path)
-                else:
-                    build.compile_library(path, target, compiler)
+                self.put_library(build, target, path)
             except (OSError, build.BuildError) as error:
                 message = f"The CPU kernels for {target} are not in this wheel; they are compiled at first use: {error}"
                 print(message, file=sys.stderr)
             else:
                 self.libraries.append(str(path))
+
+    def put_library(self, build, target, path):
+        """By way of the user's cache: installing again, with other extras or another Python, compiles nothing."""
+        try:
+            library = build.ensure_library(target)
+        except build.BuildError:  # also where the cache cannot be used
+            build.compile_library(path, target, build.find_compiler())
+        else:
+            shutil.copyfile(library, path)
 
     def get_outputs(self, include_bytecode=True):
         return [*super().get_outputs(include_bytecode), *self.libraries]

@@ -32,6 +32,7 @@ OPERATIONS: dict[str, str] = {
     "quantize_static": "quantized",
     "quantize_weight": "quantize_weight",
     "quantize_weight_as": "quantize_forms",
+    "decode_blocks": "gguf_blocks",
     "rms_norm": "norm",
     "add_rms_norm": "norm",
     "layer_norm": "norm",

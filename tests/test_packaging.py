@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "work", "*.eg
 TEST_COMMAND = "python -m pip install -e '.[test]' && python -m pytest"
 FIRST_JOB = 'python -m llm generate "In the beginning"'
 
-COMPILER = any(shutil.which(name) for name in (os.environ.get("CXX") or "", "c++", "g++", "clang++") if name)
+_FOUND = (shutil.which(name) for name in (os.environ.get("CXX") or "", "c++", "g++", "clang++") if name)
+COMPILER = next(filter(None, _FOUND), None)
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").is_file(), reason="the tests do not run from a source tree: there is nothing to build"
@@ -148,12 +150,27 @@ def kernel_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a cache of its own and a compiler that writes a line for each call to `calls`."""
+    folder = tmp_path_factory.mktemp("counting")
+    compiler = folder / "cxx"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\nexec {COMPILER} "$@"\n')
+    compiler.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", str(compiler))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize("way", [["--wheel"], []], ids=["tree", "sdist"])
 def test_a_wheel_carries_the_kernels_when_there_is_a_compiler(
-    way: list[str], kernel_tree: Path, tmp_path: Path
+    way: list[str], kernel_tree: Path, counting: Path, tmp_path: Path
 ) -> None:
+    """And installing again, in whatever way, compiles nothing again: what is compiled lies in the user's cache."""
     wheel = build(kernel_tree, tmp_path / "dist", *way, kernels="plain")
+    assert len((counting / "calls").read_text().splitlines()) == 2  # of both ways: one source, and linking
     assert "-py3-none-linux" in wheel.name
     assert {name.partition("/")[0] for name in shipped_files(wheel)} == {"llm"}
     with zipfile.ZipFile(wheel) as archive:

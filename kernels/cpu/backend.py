@@ -91,8 +91,8 @@ def _cpu_backend(isa: str | None) -> Backend:
         reason = f"{best} is not available: {failure.splitlines()[0]}"
         target = _NEXT_BEST.get(target) if isa is None else None  # gcc before 11 knows no AMX, some systems deny it
     warnings.warn(
-        f"the CPU kernels are not available: {failure}. PyTorch's operations compute instead: slower, and answers "
-        "depend on what else is in the batch.",
+        f"the CPU kernels are not available, and PyTorch's operations compute instead: slower, and answers depend on "
+        f"what else is in the batch (llm.config.invariant is False). {failure}",
         stacklevel=2,
     )
     return pytorch(failure.splitlines()[0])

@@ -5,7 +5,8 @@ and no import of this package: setup.py loads this file by its path. The compile
 
 The file name of a library contains a hash of its sources, compiler and flags, so a cached file is used only for
 exactly these. Compilation happens in a scratch folder under a lock and ends with an atomic rename: two processes build
-once, and a killed build leaves nothing that could be loaded.
+once, and a killed build leaves nothing that could be loaded. The compilers hold the lock too: those that a killed
+process leaves behind are waited for. Nothing is given up because other programs take the processor.
 
 A library file ends with its size and digest, checked before it is loaded: loading a truncated one would crash the
 process. The cache is used only if no other user can write to it.
@@ -22,6 +23,7 @@ import os
 import platform
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -74,7 +76,10 @@ _SLOW_BF16 = {"GenuineIntel", "avx512_fp16"}
 _X86, _ARM = {"x86_64", "amd64"}, {"aarch64", "arm64"}
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA = 158, 0x1023, 18
 _COMPILERS = ("c++", "g++", "clang++")
-_SECONDS_ALLOWED = 600
+# CPU time of one compiler. It takes a few seconds for a file; on a busy machine those may last many minutes.
+_CPU_SECONDS = 600
+# A shell sets it: a function that runs between fork and exec may hang in a process with threads.
+_LIMITED = ("/bin/sh", "-c", f'ulimit -S -t {_CPU_SECONDS} 2>/dev/null; exec "$@"', "sh")
 _OUTPUT_SHOWN = 2000
 # A library file ends with this mark and the SHA-256 and the size of all before the mark. ELF loaders ignore the rest.
 _MARK = b"offline-llm kernels\0"
@@ -232,7 +237,8 @@ def ensure_library(
     """The compiled library of `target`: packaged, cached, or compiled now.
 
     Args:
-        announce: called with one line before a compilation starts; by default it is printed to standard error.
+        announce: called with one line before a compilation starts, or before another process's is waited for; by
+            default it is printed to standard error.
         folder: the cache, by default `cache_folder()`.
         rebuild: compile even if there is a library.
 
@@ -249,28 +255,35 @@ def ensure_library(
         _check_private(path.parent)
         if not rebuild and is_usable(path):
             return path
-        with _locked(path.with_suffix(".lock")):
-            if rebuild or not is_usable(path):  # another process may have built it while this one waited
+        before = _time_of(path)
+        with _locked(path.with_suffix(".lock"), lambda: _announce(_waiting(target), announce)) as lock:
+            # Another process may have built it while this one waited.
+            if not is_usable(path) or (rebuild and _time_of(path) == before):
                 _announce(f"Compiling the CPU kernels ({target}), once, into {path.parent} ...", announce)
-                _compile_into(path, target, compiler)
+                _compile_into(path, target, compiler, lock)
     except OSError as error:
         raise BuildError(f"the kernel cache cannot be used ({error}); point XDG_CACHE_HOME elsewhere") from error
     return path
 
 
-def compile_library(output: Path, target: str, compiler: str, extra_flags: tuple[str, ...] = ()) -> None:
-    """Compile the sources for `target` in parallel and link them into the shared library `output`."""
+def compile_library(
+    output: Path, target: str, compiler: str, extra_flags: tuple[str, ...] = (), lock: int | None = None
+) -> None:
+    """Compile the sources for `target` in parallel and link them into the shared library `output`.
+
+    `lock`: a file that the compilers keep open.
+    """
     with tempfile.TemporaryDirectory(dir=output.parent, prefix="build-") as scratch:
         objects = [Path(scratch, f"{path.stem}.o") for path in sources()]
         flags = [*FLAGS, *TARGETS[target], *extra_flags]
         commands = [
             [compiler, *flags, "-c", str(path), "-o", str(out)] for path, out in zip(sources(), objects, strict=True)
         ]
-        with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
-            list(pool.map(_run, commands))
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda command: _run(command, lock), commands))
         linked = Path(scratch, "library.so")
         # No OpenMP runtime is linked: the kernels have their own threads (threads.cpp).
-        _run([compiler, "-shared", *extra_flags, "-Wl,--as-needed", *map(str, objects), "-o", str(linked)])
+        _run([compiler, "-shared", *extra_flags, "-Wl,--as-needed", *map(str, objects), "-o", str(linked)], lock)
         _seal(linked)
         _replace(linked, output)
 
@@ -332,29 +345,41 @@ def _check_private(folder: Path) -> None:
         )
 
 
-def _compile_into(path: Path, target: str, compiler: str) -> None:
-    # We hold the lock of this file, so scratch folders with its name are left from killed builds. Those of other files
-    # may belong to running builds with other sources or another compiler.
+def _compile_into(path: Path, target: str, compiler: str, lock: int) -> None:
+    # We hold the lock of this file, so scratch folders with its name are left from killed builds, and so are no
+    # compilers. Those of other files may belong to running builds with other sources or another compiler.
     prefix = f"scratch-{path.stem}-"
     for stale in path.parent.glob(f"{prefix}*"):
         shutil.rmtree(stale, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
     try:
-        compile_library(scratch / "library.so", target, compiler)
+        compile_library(scratch / "library.so", target, compiler, lock=lock)
         _replace(scratch / "library.so", path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], lock: int | None) -> None:
+    """Run the compiler; raises `BuildError`, whose first line says in short what happened."""
+    files = () if lock is None else (lock,)
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     try:
-        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        done = subprocess.run(command, stdin=nothing, stdout=pipe, stderr=subprocess.STDOUT, timeout=_SECONDS_ALLOWED)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run(
+            [*_LIMITED, *command], stdin=nothing, stdout=pipe, stderr=subprocess.STDOUT, pass_fds=files
+        )
+    except OSError as error:
         raise BuildError(f"the C++ compiler could not be run ({error})") from error
     if done.returncode:
-        output = done.stdout.decode(errors="replace")[:_OUTPUT_SHOWN].strip()
-        raise BuildError(f"the C++ compiler failed ({' '.join(command)}):\n{output}")
+        output = done.stdout.decode(errors="replace").strip()
+        what = next((line for line in output.splitlines() if "error" in line), "") or _ending(done.returncode)
+        raise BuildError(f"the C++ compiler failed: {what}\n{' '.join(command)}\n{output[:_OUTPUT_SHOWN]}".strip())
+
+
+def _ending(status: int) -> str:
+    """Of a compiler that says nothing of an error."""
+    if status == -signal.SIGXCPU:
+        return f"it took more than {_CPU_SECONDS} seconds of CPU time"
+    return f"it was killed by signal {-status}" if status < 0 else f"it ended with status {status}"
 
 
 def _announce(line: str, announce: Callable[[str], None] | None) -> None:
@@ -364,9 +389,27 @@ def _announce(line: str, announce: Callable[[str], None] | None) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def _waiting(target: str) -> str:
+    return f"Waiting for another process, which compiles the CPU kernels ({target}) ..."
+
+
+def _time_of(path: Path) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an advisory lock, which the system releases when the process dies."""
+def _locked(path: Path, waits: Callable[[], None]) -> Iterator[int]:
+    """Hold an advisory lock, which the system releases when this process and the compilers it started are gone.
+
+    `waits` is called before waiting for another process. Gives the lock's file descriptor.
+    """
     with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle.fileno()

@@ -15,6 +15,10 @@ LLM_NAMED(Kind)
 enum class WeightForm : int64_t { ROUNDED, SEARCHED, FLOAT8, MXFP4, NF4, Q8_0, Q4_0, Q4_K };
 LLM_NAMED(WeightForm)
 
+// The types of GGUF that gguf_blocks.cpp decodes: TYPES of kernels/reference/gguf_blocks.py.
+enum class BlockType : int64_t { Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4 };
+LLM_NAMED(BlockType)
+
 namespace {
 
 template <class T> struct Type { using Value = T; };

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from llm.base.threads import num_threads
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS, WeightStruct
 from llm.kernels.cpu.tensors import KINDS as FLOATS
@@ -133,7 +134,7 @@ class PanelWeight(Weight):
     def rows(self, start: int, end: int) -> torch.Tensor:
         start, end, _ = slice(start, end).indices(self.n)
         out = torch.empty(max(0, end - start), self.k, dtype=SCALED_KINDS.get(self.kind, self.data.dtype))
-        self.library.call(_UNPACK, self.address, out.data_ptr(), start, start + len(out), torch.get_num_threads())
+        self.library.call(_UNPACK, self.address, out.data_ptr(), start, start + len(out), num_threads())
         return out
 
     def scaled(
@@ -188,7 +189,7 @@ def pack(lib: Library, values: torch.Tensor, kind: str | None = None, reuse: boo
     reuse = reuse and values.numel() == size and values.dtype == dtype and kind not in SCALED_KINDS
     data = values.view(-1) if reuse else allocate(lib, size, dtype)
     sums = torch.empty(_padded(n), dtype=torch.int32) if kind == "int8" else None
-    number, threads = KINDS.index(kind), torch.get_num_threads()
+    number, threads = KINDS.index(kind), num_threads()
     lib.call(_PACK, number, values.data_ptr(), data.data_ptr(), pointer(sums), n, k, threads)
     if reuse:
         _move_to_large_pages(lib, data)
@@ -204,7 +205,7 @@ def is_packed_in_place(n: int, k: int, dtype: torch.dtype) -> bool:
 def pack_into(lib: Library, values: torch.Tensor, rows: torch.Tensor) -> None:
     """Pack floats [n, K] into the memory of `rows`, which may be their own; `is_packed_in_place` holds."""
     number = KINDS.index(FLOAT_KINDS[values.dtype])
-    lib.call(_PACK, number, values.data_ptr(), rows.data_ptr(), 0, *values.shape, torch.get_num_threads())
+    lib.call(_PACK, number, values.data_ptr(), rows.data_ptr(), 0, *values.shape, num_threads())
 
 
 def _size(kind: str, n: int, k: int) -> tuple[torch.dtype, int]:

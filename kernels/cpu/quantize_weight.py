@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from llm.base.threads import num_threads
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.packed import LANES
 from llm.kernels.cpu.signatures import KERNELS
@@ -68,7 +69,7 @@ def quantize_into(
         raise ValueError(f"scale is float32 {[rows, columns // group_size]}, got {scale.dtype} {list(scale.shape)}")
     energies = torch.zeros(max(rows, -(-scale.numel() // LANES)), 2, dtype=torch.float64)
     places = (weight.data_ptr(), q.data_ptr(), scale.data_ptr(), pointer(minimum), energies.data_ptr(), pointer(table))
-    sizes = (rows, columns, high, group_size, torch.get_num_threads())
+    sizes = (rows, columns, high, group_size, num_threads())
     wrong = lib.call(_QUANTIZE, KINDS[weight.dtype], form, *places, *sizes)
     if wrong:
         raise ValueError(reference.NOT_FINITE if wrong & _NOT_FINITE else BEYOND)

@@ -26,6 +26,8 @@ void llm_unpack(const Weight* weight, void* dst, int64_t first, int64_t end, int
 void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads)
 int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* src, int8_t* q, float* scale, float* minimum,
     double* energies, const float* table, int64_t n, int64_t k, int64_t high, int64_t group_size, int64_t threads)
+int64_t llm_decode_blocks(BlockType kind, const uint8_t* raw, int8_t* q, float* scale, float* minimum,
+    const int8_t* table, int64_t n, int64_t k, int64_t group_size, int64_t least, int64_t threads)
 void llm_quantize_static(const float* x, int8_t* q, float scale, int64_t offset, int64_t count, int64_t threads)
 
 void llm_rms_norm(const float* x, const float* residual, Kind kind, const void* weight, float weight_offset,
@@ -153,12 +155,13 @@ int64_t input_offset
 float input_scale
 """
 
-# Of a type of C++ that is no pointer. Kind, WeightForm and Activations are numbers of 64 bits.
+# Of a type of C++ that is no pointer. Kind and the other enumerations are numbers of 64 bits.
 _CTYPES: dict[str, type[Any]] = {
     "int64_t": ctypes.c_int64,
     "Kind": ctypes.c_int64,
     "Activations": ctypes.c_int64,
     "WeightForm": ctypes.c_int64,
+    "BlockType": ctypes.c_int64,
     "float": ctypes.c_float,
 }
 

@@ -1,6 +1,6 @@
 """The model under construction: the platform its operations are bound for, and which operations are on.
 
-Owns the package's only context variable. A constructor reads it once; nothing reads it while a model computes.
+A constructor reads it once; nothing reads it while a model computes.
 """
 
 from __future__ import annotations

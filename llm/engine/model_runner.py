@@ -16,6 +16,7 @@ import torch
 
 from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.base.phases import PhaseTimes
+from llm.base.threads import serial_pytorch
 from llm.config.defaults import library_defaults
 from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from llm.engine.adapters import ModelAdapters
@@ -97,7 +98,7 @@ class ModelRunner(ModelInspection, CacheRows):
             model = build_model(plan, self.platform, file)
             varies, held = what_varies(model) if plan.config.invariant else None, held_otherwise(model)
             head = None if plan.head is None else build_model(plan.head.plan, self.platform)
-        with times.phase("load weights"):
+        with times.phase("load weights"), serial_pytorch():
             if plan.head is not None:
                 fill_model(plan.head.plan, self.platform, head)
             self.targets = fill_model(plan, self.platform, model, file)

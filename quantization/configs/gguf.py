@@ -1,7 +1,7 @@
 """GGUF: the type of each tensor -> what computes its layer.
 
 Owns the choice per layer, from the types that `llm.loading.gguf` found in the file, under Hugging Face's names. Blocks
-are `storage/gguf_blocks.py`'s.
+are `kernels/reference/gguf_blocks.py`'s.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.kernels.reference.gguf_blocks import BLOCKS
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.configs.reader import Fields
 from llm.quantization.matching import columns_of
@@ -20,7 +21,6 @@ from llm.quantization.registry import get_scheme
 from llm.quantization.schemes.method import IntegerMethod
 from llm.quantization.schemes.table import SCHEMES
 from llm.quantization.storage.gguf import GgufStorage
-from llm.quantization.storage.gguf_blocks import BLOCKS
 from llm.quantization.unquantized import left_alone
 
 _SOURCE = "GGUF"

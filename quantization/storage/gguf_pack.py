@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from llm.kernels.reference.gguf_blocks import BLOCKS
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.storage.gguf_blocks import BLOCKS
 from llm.quantization.tables import doubled_fp4
 
 _GROUP = 32

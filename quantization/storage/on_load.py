@@ -6,7 +6,7 @@ copy is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -73,6 +73,7 @@ class QuantizeOnLoad(StreamedStorage):
         self.static_input = static_input
         self.search = bits <= 4
         backend = backend_of_construction()
+        self._pack, self._look_up = backend.op("pack"), backend.op("embedding")
         self._to_integers, self._to_form = backend.op("quantize_weight"), backend.op("quantize_weight_as")
         self._signal = self._noise = 0.0
 
@@ -114,12 +115,21 @@ class QuantizeOnLoad(StreamedStorage):
 
     def again(self, weight: IntegerWeight) -> IntegerWeight:
         """The values of a quantized weight, quantized as a checkpoint's are."""
-        values = weight.dequantize()
+        values = self._values_of(weight)
         self._sizes, self._columns = [len(values)], values.shape[1]
         found = self._allocated()
         self.fill(found, slice(0, len(values)), values, 0)
         found.bias = weight.bias
         return found
+
+    def _values_of(self, weight: IntegerWeight) -> torch.Tensor:
+        """`weight.dequantize()`: all rows of an embedding table, where its columns are in order."""
+        if weight.columns is not None:
+            return weight.dequantize()
+        kind = "float8" if weight.q.is_floating_point() else "int4" if weight.bits <= 4 else "int8"
+        packed = self._pack(weight.q, kind).scaled(weight.scale, weight.zero, weight.group_size, weight.minimum)
+        values: torch.Tensor = self._look_up(torch.arange(packed.n), replace(packed, table=weight.table))
+        return values
 
     def _allocated(self) -> IntegerWeight:
         weight = super()._allocated()

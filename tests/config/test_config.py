@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from embedded import open_llm
 
 from llm import LLM, SamplingParams
 from llm.base.errors import OutOfMemoryError, ValidationError
+from llm.base.threads import num_threads
 from llm.config.compilation import CompilationMode
 from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
 from llm.config.plan import MemoryPlan, choose_snapshot_interval, plan_memory, plan_scheduler
+from llm.engine import model_runner
 from llm.engine.model_runner import ModelRunner
 from llm.platforms import current_platform
 
@@ -127,7 +130,7 @@ def test_threads_of_a_call_and_of_loading(monkeypatch: pytest.MonkeyPatch) -> No
         return prepare(runner, step)
 
     monkeypatch.setattr(ModelRunner, "prepare_batch", prepare_seen)
-    for asked, used in ((1, 1), (most + 5, most), (None, min(before, most))):
+    for asked, used in ((1, 1), (most + 5, most), (None, 1)):
         seen.clear()
         with open_llm(num_threads=asked) as llm:
             llm.generate("In", SamplingParams(max_tokens=2), use_tqdm=False)
@@ -139,6 +142,27 @@ def test_threads_of_a_call_and_of_loading(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.get_num_threads() == before
     with pytest.raises(ValidationError, match="num_threads must be an integer of at least 1"):
         open_llm(num_threads=0).__enter__()
+
+
+def test_pytorch_loads_on_one_thread_and_other_threads_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads spin between short operations, and wait for each other where other programs take the cores."""
+    seen: list[tuple[int, int, int]] = []
+    fill, before = model_runner.fill_model, torch.get_num_threads()
+
+    def fill_seen(*args: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:  # a thread of the program that computes for the first time
+            seen.append((torch.get_num_threads(), num_threads(), pool.submit(torch.get_num_threads).result()))
+        return fill(*args)
+
+    monkeypatch.setattr(model_runner, "fill_model", fill_seen)
+    try:
+        threads = min(2, current_platform.num_threads())
+        torch.set_num_threads(threads)
+        with LLM(speculative_config=None, enforce_eager=True):
+            assert seen == [(1, threads, threads)]
+        assert torch.get_num_threads() == num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_config_is_frozen(llm: LLM) -> None:

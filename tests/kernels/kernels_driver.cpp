@@ -166,6 +166,25 @@ template <class T> void quantized(Kind kind, int64_t n, int64_t k, int64_t group
     if (k % 256 == 0) to(WeightForm::Q4_K);
 }
 
+// Rows of GGUF's blocks, in the type's own form and in the widest: groups of 16, minima, numbers in the place of codes.
+void blocks(BlockType kind, int64_t values, int64_t bytes, int64_t n, bool has_minimum) {
+    const int64_t k = 2 * values;
+    Exactly<uint8_t> raw(n * 2 * bytes);
+    Exactly<int8_t> q(n * k), table(16);
+    for (int64_t i = 0; i < raw.count; ++i) raw.data[i] = static_cast<uint8_t>(i * 37 % 120);  // finite scales
+    for (const bool widest : {false, true}) {
+        const int64_t group = widest || kind == BlockType::Q2_K || kind == BlockType::Q3_K || kind == BlockType::Q6_K
+                                  ? 16
+                                  : 32;
+        const bool looks_up = widest && (kind == BlockType::IQ4_NL || kind == BlockType::IQ4_XS);
+        Exactly<float> scale(n * k / group), minimum(n * k / group);
+        if (llm_decode_blocks(kind, raw.data, q.data, scale.data, widest || has_minimum ? minimum.data : nullptr,
+                              looks_up ? table.data : nullptr, n, k, group, widest ? 16 : 8, 1))
+            std::exit(1);
+        ++calls;
+    }
+}
+
 void all_kinds(int64_t m, int64_t n, int64_t k) {
     floats<float>(Kind::FLOAT32, m, n, k);
     floats<uint16_t>(Kind::BFLOAT16, m, n, k);
@@ -210,6 +229,16 @@ int main(int argc, char**) {
             quantized<uint16_t>(Kind::BFLOAT16, n, k, 32);
             quantized<uint16_t>(Kind::FLOAT16, n, k, 32);
         }
+    }
+    for (int64_t n : {1, 3, 700}) {  // more than one task
+        for (BlockType kind : {BlockType::Q8_0, BlockType::Q4_0, BlockType::Q4_1, BlockType::Q5_0, BlockType::Q5_1,
+                               BlockType::IQ4_NL, BlockType::MXFP4}) {
+            const int64_t bytes[] = {34, 18, 20, 22, 24, 0, 0, 0, 0, 0, 18, 0, 17};
+            blocks(kind, 32, bytes[static_cast<int>(kind)], n, kind == BlockType::Q4_1 || kind == BlockType::Q5_1);
+        }
+        blocks(BlockType::Q2_K, 256, 84, n, true), blocks(BlockType::Q3_K, 256, 110, n, false);
+        blocks(BlockType::Q4_K, 256, 144, n, true), blocks(BlockType::Q5_K, 256, 176, n, true);
+        blocks(BlockType::Q6_K, 256, 210, n, false), blocks(BlockType::IQ4_XS, 256, 136, n, false);
     }
     std::printf("ok %d\n", calls + run_step_kernels() + run_experts());
     return 0;

@@ -8,6 +8,7 @@ import platform
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -352,6 +353,83 @@ def test_a_failing_compiler_is_reported_with_its_words(tmp_path: Path, monkeypat
     with pytest.raises(build.BuildError, match="no such flag"):
         build.ensure_library("plain", folder=tmp_path, announce=lambda line: None)
     assert not list(tmp_path.glob("*.so")) and not list(tmp_path.glob("scratch-*"))
+
+
+# Writes what it was asked for once the file `go` is there; `calls` has a line for each time it was started.
+SLOW = 'echo "$$" >> {0}/calls; while [ ! -e {0}/go ]; do sleep 0.02; done; for last; do :; done; echo x > "$last"'
+
+
+def test_compilers_that_a_killed_process_left_are_waited_for(
+    quick_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two others that start then build once, and say what they wait for; how long they wait does not matter."""
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, SLOW.format(tmp_path)))
+    folder, calls, fork = tmp_path / "cache", tmp_path / "calls", multiprocessing.get_context("fork")
+    folder.mkdir()
+    killed, *others = (fork.Process(target=compile_in, args=(str(folder),)) for _ in range(3))
+    killed.start()
+    wait_until(calls.exists)
+    killed.kill()
+    killed.join()
+    for process in others:
+        process.start()
+    waits = "Waiting for another process"
+    seen: list[str] = []
+    wait_until(lambda: printed(capfd, seen).count(waits) == 2)
+    assert len(calls.read_text().split()) == 1  # of the killed one: nobody compiles beside it
+    (tmp_path / "go").touch()
+    for process in others:
+        process.join()
+        assert process.exitcode == 0
+    assert len(calls.read_text().split()) == 3  # one file, and linking it
+    assert len(list(folder.glob("*.so"))) == 1 and not list(folder.glob("scratch-*"))
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def printed(capfd: pytest.CaptureFixture[str], before: list[str]) -> str:
+    """All of what was printed; `before` collects what earlier calls read."""
+    before.append(capfd.readouterr().out)
+    return "".join(before)
+
+
+@pytest.mark.parametrize(
+    ("script", "fails"), [("while :; do :; done", True), ('sleep 2; for last; do :; done; echo x > "$last"', False)]
+)
+def test_cpu_time_is_counted_and_not_the_time_that_passes(
+    script: str, fails: bool, quick_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell, option, _, name = build._LIMITED
+    assert build._LIMITED[2].startswith(f"ulimit -S -t {build._CPU_SECONDS}")
+    monkeypatch.setattr(build, "_LIMITED", (shell, option, 'ulimit -S -t 1; exec "$@"', name))
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
+    folder = tmp_path / "cache"
+    if not fails:
+        assert build.is_usable(build.ensure_library("plain", folder=folder, announce=lambda line: None))
+        return
+    with pytest.raises(build.BuildError, match="seconds of CPU time"):
+        build.ensure_library("plain", folder=folder, announce=lambda line: None)
+
+
+def test_why_there_are_no_kernels_is_said_in_the_warning_and_in_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo x.cpp: In f:; echo 'x.cpp:3: error: no disk'; exit 1"))
+    monkeypatch.setattr(build, "packaged_library", lambda target: None)
+    load = library.load_library.__wrapped__
+    monkeypatch.setattr(backend, "load_library", load)
+    with pytest.warns(
+        UserWarning, match=r"invariant is False.*\n?.*the C\+\+ compiler failed: x.cpp:3: error: no disk"
+    ):
+        found = backend._cpu_backend.__wrapped__("plain")
+    assert found.invariant[0] is False and found.invariant[1].endswith("compiler failed: x.cpp:3: error: no disk")
+    assert "\n" not in found.invariant[1]
 
 
 def test_without_a_compiler_one_warning_says_what_to_do(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from kernel_sets import TARGETS
 
 from llm.kernels.cpu import library
 from llm.kernels.cpu.arriving import arriving_rows
+from llm.kernels.cpu.gguf_blocks import decode_blocks
 from llm.kernels.cpu.quantize_forms import quantize_weight_as
 from llm.kernels.cpu.quantize_weight import quantize_weight
+from llm.kernels.reference import gguf_blocks
 from llm.kernels.reference import quantize_forms as forms
 from llm.kernels.reference import quantize_weight as reference
 from llm.quantization.unquantized import fill_rows, new_parameter, widen
@@ -90,6 +92,54 @@ def test_other_forms_are_those_of_the_definition(lib: library.Library, form: str
                 quantize_weight_as(lib, weight, form, size)
             with pytest.raises(ValueError, match=message):
                 forms.quantize_weight_as(weight, form, size)
+
+
+def rows_of_blocks(kind: str, rows: int, blocks: int) -> torch.Tensor:
+    """Random bytes whose scales are finite, uint8 [rows, bytes of a row]."""
+    size = gguf_blocks.BLOCKS[kind].bytes
+    raw = torch.randint(0, 256, (2 * rows * blocks, size), dtype=torch.uint8, generator=torch.manual_seed(size))
+    found = gguf_blocks.decode(raw, gguf_blocks.BLOCKS[kind])
+    groups = found.scale if found.minimum is None else torch.cat((found.scale, found.minimum), dim=1)
+    return raw[groups.isfinite().all(dim=1)][: rows * blocks].reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", gguf_blocks.TYPES)
+def test_blocks_are_decoded_bit_for_bit_as_the_definition_says(lib: library.Library, kind: str) -> None:
+    """In the type's own form and in wider ones, which layers have whose shards are of several types."""
+    block, rows = gguf_blocks.BLOCKS[kind], 300
+    raw = rows_of_blocks(kind, rows, 3)
+    columns = 3 * block.values
+    for size, has_minimum, least, looks_up in (
+        (block.group, block.has_minimum, 8 if block.kind == "int4" else 16, False),
+        (block.group, block.has_minimum, 16, True),
+        (16, True, 16, True),
+    ):
+        found, expected = (
+            (
+                torch.full((rows, columns), 99, dtype=torch.int8),
+                *(torch.full((rows, columns // size), torch.nan) for _ in range(2 if has_minimum else 1)),
+                *([] if has_minimum else [None]),
+            )
+            for _ in range(2)
+        )
+        decode_blocks(lib, raw, kind, *found, least, looks_up)
+        gguf_blocks.decode_blocks(raw, kind, *expected, least, looks_up)
+        for mine, other in zip(found, expected, strict=True):
+            assert (mine is None) == (other is None)
+            assert mine is None or other is None or same_bits(mine, other)
+    changed = raw.clone()
+    changed[-1, -1] ^= 16  # the control: one bit of the last value
+    gguf_blocks.decode_blocks(changed, kind, *expected, least, looks_up)
+    assert not all(same_bits(mine, other) for mine, other in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="raw is contiguous"):
+        decode_blocks(lib, raw[:, :-1], kind, *found, least, looks_up)
+    with pytest.raises(ValueError, match="are no form of"):
+        decode_blocks(lib, raw, kind, found[0], torch.empty(rows, 1), torch.empty(rows, 1), least, looks_up)
+    if kind == "MXFP4":  # a scale is a byte
+        return
+    for decode in (lambda *args: decode_blocks(lib, *args), gguf_blocks.decode_blocks):
+        with pytest.raises(ValueError, match="not finite"):
+            decode(torch.full_like(raw, 255), kind, *found, least, looks_up)
 
 
 def test_a_scale_one_step_away_is_seen() -> None:

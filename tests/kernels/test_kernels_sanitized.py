@@ -29,7 +29,7 @@ TARGETS = kernel_sets.TARGETS if os.environ.get("TEST_ALL_ISAS") == "1" else ker
 
 def declarations() -> str:
     """The header of the drivers: every kernel as signatures.py declares it."""
-    names = ("Activations", "Kind", "Weight", "WeightForm")
+    names = ("Activations", "BlockType", "Kind", "Weight", "WeightForm")
     lines = ['#include "weight.h"', *(f"using llm::{name};" for name in names), 'extern "C" {']
     for kernel in KERNELS.values():
         result, *types = kernel.types

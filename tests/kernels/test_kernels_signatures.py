@@ -14,6 +14,7 @@ from kernel_sets import TARGETS, needs_compiler
 
 from llm.kernels.cpu import build, library
 from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, parse
+from llm.kernels.reference import gguf_blocks
 from llm.kernels.weight import ACTIVATIONS, KINDS
 
 # As quick as a compiler gets: nothing here is run but the exported types.
@@ -52,6 +53,7 @@ def in_header(name: str, enumeration: str) -> list[str]:
 def test_kinds_and_activations_have_the_same_numbers() -> None:
     assert in_header("kinds.h", "Kind") == list(KINDS)
     assert in_header("weight.h", "Activations") == list(ACTIVATIONS)
+    assert in_header("kinds.h", "BlockType") == [name.lower() for name in gguf_blocks.TYPES]
 
 
 @needs_compiler

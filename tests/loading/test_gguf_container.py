@@ -16,13 +16,12 @@ from gguf_files import finish, random_blocks, write_gguf
 
 from llm.api import EMBEDDED_MODEL
 from llm.base.errors import CheckpointError, LLMError
+from llm.kernels.reference.gguf_blocks import BLOCKS, Block, Decoded, decode, type_name
 from llm.loading.gguf.container import GgufFile, read_header
 from llm.loading.gguf.source import GgufSource, parts_of
 from llm.loading.quantization import resolve_quantization, without_quantization_keys
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls
-from llm.quantization.storage.gguf import decode
-from llm.quantization.storage.gguf_blocks import BLOCKS, Block, Decoded, type_name
 
 MUTATIONS = 400
 

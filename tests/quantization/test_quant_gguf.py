@@ -20,9 +20,8 @@ from tokenizers.models import BPE
 
 from llm import LLM, SamplingParams
 from llm.base.errors import LLMError, ValidationError
+from llm.kernels.reference.gguf_blocks import BLOCKS, decode
 from llm.quantization.quantizer import IntegerWeight, quantize_weight_as
-from llm.quantization.storage.gguf import decode
-from llm.quantization.storage.gguf_blocks import BLOCKS
 from llm.quantization.storage.gguf_pack import pack_blocks, type_of
 from llm.quantize.gguf_tokenizer import tokenizer_metadata
 from llm.tokenizer import Tokenizer

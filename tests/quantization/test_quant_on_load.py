@@ -19,12 +19,15 @@ from tiny_models import tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
+from llm.base.construction import constructing_for
 from llm.base.errors import CheckpointError, ValidationError
 from llm.engine.calibrate import run_texts
 from llm.kernels.weight import Weight, dequantize
+from llm.platforms import current_platform
 from llm.quantization import quantizer
 from llm.quantization.configs.online import RECIPES, OnlineConfig
-from llm.quantization.quantizer import decibels, quantize_weight, signal_to_noise, static_activation
+from llm.quantization.quantizer import IntegerWeight, decibels, quantize_weight, signal_to_noise, static_activation
+from llm.quantization.storage.on_load import QuantizeOnLoad
 
 TEXTS = ["In the beginning God created the heaven and the earth.", "And it came to pass in those days, that"]
 quick = settings(max_examples=20)
@@ -426,3 +429,27 @@ def test_queries_keys_and_values_stored_by_key_head_are_in_the_layers_order(
             found = quantized.quant_method.dequantize_weight(quantized)
         rows = layer.restacked(torch.arange(len(expected)), 0)
     assert signal_to_noise(expected, found) > 30 > signal_to_noise(expected, found[rows])
+
+
+@pytest.mark.parametrize("kind", ["scales", "groups", "zero points", "minima", "table", "int8 minima"])
+def test_a_quantized_weight_is_read_back_by_the_kernels_bit_for_bit(kind: str) -> None:
+    """What is quantized again: from the same values as by the definition."""
+    torch.manual_seed(1)
+    bits, size = (8, 96) if kind == "scales" else (8, 16) if kind == "int8 minima" else (4, 32)
+    q = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (33, 96), dtype=torch.int8)
+    if kind == "int8 minima":
+        q = q // 16
+    groups = 96 // size
+    weight = IntegerWeight(q, torch.rand(33, groups), size, bits)
+    if kind == "zero points":
+        weight.zero = torch.randint(-8, 8, (33, groups), dtype=torch.int8)
+    if kind in ("minima", "int8 minima"):
+        weight.minimum = torch.randn(33, groups)
+    if kind == "table":
+        weight.table = torch.randn(16)
+    with constructing_for(current_platform):
+        storage = QuantizeOnLoad(8, 96)
+    expected = weight.dequantize()
+    assert torch.equal(storage._values_of(weight), expected)
+    weight.scale[32, -1] *= 1 + 2**-20
+    assert not torch.equal(storage._values_of(weight), expected)

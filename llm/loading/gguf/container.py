@@ -2,7 +2,7 @@
 
 Owns the layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and the checks of everything a file claims:
 each count, length, offset and alignment is compared with the bytes that are there before memory is taken for it. What
-the metadata means is `metadata.py`'s, what a tensor's bits mean `llm.quantization.storage.gguf_blocks`'s.
+the metadata means is `metadata.py`'s, what a tensor's bits mean `llm.kernels.reference.gguf_blocks`'s.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 
 from llm.base.errors import CheckpointError
 from llm.base.text import quote
+from llm.kernels.reference.gguf_blocks import BLOCKS, type_name
 from llm.loading.model_files import check_model_file
-from llm.quantization.storage.gguf_blocks import BLOCKS, type_name
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

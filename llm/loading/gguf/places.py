@@ -16,11 +16,10 @@ import torch
 
 from llm.base.errors import CheckpointError
 from llm.base.text import quote
+from llm.kernels.reference.gguf_blocks import BLOCKS, decode
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.container import GgufFile, GgufTensor
 from llm.loading.gguf.names import ROPE_TENSORS, Family, hugging_face_name
-from llm.quantization.storage.gguf import decode
-from llm.quantization.storage.gguf_blocks import BLOCKS
 
 _STACK = re.compile(r"(.+\.experts)\.(gate_proj|up_proj|down_proj)\.(weight|bias)", re.ASCII)
 _LATENT = re.compile(r"(.+)\.(kv_b_proj|k_b_proj|v_b_proj)\.weight", re.ASCII)

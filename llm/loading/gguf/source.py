@@ -16,6 +16,7 @@ import torch
 from llm.base.errors import CheckpointError
 from llm.base.text import list_names
 from llm.base.types import JsonObject
+from llm.kernels.reference.gguf_blocks import BLOCKS
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.container import GgufFile, GgufTensor, read_header
 from llm.loading.gguf.keys import Metadata
@@ -23,7 +24,6 @@ from llm.loading.gguf.metadata import Header, config_of
 from llm.loading.gguf.names import ROPE_TENSORS, Family, as_trained, family_of
 from llm.loading.gguf.places import Place, placed, raw_values
 from llm.loading.gguf.tokenizer import read_tokenizer
-from llm.quantization.storage.gguf_blocks import BLOCKS
 from llm.tokenizer_backends import TokenizerDefinition
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)

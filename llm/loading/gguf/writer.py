@@ -14,8 +14,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import torch
 
+from llm.kernels.reference.gguf_blocks import BLOCKS, type_number
 from llm.loading.gguf.container import Value
-from llm.quantization.storage.gguf_blocks import BLOCKS, type_number
 
 _ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9

@@ -1,6 +1,7 @@
 """The blocks of GGUF tensors: bytes of a file -> integers, scales and minima, exactly.
 
-Owns the layout of each type (https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h). A block holds
+Owns the definition of `decode_blocks`, and the layout of each type
+(https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h). A block holds
 the values of 32 or 256 columns of a row; within it groups of 16 or 32 columns share a scale. What ggml computes of a
 block, value * scale or code * scale - minimum, is what `Weight` stands for, with the same rounding: products of the
 file's short scales with its integers are exact in float32.
@@ -13,8 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.quantization.tables import doubled_fp4
-
 _TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -23,7 +22,10 @@ _TYPE_NAMES = {
 }  # fmt: skip
 # The values that the 16 codes of IQ4_NL and IQ4_XS stand for, and twice those of MXFP4.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4 = tuple(doubled_fp4().int().tolist())
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+NOT_FINITE = "has a scale that is not finite"
+# Blocks are decoded so many values at a time: temporary memory stays small.
+_VALUES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -196,3 +198,79 @@ BLOCKS: dict[str, Block] = {
     "IQ4_XS": Block(256, 136, None, "int4", 32, False, _iq4_xs, _NONLINEAR),
     "MXFP4": Block(32, 17, None, "int4", 32, False, _mxfp4, _FP4),
 }
+
+# The types of integers, in the order of BlockType (kernels/cpu/gguf_blocks.cpp).
+TYPES = tuple(name for name, block in BLOCKS.items() if block.dtype is None)
+
+
+def decode_blocks(
+    raw: torch.Tensor,
+    kind: str,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None,
+    least: int,
+    looks_up: bool = False,
+) -> None:
+    """Rows of a tensor, uint8 [N, bytes of a row] -> q int8 [N, K], scale and minimum float32 [N, G], written to.
+
+    The form may be a wider one than the type's own, of the same values: smaller groups, a minimum, numbers for codes.
+
+    Args:
+        kind: the type, one of `TYPES`.
+        minimum: None: the type has none.
+        least: what codes of a weight with minima are counted from, below 0; see `Weight`.
+        looks_up: the numbers that codes stand for are written in their place.
+
+    Raises:
+        ValueError: a scale or a minimum is not finite.
+    """
+    block = BLOCKS[kind]
+    step = max(1, _VALUES_AT_ONCE // q.shape[1])
+    for start in range(0, len(raw), step):
+        rows = slice(start, start + step)
+        _place(
+            decode(raw[rows], block),
+            block,
+            q[rows],
+            scale[rows],
+            None if minimum is None else minimum[rows],
+            least,
+            looks_up,
+        )
+
+
+def _place(
+    decoded: Decoded,
+    block: Block,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None,
+    least: int,
+    looks_up: bool,
+) -> None:
+    codes, minima = decoded.q, decoded.minimum
+    for values in (decoded.scale, minima):
+        if values is not None and not values.isfinite().all():
+            raise ValueError(NOT_FINITE)
+    if block.table and looks_up:
+        codes = torch.tensor(block.table, dtype=torch.int8)[codes.long() + 8]
+    if minima is not None:
+        codes = (codes.to(torch.int16) - least).to(torch.int8)
+    elif minimum is not None:
+        minima = decoded.scale * least  # exact: a power of two
+    repeats = scale.shape[1] // decoded.scale.shape[1]
+    q.copy_(codes)
+    scale.copy_(decoded.scale.repeat_interleave(repeats, dim=1))
+    if minimum is not None and minima is not None:
+        minimum.copy_(minima.repeat_interleave(repeats, dim=1))
+
+
+def decode(raw: torch.Tensor, block: Block) -> Decoded:
+    """Rows of a tensor: uint8 [R, bytes] -> values [R, K], scales and minima [R, groups]."""
+    if block.decode is None:
+        raise ValueError("floats are read as they are")
+    decoded = block.decode(raw.reshape(-1, block.bytes))
+    rows = len(raw)
+    minimum = None if decoded.minimum is None else decoded.minimum.reshape(rows, -1)
+    return Decoded(decoded.q.view(rows, -1), decoded.scale.reshape(rows, -1), minimum)
