@@ -28,9 +28,8 @@ from llm.jobs.identity import rows_key
 from llm.jobs.journal import Journal
 from llm.jobs.making import Maker, Rows, by_index, row_error
 from llm.jobs.replies import Replies
-from llm.jobs.requests import PlainForm
 from llm.jobs.shard import Shard
-from llm.jobs.tables import Form, read_rows, write_rows
+from llm.jobs.tables import Read, read_file, write_rows
 from llm.jobs.vectors import num_prompts
 from llm.outputs import RequestOutput
 
@@ -66,6 +65,8 @@ class JobPlan:
 
     Attributes:
         count: rows of this shard.
+        columns: of a table, its columns before those of answers; None: the output is JSONL.
+        schema: of Parquet, with the columns of answers.
         on_too_long: as for `LLM.generate`.
         identity: of the model; see `llm.jobs.identity`.
         model: its name in the output.
@@ -76,19 +77,20 @@ class JobPlan:
     rows: Rows
     shard: Shard
     count: int
+    columns: Sequence[str] | None
+    schema: object
     on_too_long: str
     identity: Mapping[str, object]
     model: str
 
-    @property
-    def forms(self) -> Mapping[str, Form]:
-        """The types of the columns that answers add; none of a batch, whose output is JSONL."""
-        return self.rows.forms(next(read_rows(self.source))) if isinstance(self.rows, PlainForm) else {}
-
-    def numbered(self) -> Iterator[tuple[int, JsonObject]]:
+    def numbered(self) -> Iterator[tuple[int, Read]]:
         """This shard's rows with their indices in the whole input."""
         shard = self.shard
-        return islice(enumerate(read_rows(self.source)), shard.index, None, shard.count)
+        return islice(enumerate(read_file(self.source)), shard.index, None, shard.count)
+
+    def line(self, answered: JsonObject) -> JsonObject:
+        """A row of the output with all columns of a table."""
+        return answered if self.columns is None else {name: answered.get(name) for name in self.columns}
 
 
 @dataclass
@@ -161,7 +163,7 @@ class Job:
                     self._write_partials(self._flow)
                 self._journal.flush(sync=True)
         count = self._count
-        write_rows(self._plan.target, self._answered(), self._plan.forms)
+        write_rows(self._plan.target, self._answered(), self._plan.schema)
         seconds = monotonic() - started
         return JobSummary(
             self._plan.target,
@@ -212,8 +214,12 @@ class Job:
             with self._llm._exclusive():
                 rows = self._maker.make(self._llm, self._llm._open_engine(), batch)
             keyed = map(self._keyed, by_index(rows))
+            places = {index: read.place for index, read in batch}
             yield [
-                row for key, own in keyed if not self._is_answered(key, own, answers.take(own[0].index)) for row in own
+                row
+                for key, own in keyed
+                if not self._is_answered(key, own, answers.take(own[0].index), places[own[0].index])
+                for row in own
             ]
 
     def _keyed(self, rows: Sequence[AnyRow]) -> tuple[str, Sequence[AnyRow]]:
@@ -224,15 +230,15 @@ class Job:
             rows = [RefusedRow(rows[0].index, row_error(error))]
         return rows_key(rows, self._plan.identity), rows
 
-    def _is_answered(self, key: str, rows: Sequence[AnyRow], known: Answer | None) -> bool:
+    def _is_answered(self, key: str, rows: Sequence[AnyRow], known: Answer | None, place: str) -> bool:
         """True if the journal has the row's answer; else the row continues from what the journal has of it.
 
-        `rows`: the engine's, of one row of the file.
+        `rows`: the engine's, of one row of the file, which is at `place`.
         """
         row = rows[0]
         if known is not None and known.key != key:
             raise JobError(
-                f"row {row.index} of {self._plan.source} is not the one that the journal {self._journal.path} has: the "
+                f"{place} of {self._plan.source} is not the one that the journal {self._journal.path} has: the "
                 "input or the parameters have changed; use the old ones, or delete the journal to start again."
             )
         if known is not None and known.output is not None:
@@ -282,25 +288,26 @@ class Job:
     def _answered(self) -> Iterator[JsonObject]:
         """The rows of the output."""
         plan, answers = self._plan, Answers(self._journal.records(self._journal.end))
-        for index, row in plan.numbered():
+        for index, (place, row, _) in plan.numbered():
             known = answers.take(index)
             ended = None if known is None else known.ended()
             if ended is None:
                 raise JobError(
-                    f"the journal {self._journal.path} lost row {index}; run the job again with resume=True."
+                    f"the journal {self._journal.path} lost {place} of {plan.source}; run the job again with "
+                    "resume=True."
                 )
             ended, line = self._replies.line(plan.rows, row, ended, plan.model)
             self._count.errors += ended.output.error is not None
             self._count.prompt_tokens += len(ended.output.prompt_token_ids)
             self._count.tokens += sum(len(own.token_ids) for own in ended.output.outputs)
-            yield line
+            yield plan.line(line)
 
 
-def _next(numbered: Iterator[tuple[int, JsonObject]]) -> list[tuple[int, JsonObject]]:
+def _next(numbered: Iterator[tuple[int, Read]]) -> list[tuple[int, Read]]:
     """The next rows, that have about `_BATCH` prompts."""
-    batch: list[tuple[int, JsonObject]] = []
+    batch: list[tuple[int, Read]] = []
     room = _BATCH
     while room > 0 and (item := next(numbered, None)) is not None:
         batch.append(item)
-        room -= num_prompts(item[1])
+        room -= num_prompts(item[1].row)
     return batch

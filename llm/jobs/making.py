@@ -27,7 +27,6 @@ from llm.base.errors import (
     ValidationError,
 )
 from llm.base.text import clip
-from llm.base.types import JsonObject
 from llm.engine.engine import Engine
 from llm.engine.pooler import QWEN3_RERANKER
 from llm.engine.pooling_rows import PoolingRows, Prefix
@@ -35,6 +34,7 @@ from llm.engine.preprocess import Place, Preprocessor
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.inputs import LoRARequest
 from llm.jobs.requests import BatchRows, PlainRows
+from llm.jobs.tables import Read
 from llm.jobs.vectors import BatchVectors, PlainVectors, Wanted
 from llm.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ class Maker:
     on_too_long: str
     stride: int
 
-    def make(self, llm: FlowHost, engine: Engine, numbered: Sequence[tuple[int, JsonObject]]) -> list[AnyRow]:
+    def make(self, llm: FlowHost, engine: Engine, numbered: Sequence[tuple[int, Read]]) -> list[AnyRow]:
         """`numbered`: rows of the file with their indices, `stride` apart. The lock of a call is held.
 
         Those of one index follow each other, in the order of the row's inputs.
@@ -98,8 +98,8 @@ class Maker:
             return [RefusedRow(numbered[0][0], refused)]
         return [row for one in numbered for row in self.make(llm, engine, [one])]
 
-    def _made(self, llm: FlowHost, engine: Engine, numbered: Sequence[tuple[int, JsonObject]]) -> list[AnyRow]:
-        given = [row for _, row in numbered]
+    def _made(self, llm: FlowHost, engine: Engine, numbered: Sequence[tuple[int, Read]]) -> list[AnyRow]:
+        given = [read for _, read in numbered]
         first, preprocessor = numbered[0][0], llm._preprocessor
         if isinstance(self.rows, PlainVectors | BatchVectors):
             rows, adapters = self._pooling(self.rows, given, first, preprocessor)
@@ -109,15 +109,16 @@ class Maker:
         return [row for own in by_index(made) for row in _all_or_none(own)]
 
     def _generating(
-        self, form: Generating, given: Sequence[JsonObject], first: int, llm: FlowHost
+        self, form: Generating, given: Sequence[Read], first: int, llm: FlowHost
     ) -> tuple[list[AnyRow], list[LoRARequest | None]]:
         preprocessor = llm._preprocessor
         prompts: list[object] = []
         params, adapters = [], []
-        for row in given:
+        for read in given:
             prompt, own, adapter = None, form.params, None
             try:
-                asked = form.asked(row)
+                _check_form(form, read)
+                asked = form.asked(read.row)
                 prompt, own, adapter = asked.prompt, asked.params, asked.adapter
                 if asked.messages is not None:
                     _check_conversation(asked.messages)
@@ -140,9 +141,9 @@ class Maker:
         return preprocessor.checked_rows(prompts, params, default, None, self.on_too_long, place), adapters
 
     def _pooling(
-        self, form: Pooling, given: Sequence[JsonObject], first: int, preprocessor: Preprocessor
+        self, form: Pooling, given: Sequence[Read], first: int, preprocessor: Preprocessor
     ) -> tuple[list[AnyRow], list[LoRARequest | None]]:
-        listed = [_wanted(form, row, preprocessor) for row in given]
+        listed = [_wanted(form, read, preprocessor) for read in given]
         indices = [first + place * self.stride for place, own in enumerate(listed) for _ in own]
         wanted = [one for own in listed for one in own]
         params = [form.params if isinstance(own, ValidationError) else own.params for own in wanted]
@@ -198,10 +199,23 @@ def _check_conversation(messages: object) -> None:
         )
 
 
-def _wanted(form: Pooling, row: JsonObject, preprocessor: Preprocessor) -> Sequence[Wanted | ValidationError]:
+def fault_of(form: Rows, read: Read) -> str | None:
+    """What is wrong with a row of the file before anything is asked of it, with its place; None: nothing."""
+    fault = read.fault or form.fault(read.row)
+    return None if fault is None else f"{read.place}: {fault}"
+
+
+def _check_form(form: Rows, read: Read) -> None:
+    fault = fault_of(form, read)
+    if fault is not None:
+        raise ValidationError(f"{fault}.", parameter="input")
+
+
+def _wanted(form: Pooling, read: Read, preprocessor: Preprocessor) -> Sequence[Wanted | ValidationError]:
     """What the row asks for; a pair for a reranker that is asked in words is one prompt."""
     try:
-        listed = form.asked(row)
+        _check_form(form, read)
+        listed = form.asked(read.row)
     except ValidationError as error:
         return [error]
     if form.plan.recipe != QWEN3_RERANKER or preprocessor.tokenizer is None:

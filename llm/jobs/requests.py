@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llm.base.errors import JobError, ValidationError, nearest
-from llm.base.text import quote
+from llm.base.errors import ValidationError, nearest
+from llm.base.text import list_names, quote
 from llm.base.types import JsonObject
 from llm.inputs import LoRARequest
 from llm.jobs.adapters import COLUMN, JobAdapters
@@ -72,14 +72,13 @@ class PlainForm:
     column: str | None = None
     template: str | None = None
 
-    def check(self, row: JsonObject) -> None:
-        """Raise `JobError` if the columns do not fit."""
+    def fault(self, row: JsonObject) -> str | None:
+        """Why the columns do not fit; None: they do."""
         clash = [name for name in self.forms(row) if name in row]
         if clash:
-            raise JobError(f"the input has a column {quote(clash[0])}, which the output would replace; rename it.")
-        for name in self._columns(row):
-            if name not in row:
-                raise JobError(f"the input has no column {quote(name)}; it has {', '.join(map(quote, row))}.")
+            return f"the input has a column {quote(clash[0])}, which the output would replace; rename it"
+        missing = [name for name in self._columns(row) if name not in row]
+        return f"the input has no column {quote(missing[0])}; it has {list_names(row)}" if missing else None
 
     def forms(self, row: JsonObject) -> dict[str, Form]:
         """The columns that an answer adds, and their types."""
@@ -223,10 +222,11 @@ class BatchForm:
 
     adapters: JobAdapters
 
-    def check(self, row: JsonObject) -> None:
-        """Raise `JobError` if the row has no id to answer to."""
+    def fault(self, row: JsonObject) -> str | None:
+        """Why the row has no id to answer to; None: it has one."""
         if not isinstance(row.get("custom_id"), str) or not row["custom_id"]:
-            raise JobError("a row of a batch needs a custom_id, a text that no other row has.")
+            return "a row of a batch needs a custom_id, a text that no other row has"
+        return None
 
     def identifier(self, row: JsonObject) -> str | None:
         return row["custom_id"]
@@ -250,7 +250,7 @@ class BatchForm:
     def line(self, row: JsonObject, ended: Ended, body: JsonObject | None) -> JsonObject:
         """The line of the output; `body`: of the response, None: the row has an error."""
         key, error = ended.key[:24], ended.output.error
-        line: JsonObject = {"id": f"batch_req_{key}", "custom_id": row["custom_id"]}
+        line: JsonObject = {"id": f"batch_req_{key}", "custom_id": row.get("custom_id")}
         if error is not None:
             return {**line, "response": None, "error": {"code": error_code(error), "message": str(error)}}
         return {**line, "response": {"status_code": 200, "request_id": f"req_{key}", "body": body}, "error": None}
@@ -292,7 +292,7 @@ class BatchRows(BatchForm):
 
 
 def is_batch(row: JsonObject) -> bool:
-    return "custom_id" in row and "body" in row
+    return "body" in row and ("custom_id" in row or "url" in row)
 
 
 def _check_keys(what: str, given: Mapping[str, object], known: Collection[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,10 @@ from llm.jobs.adapters import JobAdapters
 from llm.jobs.identity import check_recordable
 from llm.jobs.job import Job, JobPlan, JobSummary
 from llm.jobs.journal import Journal
-from llm.jobs.making import Rows, row_error
-from llm.jobs.requests import BatchRows, PlainRows, is_batch, template_columns
+from llm.jobs.making import Rows, fault_of, row_error
+from llm.jobs.requests import BatchRows, PlainForm, PlainRows, is_batch, template_columns
 from llm.jobs.shard import Shard
-from llm.jobs.tables import read_rows, suffix_of
+from llm.jobs.tables import Columns, Form, Read, read_file, read_rows, suffix_of
 from llm.jobs.vectors import BatchVectors, PlainVectors
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
@@ -130,13 +130,15 @@ class Asks:
             check_recordable(sampling)
         return cls(sampling or default(), pooling or PoolingParams(), plan, adapters)
 
-    def rows(self, first: JsonObject, options: RunOptions) -> Rows:
-        """The form of a file's rows, by the first one."""
+    def rows(self, first: JsonObject, options: RunOptions, suffix: str) -> Rows:
+        """The form of a file's rows, by the first one; `suffix`: of the output."""
         if self.plan is not None and options.on_too_long.startswith("truncate"):
             right = "'error' or 'skip' for a model that pools; PoolingParams(truncate_prompt_tokens=-1) cuts texts"
             refuse("on_too_long", options.on_too_long, right)
         adapters = self.adapters
         if is_batch(first):
+            if suffix == ".parquet":
+                raise JobError("the answers of OpenAI's batch format are objects of many forms; write a .jsonl file.")
             for name in ("column", "template"):
                 if getattr(options, name) is not None:
                     refuse(
@@ -160,12 +162,21 @@ def run_job(
         JobError, ValidationError: a file, a row's form or an argument is wrong.
         JobInterrupted: Ctrl-C or SIGTERM.
     """
-    first = next(read_rows(files.source), None)
-    if first is None:
-        raise JobError(f"{files.source} has no rows.")
-    rows = asks.rows(first, options)
-    count = _check_input(files, rows, options.on_error == "raise")
-    plan = JobPlan(files.source, files.target, rows, files.shard, count, options.on_too_long, identity, model)
+    first = _first_row(files.source)
+    rows = asks.rows(first, options, suffix_of(files.target))
+    count, columns, schema = _check_input(files, rows, options.on_error == "raise")
+    plan = JobPlan(
+        files.source,
+        files.target,
+        rows,
+        files.shard,
+        count,
+        columns,
+        schema,
+        options.on_too_long,
+        identity,
+        model,
+    )
     if files.target.exists():  # and resume=True
         return _summary_of_complete(files.target, count)
     of_job = {**identity, "input": files.source.suffix, "shard": files.shard.name}
@@ -189,35 +200,63 @@ def _summary_of_complete(target: Path, count: int) -> JobSummary:
     return JobSummary(target, count, count, sum(has_error), 0, 0, 0.0)
 
 
-def _check_input(files: JobFiles, rows: Rows, strict: bool) -> int:
-    """Check the form of every row of the whole input; returns how many rows the shard has.
+def _first_row(source: Path) -> JsonObject:
+    """The first row that is not damaged; raises `JobError` if there is none."""
+    fault = None
+    for read in read_file(source):
+        if read.fault is None:
+            return read.row
+        fault = fault or f"{source} has no row that can be read; {read.place}: {read.fault}."
+    raise JobError(fault or f"{source} has no rows.")
 
-    With `strict`, rows that could not be answered are refused too. Memory: 8 bytes per row, for their ids.
+
+def _check_input(files: JobFiles, rows: Rows, strict: bool) -> tuple[int, list[str] | None, object]:
+    """Check the form of every row of the whole input.
+
+    With `strict`, rows that could not be answered are refused. Memory: 8 bytes per row, for their ids.
+
+    Returns:
+        How many rows the shard has; and of a table that is written, its columns, and Parquet's schema.
+
+    Raises:
+        JobError: most rows are bad, two have one id, or the table cannot hold them.
     """
     bad: list[str] = []
-    hashes, count = array("Q"), 0
-    for index, row in enumerate(read_rows(files.source)):
-        try:
-            rows.check(row)
-        except JobError as error:
-            raise JobError(f"{files.source}, row {index}: {error}") from None
-        name = rows.identifier(row)
-        if name is not None:
+    faults: list[str] = []  # the first
+    num_faults, hashes, count, total = 0, array("Q"), 0, 0
+    suffix = suffix_of(files.target)
+    forms: dict[str, Form] = {}
+    columns = None if suffix == ".jsonl" else Columns(suffix)
+    for total, read in enumerate(read_file(files.source), 1):
+        fault = fault_of(rows, read)
+        if fault is not None:
+            num_faults += 1
+            faults = faults or [fault]
+        elif (name := rows.identifier(read.row)) is not None:
             hashes.append(_hash(name))
         if strict and len(bad) < _MAX_LISTED:
-            bad += _problem(rows, index, row)
-        count += index % files.shard.count == files.shard.index
+            bad += [fault] if fault is not None else _problem(rows, read)
+        if columns is not None and isinstance(rows, PlainForm):
+            forms |= rows.forms(read.row)
+            columns.add(read.row)
+        count += (total - 1) % files.shard.count == files.shard.index
     if bad:
         raise ValidationError(f"{files.source}: {'; '.join(bad)}.", parameter="input")
+    if num_faults * 2 > total:
+        raise JobError(f"{files.source}: {num_faults} of {total} rows are bad, the first in {faults[0]}.")
     _check_distinct(files.source, rows, hashes)
-    return count
+    if columns is None or not isinstance(rows, PlainForm):
+        return count, None, None
+    for name in forms:  # a damaged row may have one of them
+        columns.names.pop(name, None)
+    return count, [*columns.names, *forms], columns.schema(forms)
 
 
-def _problem(rows: Rows, index: int, row: JsonObject) -> list[str]:
+def _problem(rows: Rows, read: Read) -> list[str]:
     try:
-        rows.asked(row)
+        rows.asked(read.row)
     except Exception as error:
-        return [f"row {index}: {str(row_error(error)).rstrip('.')}"]
+        return [f"{read.place}: {str(row_error(error)).rstrip('.')}"]
     return []
 
 
@@ -229,14 +268,11 @@ def _check_distinct(source: Path, rows: Rows, hashes: array[int]) -> None:
     """Raise `JobError` if two rows have one id. Equal hashes are only a suspicion: those rows are read again."""
     values = np.sort(np.frombuffer(hashes, dtype=np.uint64)) if hashes else np.zeros(0, dtype=np.uint64)
     suspects = set(values[1:][values[1:] == values[:-1]].tolist())
-    seen: dict[str, int] = {}
-    for index, name in enumerate(_identifiers(source, rows) if suspects else ()):
+    seen: dict[str, str] = {}
+    for read in read_file(source) if suspects else ():
+        name = None if fault_of(rows, read) is not None else rows.identifier(read.row)
         if name is None or _hash(name) not in suspects:
             continue
         if name in seen:
-            raise JobError(f"{source}: rows {seen[name]} and {index} have the same custom_id, {quote(name)}.")
-        seen[name] = index
-
-
-def _identifiers(source: Path, rows: Rows) -> Iterator[str | None]:
-    return (rows.identifier(row) for row in read_rows(source))
+            raise JobError(f"{source}: {seen[name]} and {read.place} have the same custom_id, {quote(name)}.")
+        seen[name] = read.place

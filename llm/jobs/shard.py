@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llm.base.errors import JobError, ValidationError
 from llm.base.types import JsonObject
-from llm.jobs.tables import read_rows, write_rows
+from llm.jobs.tables import read_rows, schema_of, write_rows
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def merge(output: Path) -> int:
     if missing:
         raise JobError(f"{len(missing)} of {count} parts of {output} are missing, first {missing[0]}; run that shard.")
     rows = _Interleaved(paths)
-    write_rows(output, rows, {}, like=paths[0])
+    write_rows(output, rows, schema_of(paths[0]))
     return rows.count
 
 

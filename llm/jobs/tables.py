@@ -7,18 +7,20 @@ Parquet alone.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple, TextIO
 
 from llm.base.disk import sync
 from llm.base.errors import JobError
 from llm.base.optional import optional_package
-from llm.base.text import clip, show
+from llm.base.text import clip, quote, show
 from llm.base.types import JsonObject
 
 # The type of a column: of a text or a number, a list of one form, a struct of named ones.
@@ -26,6 +28,9 @@ Form = type | list["Form"] | dict[str, "Form"]
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 _PARQUET_ROWS = 1024
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# Of csv and of pyarrow: a value does not fit its column.
+_UNFIT = (ValueError, TypeError, NotImplementedError, OverflowError)
+_MOST_LINES = 100_000  # of a row of CSV
 # The most characters of a CSV field: Python's own limit is 128 KiB.
 csv.field_size_limit(1 << 28)
 
@@ -37,11 +42,25 @@ def suffix_of(path: Path) -> str:
     return suffix
 
 
-def read_rows(path: Path) -> Iterator[JsonObject]:
-    """The rows of a file, as dicts.
+class Read(NamedTuple):
+    """A row of a file.
+
+    Attributes:
+        place: "line 7", as editors count, or "row 6" of Parquet, from 0.
+        row: if it is damaged, what of it could be read.
+        fault: what is wrong with it; None: nothing.
+    """
+
+    place: str
+    row: JsonObject
+    fault: str | None = None
+
+
+def read_file(path: Path) -> Iterator[Read]:
+    """The rows of a file, damaged ones too.
 
     Raises:
-        JobError: it is missing, or a row is damaged; the message has its line.
+        JobError: it is missing, or cannot be read at all.
     """
     suffix = suffix_of(path)
     try:
@@ -51,59 +70,191 @@ def read_rows(path: Path) -> Iterator[JsonObject]:
             yield from _read_jsonl(path) if suffix == ".jsonl" else _read_csv(path)
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise JobError(f"{path} is not UTF-8: {error.reason}.") from error
 
 
-def _read_jsonl(path: Path) -> Iterator[JsonObject]:
-    with path.open(encoding="utf-8-sig") as file:
+def read_rows(path: Path) -> Iterator[JsonObject]:
+    """The rows of a file, as dicts.
+
+    Raises:
+        JobError: it is missing, or a row is damaged; the message has its line.
+    """
+    for place, row, fault in read_file(path):
+        if fault is not None:
+            raise JobError(f"{path}, {place}: {fault}.")
+        yield row
+
+
+def _open_text(path: Path, newline: str | None) -> TextIO:
+    """Bytes that are not UTF-8 are found by `_is_utf8`, in the line that has them."""
+    return path.open(encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or _SURROGATE.search(text) is None
+
+
+def _read_jsonl(path: Path) -> Iterator[Read]:
+    with _open_text(path, None) as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+            if line.strip():
+                row, fault = _json_row(line)
+                yield Read(f"line {number}", row, fault)
+
+
+def _json_row(line: str) -> tuple[JsonObject, str | None]:
+    if not _is_utf8(line):
+        return {}, "this is not UTF-8"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return {}, f"this is not JSON ({error})"
+    return (row, None) if isinstance(row, dict) else ({}, f"a row must be an object, got {show(row)}")
+
+
+class _Lines(Iterator[str]):
+    """The lines of a CSV file, of which some can be given back.
+
+    Attributes:
+        taken: of the row that is being read.
+        number: of its first line.
+    """
+
+    def __init__(self, path: Path, file: TextIO) -> None:
+        self._path, self._file = path, file
+        self._back: deque[str] = deque()
+        self.taken: list[str] = []
+        self.number = 1
+
+    def __next__(self) -> str:
+        line = self._back.popleft() if self._back else next(self._file)
+        self.taken.append(line)
+        if len(self.taken) > _MOST_LINES:
+            raise JobError(f"{self._path}, line {self.number}: a quote is opened here that is never closed.")
+        return line
+
+    def next_row(self, keep: int | None = None) -> None:
+        """Begin a row after the first `keep` lines of this one; None: after all."""
+        keep = len(self.taken) if keep is None else keep
+        self._back.extendleft(reversed(self.taken[keep:]))
+        self.number += keep
+        self.taken = []
+
+
+def _read_csv(path: Path) -> Iterator[Read]:
+    """A line with a wrong quote is a row of its own, so that it takes no line after it along."""
+    with _open_text(path, "") as file:
+        lines = _Lines(path, file)
+        reader, names = csv.reader(lines, strict=True), None
+        while True:
+            cells, fault = [], None
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise JobError(f"{path}, line {number}: this is not JSON ({error}).") from error
-            if not isinstance(row, dict):
-                raise JobError(f"{path}, line {number}: a row must be an object, got {show(row)}.")
-            yield row
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                fault = f"this is not CSV ({error})"
+            place, is_utf8 = f"line {lines.number}", all(map(_is_utf8, cells))
+            lines.next_row(None if fault is None else 1)
+            if not cells and fault is None:
+                continue
+            if names is None:
+                names = _header(path, place, cells, fault if is_utf8 else "this is not UTF-8")
+                continue
+            if len(cells) != len(names):
+                fault = fault or f"it has {len(cells)} values for {len(names)} columns"
+            yield Read(place, dict(zip(names, map(_as_utf8, cells), strict=False)), fault or _fault_of(is_utf8))
 
 
-def _read_csv(path: Path) -> Iterator[JsonObject]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for row in reader:
-                if None in row or None in row.values():
-                    raise JobError(f"{path}, line {reader.line_num}: a row must have a value for each of the columns.")
-                yield dict(row)
-        except csv.Error as error:
-            raise JobError(f"{path}, line {reader.line_num}: this is not CSV ({error}).") from error
+def _fault_of(is_utf8: bool) -> str | None:
+    return None if is_utf8 else "this is not UTF-8"
 
 
-def _read_parquet(path: Path) -> Iterator[JsonObject]:
+def _header(path: Path, place: str, names: list[str], fault: str | None) -> list[str]:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if fault is None and twice is not None:
+        fault = f"two columns have the name {quote(twice)}"
+    if fault is not None:
+        raise JobError(f"{path}, {place}: {fault}.")
+    return names
+
+
+def _as_utf8(text: str) -> str:
+    return text if _is_utf8(text) else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _read_parquet(path: Path) -> Iterator[Read]:
     parquet = optional_package("pyarrow.parquet", "arrow")
+    number = 0
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
-                yield from batch.to_pylist()
+                for row in batch.to_pylist():
+                    yield Read(f"row {number}", row)
+                    number += 1
     except ValueError as error:  # pyarrow's own errors are ValueErrors
         raise JobError(f"{path} is not Parquet ({error}).") from error
 
 
-def write_rows(
-    path: Path, rows: Iterable[Mapping[str, object]], forms: Mapping[str, Form], like: Path | None = None
-) -> None:
+class Columns:
+    """The columns of a table's rows, over all of them, and their types where Parquet needs these.
+
+    Args:
+        suffix: of the table.
+    """
+
+    def __init__(self, suffix: str) -> None:
+        self.names: dict[str, None] = {}
+        self._batch: list[JsonObject] | None = [] if suffix == ".parquet" else None
+        self._types: dict[str, Any] = {}
+
+    def add(self, row: JsonObject) -> None:
+        self.names.update(dict.fromkeys(row))
+        if self._batch is not None:
+            self._batch.append(_row(row))
+            if len(self._batch) == _PARQUET_ROWS:
+                self._infer()
+
+    def schema(self, forms: Mapping[str, Form]) -> object:
+        """The Arrow schema, with the columns of `forms` last; None: of CSV.
+
+        Raises:
+            JobError: a column has values that no type holds.
+        """
+        if self._batch is None:
+            return None
+        self._infer()
+        arrow = optional_package("pyarrow", "arrow")
+        own = [(name, arrow.string() if arrow.types.is_null(kind) else kind) for name, kind in self._types.items()]
+        return arrow.schema([*own, *((name, arrow_type(arrow, form)) for name, form in forms.items())])
+
+    def _infer(self) -> None:
+        arrow, parquet = optional_package("pyarrow", "arrow"), optional_package("pyarrow.parquet", "arrow")
+        for name in map(_escaped, self.names):
+            try:
+                found = arrow.array([row.get(name) for row in self._batch or []]).type
+                known = self._types.get(name, found)
+                both = [arrow.schema([(name, kind)]) for kind in (known, found)]
+                unified = arrow.unify_schemas(both, promote_options="permissive")
+                parquet.ParquetWriter(io.BytesIO(), unified).close()
+            except _UNFIT as error:
+                raise JobError(
+                    f"Parquet has no type for all values of the column {quote(name)} ({clip(str(error))}); write a "
+                    ".jsonl file."
+                ) from error
+            self._types[name] = unified.field(0).type
+        self._batch = []
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]], schema: object = None) -> None:
     """Write a whole file under another name, wait for the disk, and give it its name.
 
     Args:
-        forms: the types of columns that Parquet could not tell from their first values.
-        like: a file of the same kind, whose types the columns have.
+        schema: of Parquet, Arrow's.
     """
     fresh, suffix = path.with_name(f".{path.name}.new"), suffix_of(path)
     try:
         if suffix == ".parquet":
-            _write_parquet(fresh, rows, forms, like)
+            _write_parquet(fresh, rows, schema)
         else:
             (_write_jsonl if suffix == ".jsonl" else _write_csv)(fresh, rows)
         sync(fresh)
@@ -115,7 +266,7 @@ def write_rows(
             f"{path} cannot be written: {error.strerror or error}; the answers are in the journal, so run the job "
             "again with resume=True when that is repaired."
         ) from error
-    except (ValueError, TypeError) as error:  # of csv and of pyarrow: a value does not fit its column
+    except _UNFIT as error:
         fresh.unlink(missing_ok=True)
         instead = f"{path.stem}.jsonl"
         raise JobError(
@@ -169,29 +320,17 @@ def _expressible(value: object) -> object:
     return {_escaped(name): _expressible(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def _write_parquet(
-    path: Path, rows: Iterable[Mapping[str, object]], forms: Mapping[str, Form], like: Path | None
-) -> None:
-    """The first row group decides the types of other columns; one without a value in it is text."""
+def _write_parquet(path: Path, rows: Iterable[Mapping[str, object]], schema: object) -> None:
     arrow, parquet = optional_package("pyarrow", "arrow"), optional_package("pyarrow.parquet", "arrow")
-    left, writer = iter(rows), None
-    schema = None if like is None else parquet.read_schema(like)
-    while batch := [_row(row) for row in islice(left, _PARQUET_ROWS)]:
-        schema = schema or _schema(arrow, batch, forms)
-        table = arrow.Table.from_pylist(batch, schema=schema)
-        if writer is None:
-            writer = parquet.ParquetWriter(path, table.schema)
-        writer.write_table(table)
-    with closing(writer or parquet.ParquetWriter(path, arrow.schema([]))):
-        pass
+    left = iter(rows)
+    with parquet.ParquetWriter(path, schema) as writer:
+        while batch := [_row(row) for row in islice(left, _PARQUET_ROWS)]:
+            writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
 
 
-def _schema(arrow: ModuleType, batch: Sequence[Mapping[str, object]], forms: Mapping[str, Form]) -> object:
-    others = [{name: value for name, value in row.items() if name not in forms} for row in batch]
-    types = {field.name: field.type for field in arrow.Table.from_pylist(others).schema}
-    types = {name: arrow.string() if kind == arrow.null() else kind for name, kind in types.items()}
-    types |= {name: arrow_type(arrow, form) for name, form in forms.items()}
-    return arrow.schema([(name, types[name]) for name in batch[0]])
+def schema_of(path: Path) -> object:
+    """The schema of a Parquet file; None: it is another kind of file."""
+    return optional_package("pyarrow.parquet", "arrow").read_schema(path) if path.suffix == ".parquet" else None
 
 
 def arrow_type(arrow: ModuleType, form: Form) -> object:

@@ -22,6 +22,7 @@ from llm.jobs.making import Maker
 from llm.jobs.replies import Replies
 from llm.jobs.requests import Asked, PlainRows
 from llm.jobs.shared_journal import SharedJournal
+from llm.jobs.tables import Read
 from llm.outputs import RequestOutput
 from llm.outputs_json import plain
 
@@ -76,8 +77,6 @@ class RowWorker:
 
     def answers(self, given: Sequence[JsonObject]) -> list[JsonObject]:
         """The rows with their answers, in their order."""
-        for row in given[:1]:
-            self._rows.check(row)
         found: dict[int, Ended] = {}
         flow = Flow(self._llm, self._entries(given, found), on_step=self._after_step)
         try:
@@ -98,7 +97,11 @@ class RowWorker:
         if self._journal is not None:
             self._journal.refresh()
         with self._llm._exclusive():
-            rows = self._maker.make(self._llm, self._llm._open_engine(), list(enumerate(given)))
+            rows = self._maker.make(
+                self._llm,
+                self._llm._open_engine(),
+                [(index, Read(f"row {index}", row)) for index, row in enumerate(given)],
+            )
         yield [row for row in rows if not self._is_answered(row, found)]
 
     def _is_answered(self, row: AnyRow, found: dict[int, Ended]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import resource
@@ -53,7 +54,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def run(llm: LLM, source: Path, name: str = "out.jsonl", params: Any = PARAMS, **options: Any) -> Path:
@@ -187,14 +188,115 @@ def test_parquet(llm: LLM, source: Path) -> None:
     assert found == read(run(llm, source))
 
 
-@pytest.mark.parametrize(("name", "other"), [("out.csv", {"prompt": "b", "more": 1}), ("out.parquet", {"prompt": 2})])
-def test_rows_that_a_table_cannot_hold_are_not_lost(llm: LLM, tmp_path: Path, name: str, other: dict[str, Any]) -> None:
-    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}, other])
-    with pytest.raises(JobError, match=f"{name} cannot hold these rows: .* run the job into out.jsonl with resume"):
-        run(llm, source, name)
-    (tmp_path / f"{name}.journal").rename(tmp_path / "out.jsonl.journal")
+def test_tables_have_the_columns_of_all_rows(llm: LLM, tmp_path: Path) -> None:
+    """Also those that come late; Parquet has types that hold the values of all rows, or is refused at the start."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": "a", "of": None}, {"prompt": "b", "late": 1}] + [{"prompt": "c"}] * 1100
+    rows[-1] = {"prompt": "d", "late": 1.5, "of": ["x"], "tail\ud83d": "y\ud83d"}
+    source, one = write(tmp_path / "in.jsonl", rows), SamplingParams(max_tokens=1, temperature=0)
+    table = parquet.read_table(run(llm, source, "out.parquet", one)).to_pylist()
+    assert [(row["late"], row["of"]) for row in (*table[:2], table[-1])] == [(None, None), (1, None), (1.5, ["x"])]
+    assert table[-1]["tail\\ud83d"] == "y\\ud83d"
+    with run(llm, source, "out.csv", one).open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    assert [(row["late"], row["of"]) for row in (*cells[:2], cells[-1])] == [("", ""), ("1", ""), ("1.5", '["x"]')]
+    assert list(cells[0])[:4] == ["prompt", "of", "late", "tail\\ud83d"] and cells[-1]["tail\\ud83d"] == "y\\ud83d"
+    for wrong in (2, 1 << 70, {}):
+        write(source, [{"prompt": "a", "own": wrong}, {"prompt": "b", "own": "text" if wrong == 2 else wrong}])
+        with pytest.raises(JobError, match="Parquet has no type for all values of the column 'own'"):
+            run(llm, source, "wrong.parquet", one)
+    assert not (tmp_path / "wrong.parquet.journal").exists()
+    write(source, [batch_row("a")])
+    with pytest.raises(JobError, match="objects of many forms; write a"):
+        run(llm, source, "wrong.parquet", None)
+
+
+def test_rows_that_a_table_cannot_hold_are_not_lost(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    with monkeypatch.context() as patch:
+        patch.setattr("llm.jobs.tables._cell", lambda value: 1 // 0 if value == "b" else int("a"))
+        with pytest.raises(JobError, match=r"out.csv cannot hold these rows: .* run the job into out.jsonl with res"):
+            run(llm, source, "out.csv")
+    (tmp_path / "out.csv.journal").rename(tmp_path / "out.jsonl.journal")
     summary = llm.run(source, tmp_path / "out.jsonl", PARAMS, use_tqdm=False, resume=True)
-    assert summary.num_resumed == 2 and not (tmp_path / name).exists()
+    assert summary.num_resumed == 2 and not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_damaged_line_is_the_error_of_its_row(llm: LLM, tmp_path: Path, end: str) -> None:
+    """Lines are counted as editors do, empty ones too; the other rows are answered as ever."""
+    lines = [
+        *(b"", b'{"prompt": "And", "n": 1}', b'{"prompt": ', b"[1]", b"", b'{"text": "a"}', b'{"prompt": "Then"}'),
+        *('{"prompt": "\u00e9"}'.encode("latin-1"), b'{"prompt": "a\\nb\xe2\x80\xa8c"}', b'{"prompt": "\\ud83d"}'),
+        *(b'{"prompt": "a", "error": 1}', b'{"prompt": "So"}', b'{"prompt": %s}' % (b"9" * 5000), b'{"prompt": "Now"}'),
+        *(b'{"prompt": "He"}', b'{"prompt": "She"}', b'{"prompt": "It"}'),
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + end.encode().join(lines))
+    found = read(run(llm, source))
+    told = [row["error"] and row["error"].removeprefix("validation: ") for row in found]
+    assert told[0] is None and told[4] is None and told[6] is None
+    for index, said in {
+        1: "line 3: this is not JSON (",
+        2: "line 4: a row must be an object, got [1].",
+        3: "line 6: the input has no column 'prompt'; it has 'text'.",
+        5: "line 8: this is not UTF-8.",
+        7: "a prompt must be text that UTF-8 can express",
+        8: "line 11: the input has a column 'error', which the output would replace; rename it.",
+        10: "line 13: this is not JSON (",
+    }.items():
+        assert (told[index] or "").startswith(said), (index, told[index])
+    assert sum(error is not None for error in told) == 7 and len(found) == 15
+    prompts = [row["prompt"] for row in found if row["error"] is None]
+    good = write(tmp_path / "good.jsonl", [{"prompt": prompt} for prompt in prompts])
+    seeded = SamplingParams(max_tokens=3, seed=1)
+    by_prompt = {row["prompt"]: row["generated_text"] for row in read(run(llm, good, "good.out.jsonl", seeded))}
+    again = read(run(llm, source, "again.jsonl", seeded))
+    assert by_prompt == {row["prompt"]: row["generated_text"] for row, e in zip(again, told, strict=True) if not e}
+    assert found[7]["prompt"] == "\ud83d"  # as it was
+    with pytest.raises(
+        ValidationError, match=r"in.jsonl: line 3: this is not JSON .*; line 4: a row must .*; line 6: "
+    ):
+        run(llm, source, "strict.jsonl", on_error="raise")
+    write(source, [{"prompt": "a"}, {"text": "b"}, {"text": "c"}])
+    with pytest.raises(JobError, match=r"2 of 3 rows are bad, the first in line 2: the input has no column 'prompt'"):
+        run(llm, source, "mostly.jsonl")
+
+
+def test_a_damaged_line_of_csv_takes_no_other_along(llm: LLM, tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    rows = ["prompt,more", "And,1", '"a\nb","2\nx"', "", "Then", "So,1,2", '"the\nking",3', '"open,4', "Now,5"]
+    rows += ['a "quote" inside,6', '"bad"quote,7', "caf\u00e9,8", "He,9", "It,10", "We,11", "You,12"]
+    source.write_bytes("\n".join(rows).encode("latin-1") + b"\n")
+    found = read(run(llm, source))
+    told = {row["prompt"]: (row["error"] or "").removeprefix("validation: ") for row in found if "prompt" in row}
+    assert told == {
+        **dict.fromkeys(("And", "a\nb", "the\nking", "Now", 'a "quote" inside', "He", "It", "We", "You"), ""),
+        **{"Then": "line 7: it has 1 values for 2 columns.", "So": "line 8: it has 3 values for 2 columns."},
+        "caf\ufffd": "line 15: this is not UTF-8.",
+    }
+    others = [row["error"] for row in found if "prompt" not in row]
+    assert [error[:40] for error in others] == [f"validation: line {line}: this is not CSV ('," for line in (11, 14)]
+    as_table = run(llm, source, "out.csv")
+    with as_table.open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    assert [row["error"] for row in cells] == [row["error"] or "" for row in found]
+    for header, said in (("a,a\n1,2\n", "two columns have the name 'a'"), ('"a,b\n1,2\n', "this is not CSV")):
+        source.write_text(header)
+        with pytest.raises(JobError, match=f"in.csv, line 1: {said}"):
+            run(llm, source, "wrong.jsonl")
+
+
+def test_a_line_of_a_batch_without_an_id_has_an_error(llm: LLM, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    good = json.dumps(batch_row("a", max_tokens=1)), json.dumps(batch_row("b", max_tokens=1))
+    nameless = json.dumps({**batch_row("c"), "custom_id": 5})
+    source.write_text("\n".join([good[0], "{", nameless, good[1], ""]))
+    found = read(run(llm, source, params=None))
+    assert [row["custom_id"] for row in found] == ["a", None, 5, "b"]
+    assert [row["error"] and row["error"]["message"][:20] for row in found] == [
+        *(None, "line 2: this is not ", "line 3: a row of a b", None)
+    ]
 
 
 def batch_row(name: str, **body: Any) -> dict[str, Any]:
@@ -231,7 +333,7 @@ def test_openai_batches(llm: LLM, tmp_path: Path) -> None:
     assert [choice["index"] for choice in several] == [0, 1]
     assert len(several[0]["logprobs"]["token_logprobs"]) == 2
     with pytest.raises(
-        ValidationError, match=r"row 2: body has no field 'max_tokns' here.* row 3: stream must be False"
+        ValidationError, match=r"line 3: body has no field 'max_tokns' here.* line 4: stream must be False"
     ):
         run(llm, source, "strict.jsonl", params=None, on_error="raise")
 
@@ -253,19 +355,15 @@ def test_files_are_checked_before_a_row_is_run(llm: LLM, source: Path, monkeypat
     refused("is the input", source, "link.jsonl")
     (folder / "empty.jsonl").touch()
     refused("has no rows", folder / "empty.jsonl")
-    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    refused("line 2: this is not JSON", folder / "bad.jsonl")
-    (folder / "list.jsonl").write_text('{"prompt": "a"}\n[1]\n')
-    refused("line 2: a row must be an object", folder / "list.jsonl")
+    (folder / "bad.jsonl").write_text('{"prompt": \n[1]\n')
+    refused("bad.jsonl has no row that can be read; line 1: this is not JSON", folder / "bad.jsonl")
     (folder / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
-    refused("is not UTF-8", folder / "latin.jsonl")
-    refused("row 1: the input has no column 'prompt'", write(folder / "mixed.jsonl", [{"prompt": "a"}, {"text": "a"}]))
+    refused("line 1: this is not UTF-8", folder / "latin.jsonl")
     refused("would replace", write(folder / "clash.jsonl", [{"prompt": "a", "error": 1}]))
     same = [batch_row("a"), batch_row("b"), batch_row("a")]
-    refused("rows 0 and 2 have the same custom_id, 'a'", write(folder / "same.jsonl", same))
-    refused("row 1: .* needs a custom_id", write(folder / "noid.jsonl", [batch_row("a"), {"body": {}}]))
-    (folder / "short.csv").write_text("prompt,b\nx\n")
-    refused("a value for each", folder / "short.csv")
+    refused("line 1 and line 3 have the same custom_id, 'a'", write(folder / "same.jsonl", same))
+    noids = [{**batch_row("a"), "custom_id": None}] * 2
+    refused("2 of 2 rows are bad, the first in line 1: .* needs a custom_id", write(folder / "noid.jsonl", noids))
 
 
 # Interrupted and resumed
@@ -326,11 +424,11 @@ def test_a_journal_of_another_job_is_refused(llm: LLM, source: Path, ctrl_c: Non
     journal = interrupted(llm, source)
     with open_llm(max_model_len=96, seed=3) as other, pytest.raises(JobError, match="is of another job: its seed is 0"):
         run(other, source, resume=True)
-    with pytest.raises(JobError, match=r"row 0 of .* is not the one that the journal"):
+    with pytest.raises(JobError, match=r"line 1 of .* is not the one that the journal"):
         run(llm, source, params=SamplingParams(max_tokens=8, ignore_eos=True), resume=True)
     rows = read(source)
     write(source, [{**rows[0], "prompt": "changed"}, *rows[1:]])
-    with pytest.raises(JobError, match=r"row 0 of .* is not the one that the journal"):
+    with pytest.raises(JobError, match=r"line 1 of .* is not the one that the journal"):
         run(llm, source, resume=True)
     write(source, rows)
     # A planted wrong key.
@@ -338,7 +436,7 @@ def test_a_journal_of_another_job_is_refused(llm: LLM, source: Path, ctrl_c: Non
     record = decode(lines[1])
     assert record is not None
     journal.write_bytes(lines[0] + encode({**record, "k": "0" * 64}) + b"".join(lines[2:]))
-    with pytest.raises(JobError, match=f"row {record['i']} of .* is not the one"):
+    with pytest.raises(JobError, match=f"line {record['i'] + 1} of .* is not the one"):
         run(llm, source, resume=True)
     journal.write_text("something else\n")
     with pytest.raises(JobError, match="is not a journal"):

@@ -185,7 +185,7 @@ def _is_resumed(llm: LLM, source: Path, whole: Path) -> None:
     rows = read(source)
     rows[0]["body"]["input"][-1] = "And"
     write(source, rows)
-    with pytest.raises(JobError, match=r"row 0 of .* is not the one that the journal"):
+    with pytest.raises(JobError, match=r"line 1 of .* is not the one that the journal"):
         run(llm, source, "again.jsonl", resume=True)
     rows[0]["body"]["input"] = TEXTS
     write(source, rows)
@@ -268,7 +268,7 @@ def test_rows_with_adapters(tmp_path: Path, ctrl_c: None) -> None:
         with interrupted(llm, 4):
             run(llm, plain, "other.jsonl", sampling_params=PARAMS, lora_modules=modules)
         write_adapter(model, tmp_path / "sql", seed=7)  # the same name with other matrices
-        with pytest.raises(JobError, match=r"row 0 of .* is not the one that the journal"):
+        with pytest.raises(JobError, match=r"line 1 of .* is not the one that the journal"):
             run(llm, plain, "other.jsonl", sampling_params=PARAMS, lora_modules=modules, resume=True)
 
 
