@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
+from llm.base.watch import Patchable
 from llm.kernels.select import backend_of_construction
 
 
-class ColumnFactors(nn.Module):
+class ColumnFactors(Patchable):
     """float32 [N, width] -> the same, each column times its constant.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from torch import nn
 
 from llm.base.custom_op import CustomOp, PluggableLayer
 from llm.base.replacement import replaced_class, replacement_reason
+from llm.base.watch import patches_of
 from llm.config.engine import EngineConfig
 from llm.layers.attention import AttentionBackend
 from llm.platforms.interface import Platform
@@ -29,7 +31,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
 KINDS = (
     *("platform", "model", "model runner", "weights", "drafts"),
-    *("attention", "CustomOp", "PluggableLayer", "quant method"),
+    *("attention", "CustomOp", "PluggableLayer", "quant method", "patch"),
 )
 
 
@@ -119,6 +121,11 @@ def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:
     for (kind, name, cls, runs, reason), paths in found.items():
         where = f"; {paths_in_short(paths)}" if is_quantized and kind == "quant method" else ""
         parts.append(Part(kind, name, len(paths), cls, runs, reason + where))
+    patches = Counter((name, *_function(found)) for name, found in patches_of(model.modules()))
+    parts += [
+        Part("patch", name, count, what, "in every step", f"{of}; steps are not recorded")
+        for (name, what, of), count in patches.items()
+    ]
     parts.sort(key=lambda part: (KINDS.index(part.kind), part.name, part.implementation))
     present = {part.name for part in parts}
     unused = tuple(name for name in config.compilation_config.mentioned if name not in present)
@@ -174,6 +181,12 @@ def _origin(cls: type) -> str:
     """The origin of a class: a plugin, this package, or its module."""
     plugin = plugin_of(cls)
     return f"plugin {plugin}" if plugin else "in-tree" if cls.__module__.startswith("llm.") else cls.__module__
+
+
+def _function(found: object) -> tuple[str, str]:
+    """The name of a function, and the module whose code it is."""
+    module = getattr(found, "__globals__", {}).get("__name__") or getattr(found, "__module__", "")
+    return getattr(found, "__qualname__", type(found).__name__), f"set by {module}" if module else "set by hand"
 
 
 def _name(cls: type) -> str:

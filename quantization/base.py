@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from llm.base.watch import Counted
 from llm.kernels.weight import Weight
 
 # weight_loader(param, loaded, shard_id): copies one checkpoint tensor into the parameter, or into its rows for
@@ -22,7 +23,7 @@ from llm.kernels.weight import Weight
 WeightLoader = Callable[[nn.Parameter, torch.Tensor, Any], int]
 
 
-class QuantizeMethodBase(ABC):
+class QuantizeMethodBase(Counted, ABC):
     """How one layer stores its weights and computes with them.
 
     Attributes:

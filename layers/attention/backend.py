@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llm.base.watch import Counted
 from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
 from llm.kernels.select import backend_for, backend_of_construction
 from llm.platforms.interface import Platform
@@ -34,7 +35,7 @@ class AttentionParams:
     attention_chunk: int | None = None
 
 
-class AttentionBackend:
+class AttentionBackend(Counted):
     """The backend of one attention layer, constructed with the layer's parameters.
 
     Attributes:

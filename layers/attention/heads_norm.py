@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.kernels.select import backend_of_construction
 from llm.quantization.unquantized import new_parameter
 
 
-class HeadsRMSNorm(nn.Module):
+class HeadsRMSNorm(Patchable):
     """RMSNorm of each head by itself: float32 [N, heads * head_size], rows of any stride -> the same shape.
 
     Args:

@@ -10,7 +10,6 @@ operation itself, which may decline its kernel (`CustomOp.declines`).
 
 from __future__ import annotations
 
-from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +19,7 @@ import torch
 from llm.base.construction import construction
 from llm.base.errors import ValidationError, nearest
 from llm.base.replacement import Replaceable, op_registry, replaced_class, replacement_reason
+from llm.base.watch import CountsPatches, define
 from llm.config.compilation import CompilationConfig
 from llm.platforms.interface import Platform
 
@@ -55,7 +55,7 @@ class PluggableLayer(Replaceable):
         elif "forward" in own or not own:
             return
         elif "forward_oot" in own:
-            cls.forward = cls.forward_oot  # type: ignore[attr-defined]
+            define(cls, "forward", cls.forward_oot)  # type: ignore[attr-defined]
             return
         else:
             problem = f"{replaced.__name__} is a PluggableLayer, which has no dispatch; name it forward or forward_oot"
@@ -74,11 +74,8 @@ class Binding:
     compiled: bool = False
 
 
-class _BoundOnceMade(ABCMeta):
-    """Binds an operation after its constructor has returned, because `declines` may read what the constructor set.
-
-    It derives from ABCMeta so that an operation may have abstract methods.
-    """
+class _BoundOnceMade(CountsPatches):
+    """Binds an operation after its constructor has returned, because `declines` may read what the constructor set."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         op = super().__call__(*args, **kwargs)
@@ -144,7 +141,8 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         return method
 
     def _bind(self) -> None:
-        self._forward_method = self.dispatch_forward(self._compile_native)
+        # Twice, so that a method that is set later is seen (`llm.base.watch`).
+        self._forward_method = self._dispatched = self.dispatch_forward(self._compile_native)
         chooser = _definer(type(self), "dispatch_forward")
         if chooser is not None:
             method = getattr(self._forward_method, "__name__", repr(self._forward_method))

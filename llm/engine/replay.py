@@ -153,7 +153,7 @@ class DecodeReplay:
             and batch.positions.dim() == 1
             and batch.inputs_embeds is None
             and not batch.extensions
-            # A replay would skip hooks.
+            # A replay would skip hooks and patches.
             and not self._is_watched()
         )
 

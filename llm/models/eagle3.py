@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, StateSpec
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
@@ -96,7 +97,7 @@ class Eagle3Layer(DecoderLayer):
         return self.mlp(hidden, batch), residual
 
 
-class Eagle3ForCausalLM(nn.Module):
+class Eagle3ForCausalLM(Patchable):
     """Has the class attributes of `llm.models.interface.CausalLM`, and is a `llm.engine.speculation.head.DraftHead`."""
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from llm.base.activations import ACTIVATE
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
 from llm.layers.embedding import VocabParallelEmbedding
@@ -99,7 +99,7 @@ class EncoderModel(DecoderForCausalLM):
         return hidden if model.embed_norm is None else add_norm(model.embed_norm, hidden, last)[0]
 
 
-class _Classifier(nn.Module):
+class _Classifier(Patchable):
     def __init__(self, classes: int, config: ClassifierConfig, context: BuildContext) -> None:
         super().__init__()
         size, dtype = context.hidden_size, context.options.params_dtype

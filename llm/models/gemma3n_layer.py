@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch
 from llm.layers.linear import ReplicatedLinear
 from llm.models.decoder import BuildContext, LayerConfig, Norms
@@ -27,7 +27,7 @@ class Gemma3nNorms(Norms):
         return Gemma3nLayer(layer, self, context, prefix)
 
 
-class Laurel(nn.Module):
+class Laurel(Patchable):
     """Learned augmented residual layer: x + norm(right(left(x)))."""
 
     def __init__(self, norms: Gemma3nNorms, context: BuildContext, prefix: str) -> None:

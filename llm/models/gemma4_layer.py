@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llm.base.custom_op import CustomOp
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch
 from llm.kernels.backend import Operations
 from llm.layers.kernel_op import KernelOp
@@ -54,7 +55,7 @@ class ScaledTopK(KernelOp):
         return ops.multiply(weights, factors), ids
 
 
-class Gemma4MoE(nn.Module):
+class Gemma4MoE(Patchable):
     def __init__(self, config: Gemma4Experts, context: BuildContext, prefix: str) -> None:
         super().__init__()
         hidden = context.hidden_size

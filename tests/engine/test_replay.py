@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import pytest
@@ -14,8 +16,14 @@ from kernel_sets import ISAS, has_kernels, kernel_set, needs_compiler
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
+from llm.base import watch
 from llm.engine import replay
 from llm.kernels.backend import NotRecordable
+from llm.layers.attention.backend import PagedAttention
+from llm.layers.linear import LinearBase
+from llm.layers.norm import RMSNorm
+from llm.models.llama import LlamaForCausalLM
+from llm.quantization.base import PackedLinearMethod
 
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
 KERNELS = kernel_set(ISAS[-1]) if has_kernels() else None
@@ -264,12 +272,17 @@ def test_views_can(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert recorded(compute, torch.randn(3, 64))[1].numel()
 
 
+def divide_by_one(model_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the class had been written so, which is no patch."""
+    forward = model_class.forward
+    monkeypatch.setattr(model_class, "forward", lambda self, batch: forward(self, batch) / 1.0)
+    monkeypatch.setattr(watch._Patches, "of_classes", {})
+
+
 def test_a_model_that_computes_between_kernels_runs_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = eagerly(llm, PROMPTS, params(6))
     with open_llm(block_size=4) as other:
-        model_class: Any = type(engine_of(other).runner.model)
-        forward = model_class.forward
-        monkeypatch.setattr(model_class, "forward", lambda self, batch: forward(self, batch) / 1.0)
+        divide_by_one(type(engine_of(other).runner.model), monkeypatch)
         assert answers(other, PROMPTS, params(6)) == expected
         assert "div" in replays(other).refusal and not replays(other)._steps
 
@@ -280,9 +293,7 @@ def test_a_step_that_cannot_be_recorded_changes_recurrent_states_once(
     folder, prompts = tiny_checkpoint("mamba", tmp_path_factory), make_prompts(TINY_MODELS["mamba"])[:2]
     with open_llm(folder, skip_tokenizer_init=True, max_model_len=128) as opened:
         expected = eagerly(opened, prompts, params(6))
-        model_class: Any = type(engine_of(opened).runner.model)
-        forward = model_class.forward
-        monkeypatch.setattr(model_class, "forward", lambda self, batch: forward(self, batch) / 1.0)
+        divide_by_one(type(engine_of(opened).runner.model), monkeypatch)
         assert answers(opened, prompts, params(6)) == expected
         assert "div" in replays(opened).refusal
 
@@ -308,3 +319,126 @@ def test_hooks_of_the_user_see_every_step(llm: LLM, kind: str) -> None:
     remove()
     run(llm, [PROMPTS[0]], params(8))
     assert len(calls) == 8
+
+
+# --- Patches: what is set on a class or an object runs in every step. ---
+
+TOKENS = 8
+
+
+def counted(function: Any, calls: list[int]) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def of_a_class(cls: Any, name: str) -> Callable[[Any, pytest.MonkeyPatch, list[int]], None]:
+    return lambda model, monkeypatch, calls: monkeypatch.setattr(cls, name, counted(getattr(cls, name), calls))
+
+
+def of_the_model(find: Callable[[Any], Any], name: str) -> Callable[[Any, pytest.MonkeyPatch, list[int]], None]:
+    def patch(model: Any, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+        target = find(model)
+        monkeypatch.setattr(target, name, counted(getattr(target, name), calls))
+
+    return patch
+
+
+def other_method(model: Any, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    layer = model.model.layers[0].mlp.down_proj
+    method = copy(layer.quant_method)
+    method.apply = counted(method.apply, calls)
+    monkeypatch.setattr(layer, "quant_method", method)
+
+
+LAYERS = 4  # of the embedded model
+CLASSES = {
+    "a layer's forward": (of_a_class(RMSNorm, "forward"), 2 * LAYERS + 1),
+    "a function that forward calls": (of_a_class(LinearBase, "_multiply"), 4 * LAYERS),
+    "attention": (of_a_class(PagedAttention, "attend"), LAYERS),
+    "the model": (of_a_class(LlamaForCausalLM, "compute_logits"), 1),
+    "all methods": (of_a_class(PackedLinearMethod, "apply"), 4 * LAYERS + 1),
+    "every module": (of_a_class(torch.nn.Module, "__call__"), None),
+}
+OBJECTS = {
+    "a live layer's method": (of_the_model(lambda model: model.model.layers[0].mlp.down_proj.quant_method, "apply"), 1),
+    "another method": (other_method, 1),
+    "a layer's bound method": (of_the_model(lambda model: model.model.norm, "_forward_method"), 1),
+    "a backend": (of_the_model(lambda model: model.model.layers[1].self_attn.attn.backend, "attend"), 1),
+}
+
+
+def steps_of(opened: LLM) -> None:
+    run(opened, [PROMPTS[0]], params(TOKENS))
+
+
+@pytest.mark.parametrize("name", [*CLASSES, *OBJECTS])
+def test_a_patch_after_the_first_call_runs_in_every_step(name: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        steps_of(llm)
+    assert replays(llm)._steps
+    patch, per_step = {**CLASSES, **OBJECTS}[name]
+    calls: list[int] = []
+    patch(engine_of(llm).runner.model, monkeypatch, calls)
+    for times in (1, 2):
+        steps_of(llm)
+        assert len(calls) == times * TOKENS * per_step if per_step else len(calls) > times * TOKENS
+    monkeypatch.undo()
+    calls.clear()
+    before = dict(replays(llm)._steps)
+    steps_of(llm)
+    assert not calls and replays(llm)._steps == before  # recorded ones again
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "every module"])
+def test_a_class_patched_before_loading_runs_in_every_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, per_step = CLASSES[name]
+    calls: list[int] = []
+    patch(None, monkeypatch, calls)
+    with open_llm(block_size=4) as opened:
+        calls.clear()
+        for times in (1, 2):
+            steps_of(opened)
+            assert len(calls) == times * TOKENS * per_step
+        [part] = [part for part in opened.explain().parts if part.kind == "patch"]
+        assert part.name.endswith(("forward", "_multiply", "attend", "compute_logits", "apply"))
+        assert __name__ in part.reason and "steps are not recorded" in part.reason
+
+
+class Around(torch.nn.Module):
+    """Whose class counts nothing, as those of other libraries."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.inner(*inputs)
+
+
+def around_the_norm(model: Any) -> None:
+    model.model.norm = Around(model.model.norm)
+
+
+def test_functions_of_any_class_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm(block_size=4) as opened:
+        opened.apply_model(around_the_norm)
+        for _ in range(2):
+            steps_of(opened)
+        assert replays(opened)._steps
+        calls: list[int] = []
+        monkeypatch.setattr(Around, "forward", counted(Around.forward, calls))
+        steps_of(opened)
+        assert len(calls) == TOKENS
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek-v2", "mamba2", "qwen3-next", "gemma3", "lfm2"])
+def test_what_is_built_in_is_not_taken_for_patched(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with open_llm(tiny_checkpoint(name, tmp_path_factory), skip_tokenizer_init=True, max_model_len=128) as opened:
+        model: Any = engine_of(opened).runner.model
+        assert not watch.is_watched(model.modules())
+        steps = watch.Watch(model.modules())
+        assert not any(steps() for _ in range(5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llm.base import watch
-from llm.base.watch import Patchable, Watch
+from llm.base.watch import Patchable, Watch, patches_of
 
 
 class Counted(Patchable):
@@ -79,6 +82,40 @@ def test_a_hook_that_was_counted_before_it_was_there_is_seen(monkeypatch: pytest
 def test_modules_that_count_their_patches_are_not_looked_at_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     counted, other, looked_at = Counted(), nn.Identity(), []
     is_watched = settled([counted, other])
-    monkeypatch.setattr(watch, "any_is_watched", lambda found: looked_at.extend(found))
+    monkeypatch.setattr(watch, "any_is_hooked", lambda found: looked_at.extend(found))
     is_watched()
     assert [id(found) for found in looked_at] == [id(vars(other))]
+
+
+def wrapped(function: Any) -> Any:
+    return functools.wraps(function)(lambda *args: function(*args))
+
+
+def test_a_patch_of_a_class_is_named_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Child(Counted):
+        """Inherits what is patched."""
+
+    module = Child()
+    for cls, name in ((Counted, "forward"), (Child, "forward"), (Child, "made_up")):
+        monkeypatch.setattr(cls, name, patch := wrapped(print), raising=False)
+        assert list(patches_of([module])) == [(f"{cls.__name__}.{name}", patch)]
+        assert not list(patches_of([nn.Identity()]))
+        monkeypatch.undo()
+        assert not list(patches_of([module]))
+    Child.forward = Counted.forward  # type: ignore[method-assign]
+    Child.constant = 3  # type: ignore[attr-defined]
+    assert not list(patches_of([module]))
+
+
+def test_a_function_from_elsewhere_is_found_in_a_class_that_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a class of transformers was patched before the model was loaded."""
+    mlp = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=8))
+    assert not list(patches_of(mlp.modules()))
+    monkeypatch.setattr(LlamaMLP, "forward", wrapped(LlamaMLP.forward))
+    assert [name for name, _ in patches_of(mlp.modules())] == ["LlamaMLP.forward"]
+
+
+def test_what_is_set_on_one_object_is_named() -> None:
+    module = Counted()
+    module.forward = wrapped(print)  # type: ignore[method-assign]
+    assert [name for name, _ in patches_of([module])] == ["Counted.forward of one object"]

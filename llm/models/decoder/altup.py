@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from llm.base.watch import Patchable
 from llm.kernels.select import backend_of_construction
 from llm.layers.linear import ReplicatedLinear
 from llm.layers.moe import GateLinear
@@ -33,7 +33,7 @@ class AltUpConfig:
     norm: NormConfig
 
 
-class AltUp(nn.Module):
+class AltUp(Patchable):
     """What is before and after one layer."""
 
     def __init__(self, config: AltUpConfig, context: BuildContext, prefix: str) -> None:
@@ -85,7 +85,7 @@ class AltUp(nn.Module):
         return self._soft_cap(self.modality_router(self.router_norm(x) * self.width**-1.0), 1.0)
 
 
-class Projections(nn.Module):
+class Projections(Patchable):
     """The streams that are not the first, each through a matrix of its own and as large as the first."""
 
     def __init__(self, count: int, context: BuildContext, prefix: str) -> None:

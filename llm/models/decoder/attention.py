@@ -248,7 +248,7 @@ class DecoderAttention(Patchable):
         return whole.narrow(-1, self.tp.rank // replicas * width, width)
 
 
-class QueryScaleTable(nn.Module):
+class QueryScaleTable(Patchable):
     """positions int64 [N] -> float32 [N, 1], see `QueryScale`."""
 
     factors: torch.Tensor

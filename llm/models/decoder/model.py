@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, StateSpec
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
@@ -23,7 +24,7 @@ from llm.models.decoder.part import BuildContext
 from llm.models.interface import BuildOptions, Cut
 
 
-class DecoderStack(nn.Module):
+class DecoderStack(Patchable):
     """The modules under "model."; `DecoderForCausalLM.forward` runs them, so hook that or a layer, not this module."""
 
     def __init__(self, config: DecoderConfig, context: BuildContext, prefix: str) -> None:
@@ -61,7 +62,7 @@ class DecoderStack(nn.Module):
         )
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(Patchable):
     """Implements `llm.models.interface.CausalLM`; a family overrides `read_config` and, if needed, the data below."""
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {

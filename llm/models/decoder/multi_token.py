@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, StateSpec
 from llm.layers.linear import ReplicatedLinear
 from llm.layers.parallel import TensorParallel
@@ -60,7 +61,7 @@ class MultiTokenConfig:
         return (f"{self.prefix}.embed_tokens", f"{self.prefix}.shared_head.head") if self.as_layer else ()
 
 
-class MultiTokenHead(nn.Module):
+class MultiTokenHead(Patchable):
     """The hidden state of a position and the embedding of the token after it -> the token after that.
 
     Weights are looked up under the checkpoint's names: its quantization config speaks of those.

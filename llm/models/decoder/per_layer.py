@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.kernels.select import backend_of_construction
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
@@ -28,7 +29,7 @@ class PerLayerEmbedding:
     norm: NormConfig
 
 
-class PerLayerInputs(nn.Module):
+class PerLayerInputs(Patchable):
     """ids int64 [N] and their embedding float [N, H] -> float [N, layers * size]."""
 
     def __init__(self, config: PerLayerEmbedding, context: BuildContext, prefix: str) -> None:
@@ -55,7 +56,7 @@ class PerLayerInputs(nn.Module):
         return (self.per_layer_projection_norm(by_layer).view(projected.shape) + own) * 2.0**-0.5
 
 
-class PerLayerGate(nn.Module):
+class PerLayerGate(Patchable):
     """norm(projection(act(gate(x)) * inputs)): x float [N, H], inputs float [N, size] -> [N, H]."""
 
     def __init__(self, size: int, activation: str, norm: NormConfig, context: BuildContext, prefix: str) -> None:
@@ -76,7 +77,7 @@ class PerLayerGate(nn.Module):
         return self.post_per_layer_input_norm(self.per_layer_projection(gated))
 
 
-class Factor(nn.Module):
+class Factor(Patchable):
     """x float [N, H] times a trained number, which the checkpoint stores as [1]."""
 
     def __init__(self, width: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from llm.base.errors import UnsupportedModelError
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.layers.attention import Attention
 from llm.layers.linear import (
@@ -84,7 +85,7 @@ def _adapter(into: LinearBase, rank: int, context: BuildContext, prefix: str, ou
     )
 
 
-class SharedAttention(nn.Module):
+class SharedAttention(Patchable):
     """Attention over hidden states beside embeddings: float [N, 2 * hidden_size] -> float [N, hidden_size]."""
 
     _lists = ("linear_q_adapter_list", "linear_k_adapter_list", "linear_v_adapter_list")
@@ -133,7 +134,7 @@ class SharedAttention(nn.Module):
         return self.o_proj(self.get_submodule(f"attn_{use}")(query, key, value, batch))
 
 
-class SharedMLP(nn.Module):
+class SharedMLP(Patchable):
     """down(act(gate(x)) * up(x)), with an adapter of gate and up for each use."""
 
     def __init__(self, config: SharedBlockConfig, context: BuildContext, prefix: str) -> None:
@@ -158,7 +159,7 @@ class SharedMLP(nn.Module):
         return self.down_proj(self.act_fn(both))
 
 
-class SharedBlock(nn.Module):
+class SharedBlock(Patchable):
     """mlp(norm(attention(norm(x beside the embeddings)))), without sums between: float [N, H] -> float [N, H]."""
 
     def __init__(self, config: SharedBlockConfig, context: BuildContext, prefix: str) -> None:
@@ -181,7 +182,7 @@ class SharedBlock(nn.Module):
         return self.feed_forward(self.pre_ff_layernorm(self.self_attn(x, batch, use)), use)
 
 
-class LaterUse(nn.Module):
+class LaterUse(Patchable):
     """A block that an earlier layer has among its children: a weight has one name."""
 
     def __init__(self, block: SharedBlock) -> None:

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch
 from llm.layers.attention import Attention
 from llm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -31,7 +32,7 @@ class SharedKVConfig(PartConfig):
         return SharedKVAttention(self, context, prefix)
 
 
-class SharedKVAttention(nn.Module):
+class SharedKVAttention(Patchable):
     """Queries, their norm and rotary embedding, and attention over what the other layer wrote in this step."""
 
     def __init__(self, config: SharedKVConfig, context: BuildContext, prefix: str) -> None:

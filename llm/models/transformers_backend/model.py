@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, StateSpec
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
@@ -23,7 +24,7 @@ from llm.models.transformers_backend.theirs import Theirs
 from llm.models.transformers_backend.weights import WeightNames
 
 
-class TransformersForCausalLM(nn.Module):
+class TransformersForCausalLM(Patchable):
     """transformers' modeling code with our layers: its children are those of transformers' model, under their names.
 
     Attributes:

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from llm.base.watch import Patchable
 from llm.layers.activation import GELU, GELUTanh, QuickGELU, ReLU, ReLUSquaredActivation, SiluAndMul
 from llm.layers.norm import GemmaRMSNorm, LayerNorm, LayerNorm1P, RMSNorm
 
 
-class SiLU(nn.Module):
+class SiLU(Patchable):
     """silu(x), by the kernel of the gated activation."""
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from llm.base.errors import UnsupportedModelError
+from llm.base.watch import Patchable
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
 from llm.models.interface import BuildOptions, Cut
@@ -36,7 +37,7 @@ class TokenEmbedding(VocabParallelEmbedding):
         return rows if self.scale == 1.0 else rows * self.scale
 
 
-class TiedHead(nn.Module):
+class TiedHead(Patchable):
     """An LM head that is the embedding's table and has a bias of its own."""
 
     def __init__(self, table: TokenEmbedding, bias: nn.Parameter) -> None:

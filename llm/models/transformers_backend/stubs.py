@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from llm.base.errors import UnsupportedModelError
+from llm.base.watch import Patchable
 from llm.models.transformers_backend.recognise import is_conv1d, is_linear
 from llm.models.transformers_backend.theirs import Theirs
 
@@ -57,7 +58,7 @@ def _unreadable(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(value.expand(parameter.shape), requires_grad=False)
 
 
-class CalledOnly(nn.Module):
+class CalledOnly(Patchable):
     """In the place of an embedding: a model that reads rows of its weight without calling it fails now."""
 
     def __init__(self, embedding: nn.Module) -> None:

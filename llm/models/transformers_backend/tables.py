@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from llm.base.watch import Patchable
 from llm.models.transformers_backend.theirs import Theirs
 
 
-class PositionTable(nn.Module):
+class PositionTable(Patchable):
     """In the place of `module`, which is called with positions [1, N] and returns tensors with a row for each.
 
     Args:
