@@ -33,7 +33,8 @@ class StructuredOutputsParams:
     JSON has no whitespace, whatever `disable_any_whitespace` says. `\\d`, `\\w` and `\\s` match ASCII only. Needs
     llguidance. `CompletionOutput.structured` holds the outcome, and `CompletionOutput.parsed` a JSON answer as data.
 
-    Of a pydantic model the field `json` has the schema; answers are parsed by the model.
+    Of a pydantic model the field `json` has the schema, and `disable_additional_properties` is True: answers have the
+    model's fields alone, unless it says `extra="allow"`. They are parsed by the model.
     """
 
     json: str | Mapping[str, object] | type[Model] | None = None
@@ -57,6 +58,7 @@ class StructuredOutputsParams:
                 refuse("json", self.json.__name__, "a schema, or a pydantic model")
             self._model = self.json if hasattr(self.json, "model_validate_json") else None
             self.json = self.json.model_json_schema()
+            self.disable_additional_properties = True
 
     def parse(self, text: str) -> object:
         """A complete answer as data: an instance of the pydantic model, or what `json.loads` gives.

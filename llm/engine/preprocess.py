@@ -282,7 +282,9 @@ class Preprocessor:
                 refuse(name, getattr(params, name), right)
         if params.structured_outputs is None:
             raise ValueError("there is nothing to compile")
-        return self._structures.compile(params.structured_outputs)
+        structure = self._structures.compile(params.structured_outputs)
+        self._structures.warn(structure.why_not_guaranteed(params))
+        return structure
 
     def _writes_no_spaces(self) -> bool:
         return self.tokenizer is None or self.tokenizer.is_fast

@@ -38,6 +38,17 @@ class Person(pydantic.BaseModel):
         return value
 
 
+class Open(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow")
+    name: str
+
+
+class Closed(pydantic.BaseModel):
+    name: str
+    inner: Person
+    map: dict[str, int]
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with open_llm(max_model_len=128) as opened:
@@ -89,6 +100,21 @@ def test_json_answers_are_data(llm: LLM) -> None:
     assert output_from_json(output_as_json(output), asked).parsed == output.parsed
 
 
+@pytest.mark.parametrize(
+    ("model", "fits"),
+    [
+        (Open, ['{"name":"a"}', '{"name":"a","b":1}']),
+        (Closed, ['{"name":"a","inner":{"name":"b","digits":10},"map":{"x":1}}']),
+    ],
+)
+def test_a_pydantic_model_is_closed_unless_it_says_otherwise(llm: LLM, model: Any, fits: list[str]) -> None:
+    structure = llm._preprocessor.structure(StructuredOutputsParams(json=model))
+    tokenizer = llm.get_tokenizer()
+    more = fits[-1][:-1] + ',"more":1}'
+    found = [structure.is_complete(tokenizer.encode(text, add_special_tokens=False)) for text in [*fits, more]]
+    assert found == [*[True] * len(fits), model is Open]
+
+
 def test_a_pydantic_model_parses_its_answers(llm: LLM) -> None:
     asked = params(json=Person)
     asked.temperature, asked.n, asked.seed = 1.0, 8, 1
@@ -100,6 +126,7 @@ def test_a_pydantic_model_parses_its_answers(llm: LLM) -> None:
         assert own.parsed == (Person.model_validate_json(own.text) if own in right else None)
     assert asked.structured_outputs is not None and asked.structured_outputs.json == Person.model_json_schema()
     assert pickle.loads(pickle.dumps(asked.structured_outputs)) == asked.structured_outputs
+    assert asked.structured_outputs.disable_additional_properties
     json.dumps(output.to_dict())
     with pytest.raises(ValidationError, match="json must be a schema, or a pydantic model, got 'int'"):
         StructuredOutputsParams(json=int)  # type: ignore[arg-type]

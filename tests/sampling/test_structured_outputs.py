@@ -425,6 +425,62 @@ def test_classes_are_written_out() -> None:
     assert ascii_classes(r"\d[\w-]\\d\S") == r"[0-9][0-9A-Za-z_-]\\d[^ \t\n\r\f\v]"
 
 
+def compiler_lacking(llm: LLM, monkeypatch: pytest.MonkeyPatch, lacking: set[int]) -> StructureCompiler:
+    """For a vocabulary that is the model's, without tokens for these bytes."""
+    vocabulary = compiled(llm, regex="a").vocabulary
+    monkeypatch.setattr(vocabulary.reader, "bytes_that_are_tokens", set(range(0xF5)) - lacking)
+    return StructureCompiler(lambda: vocabulary)
+
+
+@pytest.mark.parametrize("kind", [{"json": {"type": "string"}}, {"regex": '"[^"]*"'}], ids=str)
+def test_bytes_without_a_token_are_left_out(llm: LLM, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of SmolLM2: control characters, and planes of Unicode that are not used."""
+    texts = ['"é\U0001f600\U0003ffff"', '"\U00040000"', '"\U000fffff"', '"\x06"']
+    found = {}
+    for lacking in ({0x06, 0xF1, 0xF2}, set()):
+        structure = compiler_lacking(llm, monkeypatch, lacking).compile(StructuredOutputsParams(**kind))
+        assert structure.tokens_needed == 2
+        found[bool(lacking)] = [is_answer(structure, text) for text in texts]
+    is_regex = "regex" in kind
+    assert found == {True: [True, False, True, False], False: [True, True, True, is_regex]}
+
+
+def test_a_choice_that_no_token_writes_is_left_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = compiler_lacking(llm, monkeypatch, {0x06})
+    structure = compiler.compile(StructuredOutputsParams(choice=["a\x06", "abc", "\x06" * 99]))
+    assert structure.tokens_needed == 3 and not is_answer(structure, "a\x06") and is_answer(structure, "abc")
+
+
+def test_letters_without_tokens_cost_the_guarantee(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    structure = compiler_lacking(llm, monkeypatch, {0xC3}).compile(StructuredOutputsParams(json=PERSON))
+    assert structure.tokens_needed is None and "no token for some bytes" in structure.why_unknown
+
+
+def test_what_is_not_guaranteed_is_warned_of_once(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    compiler: StructureCompiler = llm._preprocessor._structures
+    compiler._warned.clear()
+    for _ in range(2):
+        run(llm, "x", [structured(9, grammar='start: "a" | "b" start')])
+        run(llm, "x", structured(30, json=PERSON))
+        stop = StructuredOutputsParams(json=PERSON)
+        run(llm, "x", SamplingParams(max_tokens=30, stop=["q"], structured_outputs=stop))
+    said = [record.getMessage() for record in caplog.records if "may be cut" in record.getMessage()]
+    assert len(said) == 2 and "grammar" in said[0] and "stop can mask or cut" in said[1]
+
+
+def test_long_choices_take_no_more_than_their_bytes(llm: LLM) -> None:
+    choices = ["a" * 10**6, "a" * 999_999 + "b", "b" * 10**6, "c"]
+    language = Language()
+    root = language.words(choice.encode() for choice in choices)
+    assert len(language.kinds) < 20
+    assert [language.nullable[language.read(root, text.encode())] for text in ("a", "bb", "c")] == [False, False, True]
+    assert language.needs[language.read(root, b"a" * 100)] == 999_900
+    completion = run(llm, "x", structured(5, choice=choices))[0].outputs[0]
+    assert completion.text == "c" and completion.structured is not None and completion.structured.guaranteed
+    with pytest.raises(ValidationError, match=r"a pattern has 100001 characters and at most 100000 are read"):
+        run(llm, "x", structured(5, regex="a" * 100_001))
+
+
 def test_repetition_detection_can_cut_an_answer(llm: LLM) -> None:
     repeats = StructuredOutputsParams(regex="(ab){20}")
     detect = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=3)

@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from llm.sampling.structured.json_schema import compile_schema, language_of
 from llm.sampling.structured.language import IMPOSSIBLE, Language
 from llm.sampling.structured.lark import grammar_of
 from llm.sampling.structured.messages import first_line, unusable
-from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex, utf8
+from llm.sampling.structured.regex import UnknownLength, Words, ascii_classes, parse_regex
 from llm.sampling.structured.schema import check_numbers, read_schema
 from llm.sampling.structured.structure import Answer, Structure, Vocabulary
 from llm.sampling.structured.tag_format import format_grammar, format_language
@@ -31,8 +31,6 @@ logger = logging.getLogger("llm")
 
 _KEPT = 64  # compiled structures of one engine
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-# So many choices are more than llguidance's parser takes by default; the language reads them as a trie.
-_MANY_CHOICES = 2000
 
 
 class StructureCompiler:
@@ -46,6 +44,7 @@ class StructureCompiler:
         self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[str, Structure] = OrderedDict()
+        self._warned: set[str] = set()
 
     def compile(self, params: StructuredOutputsParams) -> Structure:
         """The structure of `params`; raises `ValidationError` if the schema, pattern or grammar is not usable."""
@@ -62,15 +61,23 @@ class StructureCompiler:
         self._kept.move_to_end(key)
         return self._kept[key]
 
+    def warn(self, reason: str) -> None:
+        """Say once for each reason that answers may be cut."""
+        if reason and reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning(
+                "structured_outputs: an answer may be cut at max_tokens, for %s; output.outputs[0].structured says "
+                "whether it is complete.",
+                reason,
+            )
+
     def _compile(self, kind: str, value: Any) -> Structure:
         if self._vocabulary is None:
             self._vocabulary = self._make_vocabulary()
         vocabulary = self._vocabulary
-        language, root, why = _language(kind, value, vocabulary.special_tokens)
-        if language is not None and not vocabulary.writes_every_byte:
-            language, why = None, "the vocabulary has no token for every byte"
-        if language is not None and kind == "choice" and len(value) >= _MANY_CHOICES:
-            return Structure(vocabulary, None, language, root, why, (kind, value), _received)
+        language, root, why = _language(kind, value, vocabulary)
+        if language is not None and not vocabulary.writes_text:
+            language, why = None, "the vocabulary has no token for some bytes of texts"
         grammar = _grammar(vocabulary, kind, value, language, root, why)
         structure = Structure(vocabulary, grammar, language, root, why, (kind, value), _received)
         _check_beginning(structure, kind, value)
@@ -123,22 +130,24 @@ def _check_beginning(structure: Structure, kind: str, value: object) -> None:
         raise unusable(kind, value, first_line(error).rstrip(".")) from error
 
 
-def _grammar(vocabulary: Vocabulary, kind: str, value: Any, language: Language | None, root: int, why: str) -> str:
-    """The constraint in llguidance's form, which llguidance finds valid."""
-    try:
-        grammar = _written(vocabulary, kind, value)
-    except ValueError as error:
-        raise unusable(kind, value, first_line(error)) from error
-    _check_grammar(vocabulary, kind, value, grammar)
-    if kind != "json":
-        return grammar
-    if language is None:
-        check_numbers(value, why)
-        return grammar
+def _grammar(
+    vocabulary: Vocabulary, kind: str, value: Any, language: Language | None, root: int, why: str
+) -> str | None:
+    """The constraint in llguidance's form; None where the language alone computes the masks."""
+    if language is None or kind in ("json", "structural_tag"):
+        try:
+            grammar = _written(vocabulary, kind, value)
+        except ValueError as error:
+            raise unusable(kind, value, first_line(error)) from error
+        _check_grammar(vocabulary, kind, value, grammar)
+        if kind == "json" and language is None:
+            check_numbers(value, why)
+        if kind == "structural_tag" or language is None:
+            return grammar
     # Written from the language, so that both have the same answers: llguidance reads numbers as floats.
-    grammar = vocabulary.llguidance.LLMatcher.grammar_from_lark(grammar_of(language, root))
-    _check_grammar(vocabulary, kind, value, grammar)
-    return grammar
+    matcher = vocabulary.llguidance.LLMatcher
+    grammar = matcher.grammar_from_lark(grammar_of(language, root))
+    return None if matcher.validate_grammar(grammar, vocabulary.tokenizer) else grammar
 
 
 def _check_grammar(vocabulary: Vocabulary, kind: str, value: object, grammar: str) -> None:
@@ -163,18 +172,19 @@ def _written(vocabulary: Vocabulary, kind: str, value: Any) -> str:
     return llguidance.grammar_from("grammar", value)
 
 
-def _language(kind: str, value: Any, special_tokens: Collection[str]) -> tuple[Language | None, int, str]:
+def _language(kind: str, value: Any, vocabulary: Vocabulary) -> tuple[Language | None, int, str]:
     """(language, root, reason if there is no language)."""
 
     def build(language: Language) -> int:
         if kind == "json":
             return compile_schema(language, value)
+        words = Words(language)
         if kind == "regex":
-            return parse_regex(language, value, lambda ranges: utf8(language, ranges))
+            return words.lexeme(parse_regex(words, value, words.characters))
         if kind == "choice":
-            return language.words(item.encode() for item in value)
+            return words.lexeme(words.any_of(value))
         if kind == "structural_tag":
-            return format_language(language, value, special_tokens)
+            return format_language(language, value, vocabulary.special_tokens)
         raise UnknownLength(f"there is none for a {kind}")
 
-    return language_of(kind, value, build)
+    return language_of(kind, value, build, vocabulary.lacking)

@@ -7,14 +7,14 @@ Owns the meaning of the keywords, as llguidance reads them. A keyword whose effe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from llm.sampling.structured.language import DONE, EMPTY, IMPOSSIBLE, Language
 from llm.sampling.structured.messages import unusable
-from llm.sampling.structured.regex import Ranges, UnknownLength, Word, Words, complement, parse_regex
+from llm.sampling.structured.regex import Ranges, TooManyChoices, UnknownLength, Word, Words, complement, parse_regex
 
 _ANNOTATIONS = frozenset(
     "title description default examples $schema $id $comment $defs definitions deprecated readOnly writeOnly".split()
@@ -40,13 +40,18 @@ _MOST_OPTIONAL = 600
 _LARGEST_DIVISOR = 64  # of `multipleOf`; a state for each remainder
 
 
-def language_of(kind: str, value: object, build: Callable[[Language], int]) -> tuple[Language | None, int, str]:
+def language_of(
+    kind: str, value: object, build: Callable[[Language], int], lacking: Collection[int] = ()
+) -> tuple[Language | None, int, str]:
     """(language, its node of all answers, why there is none) of a constraint whose node `build` makes.
+
+    Args:
+        lacking: bytes that no token of the vocabulary writes.
 
     Raises:
         ValidationError: masks for this constraint would take too long.
     """
-    language = Language()
+    language = Language(lacking)
     try:
         root = build(language)
         language.close()
@@ -60,10 +65,6 @@ def language_of(kind: str, value: object, build: Callable[[Language], int]) -> t
     if language.needs[root] >= IMPOSSIBLE:
         return None, 0, "no answer of a known length was found"
     return language, root, ""
-
-
-class TooManyChoices(ValueError):
-    """Masks for this schema would take too long; the message says what is too large."""
 
 
 # A JSON object. Values are of any JSON type; a shape that a keyword does not expect raises TypeError or ValueError,

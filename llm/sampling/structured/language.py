@@ -7,7 +7,7 @@ compared and their lengths are computed once. References by name allow recursive
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -17,22 +17,28 @@ EMPTY = 0  # the node of no string at all
 DONE = 1  # the node of the empty string
 ALL_BYTES = (1 << 256) - 1
 _UNKNOWN = -1
+_LONG_TEXT = 64  # a longer one is a node of its own, not one for each byte
 _MOST_COMPARED = 64  # alternatives of one alternation that are compared with each other
 
 
 class Language:
     """An arena of expressions; a node is an index into it.
 
+    Args:
+        lacking: bytes that no string has, for no token writes them.
+
     Attributes:
         kinds: per node ("set", bits), ("cat", head, tail), ("alt", nodes), ("star", node), ("repeat", node, low, high)
-            (high -1: no limit), ("lexeme", node, text) or ("ref", name).
+            (high -1: no limit), ("text", bytes, start), ("lexeme", node, text) or ("ref", name).
         nullable: per node, True if it contains the empty string.
         needs: per node, the length in bytes of its shortest string; valid for references after `close`.
         reach: per node, an upper bound of `needs` over all states reachable from it; `IMPOSSIBLE` if values nest
             without limit. Valid after `close`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lacking: Collection[int] = ()) -> None:
+        self.lacking = frozenset(lacking)
+        self._writable = ALL_BYTES & ~sum(1 << byte for byte in self.lacking)
         self.kinds: list[tuple] = []
         self.nullable: list[bool] = []
         self.needs: list[int] = []
@@ -49,9 +55,12 @@ class Language:
 
     def byte_set(self, bits: int) -> int:
         """One byte, out of those whose bits are set."""
+        bits &= self._writable
         return self._node(("set", bits), False) if bits else EMPTY
 
     def literal(self, data: bytes) -> int:
+        if len(data) > _LONG_TEXT:
+            return EMPTY if self.lacking.intersection(data) else self._node(("text", data, 0), False)
         return self.cat(*(self.byte_set(1 << byte) for byte in data))
 
     def cat(self, *parts: int) -> int:
@@ -80,23 +89,26 @@ class Language:
 
     def words(self, texts: Iterable[bytes]) -> int:
         """One of these strings, as a trie: a byte leaves one alternative of each node."""
-        # Per byte of the last string, and for its end: what its prefix up to there can continue with.
-        open_nodes: list[list[int]] = [[]]
+        # (length of a prefix of the last string, what it can continue with), the shortest first.
+        open_nodes: list[tuple[int, list[int]]] = [(0, [])]
         last = b""
 
-        def close(depth: int) -> None:
-            while len(open_nodes) > depth + 1:
-                node = self.alt(*open_nodes.pop())
-                open_nodes[-1].append(self._cat(self.byte_set(1 << last[len(open_nodes) - 1]), node))
+        def close(length: int) -> None:
+            while open_nodes[-1][0] > length:
+                end, choices = open_nodes.pop()
+                start = max(length, open_nodes[-1][0])
+                if open_nodes[-1][0] < start:
+                    open_nodes.append((start, []))
+                open_nodes[-1][1].append(self._cat(self.literal(last[start:end]), self.alt(*choices)))
 
         for text in sorted(set(texts)):
-            shared = next((i for i, (a, b) in enumerate(zip(last, text, strict=False)) if a != b), len(last))
-            close(shared)
-            open_nodes += [[] for _ in range(len(text) - shared)]
-            open_nodes[-1].append(DONE)
+            close(
+                next((i for i, (a, b) in enumerate(zip(last, text, strict=False)) if a != b), min(len(last), len(text)))
+            )
+            open_nodes.append((len(text), [DONE]))
             last = text
         close(0)
-        return self.alt(*open_nodes[0])
+        return self.alt(*open_nodes[0][1])
 
     def star(self, node: int) -> int:
         return DONE if node in (EMPTY, DONE) else self._node(("star", node), True)
@@ -182,6 +194,11 @@ class Language:
             inner, low, high = arguments
             rest = self.repeat(inner, max(0, low - 1), high if high == -1 else high - 1)
             return self._cat(self.step(inner, byte), rest)
+        if kind == "text":
+            data, start = arguments
+            if data[start] != byte:
+                return EMPTY
+            return self._node(("text", data, start + 1), False) if start + 1 < len(data) else DONE
         if kind == "lexeme":
             return self.step(arguments[0], byte)
         return self.step(self._definitions[arguments[0]], byte) if kind == "ref" else EMPTY
@@ -267,6 +284,8 @@ class Language:
             return min(IMPOSSIBLE, self.needs[arguments[0]] * arguments[1])
         if kind == "lexeme":
             return self.needs[arguments[0]]
+        if kind == "text":
+            return len(arguments[0]) - int(arguments[1])
         if kind == "ref":
             return self.needs[self._definitions[arguments[0]]] if arguments[0] in self._definitions else IMPOSSIBLE
         return 0  # done, star
@@ -285,6 +304,12 @@ class Language:
         if kind == "ref":
             return self.reach[self._definitions[arguments[0]]]
         return self.needs[node]  # set, done
+
+
+def _shared(first: bytes, second: bytes) -> int:
+    """The length of the prefix that both have."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 class TokenReader:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from llm.sampling.structured.language import Language
+from llm.sampling.structured.language import EMPTY, Language
 
 T = TypeVar("T")
 
@@ -25,8 +25,17 @@ _CLASSES: dict[str, list[tuple[int, int]]] = {
 }
 _CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "a": 0x07}
 _MAX_REPEATS = 100_000
+_LONGEST_PATTERN = 100_000
+# The characters of several bytes that a vocabulary may lack, those of the unused planes, by the first of their bytes.
+_PLANES = {0xF1: (0x40000, 0x7FFFF), 0xF2: (0x80000, 0xBFFFF), 0xF3: (0xC0000, 0xFFFFF), 0xF4: (0x100000, _LAST)}
+# Without a token for each of these, characters that are used could not be written byte by byte.
+NEEDED_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1)])
 
 Ranges = list[tuple[int, int]]
+
+
+class TooManyChoices(ValueError):
+    """Masks for this constraint would take too long; the message says what is too large."""
 
 
 class UnknownLength(ValueError):
@@ -73,8 +82,8 @@ class Words:
 
     def characters(self, ranges: Ranges) -> Word:
         """One character of the ranges."""
-        text = "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges)
-        return Word(utf8(self._language, ranges), f"[{text}]" if ranges else "[^\\x{0}-\\x{10ffff}]")
+        text = "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in _writable(self._language, ranges))
+        return Word(utf8(self._language, ranges), f"[{text}]")
 
     def literal(self, text: str) -> Word:
         written = "".join(each if each.isascii() and each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
@@ -82,7 +91,8 @@ class Words:
 
     def any_of(self, texts: Iterable[str]) -> Word:
         """One of these strings."""
-        distinct = sorted(set(texts))
+        lacking = self._language.lacking
+        distinct = sorted(text for text in set(texts) if not lacking.intersection(text.encode()))
         written = "|".join(self.literal(text).text for text in distinct)
         return Word(self._language.words(text.encode() for text in distinct), f"(?:{written})")
 
@@ -90,11 +100,14 @@ class Words:
         return Word(self._language.cat(*(part.node for part in parts)), "".join(part.text for part in parts))
 
     def alt(self, *choices: Word) -> Word:
-        if len(choices) == 1:
-            return choices[0]
-        return Word(self._language.alt(*(each.node for each in choices)), f"(?:{'|'.join(c.text for c in choices)})")
+        kept = [each for each in choices if each.node != EMPTY]
+        if len(kept) <= 1:
+            return kept[0] if kept else Word(EMPTY, "")
+        return Word(self._language.alt(*(each.node for each in kept)), f"(?:{'|'.join(each.text for each in kept)})")
 
     def repeat(self, node: Word, low: int, high: int = -1) -> Word:
+        if node.node == EMPTY:
+            return self.cat() if low == 0 else node
         count = {(0, -1): "*", (1, -1): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high == -1 else high}}}")
         return Word(self._language.repeat(node.node, low, high), f"(?:{node.text}){count}")
 
@@ -112,17 +125,33 @@ def parse_regex(builder: Builder[T], pattern: str, characters: Callable[[Ranges]
     Raises:
         UnknownLength: the pattern uses syntax that is not supported here.
     """
+    if len(pattern) > _LONGEST_PATTERN:
+        raise TooManyChoices(f"a pattern has {len(pattern)} characters and at most {_LONGEST_PATTERN} are read")
     return _Parser(builder, pattern, characters).parse()
 
 
 def utf8(language: Language, ranges: Sequence[tuple[int, int]]) -> int:
     """The node of the UTF-8 encodings of one character in any of the ranges, surrogates left out."""
     choices = []
-    for low, high in ranges:
+    for low, high in _writable(language, ranges):
         for first, last in ((low, min(high, _SURROGATES[0] - 1)), (max(low, _SURROGATES[1] + 1), high)):
             if first <= last:
                 choices += [_sequence(language, *piece) for piece in _same_length(first, last)]
     return language.alt(*choices)
+
+
+def _writable(language: Language, ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """The characters that can be written, of several bytes by the first of them."""
+    if not language.lacking:
+        return list(ranges)
+    lacking = [(byte, byte) for byte in language.lacking if byte < 0x80]
+    lacking += [bounds for byte, bounds in _PLANES.items() if byte in language.lacking]
+    return [
+        (max(low, first), min(high, last))
+        for low, high in ranges
+        for first, last in complement(lacking)
+        if max(low, first) <= min(high, last)
+    ]
 
 
 def complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
