@@ -30,6 +30,7 @@ class QuantizeMethodBase(Counted, ABC):
         scheme: the arithmetic, e.g. "W8A8_DYNAMIC"; "" for unquantized.
         source: what chose it, e.g. "quant_model_description.json".
         reason: why this layer got it, in a few words.
+        told: what `llm.config` tells of it, which says so for all layers of which it is the same; "": nothing.
         kernel: what computes it, e.g. "cpu kernel avx512_vnni" or "PyTorch"; "" if unknown.
         invariant: True if the bits of a token do not depend on the rest of the batch; see `EngineConfig.invariant`.
     """
@@ -38,6 +39,7 @@ class QuantizeMethodBase(Counted, ABC):
     scheme: str = ""
     source: str = ""
     reason: str = ""
+    told: str = ""
     kernel: str = ""
 
     @abstractmethod
@@ -190,6 +192,10 @@ class QuantizationConfig(ABC):
     @abstractmethod
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for the layer at `prefix` (dotted path); None: leave it unquantized."""
+
+    def has_four_bits(self) -> bool:
+        """Whether a checkpoint stores linear layers in at most 4 bits, so that those with more have them on purpose."""
+        return False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:

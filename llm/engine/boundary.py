@@ -89,7 +89,7 @@ class Loaded:
 
     Attributes:
         varies: why answers may depend on the batch although the kernels are batch-invariant; None: they do not.
-        held: which weights are not held as the checkpoint stores them; "": all are.
+        held: what is told of how weights are held; "": nothing.
         seconds: time per phase, in order.
         offloaded: where the weights are, if a file has some of them; "": all are in memory.
     """

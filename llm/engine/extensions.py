@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -89,11 +90,15 @@ def what_varies(model: nn.Module) -> str | None:
 
 
 def held_otherwise(model: nn.Module) -> str:
-    """Which weights are held in another form than the checkpoint's, for `llm.config`; "" if none are."""
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    """What `llm.config` tells of how weights are held: which of them in another form than others; "" for nothing."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
     stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
     schemes = ", ".join(filter(None, stored))
-    return schemes and f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts"
+    told = Counter(filter(None, (getattr(method, "told", "") for method in methods)))
+    parts = [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in told.items()]
+    if schemes:
+        parts.append(f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts")
+    return "; ".join(parts)
 
 
 def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:

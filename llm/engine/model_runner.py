@@ -96,14 +96,14 @@ class ModelRunner(ModelInspection, CacheRows):
             self.platform.import_kernels()
             file = weight_file(plan, self.platform)
             model = build_model(plan, self.platform, file)
-            varies, held = what_varies(model) if plan.config.invariant else None, held_otherwise(model)
+            varies = what_varies(model) if plan.config.invariant else None
             head = None if plan.head is None else build_model(plan.head.plan, self.platform)
         with times.phase("load weights"), serial_pytorch():
             if plan.head is not None:
                 fill_model(plan.head.plan, self.platform, head)
             self.targets = fill_model(plan, self.platform, model, file)
             self.offloaded = "" if file is None else file.where()
-            loaded = Loaded(varies, held, times, self.offloaded)
+            loaded = Loaded(varies, held_otherwise(model), times, self.offloaded)
         with times.phase("allocate KV cache"):
             self.model = self.place_model(model)
             if plan.head is not None:

@@ -120,6 +120,9 @@ class CompressedTensorsConfig(QuantizationConfig):
     def get_name(self) -> str:
         return SOURCE
 
+    def has_four_bits(self) -> bool:
+        return any(group.weights is not None and group.weights.num_bits <= 4 for group in self.groups)
+
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> CompressedTensorsConfig:
         whole = Fields(config, _WHERE)

@@ -75,6 +75,9 @@ class GGUFConfig(QuantizationConfig):
             return IntegerMethod(SCHEMES[scheme], storage, _SOURCE, reason)
         return get_scheme(scheme, kind)(storage, _SOURCE, reason)
 
+    def has_four_bits(self) -> bool:
+        return any(BLOCKS[kind].kind == "int4" for name, kind in self.types.items() if ".layers." in name)
+
     def computed_with(self) -> dict[str, str]:
         """Most frequent first; each expert counts. A layer that joins types is held in the wider form."""
         counts = Counter(self.types.values()).most_common()

@@ -109,6 +109,9 @@ class GPTQConfig(WordsConfig):
         rule = self._rule(name)
         return (self.bits, self.group_size) if rule is None or rule.excludes else (rule.bits, rule.group_size)
 
+    def has_four_bits(self) -> bool:
+        return min(self.bits, *(rule.bits for rule in self.rules if not rule.excludes), 8) <= 4
+
     def storage(self, bits: int, group_size: int | None) -> GPTQStorage:
         return GPTQStorage(bits, group_size, not self.v2, self.by_gptqmodel)
 

@@ -90,6 +90,9 @@ class ModelSlimConfig(QuantizationConfig):
     def get_name(self) -> str:
         return "ascend"
 
+    def has_four_bits(self) -> bool:
+        return any(kind.startswith("W4") for kind in self.types.values())
+
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> ModelSlimConfig:
         return cls(config)

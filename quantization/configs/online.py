@@ -57,6 +57,8 @@ _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
 # Their kernels scale whole sums: no groups.
 _PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
 _KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration")
+# What reasons begin with.
+ON_LOAD = "quantized on load"
 _SMALLEST_GROUP = 8
 # Of GGUF, whose groups have one size.
 _BLOCKS = ("q8_0", "q4_0", "q4_k")
@@ -66,11 +68,15 @@ _SCALE_BYTES = 4 / 32
 
 @dataclass(frozen=True)
 class _Choice:
-    """What one layer is given; shards of a fused layer compare by it."""
+    """What one layer is given; shards of a fused layer compare by it.
+
+    `asked`: the group size is the user's. `why`: of a recipe that is neither the user's pattern's nor the default.
+    """
 
     recipe: str
     group_size: int | None
     asked: bool
+    why: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return self.recipe if self.group_size is None else f"{self.recipe} in groups of {self.group_size}"
@@ -86,6 +92,8 @@ class OnlineConfig(QuantizationConfig):
         layers: (pattern, recipe, group size) in order; the first that matches a layer is used.
         ignore: patterns of layers that stay as they are.
         lm_head: a key of `RECIPES` with 8 bits for the LM head and a tied embedding; None: left as it is.
+        lm_head_asked: it is the user's.
+        eight_bits: path of a layer -> why it has 8 bits where it would have 4 and no pattern names it.
         calibration: texts that are run through the unquantized model first.
         statistics: what they showed, by layer; filled in before the model is built.
     """
@@ -95,6 +103,8 @@ class OnlineConfig(QuantizationConfig):
     layers: tuple[tuple[str, str, int | None], ...] = ()
     ignore: tuple[str, ...] = ()
     lm_head: str | None = None
+    lm_head_asked: bool = False
+    eight_bits: dict[str, str] = field(default_factory=dict)
     calibration: tuple[str, ...] = ()
     statistics: Mapping[str, ActivationStatistics] = field(default_factory=dict)
     _unused: set[str] = field(default_factory=set)
@@ -121,7 +131,15 @@ class OnlineConfig(QuantizationConfig):
             raise _wrong(asked, "uses w8a8_static, which needs calibration=[texts] to fix the activations' scales.")
         group_size = _group_size(given.get("group_size"), scheme, asked)
         lm_head = _lm_head(given.get("lm_head", RECIPES[scheme].lm_head), asked)
-        return cls(scheme, group_size, layers, _patterns(given.get("ignore", ()), asked, "ignore"), lm_head, texts)
+        return cls(
+            scheme,
+            group_size,
+            layers,
+            _patterns(given.get("ignore", ()), asked, "ignore"),
+            lm_head,
+            "lm_head" in given,
+            calibration=texts,
+        )
 
     @property
     def uses_calibration(self) -> bool:
@@ -188,7 +206,15 @@ class OnlineConfig(QuantizationConfig):
         for pattern, recipe, group_size in self.layers:
             if self._matches(name, prefix, pattern):
                 return _Choice(recipe, group_size or RECIPES[recipe].group_size, group_size is not None)
-        return _Choice(self.scheme, self.group_size or RECIPES[self.scheme].group_size, self.group_size is not None)
+        default = RECIPES[self.scheme]
+        if default.bits <= 4 and prefix in self.eight_bits:
+            return _Choice(default.lm_head, RECIPES[default.lm_head].group_size, False, self.eight_bits[prefix])
+        return _Choice(self.scheme, self.group_size or default.group_size, self.group_size is not None)
+
+    def asks_group_size(self, prefix: str) -> bool:
+        """Whether the group size of a linear layer is the user's."""
+        choices = [self._choose(name, prefix) for name in self.checkpoint_names(prefix)]
+        return any(choice is not None and choice.asked for choice in choices)
 
     def _is_ignored(self, name: str, prefix: str) -> bool:
         return any([self._matches(name, prefix, pattern) for pattern in self.ignore])
@@ -209,8 +235,10 @@ class OnlineConfig(QuantizationConfig):
         size, note = _fitting_group(choice, columns, prefix)
         static = recipe.scheme == "W8A8"
         storage = QuantizeOnLoad(recipe.bits, size, self.statistics.get(prefix), static, recipe.form)
-        reason = f"quantized on load: {name}{note}{instead}"
-        return get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
+        reason = f"{ON_LOAD}: {name}{note}{instead}{choice.why and f', {choice.why}'}"
+        method: QuantizeMethodBase = get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
+        method.told = choice.why and f"{name} {choice.why}"
+        return method
 
 
 def _fitting_group(choice: _Choice, columns: int, prefix: str) -> tuple[int, str]:

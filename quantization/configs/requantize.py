@@ -7,14 +7,18 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
-from llm.quantization.configs.online import OnlineConfig
+from llm.quantization.configs.online import ON_LOAD, OnlineConfig
+from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.schemes.method import IntegerMethod
+from llm.quantization.schemes.table import SCHEMES
 from llm.quantization.storage.on_load import QuantizeOnLoad
 from llm.quantization.storage.requantized import Requantized
 
 
 class RequantizeConfig(QuantizationConfig):
-    """What the checkpoint stores as floats stays as it is.
+    """What the checkpoint stores as floats stays as it is, and so do 4 bits that the asked scheme computes as stored.
+
+    In a file with layers of 4 bits, those that it stores in more get 8 bits where 4 are asked for: its author chose so.
 
     Attributes:
         stored: reads the checkpoint.
@@ -33,16 +37,37 @@ class RequantizeConfig(QuantizationConfig):
         for config in (self.stored, self.online):
             config.packed_modules_mapping = self.packed_modules_mapping
         found = self.stored.get_quant_method(layer, prefix)
+        is_small = isinstance(found, IntegerMethod) and SCHEMES[found.scheme].bits <= 4
+        if not is_small and self.stored.has_four_bits():
+            self.online.eight_bits[prefix] = "as the file stores other layers in 4 bits and these in more"
         again = self.online.get_quant_method(layer, prefix)
         if not isinstance(found, IntegerMethod) or not isinstance(again, IntegerMethod):
             return found
         if not isinstance(again.storage, QuantizeOnLoad):
             return found
-        again.storage = Requantized(found.storage, again.storage)
+        target = again.storage
+        if is_small and self._is_smaller_head(layer, found, again):
+            found.reason, found.told = f"kept as stored, {found.reason}", "kept as stored"
+            return found
+        keeps = is_small and target.bits <= 4 and not target.form
+        asks = keeps and self.online.asks_group_size(prefix)
+
+        def computed(weight: IntegerWeight) -> bool:
+            return again.computes(weight) and not (asks and weight.group_size != target.group_size)
+
+        again.storage = Requantized(found.storage, target, computed if keeps else None)
         again.holds_bias = again.storage.holds_bias
         again.source = f"requantize={self.online.scheme!r}"
         again.reason = f"{again.reason}, from {found.reason}"
+        if keeps:
+            again.reason = again.reason.removeprefix(f"{ON_LOAD}: ")
         return again
+
+    def _is_smaller_head(self, layer: nn.Module, found: IntegerMethod, again: IntegerMethod) -> bool:
+        """An LM head that the user did not name: 4 bits with the same activations are smaller, and exact."""
+        if getattr(layer, "quant_kind", "") != "embedding" or self.online.lm_head_asked:
+            return False
+        return SCHEMES[found.scheme].activations == SCHEMES[again.scheme].activations
 
     def apply_mapper(self, to_checkpoint: Callable[[str], str]) -> None:
         self.stored.apply_mapper(to_checkpoint)

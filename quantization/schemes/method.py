@@ -92,6 +92,14 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
             raise _named(layer, error) from error
         return weight.dequantize()
 
+    def computes(self, weight: IntegerWeight) -> bool:
+        """Whether it can take this weight as it is."""
+        try:
+            self._scheme.check(weight)
+        except CheckpointError:
+            return False
+        return True
+
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
         return self._embedding(token_ids, layer.packed_weight)
 
@@ -113,6 +121,8 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
 
     def _take(self, layer: Any, weight: IntegerWeight) -> None:
         self._scheme.check(weight)
+        if self.storage.note:
+            self.reason, self.told = f"{self.storage.note}: {self.reason}", self.storage.note
         weight = weight.to(self._device)
         bits: Weight = self._pack(weight.q, self._scheme.kind)
         scaled = bits.scaled(weight.scale, weight.zero, weight.group_size, weight.minimum, weight.columns)

@@ -57,6 +57,10 @@ def _one_scale_per_row(scheme: Scheme, weight: IntegerWeight) -> None:
 def _symmetric(scheme: Scheme, weight: IntegerWeight) -> None:
     if weight.zero is not None or weight.minimum is not None:
         raise CheckpointError("W4A8 computes symmetric weights; this layer has zero points.")
+    if weight.table is not None:
+        raise CheckpointError("W4A8 multiplies integers; this layer's codes stand for the values of a table.")
+    if weight.scale.shape[1] > 1 and weight.group_size % 8:
+        raise CheckpointError(f"W4A8 computes groups of a multiple of 8 columns, this layer's are {weight.group_size}.")
 
 
 def _static_input(scheme: Scheme, weight: IntegerWeight) -> None:

@@ -37,10 +37,12 @@ class WeightStorage(ABC):
     Attributes:
         holds_bias: the format stores the bias with the integers, so the checkpoint may lack the layer's bias.
         on_load: the checkpoint has floats, which are quantized while they are loaded.
+        note: what is known of the weight only after reading it, for the reason that is shown.
     """
 
     holds_bias = False
     on_load = False
+    note = ""
 
     def __init__(self) -> None:
         self._names: list[str] = []

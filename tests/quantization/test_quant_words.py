@@ -12,6 +12,8 @@ import pytest
 import torch
 from close import close, told
 from embedded import engine_of, open_llm, run
+from gguf import GGMLQuantizationType as Type
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, make_prompts, one_thread, reference_logprobs, write_checkpoint
 
@@ -383,6 +385,60 @@ def test_requantize_is_quantizing_what_the_file_stands_for(source: Path, tmp_pat
         LLMError, match=r"quantization='gptq' needs a checkpoint .* has no quantization_config in config"
     ):
         LLM(source, quantization="gptq", skip_tokenizer_init=True)
+
+
+FOUR_BITS = ("gptq-4", "gptq-act-order", "awq", "Q4_0", "Q4_1")
+
+
+@pytest.mark.parametrize("case", FOUR_BITS)
+def test_four_bits_are_not_rounded_to_four_bits_again(case: str, source: Path, tmp_path: Path) -> None:
+    """Kept where the scheme computes them as stored, so that answers are the file's; else it is told."""
+    if case in CASES:
+        quantized(source, tmp_path / "model", *CASES[case])
+        path = tmp_path / "model"
+    else:
+        path = tmp_path / "model.gguf"
+        write_gguf(source, path, lambda name: Type[case] if ".layers." in name else Type.F16)
+    arguments = {"skip_tokenizer_init": True, "kv_cache_dtype": "float32"}
+    prompts = make_prompts(ROW)
+    with open_llm(path, **arguments) as llm:
+        stored, answers = held(llm), run(llm, prompts, GREEDY)
+    with open_llm(path, requantize="w4a16", **arguments) as llm:
+        kept, again = held(llm), run(llm, prompts, GREEDY)
+        reason, snr = llm.config.reasons["quantization"], [r.weight_snr for r in engine_of(llm).runner.layer_reports()]
+    assert all(torch.equal(kept[name], weight) for name, weight in stored.items()), case
+    assert told(again) == told(answers)
+    assert f"{len(stored)} layers kept as stored" in reason and snr.count(math.inf) == len(stored)
+    with open_llm(path, requantize={"scheme": "w4a16", "group_size": 8}, **arguments) as llm:  # the control
+        rounded = held(llm)
+        assert "kept as stored" not in (reason := llm.config.reasons["quantization"]) and "rounded again" in reason
+    assert not any(torch.equal(rounded[name], weight) for name, weight in stored.items())
+    with open_llm(path, requantize="w4a8", **arguments) as llm:
+        same = [torch.equal(weight, stored[name]) for name, weight in held(llm).items() if name in stored]
+        reason = llm.config.reasons["quantization"]
+    assert all(same) if "kept as stored" in reason else not any(same)
+    if case in ("gptq-4", "Q4_0"):
+        assert all(same)
+
+
+def test_layers_in_more_bits_than_others_get_8_bits(source: Path, tmp_path: Path) -> None:
+    """As a file of 4 bits stores some on purpose; a file wholly in 8 bits gets the 4 that are asked for."""
+    arguments = {"skip_tokenizer_init": True}
+    for name, kind in (("mixed", Type.Q4_0), ("wide", Type.Q8_0)):
+        path = tmp_path / f"{name}.gguf"
+        write_gguf(source, path, lambda of, kind=kind: Type.Q5_0 if "down_proj" in of else kind)
+        for asked in ("w4a16", {"scheme": "w4a8", "layers": {"*.0.mlp.down_proj": "w4a16"}}):
+            with open_llm(path, requantize=asked, **arguments) as llm:
+                schemes = {report.name: report.scheme for report in engine_of(llm).runner.layer_reports()}
+                reason = llm.config.reasons["quantization"]
+            down = [scheme for layer, scheme in schemes.items() if "down_proj" in layer]
+            other = "W4A8_DYNAMIC" if isinstance(asked, dict) else "W4A16"
+            eight = {"W4A16": "W8A16", "W4A8_DYNAMIC": "W8A8_DYNAMIC"}[other]
+            expected = [eight if name == "mixed" else other] * 2
+            if isinstance(asked, dict):
+                expected[0] = "W4A16"  # a pattern names it
+            assert down == expected and schemes["model.layers.0.mlp.gate_up_proj"] == other
+            assert ("as the file stores other layers in 4 bits and these in more" in reason) == (name == "mixed")
 
 
 def test_saved_as_gptq_it_answers_the_same(source: Path, tmp_path: Path) -> None:
