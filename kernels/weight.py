@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from llm.kernels.reference.rotation import check_block, rotate
 from llm.kernels.reference.rounding import fused_multiply_add
 
 FLOAT_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -57,6 +58,8 @@ class Weight:
         input_scale: of static int8 activations, q = round(x / input_scale) + input_offset; 0: each row has its own.
         input_offset: a whole number in [-128, 127].
         bias: float [n], added to the GEMM's result; None: none.
+        rotation: the block of columns in which W is rotated (`llm.kernels.reference.rotation`): what is said above is
+            rotate(W), whose products are with rotated inputs; 0: none.
         columns: int32 [k] of integers, the input that each column of w is multiplied by, so that the columns of a
             group are side by side; None: each by its own.
 
@@ -78,6 +81,7 @@ class Weight:
     bias: torch.Tensor | None = None
     minimum: torch.Tensor | None = None
     columns: torch.Tensor | None = None
+    rotation: int = 0
 
     def __post_init__(self) -> None:
         if not self.group_size:
@@ -126,6 +130,8 @@ class Weight:
         if self.is_float:
             return values.float()
         values = self._scaled(values, start, end)
+        if self.rotation:
+            return rotate(values, self.rotation)
         return values if self.columns is None else values[:, self.columns.long().argsort()]
 
     def _scaled(self, values: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -152,9 +158,11 @@ class Weight:
         group_size: int = 0,
         minimum: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
+        rotation: int = 0,
     ) -> W:
-        """The same bits with these scales, and with zero points or minima, and an order of the columns."""
-        return replace(self, scale=scale, zero=zero, group_size=group_size, minimum=minimum, columns=columns)
+        """The same bits with these scales, with zero points or minima, and an order or a rotation of the columns."""
+        parts = {"zero": zero, "minimum": minimum, "columns": columns}
+        return replace(self, scale=scale, group_size=group_size, rotation=rotation, **parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,8 +259,8 @@ def _bounds(values: torch.Tensor) -> tuple[int, int]:
 
 def _check_float(weight: Weight) -> None:
     parts = (weight.scale, weight.zero, weight.minimum, weight.table, weight.columns)
-    if any(part is not None for part in parts):
-        raise ValueError(f"a {weight.kind} weight has no scales")
+    if any(part is not None for part in parts) or weight.rotation:
+        raise ValueError(f"a {weight.kind} weight has no scales, and is not rotated")
     if weight.activations == "int8" or (weight.activations == "bfloat16" and weight.kind != "bfloat16"):
         raise ValueError(f"no product is defined of {weight.activations} activations with a {weight.kind} weight")
 
@@ -269,6 +277,10 @@ def _check_scaled(weight: Weight) -> None:
         raise ValueError(f"a weight {what} zero points, minima and a table, got {' and '.join(shifted)}")
     if weight.table is not None:
         _check_table(weight)
+    if weight.rotation:
+        check_block(weight.rotation, weight.k)
+        if weight.columns is not None or weight.input_scale:
+            raise ValueError("a rotated weight has its columns in order, and activations with a scale for each row")
     if weight.columns is not None and not _is_permutation(weight.columns, weight.k):
         raise ValueError(f"columns are the numbers from 0 to {weight.k - 1} in some order")
     if weight.activations == "bfloat16":

@@ -55,6 +55,8 @@ class IntegerWeight:
         minimum: float32 [N, G]; None: none.
         columns: int32 [K], the input that each column of q is multiplied by; None: each by its own.
         table: float32 [16], the values that 4 bits stand for; None: -8 to 7.
+        rotation: what is said above is W rotated in blocks of so many columns (`llm.kernels.reference.rotation`); 0:
+            it is W.
     """
 
     q: torch.Tensor
@@ -68,6 +70,7 @@ class IntegerWeight:
     minimum: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     table: torch.Tensor | None = None
+    rotation: int = 0
 
     def to(self, device: torch.device) -> IntegerWeight:
         """Itself where all of it is there, else a copy."""
@@ -79,7 +82,9 @@ class IntegerWeight:
     def dequantize(self) -> torch.Tensor:
         """W in float32."""
         kind = "float8" if self.q.is_floating_point() else "int4" if self.bits <= 4 else "int8"
-        weight = pack(self.q, kind).scaled(self.scale, self.zero, self.group_size, self.minimum, self.columns)
+        weight = pack(self.q, kind).scaled(
+            self.scale, self.zero, self.group_size, self.minimum, self.columns, self.rotation
+        )
         return replace(weight, table=self.table).dequantize()
 
 
@@ -110,6 +115,7 @@ def quantize_weight(
     moments: Sequence[torch.Tensor] | None = None,
     kernel: Operation = reference.quantize_weight,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotation: int = 0,
 ) -> Quantized:
     """Symmetric integers for a weight, one scale per row and group of `group_size` along K.
 
@@ -121,12 +127,13 @@ def quantize_weight(
         weight: float [N, K].
         moments: mean of x x^T for consecutive runs of columns, float32 [B, B] each, together K columns.
         out: where q and scale may be written; the result says whether they were.
+        rotation: without moments: the rows are rotated in blocks of so many columns first.
 
     Raises:
         ValueError: a weight is not finite.
     """
     if moments is None:
-        return Quantized(*kernel(weight, bits, group_size, search, out))
+        return Quantized(*kernel(weight, bits, group_size, search, out, rotation))
     # PyTorch's threads would wait for each other after every column: minutes where other programs run.
     with library_defaults(num_threads=1):
         return _quantize_with_feedback(weight, bits, group_size, CLIP_SHARES if search else (1.0,), moments)

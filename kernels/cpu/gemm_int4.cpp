@@ -327,7 +327,7 @@ void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int6
     p.a = a, p.start = start;
     const Tasks tasks(m, p.n, MAX_ROWS, padded, BLOCK_BYTES, threads);
     const int64_t quantizing = m * p.k < SERIAL_ELEMENTS ? 1 : threads;
-    tasks.for_rows<ROWS_AT_ONCE<int8_t>>(quantizing, [&](auto count, int64_t tile, int64_t r) {
+    tasks.for_rows<ROWS_AT_ONCE<int8_t>>(quantizing, 0, [&](auto count, int64_t tile, int64_t r, char*) {
         const int64_t first = tasks.first_row(tile), row = first + r;
         quantize_rows<decltype(count)::value>(p, row, tasks.rows(tile), a + first * padded + r * STEP,
                                               start + first * groups + r, row_scales + row);

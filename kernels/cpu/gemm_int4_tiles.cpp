@@ -161,7 +161,7 @@ bool linear_int4_by_tiles(const Weight& weight, const float* x, float* y, int64_
     // With groups one panel is read at a time, and fewer row tiles fit beside it.
     const int64_t most_tiles = p.groups > 1 ? LEAST_TILES : MOST_TILES;
     for_row_blocks(p.m, ceil_div(p.k, TILE_K), 1, block, most_tiles, [&](const TileOperands& a, int64_t from) {
-        quantize_operands(a, p.x + from * p.k, p.k, 0.0f, 0, row_scales + from, threads);
+        quantize_operands(a, p.x + from * p.k, p.k, 0, 0.0f, 0, row_scales + from, threads);
         if (p.groups > 1) GroupTiles(p, a).multiply(from, threads);
         else multiply_channels(p, a, from, threads);
     });

@@ -7,6 +7,7 @@
 #include "bytes.h"
 #include "gemm_tiles.h"
 #include "quantize.h"
+#include "rotate.h"
 #include "weight.h"
 
 namespace llm {
@@ -247,10 +248,16 @@ template <int ROWS> void tiles(const Int8Product& p, int64_t row, int64_t panel,
                                  [&](auto wide, int64_t at) { tile<ROWS, decltype(wide)::value>(p, row, at, turn); });
 }
 
-// Quantizes ROWS batch rows of a tile of `rows` to [k / 4][rows][4], and writes the factors of their sums.
+// Quantizes ROWS batch rows of a tile of `rows` to [k / 4][rows][4], and writes the factors of their sums. `rotated`
+// [ROWS][k]: room where they are rotated first.
 template <int ROWS>
-LLM_INLINE void quantize_rows(const Product& p, int64_t row, int64_t rows, Operand* out, float* factors) {
+LLM_INLINE void quantize_rows(const Product& p, int64_t row, int64_t rows, Operand* out, float* factors,
+                              float* rotated) {
     const float* x = p.x + row * p.k;
+    if (p.rotation) {
+        for (int64_t r = 0; r < ROWS; ++r) rotate_row(x + r * p.k, rotated + r * p.k, p.k, p.rotation);
+        x = rotated;
+    }
     RowQuantizer by[ROWS];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
         by[r] = RowQuantizer(x + r * p.k, p.k, p.input_scale, p.input_offset);
@@ -280,7 +287,8 @@ void multiply_by_tiles(const Product& product, int64_t threads) {
     // more.
     const int64_t block = p.m > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS;
     for_row_blocks(p.m, panels.steps(), 1, block, MOST_TILES, [&](const TileOperands& a, int64_t from) {
-        quantize_operands(a, p.x + from * p.k, p.k, p.input_scale, p.input_offset, row_scales + from, threads);
+        quantize_operands(a, p.x + from * p.k, p.k, p.rotation, p.input_scale, p.input_offset, row_scales + from,
+                          threads);
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
             scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS,
                        reinterpret_cast<const int32_t*>(sums));
@@ -313,10 +321,12 @@ void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int6
     float* row_scales = scales.as<float>();
     const Tasks tasks(m, weight.n, MAX_ROWS, padded * sizeof(Operand), BLOCK_BYTES, threads);
     const int64_t quantizing = m * k < SERIAL_ELEMENTS ? 1 : threads;
-    tasks.for_rows<ROWS_AT_ONCE<Operand>>(quantizing, [&](auto count, int64_t tile, int64_t r) {
+    constexpr int at_once = ROWS_AT_ONCE<Operand>;
+    const int64_t rotated_bytes = weight.rotation ? at_once * k * sizeof(float) : 0;
+    tasks.for_rows<at_once>(quantizing, rotated_bytes, [&](auto count, int64_t tile, int64_t r, char* scratch) {
         const int64_t first = tasks.first_row(tile), row = first + r;
         quantize_rows<decltype(count)::value>(product, row, tasks.rows(tile), a + first * padded + r * STEP,
-                                              row_scales + row);
+                                              row_scales + row, reinterpret_cast<float*>(scratch));
     });
     const Int8Product p(product, a, row_scales, OPERAND_SHIFT);
     tasks.run([&](int64_t tile, int64_t panel, int64_t end) {

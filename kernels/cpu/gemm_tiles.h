@@ -17,6 +17,7 @@
 
 #include "panels.h"
 #include "quantize.h"
+#include "rotate.h"
 
 #if LLM_TILES
 
@@ -178,10 +179,17 @@ struct TileOperands {
 };
 
 // Quantizes batch rows x [a.rows][k] to int8 operands; `scales` receives the factor of each row's sums (quantize.h).
-inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, float input_scale, int64_t offset,
-                              float* scales, int64_t threads) {
-    parallel_for(a.rows, a.rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
+// `rotation`: of the weight (rotate.h).
+inline void quantize_operands(const TileOperands& a, const float* x, int64_t k, int64_t rotation, float input_scale,
+                              int64_t offset, float* scales, int64_t threads) {
+    const int64_t one = a.rows * k < SERIAL_ELEMENTS ? 1 : threads, rotated = rotation ? k * sizeof(float) : 0;
+    parallel_for(a.rows, one, rotated, [&](int64_t row, char* scratch) {
         const float* at = x + row * k;
+        if (rotation) {
+            float* room = reinterpret_cast<float*>(scratch);
+            rotate_row(at, room, k, rotation);
+            at = room;
+        }
         const RowQuantizer by(at, k, input_scale, offset);
         scales[row] = by.factor;
         a.write_row(row, [&](int64_t step, char* line, int64_t) {

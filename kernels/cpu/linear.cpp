@@ -1,4 +1,5 @@
 // Operations on a weight of any kind: GEMM, embedding, packing and unpacking.
+#include "rotate.h"
 #include "rows.h"
 #include "weight.h"
 
@@ -10,6 +11,9 @@ auto product_with(const Weight& weight) {
     if (weight.activations != Activations::INT8) return linear_weight_only;
     return weight.kind == Kind::INT8 ? linear_int8 : linear_int4;
 }
+
+// Whether its GEMM rotates inputs itself, row by row while it quantizes them.
+bool rotates(const Weight& weight) { return weight.kind == Kind::INT8 && weight.activations == Activations::INT8; }
 
 // Nanoseconds that one thread needs for a GEMM of m batch rows: about what it computes or reads in one.
 constexpr int64_t MULTIPLY_ADDS_PER_NS = 48, BYTES_PER_NS = 16;
@@ -25,12 +29,13 @@ bool lacks_scales(const Weight& weight) { return has_scales(weight.kind) && !wei
 
 void linear(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
     if (!is_worth_sharing(nanoseconds(weight, m))) threads = 1;
-    if (!weight.columns) return product_with(weight)(weight, x, y, m, threads);
-    const Scratch ordered(m * weight.k * sizeof(float));
-    float* inputs = ordered.as<float>();
+    if (!weight.columns && (!weight.rotation || rotates(weight))) return product_with(weight)(weight, x, y, m, threads);
+    const Scratch changed(m * weight.k * sizeof(float));
+    float* inputs = changed.as<float>();
     for_rows(m, weight.k, threads, [&](int64_t row) {
         const float* from = x + row * weight.k;
         float* to = inputs + row * weight.k;
+        if (weight.rotation) return rotate_row(from, to, weight.k, weight.rotation);
         for (int64_t k = 0; k < weight.k; ++k) to[k] = from[weight.columns[k]];
     });
     product_with(weight)(weight, inputs, y, m, threads);
@@ -53,6 +58,10 @@ LLM_EXPORT int64_t llm_embedding(const Weight* weight, const int64_t* ids, float
     if (first_outside(ids, count, weight->n) >= 0) return 1;
     const auto gather = has_scales(weight->kind) ? gather_scaled : gather_float;
     gather(*weight, ids, y, count, threads);
+    if (weight->rotation)
+        for_rows(count, weight->k, threads, [&](int64_t row) {
+            rotate_row(y + row * weight->k, y + row * weight->k, weight->k, weight->rotation);
+        });
     return 0;
 }
 

@@ -69,6 +69,7 @@ class _Description:
         struct.columns, struct.table = pointer(weight.columns), pointer(weight.table)
         struct.kind, struct.activations = KINDS.index(weight.kind), ACTIVATIONS.index(weight.activations)
         struct.n, struct.k, struct.group_size = weight.n, weight.k, weight.group_size
+        struct.rotation = weight.rotation
         struct.input_scale, struct.input_offset = weight.input_scale, weight.input_offset
         for name, values in (("scale", weight.scale), ("zero", weight.zero), ("minimum", weight.minimum)):
             setattr(struct, name, pointer(values))
@@ -144,9 +145,10 @@ class PanelWeight(Weight):
         group_size: int = 0,
         minimum: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
+        rotation: int = 0,
     ) -> PanelWeight:
         zero, minimum = (None if part is None else _by_group(part) for part in (zero, minimum))
-        return super().scaled(_by_group(scale), zero, group_size, minimum, columns)
+        return super().scaled(_by_group(scale), zero, group_size, minimum, columns, rotation)
 
 
 class WeightArray:

@@ -71,15 +71,15 @@ class Tasks {
     }
     // Row tiles in one block, at most.
     int64_t block_tiles() const { return min(block_tiles_, tiles_); }
-    // Calls run(Rows<count>, row tile, first of these rows in the tile): AT_ONCE batch rows of a tile at a time, then
-    // one.
-    template <int AT_ONCE, class Run> void for_rows(int64_t threads, const Run& run) const {
+    // Calls run(Rows<count>, row tile, first of these rows in the tile, scratch): AT_ONCE batch rows of a tile at a
+    // time, then one.
+    template <int AT_ONCE, class Run> void for_rows(int64_t threads, int64_t scratch_bytes, const Run& run) const {
         constexpr int64_t parts = ceil_div(MAX_ROWS, AT_ONCE);
-        parallel_for(tiles_ * parts, threads, 0, [&](int64_t task, char*) {
+        parallel_for(tiles_ * parts, threads, scratch_bytes, [&](int64_t task, char* scratch) {
             const int64_t tile = task / parts, end = min(rows(tile), (task % parts + 1) * AT_ONCE);
             int64_t row = task % parts * AT_ONCE;
-            if (row + AT_ONCE <= end) return run(Rows<AT_ONCE>{}, tile, row);
-            for (; row < end; ++row) run(Rows<1>{}, tile, row);
+            if (row + AT_ONCE <= end) return run(Rows<AT_ONCE>{}, tile, row, scratch);
+            for (; row < end; ++row) run(Rows<1>{}, tile, row, scratch);
         });
     }
     // Runs everything on all threads. For each task: prepare(first panel, end panel, scratch), then run(tile, first

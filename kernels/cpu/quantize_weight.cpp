@@ -5,6 +5,7 @@
 #include "group_blocks.h"
 #include "kinds.h"
 #include "quantize.h"
+#include "rotate.h"
 
 #include <type_traits>
 
@@ -36,7 +37,7 @@ struct Job {
     int8_t* q;
     float *scale, *minimum;
     double* energies;  // of each row, or of each 16 groups: the sums of W^2 and of its error's squares
-    int64_t n, k, group_size, threads;
+    int64_t n, k, group_size, rotation, threads;
 
     int64_t groups() const { return n * (k / group_size); }
 };
@@ -94,6 +95,7 @@ template <class Rule> struct Rows {
         float* x = reinterpret_cast<float*>(scratch);
         for (int64_t i = 0; i < job.k; i += LANES)
             store_part(x + i, load_part(src + row * job.k + i, job.k - i), job.k - i);
+        if (job.rotation) rotate_row(x, x, job.k, job.rotation);
         Energy energy;
         const int64_t groups = job.k / job.group_size;
         for (int64_t group = 0; group < groups; ++group) {
@@ -185,11 +187,12 @@ template <class T> int64_t quantize(WeightForm form, const Job& job, float high,
 using namespace llm;
 
 // src [n, k] -> q [n, k], scale and (Q4_K) minimum [n, k / group_size], energies. Integers are in [-high, high], those
-// searched for in [-high - 1, high]. `table` [16] of NF4. Returns 0, or what is wrong with the weight.
+// searched for in [-high - 1, high]. `table` [16] of NF4. `rotation`: rows are rotated first (rotate.h), for ROUNDED
+// alone. Returns 0, or what is wrong with the weight.
 LLM_EXPORT int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* src, int8_t* q, float* scale,
                                        float* minimum, double* energies, const float* table, int64_t n, int64_t k,
-                                       int64_t high, int64_t group_size, int64_t threads) {
-    const Job job{q, scale, minimum, energies, n, k, group_size, threads};
+                                       int64_t high, int64_t group_size, int64_t rotation, int64_t threads) {
+    const Job job{q, scale, minimum, energies, n, k, group_size, rotation, threads};
     return with_type(kind, [&](auto type) {
         return quantize(form, job, static_cast<float>(high), table,
                         static_cast<const typename decltype(type)::Value*>(src));

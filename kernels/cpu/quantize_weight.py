@@ -14,6 +14,7 @@ from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import KINDS, pointer
 from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.quantize_forms import BEYOND, FORMS
+from llm.kernels.reference.rotation import check_block
 
 _QUANTIZE = KERNELS["llm_quantize_weight"]
 _ROUNDED, _SEARCHED, _FIRST_FORM = range(3)
@@ -28,14 +29,16 @@ def quantize_weight(
     group_size: int,
     search: bool,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotation: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """(q, scale, signal, noise) as the definition; the last two in another order of sums."""
-    if weight.dtype not in KINDS:
-        return reference.quantize_weight(weight, bits, group_size, search, out)
+    if weight.dtype not in KINDS or (rotation and search):
+        return reference.quantize_weight(weight, bits, group_size, search, out, rotation)
     rows, columns = weight.shape
     q, scale = out or (torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, columns // group_size))
     form = _SEARCHED if search else _ROUNDED
-    signal, noise = quantize_into(lib, weight, form, group_size, q, scale, high=2 ** (bits - 1) - 1)
+    high = 2 ** (bits - 1) - 1
+    signal, noise = quantize_into(lib, weight, form, group_size, q, scale, high=high, rotation=rotation)
     return q, scale, signal, noise
 
 
@@ -54,6 +57,7 @@ def quantize_into(
     minimum: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
     high: int = 0,
+    rotation: int = 0,
 ) -> tuple[float, float]:
     """Writes q, scale and minimum; returns the sums of W^2 and of its error's squares.
 
@@ -62,6 +66,8 @@ def quantize_into(
     rows, columns = weight.shape
     if columns % group_size:
         raise ValueError(f"groups of {group_size} do not divide {columns} columns")
+    if rotation:
+        check_block(rotation, columns)
     weight = weight.contiguous()
     if not (q.is_contiguous() and scale.is_contiguous() and q.shape == weight.shape and q.itemsize == 1):
         raise ValueError(f"q is contiguous, of one byte, {list(weight.shape)}, got {q.dtype} {list(q.shape)}")
@@ -69,7 +75,7 @@ def quantize_into(
         raise ValueError(f"scale is float32 {[rows, columns // group_size]}, got {scale.dtype} {list(scale.shape)}")
     energies = torch.zeros(max(rows, -(-scale.numel() // LANES)), 2, dtype=torch.float64)
     places = (weight.data_ptr(), q.data_ptr(), scale.data_ptr(), pointer(minimum), energies.data_ptr(), pointer(table))
-    sizes = (rows, columns, high, group_size, num_threads())
+    sizes = (rows, columns, high, group_size, rotation, num_threads())
     wrong = lib.call(_QUANTIZE, KINDS[weight.dtype], form, *places, *sizes)
     if wrong:
         raise ValueError(reference.NOT_FINITE if wrong & _NOT_FINITE else BEYOND)

@@ -19,6 +19,7 @@ LLM_NAMED(Activations)
 //   table         [16] or null
 //   bias          [n] or null
 //   columns       [k] or null: which input w[i, j] is multiplied by, where that is not input j; a permutation
+//   rotation      0, or the block of columns that were rotated (rotate.h), as inputs are before they are multiplied
 //   input_scale   of static int8 activations, with input_offset; 0: each batch row has its own scale
 #define LLM_WEIGHT(FIELD)           \
     FIELD(const void*, data)        \
@@ -39,6 +40,7 @@ LLM_NAMED(Activations)
     FIELD(int64_t, n)               \
     FIELD(int64_t, k)               \
     FIELD(int64_t, group_size)      \
+    FIELD(int64_t, rotation)        \
     FIELD(Activations, activations) \
     FIELD(int64_t, input_offset)    \
     FIELD(float, input_scale)

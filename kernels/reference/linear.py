@@ -20,6 +20,7 @@ from llm.kernels.reference.quantized import (
     row_sums,
     rows_at_once,
 )
+from llm.kernels.reference.rotation import rotate
 from llm.kernels.reference.rounding import fused_multiply_add
 from llm.kernels.weight import Weight, kind_of
 
@@ -50,7 +51,7 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     - int4: y[m, n] = (sum_g float(sum_{k in g} q[m, k] w[n, k]) * scale[n, g]) * xs[m] + bias[n], groups in order, each
       added with one fused multiply-add.
 
-    Sums of integers are exact. Shapes: x float32 [..., K] -> float32 [..., N].
+    For a rotated weight x is rotated first. Sums of integers are exact. Shapes: x float32 [..., K] -> float32 [..., N].
     """
     if x.shape[-1] != weight.k:
         raise ValueError(f"activations are float32 [..., {weight.k}], got {x.dtype} {list(x.shape)}")
@@ -61,6 +62,8 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return F.linear(x, weight.unpack(), bias)  # that of another backend is in panels
     if weight.activations == "int8" and weight.columns is not None:
         x = x[..., weight.columns.long()]
+    if weight.activations == "int8" and weight.rotation:
+        x = rotate(x, weight.rotation)
     product = {"int8": _int8, "int4": _int4}[weight.kind] if weight.activations == "int8" else _float
     out = product(x.reshape(x.shape[:-1].numel(), weight.k), weight)
     if bias is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from llm.kernels.reference.rotation import rotate
+
 NOT_FINITE = "holds NaN or infinite values and cannot be quantized"
 # Scales tried for a group, as fractions of the scale that clips nothing. Clipping the largest weights a little costs
 # less than a coarser grid for all others, the more so the larger the group.
@@ -24,12 +26,14 @@ def quantize_weight(
     group_size: int,
     search: bool,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotation: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """A float weight [N, K] -> (q int8 [N, K], scale float32 [N, K / group_size], sum of W^2, sum of (W - q scale)^2).
 
     Rounds to nearest with scale = max|w| / (2**(bits - 1) - 1), 1 for a group of zeros. `search` tries several smaller
     scales per group, refits each by least squares to the integers it gives, rounds it to bfloat16, and keeps the scale
-    with the least squared error. `out` is written to, and returned, as q and scale.
+    with the least squared error. `out` is written to, and returned, as q and scale. `rotation`: the rows are rotated in
+    blocks of so many columns first (`rotation.rotate`), and so is the weight that q and scale stand for.
 
     Raises:
         ValueError: a weight is not finite.
@@ -39,7 +43,10 @@ def quantize_weight(
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     signal = noise = 0.0
     for start in range(0, rows, step):
-        part = weight[start : start + step].float().contiguous().view(-1, columns // group_size, group_size)
+        part = weight[start : start + step].float().contiguous()
+        if rotation:
+            part = rotate(part, rotation)
+        part = part.view(-1, columns // group_size, group_size)
         part_q, part_scale = quantize_groups(part, bits, CLIP_SHARES if search else (1.0,))
         q[start : start + step] = part_q.view(-1, columns)
         scale[start : start + step] = part_scale

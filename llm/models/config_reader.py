@@ -21,8 +21,9 @@ _REQUIRED: Any = object()
 # Keys of config.json that do not change what a decoder of any family computes at inference.
 _HARMLESS = frozenset(
     """
-    model_type architectures dtype torch_dtype transformers_version _name_or_path use_cache initializer_range
-    bos_token_id eos_token_id pad_token_id attention_dropout pretraining_tp output_attentions output_hidden_states
+    model_type architectures dtype torch_dtype transformers_version _name_or_path _model_name_or_path use_cache
+    bos_token_id eos_token_id pad_token_id unk_token_id attention_dropout pretraining_tp output_attentions
+    output_hidden_states initializer_range
     return_dict is_encoder_decoder id2label label2id problem_type chunk_size_feed_forward tokenizer_class
     _attn_implementation _attn_implementation_autoset gradient_checkpointing torchscript name_or_path unsloth_version
     unsloth_fixed task_specific_params prefix finetuning_task mlp_dropout hidden_dropout resid_pdrop embd_pdrop

@@ -174,6 +174,7 @@ class CompressedTensorsWriter:
                     same = groups[f"group_{len(groups)}"] = {**group}
                 same["targets"] = [*same["targets"], name]
         formats = {group["format"] for group in groups.values()}
+        rotations = self._rotations()
         config["quantization_config"] = {
             "quant_method": "compressed-tensors",
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -183,7 +184,28 @@ class CompressedTensorsWriter:
             "kv_cache_scheme": self._cache_scheme(),
             "global_compression_ratio": None,
         }
+        if rotations:
+            config["quantization_config"]["transform_config"] = {"config_groups": rotations}
         return {"config.json": config}
+
+    def _rotations(self) -> JsonObject:
+        """compressed-tensors' description of the layers that multiply rotated inputs by rotated weights."""
+        targets: dict[int, list[str]] = {}
+        for layer in self._layers:
+            for name, _ in self._groups(layer):
+                if layer.weight is not None and layer.weight.rotation:
+                    targets.setdefault(layer.weight.rotation, []).append(name)
+        return {
+            f"rotation_{block}": {
+                "type": "hadamard",
+                "head_dim": block,
+                "apply": [
+                    {"targets": names, "location": "weight_input", "inverse": True},
+                    {"targets": names, "location": "input"},
+                ],
+            }
+            for block, names in targets.items()
+        }
 
     def _cache_scheme(self) -> JsonObject | None:
         scaled = [layer for layer in self._layers if has_cache_scales(layer.floats)]

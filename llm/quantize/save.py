@@ -7,6 +7,7 @@ each format, `gguf.py` the file.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,8 @@ from llm.quantize.gguf import GGUFFile, identity_of
 from llm.quantize.gptq import GPTQWriter
 from llm.quantize.partial import partial_folder
 
+logger = logging.getLogger("llm")
+
 _WRITERS: dict[str, type[Writer]] = {
     "compressed-tensors": CompressedTensorsWriter,
     "modelslim": ModelSlimWriter,
@@ -35,7 +38,7 @@ _WRITERS: dict[str, type[Writer]] = {
     "bitsandbytes": BitsAndBytesWriter,
 }
 _GGUF = "gguf"
-_WITH_CACHE_SCALES = "compressed-tensors"
+_WITH_CACHE_SCALES = _WITH_ROTATIONS = "compressed-tensors"
 FORMATS = (*_WRITERS, _GGUF)
 _SHARD_BYTES = 2 << 30
 # Small files that are not copied; the tokenizer's and generation_config.json are.
@@ -82,6 +85,19 @@ def save_quantized(
     if scaled is not None and format != _WITH_CACHE_SCALES:
         raise LLMError(f"{scaled} has static scales of a KV cache, which only {_WITH_CACHE_SCALES!r} has a form for.")
     write = _gguf(model, layers, source, hf_config) if format == _GGUF else _folder(format, layers, source, hf_config)
+    rotated = next((layer.name for layer in layers if layer.weight is not None and layer.weight.rotation), None)
+    if rotated is not None and format != _WITH_ROTATIONS:
+        raise LLMError(
+            f"{rotated} is rotated before it is rounded, which {format!r} has no form for; save it as "
+            f"{_WITH_ROTATIONS!r}, or load it with quantization={{'scheme': ..., 'rotate': False}}."
+        )
+    if rotated is not None:
+        logger.warning(
+            "the layers of %s are rotated before they are rounded (transform_config): vLLM computes that, and "
+            "transformers does not and would answer wrongly; quantization={'scheme': ..., 'rotate': False} is read by "
+            "both.",
+            path,
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(path) as partial:

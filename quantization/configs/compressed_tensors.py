@@ -15,6 +15,7 @@ from torch import nn
 
 from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import clip, list_names, show
+from llm.kernels.reference.rotation import check_block
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache
 from llm.quantization.configs.compressed_args import SOURCE, QuantizationArgs, preset
 from llm.quantization.configs.reader import Fields
@@ -32,6 +33,10 @@ _KEYS = frozenset(
     transform_config sparsity_config version run_compressed""".split()
 )
 _GROUP_KEYS = frozenset("targets weights input_activations output_activations format".split())
+_TRANSFORM_KEYS = frozenset("type apply randomize requires_grad head_dim precision".split())
+_APPLY_KEYS = frozenset("targets location inverse ignore".split())
+# Where a rotation and its inverse cancel out; the matrix is symmetric, and so its own inverse.
+_PLACES = ("input", "weight_input")
 # How integers are stored, and floats of 8 and of 4 bits.
 _FORMATS = {
     "int": ("int-quantized", "pack-quantized", "naive-quantized"),
@@ -53,6 +58,27 @@ _UNREAD_SCALES = ("input_scale", "input_global_scale", "input_zero_point")
 # `quant_kind` -> class names that a target may use for it.
 _CLASS_NAMES = {"linear": ("Linear",), "embedding": ("Embedding", "VocabParallelEmbedding")}
 _LM_HEAD_NAMES = ("Linear", "ParallelLMHead")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One entry of `transform_config`: inputs and weights of its targets are rotated in blocks of columns.
+
+    Attributes:
+        block: 0: all columns of a layer.
+    """
+
+    name: str
+    block: int
+    targets: tuple[str, ...]
+    ignore: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"the rotation {self.name}"
+
+    def means(self, name: str, fused: str, classes: tuple[str, ...]) -> bool:
+        left_out = any(_means(pattern, name, fused, classes) for pattern in self.ignore)
+        return not left_out and any(_means(pattern, name, fused, classes) for pattern in self.targets)
 
 
 @dataclass(frozen=True)
@@ -111,8 +137,15 @@ class CompressedTensorsConfig(QuantizationConfig):
     or 4 bits, as in vLLM on hardware without such floats. Raises `UnsupportedModelError` for anything else.
     """
 
-    def __init__(self, groups: list[Group], ignore: Sequence[str], static_cache: StaticCache | None = None) -> None:
+    def __init__(
+        self,
+        groups: list[Group],
+        ignore: Sequence[str],
+        static_cache: StaticCache | None = None,
+        rotations: Sequence[Rotation] = (),
+    ) -> None:
         self.groups = groups
+        self.rotations = rotations
         self.ignore = ignore
         self.static_cache = static_cache
         self._cache_names: dict[str, str] = {}
@@ -132,7 +165,7 @@ class CompressedTensorsConfig(QuantizationConfig):
         if given is None or not given.given:
             raise whole.error("config_groups", "an object with one entry or more")
         groups = [_parse_group(given, name, default) for name in given.given]
-        return cls(groups, whole.names("ignore"), _static_cache(whole))
+        return cls(groups, whole.names("ignore"), _static_cache(whole), _rotations(whole))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         kind = getattr(layer, "quant_kind", "")
@@ -147,7 +180,20 @@ class CompressedTensorsConfig(QuantizationConfig):
         scheme = get_scheme(group.scheme, kind)
         if scheme is None:
             raise UnsupportedModelError(f"{SOURCE}: {prefix} is an embedding in {group.scheme}, which is not computed.")
-        return scheme(group.storage(columns_of(layer), prefix), SOURCE, group.reason)
+        storage, reason = group.storage(columns_of(layer), prefix), group.reason
+        rotation = agreed(prefix, self.checkpoint_names(prefix), lambda name: self._rotation(name, prefix, classes))
+        if rotation:
+            if not isinstance(storage, CompressedTensorsStorage) or storage.static_input:
+                _refuse(
+                    f"{prefix} is rotated (transform_config); computed are rotated integers with dynamic activations"
+                )
+            storage.rotation = rotation.block or columns_of(layer)
+            try:
+                check_block(storage.rotation, columns_of(layer))
+            except ValueError as error:
+                raise UnsupportedModelError(f"{SOURCE}: {prefix}: {error}.") from error
+            reason += f", rotated in blocks of {storage.rotation}"
+        return scheme(storage, SOURCE, reason)
 
     def prepare_model(self, model: nn.Module) -> None:
         if self.static_cache is not None:
@@ -161,10 +207,18 @@ class CompressedTensorsConfig(QuantizationConfig):
         return self._cache_names.get(name, name)
 
     def ignores(self, name: str) -> bool:
+        if any(name.endswith(f".{item.name}_{place}.weight") for item in self.rotations for place in _PLACES):
+            return True  # the matrix that the description names
         # Queries are not rounded by a scale of the file.
         if self.static_cache is not None and name.endswith(".q_scale"):
             return True
         return any(group.drops_inputs for group in self.groups) and name.rpartition(".")[2] in _UNREAD_SCALES
+
+    def _rotation(self, name: str, fused: str, classes: tuple[str, ...]) -> Rotation | None:
+        found = [item for item in self.rotations if item.means(name, fused, classes)]
+        if len(found) > 1:
+            _refuse(f"{name} is rotated by {list_names([item.name for item in found])} of transform_config")
+        return found[0] if found else None
 
     def _find(self, name: str, fused: str, classes: tuple[str, ...]) -> Group | None:
         """The group of one shard: names before classes, as in vLLM's find_matched_target."""
@@ -185,15 +239,38 @@ def _refuse_whole(config: Fields) -> None:
     unknown = sorted(key for key in config.given.keys() - _KEYS if config.given[key] not in ({}, []))
     if unknown:
         raise CheckpointError(f"{_WHERE} has keys that are not understood: {list_names(unknown)}.")
-    transforms = config.part("transform_config")
-    if transforms is not None and transforms.given.get("config_groups"):
-        _refuse("rotations (transform_config) are not computed")
     sparsity = config.part("sparsity_config")
     if sparsity is not None and sparsity.string("format", "dense") != "dense":
         _refuse(f"sparse weights (sparsity_config format {show(sparsity.given['format'])}) are not computed")
     status = config.string("quantization_status", "") or "compressed"
     if status != "compressed":
         _refuse(f"quantization_status is {show(status)}: the weights were saved before they were compressed")
+
+
+def _rotations(config: Fields) -> list[Rotation]:
+    """Of `transform_config`: Hadamard matrices, inputs by one and weights by its inverse."""
+    transforms = config.part("transform_config")
+    groups = None if transforms is None else transforms.part("config_groups")
+    found = []
+    for name in () if groups is None else groups.given:
+        where = f"{_WHERE}: transform_config.config_groups.{clip(name, 60)}"
+        given = Fields(groups.given[name] if groups is not None else None, where, _TRANSFORM_KEYS)
+        kind = given.string("type", "")
+        if kind != "hadamard" or given.given.get("randomize"):
+            _refuse(
+                f"transform_config.{clip(name, 60)} is of type {show(kind)}; computed is 'hadamard', not randomized"
+            )
+        applied = given.given.get("apply")
+        parts = [Fields(item, where, _APPLY_KEYS) for item in applied] if isinstance(applied, list) else []
+        places = {part.string("location", ""): (part.names("targets"), part.names("ignore")) for part in parts}
+        if set(places) != set(_PLACES) or len(set(places.values())) != 1 or len(parts) != len(_PLACES):
+            _refuse(
+                f"transform_config.{clip(name, 60)} is applied at {list_names(sorted(places)) or 'no place'}; computed "
+                "is input and weight_input of the same layers"
+            )
+        targets, ignore = places["input"]
+        found.append(Rotation(name, given.integer("head_dim", 0), targets, ignore))
+    return found
 
 
 def _static_cache(config: Fields) -> StaticCache | None:

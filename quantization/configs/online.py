@@ -16,6 +16,7 @@ from llm.base.checks import as_list
 from llm.base.errors import CheckpointError, ValidationError, nearest
 from llm.base.text import show
 from llm.kernels.reference.quantize_forms import GROUP, HAVE_MINIMA, SUPER_BLOCK
+from llm.kernels.reference.rotation import block_for
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
@@ -28,7 +29,7 @@ class Recipe:
     """One name of `quantization=`: the scheme, its bits, the default group size (None: per row) and the LM head's.
 
     `form`: of `quantize_weight_as`, for which calibration makes no difference; "": integers. `fixed`: its format has
-    this group size alone.
+    this group size alone. `rotates`: weights and activations are rotated in blocks before they are rounded.
     """
 
     scheme: str
@@ -37,10 +38,11 @@ class Recipe:
     lm_head: str
     form: str = ""
     fixed: bool = False
+    rotates: bool = False
 
 
 RECIPES: dict[str, Recipe] = {
-    "w8a8": Recipe("W8A8_DYNAMIC", 8, None, "w8a8"),
+    "w8a8": Recipe("W8A8_DYNAMIC", 8, None, "w8a8", rotates=True),
     "w8a8_static": Recipe("W8A8", 8, None, "w8a8"),
     "w8a16": Recipe("W8A16", 8, None, "w8a16"),
     "w4a8": Recipe("W4A8_DYNAMIC", 4, 128, "w8a8"),
@@ -56,7 +58,7 @@ _LM_HEAD = "lm_head"
 _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
 # Their kernels scale whole sums: no groups.
 _PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
-_KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration")
+_KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration", "rotate")
 # What reasons begin with.
 ON_LOAD = "quantized on load"
 _SMALLEST_GROUP = 8
@@ -95,6 +97,7 @@ class OnlineConfig(QuantizationConfig):
         lm_head_asked: it is the user's.
         eight_bits: path of a layer -> why it has 8 bits where it would have 4 and no pattern names it.
         calibration: texts that are run through the unquantized model first.
+        rotate: whether w8a8 rotates weights and activations.
         statistics: what they showed, by layer; filled in before the model is built.
     """
 
@@ -106,6 +109,7 @@ class OnlineConfig(QuantizationConfig):
     lm_head_asked: bool = False
     eight_bits: dict[str, str] = field(default_factory=dict)
     calibration: tuple[str, ...] = ()
+    rotate: bool = True
     statistics: Mapping[str, ActivationStatistics] = field(default_factory=dict)
     _unused: set[str] = field(default_factory=set)
 
@@ -131,6 +135,9 @@ class OnlineConfig(QuantizationConfig):
             raise _wrong(asked, "uses w8a8_static, which needs calibration=[texts] to fix the activations' scales.")
         group_size = _group_size(given.get("group_size"), scheme, asked)
         lm_head = _lm_head(given.get("lm_head", RECIPES[scheme].lm_head), asked)
+        rotate = given.get("rotate", True)
+        if not isinstance(rotate, bool):
+            raise _wrong(asked, f"has rotate={show(rotate)}; it is True or False.")
         return cls(
             scheme,
             group_size,
@@ -139,6 +146,7 @@ class OnlineConfig(QuantizationConfig):
             lm_head,
             "lm_head" in given,
             calibration=texts,
+            rotate=rotate,
         )
 
     @property
@@ -234,7 +242,10 @@ class OnlineConfig(QuantizationConfig):
         recipe = RECIPES[name]
         size, note = _fitting_group(choice, columns, prefix)
         static = recipe.scheme == "W8A8"
-        storage = QuantizeOnLoad(recipe.bits, size, self.statistics.get(prefix), static, recipe.form)
+        rotation = block_for(columns) if recipe.rotates and self.rotate else 0
+        if rotation:
+            note += f", rotated in blocks of {rotation}"
+        storage = QuantizeOnLoad(recipe.bits, size, self.statistics.get(prefix), static, recipe.form, rotation)
         reason = f"{ON_LOAD}: {name}{note}{instead}{choice.why and f', {choice.why}'}"
         method: QuantizeMethodBase = get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
         method.told = choice.why and f"{name} {choice.why}"

@@ -112,7 +112,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         zero = None if weight.zero is None else weight.zero.float()
         bits = self._scheme.bits
         found = IntegerWeight(weight.unpack(), weight.scales.float(), weight.group_size, bits, zero, table=weight.table)
-        found.columns = weight.columns
+        found.columns, found.rotation = weight.columns, weight.rotation
         if weight.minimum is not None:
             found.minimum = weight.minimum.float()
         if self._scheme.static:
@@ -125,7 +125,9 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
             self.reason, self.told = f"{self.storage.note}: {self.reason}", self.storage.note
         weight = weight.to(self._device)
         bits: Weight = self._pack(weight.q, self._scheme.kind)
-        scaled = bits.scaled(weight.scale, weight.zero, weight.group_size, weight.minimum, weight.columns)
+        scaled = bits.scaled(
+            weight.scale, weight.zero, weight.group_size, weight.minimum, weight.columns, weight.rotation
+        )
         scaled = self._kept(layer, replace(scaled, table=weight.table))
         static = (weight.input_scale or 0.0, weight.input_offset) if self._scheme.static else (0.0, 0)
         layer.packed_weight = packed = replace(

@@ -61,6 +61,7 @@ class CompressedTensorsStorage(WeightStorage):
         self.static_input = static_input
         self.symmetric_input = symmetric_input
         self.scattered = scattered
+        self.rotation = 0  # of the weight, as `IntegerWeight` has it
 
     def create(
         self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
@@ -100,7 +101,7 @@ class CompressedTensorsStorage(WeightStorage):
             q = self.take(layer, "weight")
             self._check_range(q)
         scale = self._per_row(self.take(layer, "weight_scale"))
-        weight = IntegerWeight(q, scale, self.group_size or self._columns, self.bits)
+        weight = IntegerWeight(q, scale, self.group_size or self._columns, self.bits, rotation=self.rotation)
         if not self.symmetric:
             weight.zero = self._per_row(self.take(layer, "weight_zero_point"))
         if self.scattered:

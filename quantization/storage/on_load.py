@@ -52,6 +52,7 @@ class QuantizeOnLoad(StreamedStorage):
         statistics: of the layer's inputs; they weight the errors of 4-bit weights.
         static_input: fix the activations' scale and offset from `statistics`.
         form: of `quantize_weight_as`; "": integers.
+        rotation: of integers of 8 bits: the block of columns in which the weight is rotated first; 0: none.
 
     Attributes:
         signal_to_noise: of the integers against the float weight, in decibels; valid after loading.
@@ -66,9 +67,11 @@ class QuantizeOnLoad(StreamedStorage):
         statistics: ActivationStatistics | None = None,
         static_input: bool = False,
         form: str = "",
+        rotation: int = 0,
     ) -> None:
         super().__init__(bits, group_size, form in HAVE_MINIMA)
         self.form = form
+        self.rotation = rotation
         self.statistics = statistics
         self.static_input = static_input
         self.search = bits <= 4
@@ -111,6 +114,7 @@ class QuantizeOnLoad(StreamedStorage):
             moments=moments,
             kernel=self._to_integers,
             out=out[:2],
+            rotation=self.rotation,
         )
 
     def again(self, weight: IntegerWeight) -> IntegerWeight:
@@ -133,6 +137,7 @@ class QuantizeOnLoad(StreamedStorage):
 
     def _allocated(self) -> IntegerWeight:
         weight = super()._allocated()
+        weight.rotation = self.rotation
         if self.form == "float8":
             weight.q = weight.q.view(torch.float8_e4m3fn)
         if self.form in _TABLES:

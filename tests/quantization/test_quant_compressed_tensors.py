@@ -32,6 +32,14 @@ TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "
 STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
+def rotations(**given: Any) -> dict[str, Any]:
+    """A `transform_config` of inputs and weights of all linear layers."""
+    places = [{"targets": ["Linear"], "location": place} for place in ("weight_input", "input")]
+    return {
+        "transform_config": {"config_groups": {"u": {"type": "hadamard", "head_dim": 16, "apply": places, **given}}}
+    }
+
+
 def group(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     return {"targets": ["Linear"], "weights": dict(weights), "input_activations": inputs, **more}
 
@@ -296,7 +304,11 @@ def test_shards_must_share_a_group(made: Any, tmp_path: Path) -> None:
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "kv": ({"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme is 4-bit int of strategy 'tensor'; computed are"),
     "kv-dynamic": ({"kv_cache_scheme": {"type": "float", "dynamic": True}}, "kv_cache_scheme is dynamic 8-bit float"),
-    "rotation": ({"transform_config": {"config_groups": {"u": {}}}}, "rotations"),
+    "rotation": ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config.u is of type ''"),
+    "rotation-random": (rotations(randomize=True), "computed is 'hadamard', not randomized"),
+    "rotation-of-outputs": (rotations(apply=[{"targets": ["Linear"], "location": "output"}]), "applied at 'output'"),
+    "rotation-of-inputs-alone": (rotations(apply=[{"targets": ["Linear"], "location": "input"}]), "applied at 'input'"),
+    "rotation-of-odd-blocks": (rotations(head_dim=24), "columns are rotated in blocks of a power of two"),
     "sparse": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
     "status": ({"quantization_status": "frozen"}, "saved before they were compressed"),
     "unknown": ({"surprise": 1}, "keys that are not understood: 'surprise'"),

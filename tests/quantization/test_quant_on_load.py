@@ -22,6 +22,7 @@ from llm.api import EMBEDDED_MODEL
 from llm.base.construction import constructing_for
 from llm.base.errors import CheckpointError, ValidationError
 from llm.engine.calibrate import run_texts
+from llm.kernels.reference.rotation import block_for, rotate
 from llm.kernels.weight import Weight, dequantize
 from llm.platforms import current_platform
 from llm.quantization import quantizer
@@ -347,8 +348,11 @@ def test_the_integers_are_those_of_each_checkpoint_tensor(
                 continue
             recipe = RECIPES[name]
             bits, size = method.storage.bits, packed_weights(llm)[key].group_size
-            expected = quantize_weight(reference[key], bits, size, search=bits == 4)
-            assert torch.equal(weight, dequantize(expected.q, expected.scale, None, size))
+            rotation = method.storage.rotation
+            assert rotation == (block_for(reference[key].shape[1]) if name == "w8a8" else 0)
+            expected = quantize_weight(reference[key], bits, size, search=bits == 4, rotation=rotation)
+            values = dequantize(expected.q, expected.scale, None, size)
+            assert torch.equal(weight, rotate(values, rotation) if rotation else values)
             ratio = signal_to_noise(reference[key], weight)
             assert ratio == pytest.approx(method.storage.signal_to_noise, abs=0.01)
             assert ratio > (15 if recipe.bits == 4 and method.storage.bits == 4 else 38)

@@ -221,7 +221,7 @@ def test_a_registered_scheme_serves_modelslim_checkpoints(tmp_path: Path) -> Non
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return 2 * super().apply(layer, x, bias)
 
-    with open_llm(quantization="w8a8") as llm:
+    with open_llm(quantization={"scheme": "w8a8", "rotate": False}) as llm:
         llm.save_quantized(tmp_path / "saved", "modelslim")
         x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
         plain = engine_of(llm).runner.model.model.layers[0].mlp.gate_up_proj(x)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import signal
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tiny_models import (
 
 from llm import LLM, SamplingParams
 from llm.base.errors import LLMError, ValidationError
+from llm.kernels.reference.rotation import rotate
 from llm.quantize.formats import stored_layers
 
 FORMATS = ("compressed-tensors", "modelslim")
@@ -56,7 +59,8 @@ def test_the_embedded_model_comes_back_bit_for_bit(scheme: str, format: str, tmp
         assert list(tmp_path.iterdir()) == []
         return
     calibration = TEXTS if scheme == "w8a8_static" else None
-    with open_llm(quantization=scheme, calibration=calibration) as llm:
+    asked = {"scheme": scheme, "rotate": format != "modelslim"}
+    with open_llm(quantization=asked, calibration=calibration) as llm:
         before = answers(llm, PROMPTS)
         assert llm.save_quantized(tmp_path / "saved", format) == tmp_path / "saved"
     with open_llm(tmp_path / "saved") as loaded:
@@ -70,13 +74,14 @@ def test_the_embedded_model_comes_back_bit_for_bit(scheme: str, format: str, tmp
 @pytest.mark.parametrize(
     "asked",
     [
-        "w8a8",
+        {"scheme": "w8a8"},
         {"scheme": "w4a8", "group_size": 16, "lm_head": "w8a16", "ignore": ["*.0.mlp.down_proj"]},
         {"scheme": "w8a16", "layers": {"*.o_proj": "w8a8", "*.down_proj": "w4a8"}},
     ],
     ids=["w8a8", "mixed-groups", "mixed-schemes"],
 )
 def test_biases_an_untied_head_and_mixtures_come_back(asked: Any, format: str, biased: Path, tmp_path: Path) -> None:
+    asked = {**asked, "rotate": format != "modelslim"}
     with open_llm(biased, quantization=asked, skip_tokenizer_init=True) as llm:
         before = answers(llm)
         llm.save_quantized(tmp_path / "saved", format)
@@ -94,7 +99,7 @@ def test_ignore_names_the_linear_layers_that_are_not_quantized(biased: Path, tmp
 
 
 def test_one_format_becomes_the_other(biased: Path, tmp_path: Path) -> None:
-    with open_llm(biased, quantization="w8a8", skip_tokenizer_init=True) as llm:
+    with open_llm(biased, quantization={"scheme": "w8a8", "rotate": False}, skip_tokenizer_init=True) as llm:
         before = answers(llm)
         llm.save_quantized(tmp_path / "a", "modelslim")
     with open_llm(tmp_path / "a", skip_tokenizer_init=True) as llm:
@@ -200,10 +205,13 @@ def test_transformers_gives_the_same_logits(scheme: str, tmp_path: Path) -> None
         outputs = run(llm, [{"prompt_token_ids": prompt} for prompt in prompts], params)
         ours = torch.tensor([[out.outputs[0].logprobs[0][token].logprob for token in range(2304)] for out in outputs])
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
-    dynamic = [module for module in model.modules() if quantizes_tokens(module)]
-    for module in dynamic:
+    dynamic = {name: module for name, module in model.named_modules() if quantizes_tokens(module)}
+    rotations = input_transforms(tmp_path / "saved", dynamic)
+    assert bool(rotations) == (scheme in ("w8a8", "w4a8", "w8a8_static"))  # the LM head, at least
+    for name, module in dynamic.items():
         module.quantization_scheme.input_activations = None
-        module.register_forward_pre_hook(lambda module, inputs: (as_kernels_do(inputs[0]),))
+        turn = rotations.get(name, lambda x: x)
+        module.register_forward_pre_hook(lambda module, inputs, turn=turn: (as_kernels_do(turn(inputs[0])),))
     assert bool(dynamic) == (scheme in ("w8a8", "w4a8", "w8a8_static"))
     theirs = model(input_ids=torch.tensor(prompts)).logits[:, -1].log_softmax(-1)
     equal = (ours - theirs).abs().amax(-1) < 2e-4
@@ -211,6 +219,27 @@ def test_transformers_gives_the_same_logits(scheme: str, tmp_path: Path) -> None
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: 1.01 * output)
     planted = model(input_ids=torch.tensor(prompts)).logits[:, -1].log_softmax(-1)
     assert ((ours - planted).abs().amax(-1) > 2e-4).all()
+
+
+def input_transforms(folder: Path, modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
+    """What the description's transforms of inputs are, by module: transformers reads transform_config and leaves it.
+
+    compressed-tensors' own transform is compared with ours, which takes its place: it sums in another order, and at the
+    border of two integers that decides.
+    """
+    from compressed_tensors.transform import TransformConfig, TransformFactory
+
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    found = {}
+    for name, scheme in TransformConfig(**section.get("transform_config", {"config_groups": {}})).config_groups.items():
+        factory = TransformFactory.from_scheme(scheme, name=name)
+        for applied in scheme.apply:
+            for target in applied.targets if applied.location == "input" else ():
+                theirs = factory.create_transform(modules[target], applied)
+                found[target] = partial(rotate, block=scheme.head_dim)
+                x = torch.randn(3, modules[target].in_features, generator=torch.Generator().manual_seed(0))
+                torch.testing.assert_close(found[target](x), theirs(x), rtol=1e-5, atol=1e-5)
+    return found
 
 
 def quantizes_tokens(module: Any) -> bool:
