@@ -161,8 +161,15 @@ class Weight:
         rotation: int = 0,
     ) -> W:
         """The same bits with these scales, with zero points or minima, and an order or a rotation of the columns."""
-        parts = {"zero": zero, "minimum": minimum, "columns": columns}
-        return replace(self, scale=scale, group_size=group_size, rotation=rotation, **parts)
+        return replace(
+            self,
+            scale=scale,
+            zero=zero,
+            group_size=group_size,
+            minimum=minimum,
+            columns=columns,
+            rotation=rotation,
+        )
 
 
 @dataclass(frozen=True, eq=False)

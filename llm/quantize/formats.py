@@ -175,7 +175,7 @@ class CompressedTensorsWriter:
                 same["targets"] = [*same["targets"], name]
         formats = {group["format"] for group in groups.values()}
         rotations = self._rotations()
-        config["quantization_config"] = {
+        section: JsonObject = {
             "quant_method": "compressed-tensors",
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
@@ -185,8 +185,8 @@ class CompressedTensorsWriter:
             "global_compression_ratio": None,
         }
         if rotations:
-            config["quantization_config"]["transform_config"] = {"config_groups": rotations}
-        return {"config.json": config}
+            section["transform_config"] = {"config_groups": rotations}
+        return {"config.json": config | {"quantization_config": section}}
 
     def _rotations(self) -> JsonObject:
         """compressed-tensors' description of the layers that multiply rotated inputs by rotated weights."""

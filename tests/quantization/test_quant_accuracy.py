@@ -10,12 +10,14 @@ import importlib.util
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import held_out
 import pytest
 import torch
-from embedded import ROOT, engine_of, open_llm
+from embedded import ROOT, copy_model, engine_of, open_llm
+from safetensors.torch import load_file, save_file
 
 from llm.api import EMBEDDED_MODEL
 from llm.cli import main
@@ -49,6 +51,40 @@ def plain() -> Iterator[tuple[TextScores, list[Any], list[list[int]]]]:
         prompts = prompts_from(llm, TEXTS)
         assert len(prompts) == 64
         yield score_texts(llm, TEXTS), prompts, greedy_tokens(llm, prompts)
+
+
+@pytest.fixture(scope="module")
+def with_outliers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with channels 50 times as large as the others, as real models have them.
+
+    A norm's weights are scaled and the columns that read it scaled back: what is computed stays the same.
+    """
+    folder = copy_model(tmp_path_factory.mktemp("outliers") / "model")
+    tensors = load_file(folder / "model.safetensors")
+    channels = torch.arange(256) % 37 == 3
+    readers = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        for norm, names in readers.items():
+            if norm in parts:
+                tensors[name] = torch.where(channels, 50 * tensor.float(), tensor.float()).to(tensor.dtype)
+            elif parts[-2] in names:
+                tensors[name] = torch.where(channels, tensor.float() / 50, tensor.float()).to(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_outliers_cost_w8a8_next_to_nothing_since_rows_are_rotated(with_outliers: Path) -> None:
+    """Without the rotation they cost many times as much: the negative control."""
+    changes = {}
+    with open_llm(with_outliers) as llm:
+        before = score_texts(llm, TEXTS[:2])
+    for rotates in (True, False):
+        with open_llm(with_outliers, quantization={"scheme": "w8a8", "rotate": rotates}) as llm:
+            after = score_texts(llm, TEXTS[:2])
+        changes[rotates] = (abs(after.perplexity / before.perplexity - 1), agreement(before.likeliest, after.likeliest))
+    assert changes[True][0] < 0.006 and changes[True][1] > 0.93, changes
+    assert changes[False][0] > 0.03 and changes[False][1] < 0.88, changes
 
 
 def readme_perplexity(scheme: str) -> float:
