@@ -24,6 +24,7 @@ from llm.engine.output import PromptState, output_without_run
 from llm.engine.progress import Progress
 from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.jobs.answers import Answer, Answers, Ended, Partials
+from llm.jobs.finished import sum_of, write_finished
 from llm.jobs.identity import rows_key
 from llm.jobs.journal import Journal
 from llm.jobs.making import Maker, Rows, by_index, row_error
@@ -69,6 +70,7 @@ class JobPlan:
         schema: of Parquet, with the columns of answers.
         on_too_long: as for `LLM.generate`.
         identity: of the model; see `llm.jobs.identity`.
+        finished: of the job, once it is finished; see `llm.jobs.finished`.
         model: its name in the output.
     """
 
@@ -81,6 +83,7 @@ class JobPlan:
     schema: object
     on_too_long: str
     identity: Mapping[str, object]
+    finished: Mapping[str, object]
     model: str
 
     def numbered(self) -> Iterator[tuple[int, Read]]:
@@ -138,7 +141,7 @@ class Job:
         self._plan = plan
         self._journal = journal
         self._running: dict[int, _Running] = {}  # by index
-        self._maker = Maker(plan.rows, plan.on_too_long, plan.shard.count)
+        self._keys = sum_of([])
         self._replies = Replies(llm._preprocessor)
         self._partials = Partials()
         self._partials_at = monotonic() + _PARTIALS_SECONDS
@@ -163,6 +166,7 @@ class Job:
                     self._write_partials(self._flow)
                 self._journal.flush(sync=True)
         count = self._count
+        write_finished(self._plan.target, {**self._plan.finished, "rows": self._keys})
         write_rows(self._plan.target, self._answered(), self._plan.schema)
         seconds = monotonic() - started
         return JobSummary(
@@ -209,26 +213,13 @@ class Job:
 
     def _batches(self) -> Iterator[list[Entry]]:
         answers = Answers(self._journal.records(self._journal.end))
-        numbered = self._plan.numbered()
-        while batch := _next(numbered):
-            with self._llm._exclusive():
-                rows = self._maker.make(self._llm, self._llm._open_engine(), batch)
-            keyed = map(self._keyed, by_index(rows))
-            places = {index: read.place for index, read in batch}
+        for keyed in keyed_rows(self._llm, self._plan):
             yield [
                 row
-                for key, own in keyed
-                if not self._is_answered(key, own, answers.take(own[0].index), places[own[0].index])
+                for place, key, own in keyed
+                if not self._is_answered(key, own, answers.take(own[0].index), place)
                 for row in own
             ]
-
-    def _keyed(self, rows: Sequence[AnyRow]) -> tuple[str, Sequence[AnyRow]]:
-        """The engine's rows of one row of the file, with its key; refused if they have none."""
-        try:
-            return rows_key(rows, self._plan.identity), rows
-        except Exception as error:
-            rows = [RefusedRow(rows[0].index, row_error(error))]
-        return rows_key(rows, self._plan.identity), rows
 
     def _is_answered(self, key: str, rows: Sequence[AnyRow], known: Answer | None, place: str) -> bool:
         """True if the journal has the row's answer; else the row continues from what the journal has of it.
@@ -236,6 +227,7 @@ class Job:
         `rows`: the engine's, of one row of the file, which is at `place`.
         """
         row = rows[0]
+        self._keys = sum_of([self._keys, key])
         if known is not None and known.key != key:
             raise JobError(
                 f"{place} of {self._plan.source} is not the one that the journal {self._journal.path} has: the "
@@ -301,6 +293,25 @@ class Job:
             self._count.prompt_tokens += len(ended.output.prompt_token_ids)
             self._count.tokens += sum(len(own.token_ids) for own in ended.output.outputs)
             yield plan.line(line)
+
+
+def keyed_rows(llm: FlowHost, plan: JobPlan) -> Iterator[list[tuple[str, str, Sequence[AnyRow]]]]:
+    """The rows of the file in batches: the place of each, its key, and what it is for the engine."""
+    maker, numbered = Maker(plan.rows, plan.on_too_long, plan.shard.count), plan.numbered()
+    while batch := _next(numbered):
+        with llm._exclusive():
+            rows = maker.make(llm, llm._open_engine(), batch)
+        places = {index: read.place for index, read in batch}
+        yield [(places[own[0].index], *_keyed(own, plan.identity)) for own in by_index(rows)]
+
+
+def _keyed(rows: Sequence[AnyRow], identity: Mapping[str, object]) -> tuple[str, Sequence[AnyRow]]:
+    """The engine's rows of one row of the file, with its key; refused if they have none."""
+    try:
+        return rows_key(rows, identity), rows
+    except Exception as error:
+        rows = [RefusedRow(rows[0].index, row_error(error))]
+    return rows_key(rows, identity), rows
 
 
 def _next(numbered: Iterator[tuple[int, Read]]) -> list[tuple[int, Read]]:

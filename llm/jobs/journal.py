@@ -139,14 +139,20 @@ def check_header(path: Path, identity: Mapping[str, object]) -> None:
     if header["journal"] != VERSION:
         raise JobError(f"the journal {path} has version {show(header['journal'])}, and {VERSION} is read.")
     before = header.get("identity")
-    before = before if isinstance(before, dict) else {}
-    now = json.loads(json.dumps(identity))
+    differs = difference(before if isinstance(before, dict) else {}, identity)
+    if differs is not None:
+        raise JobError(
+            f"the journal {path} is of another job: {differs}; run that job, or delete the journal to start again."
+        )
+
+
+def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+    """The first thing in which two identities differ; None: they are equal."""
+    now = json.loads(json.dumps(now))
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
-            raise JobError(
-                f"the journal {path} is of another job: its {name} is {show(before.get(name))}, and now it is "
-                f"{show(now.get(name))}; run that job, or delete the journal to start again."
-            )
+            return f"its {name} is {show(before.get(name))}, and now it is {show(now.get(name))}"
+    return None
 
 
 def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes]]:

@@ -25,14 +25,16 @@ from llm.engine.pooler import PoolingPlan
 from llm.engine.progress import check_use_tqdm
 from llm.engine.rows import ON_TOO_LONG
 from llm.jobs.adapters import JobAdapters
+from llm.jobs.finished import check_finished, digest_of, sum_of
 from llm.jobs.identity import check_recordable
-from llm.jobs.job import Job, JobPlan, JobSummary
+from llm.jobs.job import Job, JobPlan, JobSummary, keyed_rows
 from llm.jobs.journal import Journal
 from llm.jobs.making import Rows, fault_of, row_error
 from llm.jobs.requests import BatchRows, PlainForm, PlainRows, is_batch, template_columns
 from llm.jobs.shard import Shard
 from llm.jobs.tables import Columns, Form, Read, read_file, read_rows, suffix_of
 from llm.jobs.vectors import BatchVectors, PlainVectors
+from llm.outputs_json import params_as_json, plain
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
 
@@ -165,6 +167,7 @@ def run_job(
     first = _first_row(files.source)
     rows = asks.rows(first, options, suffix_of(files.target))
     count, columns, schema = _check_input(files, rows, options.on_error == "raise")
+    of_job = {**identity, "input": files.source.suffix, "shard": files.shard.name}
     plan = JobPlan(
         files.source,
         files.target,
@@ -175,29 +178,47 @@ def run_job(
         schema,
         options.on_too_long,
         identity,
+        {**of_job, **_asked(files, options, asks)},
         model,
     )
     if files.target.exists():  # and resume=True
-        return _summary_of_complete(files.target, count)
-    of_job = {**identity, "input": files.source.suffix, "shard": files.shard.name}
+        return _summary_of_complete(llm, plan)
     with closing(Journal(files.journal, of_job)) as journal:
         summary = Job(llm, plan, journal, options.use_tqdm).run()
         files.journal.unlink()
     return summary
 
 
-def _summary_of_complete(target: Path, count: int) -> JobSummary:
-    """Of an output that an earlier run has completed. Its journal, which had the parameters, is gone."""
-    has_error = [bool(row.get("error")) for row in read_rows(target)]
-    if len(has_error) != count:
+def _asked(files: JobFiles, options: RunOptions, asks: Asks) -> JsonObject:
+    """What a finished output says of the rows that it answers, by name."""
+    params = params_as_json(asks.sampling) if asks.plan is None else plain(asks.pooling)
+    return {
+        "input_sha256": digest_of(files.source),
+        "sampling_params" if asks.plan is None else "pooling_params": params,
+        "column": options.column,
+        "template": options.template,
+        "on_too_long": options.on_too_long,
+    }
+
+
+def _summary_of_complete(llm: FlowHost, plan: JobPlan) -> JobSummary:
+    """Of an output that an earlier run has completed.
+
+    Raises:
+        JobError: it is of another job.
+    """
+    has_error = [bool(row.get("error")) for row in read_rows(plan.target)]
+    if len(has_error) != plan.count:
         raise JobError(
-            f"{target} is complete and has {len(has_error)} rows, and this input asks for {count}; delete it to answer "
-            "them, or name another output."
+            f"{plan.target} is complete and has {len(has_error)} rows, and this input asks for {plan.count}; delete it "
+            "to answer them, or name another output."
         )
-    logger.warning(
-        "%s is complete already; this run's model and parameters are not compared with those it has.", target
+    check_finished(
+        plan.target,
+        plan.finished,
+        lambda: sum_of([key for keyed in keyed_rows(llm, plan) for _, key, _ in keyed]),
     )
-    return JobSummary(target, count, count, sum(has_error), 0, 0, 0.0)
+    return JobSummary(plan.target, plan.count, plan.count, sum(has_error), 0, 0, 0.0)
 
 
 def _first_row(source: Path) -> JsonObject:

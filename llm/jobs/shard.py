@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llm.base.errors import JobError, ValidationError
 from llm.base.types import JsonObject
+from llm.jobs.finished import merge_finished
 from llm.jobs.tables import read_rows, schema_of, write_rows
 
 
@@ -114,6 +115,7 @@ def merge(output: Path) -> int:
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise JobError(f"{len(missing)} of {count} parts of {output} are missing, first {missing[0]}; run that shard.")
+    merge_finished(paths, output)
     rows = _Interleaved(paths)
     write_rows(output, rows, schema_of(paths[0]))
     return rows.count
@@ -143,6 +145,6 @@ class _Interleaved:
                 break
             self.count += 1
             yield row
-        longer = [path.name for path, reader in zip(self._paths, readers, strict=True) if next(reader, None)]
+        longer = [path.name for path, reader in zip(self._paths, readers, strict=True) if next(reader, None) is not None]
         if longer:
             raise JobError(f"{longer[0]} has more rows than the parts of its job can have; they are of several jobs.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import random
 import resource
@@ -22,7 +23,7 @@ from llm import LLM, SamplingParams, ValidationError
 from llm.base.errors import JobError, JobInterrupted
 from llm.cli import main
 from llm.jobs.bodies import text_offsets
-from llm.jobs.identity import fingerprint
+from llm.jobs.identity import fingerprint, model_identity
 from llm.jobs.journal import Journal, decode, encode
 from llm.jobs.shard import Shard
 
@@ -96,7 +97,7 @@ def test_the_rows_of_a_file_are_answered_in_their_order(llm: LLM, source: Path) 
         *("prompt", "row", "generated_text", "finish_reason"),
         *("num_prompt_tokens", "num_generated_tokens", "error"),
     }
-    assert sorted(path.name for path in source.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert sorted(path.name for path in source.parent.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.job"]
 
 
 def test_the_shards_of_a_job_are_the_job(llm: LLM, source: Path) -> None:
@@ -396,21 +397,83 @@ def test_interrupted_rows_go_on_from_their_tokens(llm: LLM, source: Path, ctrl_c
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
-def test_a_complete_output_is_counted_and_told(
-    llm: LLM, source: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_finished_output_is_of_one_job(llm: LLM, source: Path, name: str) -> None:
+    """`resume=True` returns it to the job that it is of, and is refused by name to any other."""
     rows = [{"prompt": "Then"}, {"prompt": "the king " * 200}, {"prompt": "And"}]
     first = llm.run(write(source, rows), source.with_name(name), PARAMS, use_tqdm=False)
+    before, steps = first.output.read_bytes(), engine_of(llm).stats.steps
     again = llm.run(source, source.with_name(name), PARAMS, use_tqdm=False, resume=True)
     assert (again.num_rows, again.num_resumed, again.num_errors) == (3, 3, 1) and first.num_errors == 1
-    [told] = [message for message in caplog.messages if "complete" in message]
-    assert (
-        told
-        == f"{first.output} is complete already; this run's model and parameters are not compared with those it has."
-    )
+
+    def refused(what: str, host: LLM = llm, params: Any = PARAMS, **options: Any) -> None:
+        with pytest.raises(JobError, match=f"{name} is complete and {what}.*; delete it"):
+            run(host, source, name, params, resume=True, **options)
+
+    of_another = "of another job: its "
+    refused(f"{of_another}sampling_params is .* 'max_tokens': 9.*, and now it is .*'max_tokens': 8", params=FEWER)
+    refused(f"{of_another}sampling_params is .*, and now it is .*'temperature': 0.8", params=None)
+    refused(f"{of_another}template is None, and now it is '{{prompt}}'", template="{prompt}")
+    refused(f"{of_another}column is None, and now it is 'prompt'", column="prompt")
+    refused(f"{of_another}on_too_long is 'error', and now it is 'skip'", on_too_long="skip")
+    with open_llm(max_model_len=96, seed=3) as other:
+        refused(f"{of_another}seed is 0, and now it is 3", other)
+    with open_llm(max_model_len=64) as other:  # as many tokens as fit are told to the row that is too long
+        refused(f"{of_another}rows have other tokens, parameters or adapters", other)
     write(source, [*rows, {"prompt": "more"}])
-    with pytest.raises(JobError, match=f"{name} is complete and has 3 rows, and this input asks for 4; delete it"):
+    refused("has 3 rows, and this input asks for 4")
+    write(source, [rows[0], rows[1], {"prompt": "Now"}])
+    refused(f"{of_another}input_sha256 is '.*', and now it is '")
+    write(source, rows)
+    assert run(llm, source, name, resume=True).read_bytes() == before and engine_of(llm).stats.steps == steps
+    said = source.with_name(f"{name}.job")
+    said.write_text("{}")
+    with pytest.raises(JobError, match=f"{name}.job does not say of what job"):
         run(llm, source, name, resume=True)
+    said.unlink()
+    with pytest.raises(JobError, match=f"{name} is complete, and {name}.job, which says of what job, is not beside it"):
+        run(llm, source, name, resume=True)
+
+
+FEWER = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def test_a_merged_output_is_of_the_job_of_its_parts(llm: LLM, source: Path) -> None:
+    for index in range(3):
+        run(llm, source, "parts.jsonl", shard=f"{index}/3")
+    merged = merge(source)
+    assert run(llm, source, "parts.jsonl", resume=True) == merged  # as if one process had run it
+    with pytest.raises(JobError, match="its sampling_params is"):
+        run(llm, source, "parts.jsonl", FEWER, resume=True)
+    merged.unlink()
+    second = source.with_name("parts.shard-1-of-3.jsonl")
+    second.unlink()
+    run(llm, source, "parts.jsonl", FEWER, shard="1/3")
+    with pytest.raises(
+        JobError, match=r"parts.shard-1-of-3.jsonl is of another job than parts.shard-0.*sampling_params"
+    ):
+        merge(source)
+    with second.open("a") as file:
+        file.write("{}\n" * 2)
+    second.with_name(f"{second.name}.job").unlink()
+    with pytest.raises(JobError, match=r"parts.shard-1-of-3.jsonl has more rows than the parts of its job can have"):
+        merge(source)
+
+
+def test_everything_that_answers_depend_on_is_in_the_identity(llm: LLM) -> None:
+    """A member for each argument that changes answers; some that do not change them are in none."""
+    engine = engine_of(llm)
+
+    def of(**changed: Any) -> dict[str, Any]:
+        return model_identity(dataclasses.replace(llm._args, **changed), engine.config, "weights")
+
+    before = of()
+    calibration = ["In the beginning"]
+    changes = {"quantization": "w8a8", "requantize": "w4a16", "calibration": calibration, "hf_overrides": {"a": 1}}
+    for name, value in changes.items():
+        now = of(**{name: value})
+        assert {key for key in {*before, *now} if before.get(key) != now.get(key)} == {name}
+    assert of(requantize="w8a16") != of(requantize="w4a16")
+    assert of(dtype="bfloat16") != before and of(max_num_seqs=2) == before == of(num_threads=1)
 
 
 def interrupted(llm: LLM, source: Path, step: int = 14) -> Path:
