@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from llm.base.errors import JobError, ValidationError
@@ -145,6 +146,6 @@ class _Interleaved:
                 break
             self.count += 1
             yield row
-        longer = [path.name for path, reader in zip(self._paths, readers, strict=True) if next(reader, None) is not None]
-        if longer:
-            raise JobError(f"{longer[0]} has more rows than the parts of its job can have; they are of several jobs.")
+        left = [path.name for path, reader in zip(self._paths, readers, strict=True) for _ in islice(reader, 1)]
+        if left:
+            raise JobError(f"{left[0]} has more rows than the parts of its job can have; they are of several jobs.")
