@@ -14,6 +14,7 @@ from llm.base.names import known_fields
 
 TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 POOLING_TYPES = ("CLS", "LAST", "MEAN")
+TOKEN_POOLING_TYPES = ("ALL",)
 _INSTEAD = {
     "step_tag_id": "take the tokens you want from LLM.encode's vectors",
     "returned_token_ids": "take the classes you want from LLM.encode's rows",
@@ -62,14 +63,23 @@ class PoolingParams:
         return self.normalize if self.use_activation is None else self.use_activation
 
 
-@known_fields({"softmax": "its name is use_activation", "activation": "its name is use_activation"})
+@known_fields(
+    {
+        **_INSTEAD,
+        **dict.fromkeys(("logit_mean", "logit_sigma", "logit_bias", "logit_scale"), "change the logits afterwards"),
+        **dict.fromkeys(("enable_chunked_processing", "max_embed_len"), "cut the text, and average its vectors"),
+    }
+)
 @dataclass(frozen=True)
 class PoolerConfig:
     """What a pooling model makes of hidden states, in place of what its files say.
 
     Args:
-        pooling_type: one of `POOLING_TYPES`: the first token's hidden state, the last one's, or the mean of all.
-        seq_pooling_type: the same, under its newer name.
+        task: one of `TASKS`: what the model must be for; another one is an error. `encode` does it by default.
+        pooling_type: one of `POOLING_TYPES`: the first token's hidden state, the last one's, or the mean of all; or
+            "ALL".
+        seq_pooling_type: the same, of a whole text, under its newer name.
+        tok_pooling_type: "ALL", for tasks that begin with "token_": each token has its result.
         use_activation, normalize: False: vectors are not normalised, and classes are logits.
         dimensions: of every vector, see `PoolingParams`.
     """
@@ -79,11 +89,17 @@ class PoolerConfig:
     use_activation: bool | None = None
     normalize: bool | None = None
     dimensions: int | None = None
+    task: str | None = None
+    tok_pooling_type: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pooling_type", "seq_pooling_type"):
+        kinds = {"pooling_type": (*POOLING_TYPES, *TOKEN_POOLING_TYPES), "seq_pooling_type": POOLING_TYPES}
+        for name, allowed in {**kinds, "tok_pooling_type": TOKEN_POOLING_TYPES, "task": TASKS}.items():
             if getattr(self, name) is not None:
-                check_choice(name, getattr(self, name), POOLING_TYPES)
+                check_choice(name, getattr(self, name), allowed)
+        for name in ("seq_pooling_type", "tok_pooling_type"):
+            if self.pooling_type is not None and getattr(self, name) is not None:
+                refuse(name, getattr(self, name), "left out where pooling_type is given")
         PoolingParams(dimensions=self.dimensions, use_activation=self.use_activation, normalize=self.normalize)
 
     @classmethod
@@ -98,8 +114,9 @@ class PoolerConfig:
 
     @property
     def kind(self) -> str | None:
-        """The pooling type under either name; None: not given."""
-        return self.pooling_type or self.seq_pooling_type
+        """The pooling type of a whole text under either name; None: not given."""
+        whole = self.pooling_type or self.seq_pooling_type
+        return None if whole in TOKEN_POOLING_TYPES else whole
 
     @property
     def params(self) -> PoolingParams:

@@ -47,6 +47,7 @@ from llm.config.engine import (
     EMBEDDED_MODEL,
     EngineArgs,
     EngineConfig,
+    ModelConfig,
     ReasoningConfig,
     SpeculativeConfig,
 )
@@ -63,6 +64,8 @@ from llm.startup.build import BuiltEngine, build_engine
 
 if TYPE_CHECKING:
     import torch
+
+    from llm.api.llm_engine import LLMEngine
 
 logger = init_logger("llm")
 # Of what is local in `LLM.__init__`, all but its settings.
@@ -226,6 +229,7 @@ class LLM(
         """`given`: the arguments of `__init__` by name; `others`: those it has no parameter for."""
         self._engine: Engine | None = None
         self._lock = threading.RLock()
+        self._stepwise: LLMEngine | None = None
         self._is_torn = False  # this process was forked in the middle of another thread's call
         tell_of_forks(self)
         self._dropped: list[PromptState] = []
@@ -257,6 +261,20 @@ class LLM(
         self._preprocessor = Preprocessor(self.config.model_config, built.engine.tokenizer, built.engine.eos_token_ids)
         self._preprocessor.reasoning = self.config.reasoning_config
         self._preprocessor.logits_processors = built.plan.logits_processors
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """vLLM's engine of that name, over this model: its configs, and requests step by step."""
+        from llm.api.llm_engine import LLMEngine
+
+        if self._stepwise is None:
+            self._stepwise = LLMEngine(self)
+        return self._stepwise
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """`config.model_config`."""
+        return self.config.model_config
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as an object of transformers."""

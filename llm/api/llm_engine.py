@@ -6,18 +6,28 @@ Owns which requests were added; `told.py` says what each has told so far, steps 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from llm.api.adapters import give_adapters
+from llm.api.access import Worker
+from llm.api.adapters import adapters_of, give_adapters
 from llm.api.checks import check_priority
 from llm.api.facade import LLM
 from llm.api.told import Told
 from llm.base.checks import refuse
 from llm.base.errors import GenerationInterrupted, ValidationError
 from llm.base.names import known_names
+from llm.config.engine import EngineConfig, ModelConfig
 from llm.engine.interrupt import InterruptGuard
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Stands in for vLLM's executor: there is one worker, in this process."""
+
+    driver_worker: Worker
 
 
 class LLMEngine:
@@ -106,6 +116,33 @@ class LLMEngine:
         names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         with self.llm._exclusive():
             self.llm._begin().abort([self._added.pop(name).state for name in names if name in self._added])
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter's files against the model; True. It is loaded when the first request with it starts.
+
+        Raises ValidationError, CheckpointError: it cannot be used.
+        """
+        with self.llm._exclusive():
+            adapters_of(self.llm._begin(), [lora_request], 1)
+        return True
+
+    @property
+    def vllm_config(self) -> EngineConfig:
+        return self.llm.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.llm.config.model_config
+
+    @property
+    def model_executor(self) -> Executor:
+        """By which scripts reach the model, `model_executor.driver_worker.model_runner.model`; as `LLM.apply_model`."""
+        [model] = self.llm.apply_model(lambda model: model)
+        return Executor(Worker(model, self.llm.config))
+
+    @property
+    def tokenizer(self) -> object:
+        return self.llm.get_tokenizer()
 
     def get_tokenizer(self) -> object:
         return self.llm.get_tokenizer()

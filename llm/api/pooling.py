@@ -22,7 +22,7 @@ from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.pooler import PoolingPlan
-from llm.engine.pooling_rows import PoolingRows, Prefix
+from llm.engine.pooling_rows import BY_TOKEN, PoolingRows, Prefix
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.rows import Row
 from llm.outputs_pooling import (
@@ -120,15 +120,14 @@ class Pooling:
 
         Args:
             pooling_task: "token_embed" or "token_classify": [tokens, size], a vector or the classes of every token;
-                "embed" or "classify": [size]. None: of every token, whatever the model has.
+                "embed" or "classify": [size]. None: the task of `pooler_config`, or else of every token.
 
         Further arguments and errors are those of `embed`.
         """
         plan = plan_of(self, None)
-        task = f"token_{plan.task}" if pooling_task is None else pooling_task
-        check_choice("pooling_task", task, (plan.task, f"token_{plan.task}"))
-        rows = rows_of(prompts, pooling_params, tokenization_kwargs, by_token=task.startswith("token_"))
-        return pool(self, plan.task, rows, _data, use_tqdm, lora_request)
+        by_token = task_of(plan, pooling_task).startswith("token_")
+        rows = rows_of(prompts, pooling_params, tokenization_kwargs, by_token=by_token)
+        return pool(self, None, rows, _data, use_tqdm, lora_request)
 
     @known_names("LLM.reward")
     def reward(
@@ -158,6 +157,14 @@ def rows_of(
     return make
 
 
+def task_of(plan: PoolingPlan, asked: str | None) -> str:
+    """The task of `encode`; raises `ValidationError` for one that the model does not do."""
+    of_tokens = f"token_{plan.task}"
+    task = plan.default_task or of_tokens if asked is None else asked
+    check_choice("pooling_task", task, (of_tokens,) if plan.by_token else (plan.task, of_tokens))
+    return task
+
+
 def plan_of(llm: PoolingHost, task: str | None) -> PoolingPlan:
     """The model's plan; raises `ValidationError` if it does not do `task`, or anything where that is None."""
     llm._open_engine()
@@ -175,12 +182,14 @@ def plan_of(llm: PoolingHost, task: str | None) -> PoolingPlan:
         raise ValidationError(
             f"this model gives {instead}, or build it with convert={other!r}.", parameter="convert", value=plan.task
         )
+    if task == "classify" and plan.by_token:
+        raise ValidationError(BY_TOKEN, parameter="pooling_task", value=task)
     return plan
 
 
 def pool(
     llm: PoolingHost,
-    task: str,
+    task: str | None,
     make_rows: MakeRows,
     output_of: Callable[[PromptState, PoolingPlan], R],
     use_tqdm: UseTqdm,

@@ -59,6 +59,7 @@ class Ranking:
         plan, pairs = plan_of(self, None), pair_texts(data_1, data_2)
         if plan.task == "embed":
             return _cosines(self, pairs, pooling_params, tokenization_kwargs, use_tqdm, lora_request)
+        plan_of(self, plan.task)
         if plan.size != 1:
             raise ValidationError(
                 f"score needs a classifier of one class, and this model has {plan.size}; call classify.",

@@ -75,8 +75,6 @@ METHODS: dict[str, str] = {
     "wake_up": "it never sleeps",
     "start_profile": "wrap the call in torch.profiler",
     "stop_profile": "wrap the call in torch.profiler",
-    "llm_engine": "llm.LLMEngine(llm) drives it step by step",
-    "model_config": "it is LLM.config.model_config",
     "get_world_size": "an LLM runs on one device",
     "shutdown": "its name is close",
 }

@@ -185,7 +185,15 @@ class EngineArgs:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model. `dtype`: of activations; `weight_dtype`: of stored weights."""
+    """The model.
+
+    Attributes:
+        dtype: of activations.
+        weight_dtype: of stored weights.
+        embedding_size: channels of a vector of `LLM.embed`, or else of hidden states.
+        architectures: as config.json has them.
+        pooler_config: what a pooling model makes of hidden states, from arguments and files; None: it generates.
+    """
 
     model: str
     tokenizer: str
@@ -204,6 +212,10 @@ class ModelConfig:
     model_impl: str = "native"
     runner_type: str = "generate"
     convert_type: str = "none"
+    # Facts about the checkpoint, not choices: `print(llm.config)` leaves them out.
+    embedding_size: int = field(default=0, repr=False)
+    architectures: tuple[str, ...] = field(default=(), repr=False)
+    pooler_config: PoolerConfig | None = field(default=None, repr=False)
 
     # Read by logits processors that were written for vLLM.
     trust_remote_code = False
@@ -212,8 +224,23 @@ class ModelConfig:
     is_encoder_decoder = False
     is_multimodal_model = False
 
+    @property
+    def served_model_name(self) -> str:
+        return self.model
+
     def get_vocab_size(self) -> int:
         return self.vocab_size
+
+    def get_hidden_size(self) -> int:
+        return int(self.hf_text_config.hidden_size)
+
+    def get_num_layers(self, parallel_config: object = None) -> int:
+        """All of them: there is one stage."""
+        return int(self.hf_text_config.num_hidden_layers)
+
+    def get_head_size(self) -> int:
+        text = self.hf_text_config
+        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
     @property
     def hf_config(self) -> PretrainedConfig:
@@ -250,12 +277,20 @@ class CacheConfig:
     num_state_snapshots: int = 0
     mamba_block_size: int = 0
 
+    @property
+    def num_gpu_blocks(self) -> int:
+        """vLLM's name of `num_blocks`."""
+        return self.num_blocks
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool = True
+
+    # Read by scripts that were written for vLLM.
+    async_scheduling = False
 
 
 @dataclass(frozen=True)
@@ -290,7 +325,7 @@ class EngineConfig(ConfigForPlugins):
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
         lines.append(self._line("num_threads", self.num_threads or torch.get_num_threads()))
         for part in (self.model_config, self.cache_config, self.scheduler_config, self.compilation_config):
-            for item in fields(part):
+            for item in (item for item in fields(part) if item.repr):
                 lines.append(self._line(item.name, getattr(part, item.name)))
                 if item.name == "quantization" and self.quant_config is not None:
                     types = self.quant_config.computed_with()

@@ -39,6 +39,8 @@ class PoolingPlan:
         sizes: the Matryoshka sizes of a vector; (): not said.
         dimensions: channels of a vector that are kept unless a call says otherwise; None: all.
         hidden_size: of the model.
+        by_token: the classifier is for every token, not for a pooled hidden state.
+        default_task: of `LLM.encode`; "": every token's.
         recipe: how pairs of texts are asked, `QWEN3_RERANKER`; "": the tokenizer joins them.
     """
 
@@ -52,6 +54,8 @@ class PoolingPlan:
     dimensions: int | None = None
     hidden_size: int = 0
     recipe: str = ""
+    by_token: bool = False
+    default_task: str = ""
 
     @property
     def size(self) -> int:

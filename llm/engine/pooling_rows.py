@@ -21,6 +21,8 @@ from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
 from llm.tokenizer_backends import Truncation
 
+BY_TOKEN = "this model classifies every token, not whole texts; call LLM.encode."
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -166,6 +168,8 @@ class PoolingRows:
         activates = default if params.activates is None else params.activates
         kind = TOKENS if by_token else plan.modules.pooling_type
         if plan.task == "classify":
+            if plan.by_token and not by_token:
+                raise ValidationError(BY_TOKEN, parameter="pooling_task", value=plan.task)
             if params.dimensions is not None:
                 refuse("dimensions", params.dimensions, "left out: the model gives classes, no vectors")
             return PoolingRow(kind, activates)

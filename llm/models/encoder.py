@@ -25,10 +25,10 @@ from llm.models.interface import BuildOptions
 
 @dataclass(frozen=True)
 class ClassifierConfig:
-    """out(norm(activation(dense(x)))) of a pooled hidden state.
+    """out(norm(activation(dense(x)))) of a hidden state; out(x) alone without an activation.
 
     Attributes:
-        activation: a key of `ACTIVATE`.
+        activation: a key of `ACTIVATE`; "": there is no `dense`.
         bias: of `dense`; `out` has one.
         norm: None: there is none.
     """
@@ -45,11 +45,13 @@ class EncoderConfig(DecoderConfig):
     Attributes:
         token_types: rows of the token type table; 0: there is none.
         classifier: what a checkpoint with classes has after pooling.
+        token_classifier: what one has that classifies every token.
         pooling_type: of a classifier, and of an embedder that does not say.
     """
 
     token_types: int = 0
     classifier: ClassifierConfig = ClassifierConfig("tanh")
+    token_classifier: ClassifierConfig = ClassifierConfig("")
     pooling_type: str = "CLS"
 
 
@@ -59,10 +61,12 @@ class EncoderModel(DecoderForCausalLM):
     Class attributes, beside those of `CausalLM`:
         heads: leading path segments of a checkpoint's tensors of the classifier -> ours: "head.dense", "head.norm",
             "head.out".
+        token_heads: the same where every token is classified.
         other_heads: leading path segments of tensors that are never used.
     """
 
     heads: ClassVar[Mapping[str, str]] = {}
+    token_heads: ClassVar[Mapping[str, str]] = {"classifier": "head.out"}
     other_heads: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: EncoderConfig, options: BuildOptions) -> None:
@@ -76,10 +80,13 @@ class EncoderModel(DecoderForCausalLM):
             )
 
     def _build_score(self, classes: int, context: BuildContext) -> None:
-        self.left_out = (*self.other_heads, *(() if classes else self.heads))
-        self.further_renames = tuple(self.heads.items())
+        by_token = self.config.classes_by_token
+        used = (self.token_heads if by_token else self.heads) if classes else {}
+        self.left_out = (*self.other_heads, *(name for name in self.heads if name not in used))
+        self.further_renames = tuple(used.items())
         if classes and isinstance(self.config, EncoderConfig):
-            self.head = _Classifier(classes, self.config.classifier, context)
+            config = self.config.token_classifier if by_token else self.config.classifier
+            self.head = _Classifier(classes, config, context)
 
     def classify(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)
@@ -103,17 +110,20 @@ class _Classifier(Patchable):
     def __init__(self, classes: int, config: ClassifierConfig, context: BuildContext) -> None:
         super().__init__()
         size, dtype = context.hidden_size, context.options.params_dtype
-        self.dense = ReplicatedLinear(
-            size, size, bias=config.bias, params_dtype=dtype, prefix="head.dense", return_bias=False
-        )
+        self.dense: ReplicatedLinear | None = None
+        if config.activation:
+            self.dense = ReplicatedLinear(
+                size, size, bias=config.bias, params_dtype=dtype, prefix="head.dense", return_bias=False
+            )
         self.norm = None if config.norm is None else config.norm.build(size, context)
         self.out = ReplicatedLinear(size, classes, bias=True, params_dtype=dtype, prefix="head.out", return_bias=False)
-        self.activation = ACTIVATE[config.activation]
+        self.activation = ACTIVATE.get(config.activation)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [R, H] -> [R, classes]."""
-        wide = self.activation(self.dense(hidden).cpu().double().numpy())
-        hidden = torch.from_numpy(wide).float().to(hidden.device)
+        if self.dense is not None and self.activation is not None:
+            wide = self.activation(self.dense(hidden).cpu().double().numpy())
+            hidden = torch.from_numpy(wide).float().to(hidden.device)
         return self.out(hidden if self.norm is None else self.norm(hidden))
 
 

@@ -75,6 +75,7 @@ class ModernBertModel(EncoderModel):
         "head.norm": "head.norm",
         "classifier": "head.out",
     }
+    token_heads = heads
     other_heads: ClassVar[tuple[str, ...]] = ("decoder",)
 
     @classmethod
@@ -112,6 +113,7 @@ class ModernBertModel(EncoderModel):
             final_norm=norm,
             embedding_norm=norm,
             classifier=classifier,
+            token_classifier=classifier,
             pooling_type=_POOLING[pooling],
         )
         reader.finish()

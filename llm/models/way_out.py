@@ -30,7 +30,7 @@ def of_architecture(architectures: Iterable[str], model_type: str, families: Ite
 _USES = {
     "forsequenceclassification": "LLM(model, runner='pooling') classifies and scores with it",
     "rewardmodel": "the code that came with the reward model scores",
-    "fortokenclassification": "transformers' AutoModelForTokenClassification labels tokens",
+    "fortokenclassification": "LLM(model, runner='pooling').encode labels tokens with it",
     "forquestionanswering": "transformers' AutoModelForQuestionAnswering answers from a text",
     "bidirectional": "sentence-transformers embeds texts",
 }

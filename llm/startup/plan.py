@@ -41,12 +41,14 @@ from llm.config.plan import (
 from llm.config.speculative import SpeculativeConfig
 from llm.engine.boundary import RunnerPlan
 from llm.engine.extensions import kv_cache_specs
+from llm.engine.pooler import PoolingPlan
 from llm.forward import StateSpec
 from llm.kernels.backend import Backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.loader import stored_as
 from llm.loading.weight_file import check_folder, offload_folder
 from llm.platforms import Platform
+from llm.pooling_params import PoolerConfig
 from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
 from llm.quantization.configs.requantize import RequantizeConfig
@@ -218,6 +220,27 @@ def _model_config(args: EngineArgs, model: ReadModel, dtypes: Dtypes, max_model_
         model_impl=model.chosen.name,
         runner_type=model.purpose.runner,
         convert_type=model.purpose.convert,
+        embedding_size=_embedding_size(model),
+        architectures=tuple(model.reader.names("architectures") or ()),
+        pooler_config=None if model.pooling is None else _pooler_config(model.pooling),
+    )
+
+
+def _embedding_size(model: ReadModel) -> int:
+    if model.pooling is not None and model.pooling.task == "embed":
+        return model.pooling.size
+    return int(getattr(model.architecture, "hidden_size", 0))
+
+
+def _pooler_config(plan: PoolingPlan) -> PoolerConfig:
+    activates = plan.activation != "identity" if plan.task == "classify" else plan.modules.normalizes
+    whole = None if plan.by_token else plan.modules.pooling_type
+    return PoolerConfig(
+        task=plan.default_task or (f"token_{plan.task}" if plan.by_token else plan.task),
+        seq_pooling_type=whole,
+        tok_pooling_type="ALL",
+        use_activation=activates,
+        dimensions=plan.dimensions,
     )
 
 

@@ -26,7 +26,8 @@ from llm.pooling_params import PoolerConfig
 from llm.tokenizer import Tokenizer
 
 # How the names of architectures end that are built on a family's layers, and what they are for.
-_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModel")
+_OF_TOKENS = "ForTokenClassification"
+_CLASSIFIERS = ("ForSequenceClassification", _OF_TOKENS, "RewardModel", "ForRewardModel")
 _PROBLEMS = {
     "regression": "identity",
     "single_label_classification": "softmax",
@@ -37,10 +38,17 @@ _MOST_CLASSES = 1 << 20
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a model is for. `convert`: "none" where it generates, else "embed" or "classify"; `why`: the reason."""
+    """What a model is for.
+
+    Attributes:
+        convert: "none" where it generates, else "embed" or "classify".
+        why: the reason.
+        by_token: it classifies every token.
+    """
 
     convert: str
     why: str
+    by_token: bool = False
 
     @property
     def runner(self) -> str:
@@ -59,8 +67,15 @@ def choose_purpose(args: EngineArgs, reader: ConfigReader, source: ModelSource) 
             f"{ahead[0]} attends to tokens in both directions, and the layers of {reader.family} to those before only; "
             "use sentence-transformers."
         )
-    if args.convert in ("embed", "classify"):
-        return Purpose(args.convert, "asked for")
+    by_token = any(name.endswith(_OF_TOKENS) for name in reader.names("architectures") or [])
+    convert, task = args.convert, PoolerConfig.of(args.pooler_config).task
+    if task is not None:
+        needed = "embed" if task.endswith("embed") else "classify"
+        if convert not in ("auto", needed):
+            refuse("pooler_config", task, f"without a task, or of another than {task!r}, with convert={convert!r}")
+        convert = needed
+    if convert in ("embed", "classify"):
+        return Purpose(convert, "asked for", convert == "classify" and by_token)
     found = _of_checkpoint(reader, source)
     if args.runner == "auto" or found.runner == "pooling":
         return found
@@ -74,7 +89,8 @@ def _of_checkpoint(reader: ConfigReader, source: ModelSource) -> Purpose:
             return Purpose("embed", "the folder is of sentence-transformers")
         return Purpose("none", "config.json")
     if any(name.endswith(_CLASSIFIERS) for name in architectures):
-        return Purpose("classify", f"config.json says {architectures[0]}")
+        by_token = any(name.endswith(_OF_TOKENS) for name in architectures)
+        return Purpose("classify", f"config.json says {architectures[0]}", by_token)
     if is_encoder(reader.family) or any(name.endswith("Model") and not _sees_ahead(name) for name in architectures):
         return Purpose("embed", f"config.json says {architectures[0] if architectures else reader.family}")
     return Purpose("none", "config.json")
@@ -92,9 +108,13 @@ def plan_pooling(
     Raises:
         UnsupportedModelError, CheckpointError: a file of the folder says what is not computed here.
     """
-    if purpose.runner == "generate":
-        return None
     given = PoolerConfig.of(args.pooler_config)
+    if purpose.runner == "generate":
+        if given != PoolerConfig():
+            refuse("pooler_config", args.pooler_config, "None for a model that generates; or pass runner='pooling'")
+        return None
+    if purpose.by_token and given.task in ("classify", "score"):
+        refuse("pooler_config", given.task, "of the task 'token_classify': the checkpoint classifies every token")
     is_causal = getattr(architecture, "is_causal", True)
     modules = _modules(args, source) if purpose.convert == "embed" else None
     if modules is None:
@@ -118,6 +138,8 @@ def plan_pooling(
         given.dimensions,
         getattr(architecture, "hidden_size", 0),
         QWEN3_RERANKER if asks and reader.raw.get("is_original_qwen3_reranker") else "",
+        purpose.by_token,
+        "classify" if given.task == "score" else given.task or "",
     )
 
 
@@ -139,6 +161,7 @@ def with_head(architecture: object, purpose: Purpose, reader: ConfigReader, sour
         return replace(
             architecture,
             classes=classes if tokens is None else 1,
+            classes_by_token=purpose.by_token,
             score_tokens=tokens,
             tie_word_embeddings=False,
             lm_head_bias=False,

@@ -9,6 +9,7 @@ import pytest
 from embedded import PROMPTS, assert_idle, open_llm, run
 
 from llm import LLM, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams, ValidationError
+from llm.inputs import LoRARequest
 
 CUMULATIVE, DELTA, FINAL = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 # Two completions and seeds; a plain one. The first has a stop string, over several tokens of what it would answer.
@@ -117,3 +118,22 @@ def test_from_engine_args() -> None:
     engine = LLMEngine.from_engine_args(EngineArgs(max_model_len=48, num_threads=1))
     with engine.llm:
         assert engine.llm.config.model_config.max_model_len == 48 and engine.get_tokenizer().encode("a")  # type: ignore[attr-defined]
+
+
+def test_scripts_read_configs_and_reach_the_model(llm: LLM) -> None:
+    """What public scripts for vLLM read of `llm.llm_engine` and `llm.model_config`."""
+    engine = llm.llm_engine
+    config = engine.model_config
+    assert engine is llm.llm_engine and engine.vllm_config is llm.config and config is llm.model_config
+    assert (config.max_model_len, config.get_vocab_size(), config.get_num_layers()) == (64, 2304, 4)
+    assert config.embedding_size == config.get_hidden_size() == config.hf_config.hidden_size
+    assert config.get_head_size() * config.hf_text_config.num_attention_heads == config.get_hidden_size()
+    assert config.served_model_name == config.model and config.architectures == ("LlamaForCausalLM",)
+    assert config.pooler_config is None and not engine.vllm_config.scheduler_config.async_scheduling
+    cache = engine.vllm_config.cache_config
+    assert cache.num_gpu_blocks == cache.num_blocks and engine.vllm_config.parallel_config.tensor_parallel_size == 1
+    model: Any = engine.model_executor.driver_worker.model_runner.model
+    assert model is llm.apply_model(lambda model: model)[0]
+    assert engine.tokenizer.encode("In the") == llm.get_tokenizer().encode("In the")  # type: ignore[attr-defined]
+    with pytest.raises(ValidationError, match="enable_lora"):
+        engine.add_lora(LoRARequest("a", 1, "/nowhere"))

@@ -33,7 +33,9 @@ def llm() -> Iterator[LLM]:
 def parts(config: EngineConfig) -> dict[str, Any]:
     """Every decided value by name."""
     whole = (config.model_config, config.cache_config, config.scheduler_config, config.compilation_config)
-    values = {field.name: getattr(part, field.name) for part in whole for field in dataclasses.fields(part)}
+    values = {
+        field.name: getattr(part, field.name) for part in whole for field in dataclasses.fields(part) if field.repr
+    }
     whole_engine = {"device": config.device, "invariant": config.invariant}
     values["offload_weights"] = config.offload_config.offload_weights
     return (

@@ -76,6 +76,39 @@ def test_classes(family: str, tmp_path: Path) -> None:
         assert close(llm.embed(prompts(), use_tqdm=False).to_numpy() / 10, first / 10)
 
 
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**BASE, "num_hidden_layers": 2}),
+    "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80}),
+    "gpt_neox": ("GPTNeoX", {key: value for key, value in BERT.items() if key != "pad_token_id"}),
+}
+NAMES = {0: "O", 1: "B-PER", 2: "I-PER"}
+
+
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
+def test_every_token_is_classified(family: str, tmp_path: Path) -> None:
+    name, config = {**ENCODERS, **DECODERS}[family]
+    model: Any = save_model(tmp_path, f"{name}ForTokenClassification", **config, id2label=NAMES)
+    with load(tmp_path, max_num_batched_tokens=64) as llm:
+        assert llm.config.model_config.convert_type == "classify" and llm.config.invariant
+        outputs = llm.encode(prompts(), use_tqdm=False, pooling_task="token_classify")
+        raw = llm.encode(prompts(), PoolingParams(use_activation=False), use_tqdm=False)
+        with torch.no_grad():
+            logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts()]
+        assert {row.shape[1] for row in logits} == {3}
+        assert all(close(one.to_numpy(), own.softmax(-1)) for one, own in zip(outputs, logits, strict=True))
+        assert all(close(one.to_numpy() / 10, own / 10) for one, own in zip(raw, logits, strict=True))
+        alone = llm.encode([prompts()[2]], use_tqdm=False)[0]
+        assert np.array_equal(alone.to_numpy(), outputs[2].to_numpy())
+        labels = llm.model_config.hf_config.id2label
+        assert [labels[int(best)] for best in outputs[0].outputs.data.argmax(-1)] == [
+            NAMES[int(best)] for best in logits[0].argmax(-1)
+        ]
+        for call in (llm.classify, llm.reward, lambda given: llm.encode(given, pooling_task="classify")):
+            with pytest.raises(ValidationError, match=r"call LLM\.encode|must be 'token_classify'"):
+                call(prompts())
+        assert not close(outputs[0].to_numpy(), (logits[0] + 0.01 * torch.eye(5, 3)).softmax(-1))  # a bias is seen
+
+
 def test_tokens_see_both_sides_of_a_window_in_gemma(tmp_path: Path) -> None:
     """EmbeddingGemma: a decoder's layers, a window of both sides, and a matrix after the mean."""
     config = {**BASE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}

@@ -18,7 +18,7 @@ import torch
 from sentence_folders import hidden_states, prompts, save_model, save_modules, save_tokenizer
 from tiny_models import BASE, one_thread
 
-from llm import LLM, GenerationInterrupted, PoolingParams, ValidationError
+from llm import LLM, GenerationInterrupted, PoolerConfig, PoolingParams, ValidationError
 from llm.base.errors import UnsupportedModelError
 from llm.v1.sample.logits_processor import MinPLogitsProcessor
 
@@ -191,3 +191,34 @@ def test_an_interrupted_call_has_what_is_done(embedder: tuple[Path, Any], ctrl_c
         again = vectors(llm, prompts())
         assert again.shape == (5, 48)
         assert all(np.array_equal(one.to_numpy(), row) for one, row in zip(outputs, again, strict=True) if one)
+
+
+def test_a_pooler_config_says_the_task(embedder: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = embedder
+    with load(folder, pooler_config={"task": "embed", "tok_pooling_type": "ALL"}) as llm:
+        whole = llm.encode(prompts(), use_tqdm=False)
+        assert np.array_equal(whole.to_numpy(), vectors(llm, prompts()))
+        tokens = llm.encode(prompts(), use_tqdm=False, pooling_task="token_embed")
+        assert [one.to_numpy().shape for one in tokens] == [(len(prompt), 48) for prompt in prompts()]
+        config = llm.model_config.pooler_config
+        assert config == PoolerConfig(
+            task="embed", seq_pooling_type="LAST", tok_pooling_type="ALL", use_activation=True
+        )
+        assert llm.model_config.embedding_size == whole.to_numpy().shape[1]
+    with load(folder, pooler_config=PoolerConfig(task="token_embed", pooling_type="ALL")) as llm:
+        assert [one.to_numpy().shape for one in llm.encode(prompts(), use_tqdm=False)] == [
+            (len(prompt), 48) for prompt in prompts()
+        ]
+    save_model(tmp_path, "LlamaForCausalLM", **SMALL)
+    with load(tmp_path, pooler_config={"task": "embed"}) as llm:
+        assert vectors(llm, prompts()).shape == (5, 48)
+    for wrong, said in (
+        ({"pooler_config": {"pooling_type": "MEAN"}}, "None for a model that generates; or pass runner='pooling'"),
+        ({"pooler_config": {"task": "embed"}, "convert": "classify"}, "with convert='classify'"),
+        ({"pooler_config": {"task": "plugin"}}, "task must be 'embed'"),
+        ({"pooler_config": {"tok_pooling_type": "STEP"}}, "tok_pooling_type must be 'ALL'"),
+        ({"pooler_config": {"pooling_type": "ALL", "tok_pooling_type": "ALL"}}, "left out where pooling_type is given"),
+        ({"pooler_config": {"logit_mean": 1.0}}, "logit_mean"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            load(tmp_path, **wrong)

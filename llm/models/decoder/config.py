@@ -35,6 +35,7 @@ class DecoderConfig:
             states are the result; None: an LM head.
         score_tokens: tokens (no, yes) whose rows of the LM head make `score`, of one class: the logit of yes less that
             of no; None: the checkpoint has `score`.
+        classes_by_token: `score` is of every token's hidden state, with a bias; some files call it `classifier`.
         embedding_size: width of the embedding and of the LM head's input, between which and hidden_size a matrix each
             maps; None: hidden_size.
         embedding_norm: of what enters the first layer; None: no such norm.
@@ -65,6 +66,7 @@ class DecoderConfig:
     lm_head_bias: bool = False
     embedding_size: int | None = None
     classes: int | None = None
+    classes_by_token: bool = False
     score_tokens: tuple[int, int] | None = None
 
     def states(self, dtype: torch.dtype, tp: TensorParallel) -> list[StateSpec]:

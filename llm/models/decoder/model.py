@@ -134,14 +134,16 @@ class DecoderForCausalLM(Patchable):
         """The classifier in place of the LM head. Base models, without a head, are stored without "model."."""
         self.score: ReplicatedLinear | None = None
         if classes:
-            dtype = context.options.params_dtype
+            dtype, bias = context.options.params_dtype, self.config.classes_by_token
             self.score = ReplicatedLinear(
-                context.hidden_size, classes, bias=False, params_dtype=dtype, prefix="score", return_bias=False
+                context.hidden_size, classes, bias=bias, params_dtype=dtype, prefix="score", return_bias=False
             )
         if self.config.score_tokens is not None:
             self.merge_weights = partial(_with_score, self.config.score_tokens)
         self.left_out = (*getattr(self, "left_out", ()), "lm_head", *(() if classes else ("score",)))
         self.further_renames = tuple((name, f"model.{name}") for name, _ in self.model.named_children())
+        if self.config.classes_by_token:
+            self.further_renames += (("classifier", "score"),)
 
     def classify(self, hidden: torch.Tensor) -> torch.Tensor:
         """Pooled hidden states float32 [R, H] -> class logits float32 [R, classes]."""
