@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llm.api.access import Worker
 from llm.api.adapters import adapters_of, give_adapters
 from llm.api.checks import check_priority
-from llm.api.facade import LLM
 from llm.api.told import Told
 from llm.base.checks import refuse
 from llm.base.errors import GenerationInterrupted, ValidationError
@@ -21,6 +21,9 @@ from llm.engine.interrupt import InterruptGuard
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llm.api.facade import LLM
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class LLMEngine:
         enable_multiprocessing: bool = False,
     ) -> LLMEngine:
         """An engine for an `EngineArgs`. Nothing is reported or logged, and there is one process, whatever is asked."""
+        from llm import LLM
+
         return cls(LLM.from_engine_args(engine_args))
 
     @known_names("LLMEngine.add_request")
