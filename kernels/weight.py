@@ -54,7 +54,7 @@ class Weight:
         group_size: columns that share a scale; 0: all of a row.
         table: float32 [16], the values that int4 stands for, in the place of -8 to 7; None: those.
         activations: "float": GEMMs read them as they are; "bfloat16": rounded to it, for a bfloat16 weight; "int8":
-            quantized, by each row's largest or by `input_scale`.
+            quantized, by each row's largest or by `input_scale`; for int4 by the largest of each group of a row.
         input_scale: of static int8 activations, q = round(x / input_scale) + input_offset; 0: each row has its own.
         input_offset: a whole number in [-128, 127].
         bias: float [n], added to the GEMM's result; None: none.
@@ -304,11 +304,13 @@ def _check_table(weight: Weight) -> None:
 
 
 def _check_integer_product(weight: Weight) -> None:
-    """Whole sums are scaled: one scale per row of int8, one per group of int4, and nothing is subtracted first."""
+    """Whole sums are scaled: one scale per row of int8, one per group of int4, with which zero points and minima go."""
     if weight.kind == "float8":
         raise ValueError("no product is defined of int8 activations with 8-bit floats")
-    if any(part is not None for part in (weight.zero, weight.minimum, weight.table)):
-        raise ValueError("a product with int8 activations is of a weight without zero points, minima and table")
+    if weight.table is not None:
+        raise ValueError("a product with int8 activations is of a weight without a table")
+    if weight.kind == "int8" and (weight.zero is not None or weight.minimum is not None):
+        raise ValueError("a product of int8 with int8 is of a weight without zero points and minima")
     if weight.kind == "int8" and weight.groups > 1:
         raise ValueError(f"a product of int8 with int8 needs one scale per row, got groups of {weight.group_size}")
     if weight.kind == "int4" and (weight.input_scale or weight.input_offset):

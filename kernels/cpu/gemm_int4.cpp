@@ -1,7 +1,8 @@
 // GEMM y = x W^T (+ bias): int4 weights, activations quantized here to int8.
 //
-// int32 sums are exact in each group of k; groups are added in order in float32. int4.h describes the panels. Sums
-// start at -8 times the sum of the activations, which takes the nibbles' 8 back.
+// Activations have a scale for each group of k, as weights have. int32 sums are exact in each group; groups are added
+// in order in float32 (int4.h, which describes the panels too). Sums start at -8 times the sum of the activations,
+// which takes the nibbles' 8 back.
 #include "bytes.h"
 #include "int4.h"
 #include "quantize.h"
@@ -41,30 +42,31 @@ LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
 }
 #endif
 
-#if LLM_DOTS
-
-// With many sums scales are loaded before them, by a call: the branches over the scales' types would take a register.
-constexpr int MANY_SUMS = 18;
-template <int PANELS>
-__attribute__((noinline)) void load_scales(const Int4Product& p, int64_t group, int64_t panel, float* scales) {
-    for (int c = 0; c < PANELS; ++c) store(scales + c * LANES, p.group_scale(group, (panel + c) * LANES));
+// Adds a group's exact sums [ROWS][PANELS][16] to `sums`. Not inlined: with its branches over the scales' types, the
+// caller's loop would spill, and gcc would keep a copy of all sums on its stack.
+template <int ROWS, int PANELS>
+__attribute__((noinline)) void add_scaled(const Int4Product& p, int64_t group, int64_t panel, const GroupInputs& inputs,
+                                          const int32_t* exact, float* sums) {
+    const GroupInputs at = inputs.from(group * ROWS);
+    LLM_UNROLL for (int c = 0; c < PANELS; ++c)
+        p.add_group(group, (panel + c) * LANES, at, ROWS, exact + c * LANES, sums + c * LANES, PANELS * LANES);
 }
+
+#if LLM_DOTS
 
 // `opened`: the unpacked panels, with OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>
-__attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel,
-                                          float* sums, const uint8_t* opened = nullptr) {
+__attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const GroupInputs& inputs,
+                                          int64_t panel, float* sums, const uint8_t* opened = nullptr) {
     constexpr int vectors = PANELS * PANEL_VECTORS;
     const int64_t bytes = p.panel_bytes();
     const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
     const uint8_t* b = p.panel(panel);
     int64_t s = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
-        alignas(64) float scales[PANELS * LANES];
-        if (ROWS * PANELS >= MANY_SUMS) load_scales<PANELS>(p, group, panel, scales);
         Bytes acc[ROWS][vectors];
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c)
-            acc[r][c] = broadcast_bytes(start + group * ROWS + r);
+            acc[r][c] = broadcast_bytes(inputs.start + group * ROWS + r);
         const int64_t end = min(p.steps(), (group + 1) * p.group_steps);
         for (; s < end; ++s) {
             const int64_t distance = ahead.distance(s);
@@ -84,16 +86,7 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
         }
         alignas(64) int32_t exact[ROWS][PANELS * LANES];
         std::memcpy(exact, acc, sizeof exact);
-        // Or gcc keeps a copy of all sums on its stack, and stores each sum twice.
-        asm volatile("" : : "r"(sums), "r"(scales) : "memory");
-        LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-            const F32 scale = ROWS * PANELS >= MANY_SUMS ? load(scales + c * LANES)
-                                                         : p.group_scale(group, (panel + c) * LANES);
-            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                float* at = sums + (r * PANELS + c) * LANES;
-                store(at, fma(to_float(load_i(exact[r] + c * LANES)), scale, load(at)));
-            }
-        }
+        add_scaled<ROWS, PANELS>(p, group, panel, inputs, exact[0], sums);
     }
 }
 
@@ -102,13 +95,13 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
 constexpr int panels_for(int) { return 1; }
 
 template <int ROWS, int PANELS, bool OPENED>
-void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel, float* sums) {
+void add_groups(const Int4Product& p, const int8_t* a, const GroupInputs& inputs, int64_t panel, float* sums) {
     const uint8_t* b = p.panel(panel);
     int64_t s = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
         int32_t acc[ROWS][LANES];
         for (int r = 0; r < ROWS; ++r)
-            for (int c = 0; c < LANES; ++c) acc[r][c] = start[group * ROWS + r];
+            for (int c = 0; c < LANES; ++c) acc[r][c] = inputs.start[group * ROWS + r];
         for (const int64_t end = min(p.steps(), (group + 1) * p.group_steps); s < end; ++s)
             for (int r = 0; r < ROWS; ++r)
                 for (int c = 0; c < LANES; ++c)
@@ -117,9 +110,7 @@ void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int
                         const int8_t* at = a + (s * ROWS + r) * STEP + j;
                         acc[r][c] += (both & 15) * at[0] + (both >> 4) * at[4];
                     }
-        const F32 scale = p.group_scale(group, panel * LANES);
-        for (int r = 0; r < ROWS; ++r)
-            store(sums + r * LANES, fma(to_float(load_i(acc[r])), scale, load(sums + r * LANES)));
+        add_scaled<ROWS, PANELS>(p, group, panel, inputs, acc[0], sums);
     }
 }
 
@@ -140,20 +131,6 @@ LLM_INLINE void multiply(Bytes& sum, Bytes w, Bytes a) {
 LLM_INLINE void multiply_add(Bytes& sum, Bytes w, Bytes a) {
     Bytes product;
     asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(product) : "v"(w), "v"(a));
-}
-
-// Adds a group's exact sums to `sums`. Not inlined: with its branches over the scales' types, the caller's loop would
-// spill.
-template <int ROWS, int PANELS>
-__attribute__((noinline)) void add_scaled(const Int4Product& p, int64_t group, int64_t panel, const int32_t* exact,
-                                          float* sums) {
-    LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-        const F32 scale = p.group_scale(group, (panel + c) * LANES);
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-            const int64_t at = (r * PANELS + c) * LANES;
-            store(sums + at, fma(to_float(load_i(exact + at)), scale, load(sums + at)));
-        }
-    }
 }
 
 // Few rows are bound by memory: they alternate between panels, so that several streams of memory are under way.
@@ -186,8 +163,8 @@ LLM_INLINE void few_steps(const int8_t* a, const uint8_t* b, int64_t distance, B
 
 // `opened`: the unpacked panels, with OPENED.
 template <int ROWS, int PANELS, bool OPENED = false>
-__attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const int32_t* start, int64_t panel,
-                                          float* sums, const uint8_t* opened = nullptr) {
+__attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a, const GroupInputs& inputs,
+                                          int64_t panel, float* sums, const uint8_t* opened = nullptr) {
     const int64_t bytes = p.panel_bytes();
     const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
     alignas(64) int32_t group_sums[ROWS * PANELS * LANES];
@@ -205,7 +182,7 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
                 else few_steps<ROWS, 1, OPENED>(at, b, distance, words);
                 I32 sum[ROWS];
                 LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                    const I32 before = first ? set1_i(start[group * ROWS + r])
+                    const I32 before = first ? set1_i(inputs.start[group * ROWS + r])
                                              : load_i(group_sums + (r * PANELS + c) * LANES);
                     sum[r] = before + pairs(words[r]);
                 }
@@ -213,7 +190,7 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
             }
             s += some;
         }
-        add_scaled<ROWS, PANELS>(p, group, panel, group_sums, sums);
+        add_scaled<ROWS, PANELS>(p, group, panel, inputs, group_sums, sums);
     }
 }
 
@@ -222,7 +199,7 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
 template <int ROWS, int PANELS, class... Opened>
 void tile(const Int4Product& p, int64_t row, int64_t panel, Opened... opened) {
     alignas(64) float sums[ROWS * PANELS * LANES] = {};
-    add_groups<ROWS, PANELS, sizeof...(opened)>(p, p.a + row * p.padded_k(), p.start + row * p.groups, panel, sums,
+    add_groups<ROWS, PANELS, sizeof...(opened)>(p, p.a + row * p.padded_k(), p.inputs.from(row * p.groups), panel, sums,
                                                 opened...);
     for (int c = 0; c < PANELS; ++c) p.finish(row, ROWS, panel + c, sums + c * LANES, PANELS * LANES);
 }
@@ -274,20 +251,19 @@ void run_tiles(const Int4Product& p, const Tasks& tasks) {
     });
 }
 
-// Quantizes ROWS batch rows of a tile of `rows` to [k / 8][rows][8], their starts to [groups][rows].
+// Quantizes ROWS batch rows of a tile of `rows`, from `place` of its [rows] on, to [k / 8][rows][8], group by group.
 template <int ROWS>
-LLM_INLINE void quantize_rows(const Int4Product& p, int64_t row, int64_t rows, int8_t* out, int32_t* start,
-                              float* scales) {
+LLM_INLINE void quantize_rows(const Int4Product& p, int64_t row, int64_t rows, int8_t* out, const InputMemory& kept,
+                              int64_t place) {
     const float* x = p.x + row * p.k;
-    RowQuantizer by[ROWS];
-    LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-        by[r] = RowQuantizer(x + r * p.k, p.k, 0.0f, 0);
-        scales[r] = by[r].factor;
-    }
     for (int64_t group = 0; group < p.groups; ++group) {
-        const int64_t end = min(p.k, (group + 1) * p.group_steps * STEP);
+        const int64_t first = group * p.group_steps * STEP, end = min(p.k, first + p.group_steps * STEP);
+        RowQuantizer by[ROWS];
         I32 sums[ROWS];
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r) sums[r] = set1_i(0);
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+            by[r] = RowQuantizer(x + r * p.k + first, end - first, 0.0f, 0);
+            sums[r] = set1_i(0);
+        }
         const auto put = [&](int64_t i, int64_t steps, const auto& load_from) {
             I32 q[ROWS];
             LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -296,10 +272,10 @@ LLM_INLINE void quantize_rows(const Int4Product& p, int64_t row, int64_t rows, i
             }
             store_steps<STEP>(q, steps, rows, out + i * rows);
         };
-        int64_t i = group * p.group_steps * STEP;
+        int64_t i = first;
         for (; i + LANES <= end; i += LANES) put(i, LANES / STEP, [](const float* at) { return load(at); });
         if (i < end) put(i, ceil_div(end - i, STEP), [&](const float* at) { return load_part(at, end - i); });
-        LLM_UNROLL for (int r = 0; r < ROWS; ++r) start[group * rows + r] = -8 * sum(sums[r]);
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) kept.keep(place + group * rows + r, by[r].factor, sum(sums[r]));
     }
 }
 
@@ -317,20 +293,18 @@ void linear_int4(const Weight& weight, const float* x, float* y, int64_t m, int6
 #if LLM_TILES
     if (linear_int4_by_tiles(weight, x, y, m, threads)) return;
 #endif
-    const Scratch scales(m * sizeof(float));
-    float* row_scales = scales.as<float>();
-    Int4Product p({weight, x, y, m}, row_scales);
+    Int4Product p({weight, x, y, m});
     const int64_t padded = p.padded_k(), groups = p.groups;
-    const Scratch operands(m * padded), starts(m * groups * sizeof(int32_t));
+    const Scratch operands(m * padded);
+    const InputMemory inputs(m, groups);
     int8_t* a = operands.as<int8_t>();
-    int32_t* start = starts.as<int32_t>();
-    p.a = a, p.start = start;
+    p.a = a, p.inputs = inputs.inputs();
     const Tasks tasks(m, p.n, MAX_ROWS, padded, BLOCK_BYTES, threads);
     const int64_t quantizing = m * p.k < SERIAL_ELEMENTS ? 1 : threads;
     tasks.for_rows<ROWS_AT_ONCE<int8_t>>(quantizing, 0, [&](auto count, int64_t tile, int64_t r, char*) {
-        const int64_t first = tasks.first_row(tile), row = first + r;
-        quantize_rows<decltype(count)::value>(p, row, tasks.rows(tile), a + first * padded + r * STEP,
-                                              start + first * groups + r, row_scales + row);
+        const int64_t first = tasks.first_row(tile);
+        quantize_rows<decltype(count)::value>(p, first + r, tasks.rows(tile), a + first * padded + r * STEP, inputs,
+                                              first * groups + r);
     });
     run_tiles(p, tasks);
 }

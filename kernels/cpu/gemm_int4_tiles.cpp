@@ -48,17 +48,44 @@ struct NibblePanels {
     }
 };
 
+// Batch rows of int8 operands, their groups kept as [row tile][groups][16].
+void quantize_groups(const Int4Product& p, const TileOperands& a, const float* x, const InputMemory& kept,
+                     int64_t threads) {
+    const int64_t size = p.groups == 1 ? p.k : p.group_size, padded = a.steps * LINE;
+    parallel_for(a.rows, a.rows * p.k < SERIAL_ELEMENTS ? 1 : threads, padded, [&](int64_t row, char* scratch) {
+        const float* at = x + row * p.k;
+        int8_t* q = reinterpret_cast<int8_t*>(scratch);
+        std::memset(q + p.k, 0, padded - p.k);
+        for (int64_t group = 0; group < p.groups; ++group) {
+            const int64_t first = group * size, end = min(p.k, first + size);
+            const RowQuantizer by(at + first, end - first, 0.0f, 0);
+            I32 sums = set1_i(0);
+            for (int64_t i = first; i < end; i += LANES) {
+                const I32 some = by.quantize(load_part(at + i, end - i));
+                alignas(16) int8_t bytes[LANES];
+                store_int8(bytes, some);
+                std::memcpy(q + i, bytes, min(LANES, end - i));
+                sums = sums + some;
+            }
+            const int64_t tile = row / TILE_LINES * p.groups + group;
+            kept.keep(tile * TILE_LINES + row % TILE_LINES, by.factor, sum(sums));
+        }
+        a.write_row(row, [&](int64_t step, char* line, int64_t) { std::memcpy(line, q + step * LINE, LINE); });
+    });
+}
+
 // One group: sums stay exact to the end of k.
 void multiply_channels(const Int4Product& p, const TileOperands& a, int64_t from, int64_t threads) {
     const NibblePanels panels{p.panel(0), p.steps()};
     multiply_tiles<INT8>(a, panels, p.panels(), threads, [&](int64_t tile, int64_t panel, int64_t wide, char* sums) {
         const int64_t stride = TILE_PANELS * LANES;
         for (int64_t c = 0; c < wide; ++c) {
-            const F32 scale = p.group_scale(0, (panel + c) * LANES);
             float* at = reinterpret_cast<float*>(sums) + c * LANES;
             for (int64_t r = 0; r < a.tile_rows(tile); ++r) {
-                const I32 exact = load_i(reinterpret_cast<const int32_t*>(at + r * stride));
-                store(at + r * stride, fma(to_float(exact), scale, zero()));
+                alignas(64) int32_t exact[LANES];
+                std::memcpy(exact, at + r * stride, sizeof exact);
+                store(at + r * stride, zero());
+                p.add_group(0, (panel + c) * LANES, p.inputs.from(tile * TILE_LINES + r), 1, exact, at + r * stride, 0);
             }
             p.finish(from + tile * TILE_LINES, a.tile_rows(tile), panel + c, at, stride);
         }
@@ -99,9 +126,15 @@ class GroupTiles {
                 LLM_TILE_DOT_INT8(0, 4, 7);
             }
             LLM_TILE_STORE(0, sums, LINE);
+            // As Int4Product::add_group, in registers.
+            const GroupInputs of = p.inputs.from((tile * p.groups + group) * TILE_LINES);
             const F32 scale = p.group_scale(group, panel * LANES);
             LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r)
-                so_far[r] = fma(to_float(load_i(sums + r * LANES)), scale, so_far[r]);
+                so_far[r] = fma(to_float(load_i(sums + r * LANES)) * set1(of.scale[r]), scale, so_far[r]);
+            if (p.is_shifted()) {
+                const F32 offset = p.group_offset(group, panel * LANES, scale);
+                LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = fma(offset, set1(of.sum[r]), so_far[r]);
+            }
         }
         LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) store(total + r * LANES, so_far[r]);
     }
@@ -153,15 +186,15 @@ class GroupTiles {
 }  // namespace
 
 bool linear_int4_by_tiles(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
-    const Scratch scales(m * sizeof(float));
-    float* row_scales = scales.as<float>();
-    const Int4Product p({weight, x, y, m}, row_scales);
+    Int4Product p({weight, x, y, m});
     if (p.groups == 0 || !uses_tiles(m, p.groups, p.group_size)) return false;
     const int64_t block = p.groups > 1 ? GroupTiles::block_steps(p) : SHORT_STEPS;
     // With groups one panel is read at a time, and fewer row tiles fit beside it.
     const int64_t most_tiles = p.groups > 1 ? LEAST_TILES : MOST_TILES;
     for_row_blocks(p.m, ceil_div(p.k, TILE_K), 1, block, most_tiles, [&](const TileOperands& a, int64_t from) {
-        quantize_operands(a, p.x + from * p.k, p.k, 0, 0.0f, 0, row_scales + from, threads);
+        const InputMemory kept(a.tiles() * TILE_LINES, p.groups);
+        quantize_groups(p, a, p.x + from * p.k, kept, threads);
+        p.inputs = kept.inputs();
         if (p.groups > 1) GroupTiles(p, a).multiply(from, threads);
         else multiply_channels(p, a, from, threads);
     });

@@ -13,29 +13,81 @@ namespace {
 constexpr int64_t STEP = 8;                // k of one step
 constexpr int64_t PANEL_STEP = LANES * 4;  // bytes of a panel per step
 
-// y = (sum over groups, in order, of float(sum) * scale[g, n]) * row scale + bias[n]. A group is added by one FMA.
-// group_size is a multiple of 8, or there is one group.
-struct Int4Product : Product {
-    const float* row_scale;  // [m]
-    int64_t groups, group_steps;
-    const int8_t* a = nullptr;       // of each tile, [k / 8][rows][8]
-    const int32_t* start = nullptr;  // of each tile, [groups][rows]: -8 * the sum of a group's activations
+// What was made of activations: each group of k of each batch row has a scale of its own, as the weight's has. All
+// [groups][rows] of a tile.
+struct GroupInputs {
+    const float* scale;    // largest magnitude / 127
+    const float* sum;      // scale * the sum of the group's integers
+    const int32_t* start;  // -8 * the sum of the group's integers, which takes the nibbles' 8 back
 
-    Int4Product(const Product& product, const float* row_scales)
-        : Product(product), row_scale(row_scales), groups(ceil_div(k, group_size)),
-          group_steps(groups == 1 ? steps() : group_size / STEP) {}
+    LLM_INLINE GroupInputs from(int64_t place) const { return {scale + place, sum + place, start + place}; }
+};
+
+// total = fma(float(sum) * scale of the inputs, scale[g, n], total), then with zero points or minima total =
+// fma(offset, sum of the inputs, total), for each group in order; y = total + bias[n]. group_size is a multiple of 8,
+// or there is one group.
+struct Int4Product : Product {
+    int64_t groups, group_steps;
+    const int8_t* a = nullptr;  // of each tile, [k / 8][rows][8]
+    GroupInputs inputs = {};
+
+    explicit Int4Product(const Product& product)
+        : Product(product), groups(ceil_div(k, group_size)), group_steps(groups == 1 ? steps() : group_size / STEP) {}
 
     int64_t steps() const { return ceil_div(k, STEP); }
     int64_t padded_k() const { return steps() * STEP; }
     int64_t panel_bytes() const { return steps() * PANEL_STEP; }
     const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(data) + index * panel_bytes(); }
+    bool is_shifted() const { return zero || minimum; }
     LLM_INLINE F32 group_scale(int64_t group, int64_t column) const {
         return scales().load(group, column, n - column, 4 * LANES);
     }
-    // Writes y = sums * row scale (+ bias) for one panel and `rows` batch rows, whose sums are `stride` floats apart.
+    // What a weight of this group is beside w * scale: 8 * scale - minimum, or -zero * scale.
+    LLM_INLINE F32 group_offset(int64_t group, int64_t column, F32 scale) const {
+        if (minimum) return scale * set1(8.0f) - minima().load(group, column, n - column, 4 * LANES);
+        return llm::zero() - zeros().load(group, column, n - column, 4 * LANES) * scale;
+    }
+    // Adds the exact sums of `rows` batch rows and one panel, `stride` apart, to `sums`; of each row `at` of `inputs`.
+    LLM_INLINE void add_group(int64_t group, int64_t column, const GroupInputs& at, int64_t rows, const int32_t* exact,
+                              float* sums, int64_t stride) const {
+        const F32 scale = group_scale(group, column);
+        if (!is_shifted()) {
+            LLM_UNROLL for (int64_t r = 0; r < rows; ++r) {
+                float* to = sums + r * stride;
+                store(to, fma(to_float(load_i(exact + r * stride)) * set1(at.scale[r]), scale, load(to)));
+            }
+            return;
+        }
+        const F32 offset = group_offset(group, column, scale);
+        LLM_UNROLL for (int64_t r = 0; r < rows; ++r) {
+            float* to = sums + r * stride;
+            const F32 total = fma(to_float(load_i(exact + r * stride)) * set1(at.scale[r]), scale, load(to));
+            store(to, fma(offset, set1(at.sum[r]), total));
+        }
+    }
+    // Writes y = sums (+ bias) for one panel and `rows` batch rows, whose sums are `stride` floats apart.
     LLM_INLINE void finish(int64_t row, int64_t rows, int64_t panel, const float* sums, int64_t stride) const {
-        const float* scale = row_scale + row;
-        store_outputs(row, rows, panel * LANES, [=](int64_t r) { return load(sums + r * stride) * set1(scale[r]); });
+        store_outputs(row, rows, panel * LANES, [=](int64_t r) { return load(sums + r * stride); });
+    }
+};
+
+// Memory of GroupInputs for m batch rows.
+class InputMemory {
+    const int64_t count_;
+    const Scratch floats_, starts_;
+
+  public:
+    InputMemory(int64_t m, int64_t groups)
+        : count_(m * groups), floats_(2 * count_ * sizeof(float)), starts_(count_ * sizeof(int32_t)) {}
+    float* scale() const { return floats_.as<float>(); }
+    float* sum() const { return scale() + count_; }
+    int32_t* start() const { return starts_.as<int32_t>(); }
+    GroupInputs inputs() const { return {scale(), sum(), start()}; }
+    // What one group of one row is: its scale, and the sum of its integers.
+    void keep(int64_t place, float scale_of_row, int32_t sum_of_row) const {
+        scale()[place] = scale_of_row;
+        sum()[place] = scale_of_row * static_cast<float>(sum_of_row);
+        start()[place] = -8 * sum_of_row;
     }
 };
 

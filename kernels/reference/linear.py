@@ -22,7 +22,7 @@ from llm.kernels.reference.quantized import (
 )
 from llm.kernels.reference.rotation import rotate
 from llm.kernels.reference.rounding import fused_multiply_add
-from llm.kernels.weight import Weight, kind_of
+from llm.kernels.weight import LEAST, Weight, kind_of
 
 
 def pack(values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> Weight:
@@ -43,13 +43,14 @@ def pack(values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """y = x W^T + bias, with x converted as `weight.activations` says.
 
-    "float": x as it is; "bfloat16": x rounded. "int8": with (q, xs) = quantize_per_token(x), each operation rounded
-    and in this order:
+    "float": x as it is; "bfloat16": x rounded. "int8": with (q, xs) = quantize_per_token(x), of int4 for the columns of
+    each group by themselves, each operation rounded and in this order:
 
     - int8: y[m, n] = (float(sum_k q[m, k] w[n, k]) * xs[m]) * scale[n] + bias[n]; with q = quantize_static(x)
       y = float(sum_k (q[m, k] - input_offset) w[n, k]) * (input_scale * scale[n]) + bias[n], NaN if x[m] is not finite;
-    - int4: y[m, n] = (sum_g float(sum_{k in g} q[m, k] w[n, k]) * scale[n, g]) * xs[m] + bias[n], groups in order, each
-      added with one fused multiply-add.
+    - int4: y[m, n] = sum_g fma(float(sum_{k in g} q[m, k] w[n, k]) * xs[m, g], scale[n, g], .) + bias[n], groups in
+      order; with zero points or minima each is followed by fma(offset[n, g], xs[m, g] * float(sum_{k in g} q[m, k]),
+      .), where offset = -zero * scale or 8 * scale - minimum.
 
     For a rotated weight x is rotated first. Sums of integers are exact. Shapes: x float32 [..., K] -> float32 [..., N].
     """
@@ -106,10 +107,22 @@ def _int8(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 def _int4(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    q, xs = quantize_per_token(x)
     out = x.new_zeros(x.shape[0], weight.n)
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     for group in range(weight.groups):
-        start = group * weight.group_size
-        sums = int_matmul(q, weight, start, min(start + weight.group_size, weight.k))
-        out = fused_multiply_add(sums.float(), weight.scales[:, group].float(), out)
-    return out.mul_(xs[:, None])
+        part = slice(group * weight.group_size, min((group + 1) * weight.group_size, weight.k))
+        q[:, part], xs = quantize_per_token(x[:, part])
+        sums, scale = int_matmul(q, weight, part.start, part.stop), weight.scales[:, group].float()
+        out = fused_multiply_add(sums.float() * xs[:, None], scale, out)
+        offset = _offset(weight, group, scale)
+        if offset is not None:
+            inputs = xs * q[:, part].sum(dim=1, dtype=torch.int32).float()
+            out = fused_multiply_add(inputs[:, None].expand_as(out), offset, out)
+    return out
+
+
+def _offset(weight: Weight, group: int, scale: torch.Tensor) -> torch.Tensor | None:
+    """What each value of a group is beside w * scale, float32 [N]; None: nothing."""
+    if weight.minimum is not None:
+        return scale * LEAST["int4"] - weight.minimum[:, group].float()
+    return None if weight.zero is None else 0 - weight.zero[:, group].float() * scale

@@ -341,10 +341,10 @@ def _scheme(name: str, weights: QuantizationArgs | None, inputs: QuantizationArg
     _check_inputs(name, inputs)
     if weights.kind != "int":
         _refuse(f"config_groups.{name} has float weights under {inputs.num_bits}-bit {inputs.type} activations")
-    if not weights.symmetric:
-        _refuse(f"config_groups.{name} has asymmetric weights under quantized activations, which is not computed")
     if small and inputs.dynamic:
         return "W4A8_DYNAMIC"
+    if not weights.symmetric:
+        _refuse(f"config_groups.{name} has asymmetric weights under quantized activations, which is not computed")
     if weights.strategy == "group":
         _refuse(f"config_groups.{name} has {weights.num_bits}-bit weights in groups under quantized activations")
     return "W8A8_DYNAMIC" if inputs.dynamic else "W8A8"

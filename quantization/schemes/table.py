@@ -54,13 +54,9 @@ def _one_scale_per_row(scheme: Scheme, weight: IntegerWeight) -> None:
         )
 
 
-def _symmetric(scheme: Scheme, weight: IntegerWeight) -> None:
-    if weight.zero is not None or weight.minimum is not None:
-        raise CheckpointError("W4A8 computes symmetric weights; this layer has zero points.")
+def _integers(scheme: Scheme, weight: IntegerWeight) -> None:
     if weight.table is not None:
-        raise CheckpointError("W4A8 multiplies integers; this layer's codes stand for the values of a table.")
-    if weight.scale.shape[1] > 1 and weight.group_size % 8:
-        raise CheckpointError(f"W4A8 computes groups of a multiple of 8 columns, this layer's are {weight.group_size}.")
+        raise CheckpointError(f"{scheme.name} computes integers; this layer has values of a table.")
 
 
 def _static_input(scheme: Scheme, weight: IntegerWeight) -> None:
@@ -81,7 +77,7 @@ SCHEMES = {
         Scheme("W8A8", "int8", "int8", (_one_scale_per_row, _static_input), static=True),
         # vllm-ascend does not quantize activations in linear layers; we do, as the name says and as vllm-ascend does in
         # mixture-of-experts layers.
-        Scheme("W4A8_DYNAMIC", "int4", "int8", (_symmetric,)),
+        Scheme("W4A8_DYNAMIC", "int4", "int8", (_integers,)),
         Scheme("W8A16", "int8", "float", layers=_TABLES),
         Scheme("W4A16", "int4", "float"),
         Scheme("W8A16_FP8", "float8", "float", layers=_TABLES),

@@ -669,3 +669,34 @@ def test_a_planted_reordering_is_seen(reordered: library.Library, plain: library
     assert variant_rows(with_weight(plain), x) == []
     assert len(variant_rows(with_weight(reordered), x)) >= 12
     assert not same(with_weight(reordered)(x), chain(x, weight))
+
+
+@pytest.mark.parametrize(("n", "k", "group_size"), [(70, 96, 32), (33, 256, 64), (20, 100, 0), (48, 64, 8)])
+@pytest.mark.parametrize("part", ["zero", "minimum"])
+def test_int4_with_zero_points_or_minima_under_int8_activations(
+    lib: library.Library, n: int, k: int, group_size: int, part: str
+) -> None:
+    """The definition's bits for any number of rows, close to the exact product, and NaN stays in its row."""
+    size = group_size or k
+    q, groups = random_int8(n, k, -8, 7), groups_of(k, size)
+    scale = (0.01 * (torch.rand(n, groups) + 0.5)).bfloat16().float()
+    shift = random_int8(n, groups, -8, 7).float() * (scale if part == "minimum" else 1.0)
+    shift = shift.half().float() if part == "minimum" else shift
+    parts = {"zero": None, "minimum": None, part: shift}
+    weights = [pack(q, "int4") for pack in (reference.pack, lambda *given: packed.pack(lib, *given))]
+    defined, fast = (
+        dataclasses.replace(
+            weight.scaled(scale, parts["zero"], size, parts["minimum"]),
+            activations="int8",
+        )
+        for weight in weights
+    )
+    x = torch.randn(40, k)
+    expected = reference.linear(x, defined)
+    for rows in (1, 2, 5, 13, 40):
+        assert same(linear.linear(lib, x[:rows], fast), expected[:rows])
+    exact = x.double() @ defined.dequantize().double().t()
+    assert float((expected - exact).norm() / exact.norm()) < 0.02
+    x[1, 5], x[2, 7] = torch.nan, torch.inf
+    y = linear.linear(lib, x, fast)
+    assert y[1:3].isnan().all() and y[0].isfinite().all() and y[3:].isfinite().all()
