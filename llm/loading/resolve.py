@@ -6,15 +6,17 @@ is imported only to resolve a hub name. Does not read the folder's files.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from llm.base.errors import CheckpointError, ValidationError
+from llm.base.errors import CheckpointError, LLMError, ValidationError
+from llm.base.text import list_names
 from llm.loading.checkpoint import find_index, read_weight_map
 from llm.loading.way_out import of_file
 
@@ -26,12 +28,19 @@ ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.mode
 # Subfolders and consolidated.safetensors hold the same weights in other formats. A pattern's * also matches "/".
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
 
+# A bar appears once a download takes as long.
+_PROGRESS_DELAY_SECONDS = 1.0
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def resolve_folder(
-    model: str | Path, revision: str | None = None, *, weights: bool = True, argument: str = "model"
+    model: str | Path,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    argument: str = "model",
+    check: Callable[[Path], None] | None = None,
 ) -> Path:
     """Return the local folder of a model.
 
@@ -40,6 +49,7 @@ def resolve_folder(
         revision: a branch, tag or commit of a hub model.
         weights: False: config.json and the tokenizer are enough.
         argument: the name of `model` in error messages.
+        check: called with a folder of a hub model's small files before its weights are downloaded; may raise.
 
     Raises:
         CheckpointError: there is no such folder, or the hub model cannot be fetched.
@@ -59,7 +69,7 @@ def resolve_folder(
         instead = of_file(path) or f"pass the folder that holds {holds}"
         raise CheckpointError(f"{argument} {str(model)!r} is a file; {instead}")
     if isinstance(model, str) and _HUB_NAME.fullmatch(model):
-        return _from_hub(model, revision, weights)
+        return _from_hub(model, revision, weights, check)
     raise CheckpointError(
         f"{argument} {str(model)!r} does not exist; pass an existing folder, or a hub name of the form 'org/name'"
     )
@@ -79,11 +89,17 @@ def _refuse_revision(model: str | Path, revision: str | None) -> None:
         )
 
 
-def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
-    cached = _cached_snapshot(name, revision)
-    if cached is not None and not _missing_files(cached, weights) and has_tokenizer(cached):
+def cached_folder(name: str, revision: str | None, weights: bool = True) -> Path | None:
+    """The cache's copy of a hub model, where a model can be loaded from it; never asks the hub."""
+    cached = cached_snapshot(name, revision)
+    return cached if cached is not None and not _missing_files(cached, weights) and has_tokenizer(cached) else None
+
+
+def _from_hub(name: str, revision: str | None, weights: bool, check: Callable[[Path], None] | None) -> Path:
+    cached = cached_folder(name, revision, weights)
+    if cached is not None:
         return cached
-    folder = _download(name, revision, weights)
+    folder = _download(name, revision, weights, check)
     missing = _missing_files(folder, weights)
     if missing:
         raise CheckpointError(
@@ -101,17 +117,53 @@ def snapshot_of(
     Raises:
         CheckpointError: the hub model cannot be fetched.
     """
-    cached = _cached_snapshot(name, revision)
+    cached = cached_snapshot(name, revision)
     if cached is not None and is_complete(cached):
         return cached
     try:
         return _snapshot(name, revision, allow=patterns, ignore=())
     # The exceptions of the transport below huggingface_hub (requests, httpx, ...) change with its version.
     except Exception as error:
-        raise CheckpointError(_explain(name, revision, error)) from error
+        raise CheckpointError(explain(name, revision, error)) from error
 
 
-def _cached_snapshot(name: str, revision: str | None) -> Path | None:
+def hub_files(name: str, revision: str | None) -> dict[str, int]:
+    """Path -> bytes of each file of a hub model; asks the hub. Raises `CheckpointError`."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    try:
+        entries = HfApi().list_repo_tree(name, revision=revision, recursive=True)
+        return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+    # The exceptions of the transport below huggingface_hub (requests, httpx, ...) change with its version.
+    except Exception as error:
+        raise CheckpointError(explain(name, revision, error)) from error
+
+
+def weight_files(name: str, files: Collection[str]) -> list[str]:
+    """The safetensors files among a hub model's `files`; raises `CheckpointError` where there are none."""
+    found = sorted(file for file in files if file.endswith(".safetensors") and not _is_ignored(file))
+    if found:
+        return found
+    others = [
+        file for file in sorted(files) if file.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5"))
+    ]
+    if any(file.endswith(".gguf") for file in others):
+        what = f"pass one of its GGUF files as {name + ':TYPE'!r} or {name + '/file.gguf'!r}"
+    else:
+        what = (
+            "such files are never opened here (they can run code when they are read); convert them once, elsewhere, "
+            "with transformers: AutoModelForCausalLM.from_pretrained(name).save_pretrained(folder)"
+        )
+    holds = f"only {list_names(others)}; {what}" if others else "and no other weights"
+    raise CheckpointError(f"the hub model {name!r} has no *.safetensors file, {holds}")
+
+
+def _is_ignored(file: str) -> bool:
+    return any(fnmatch.fnmatch(file, pattern) for pattern in IGNORE_PATTERNS)
+
+
+def cached_snapshot(name: str, revision: str | None) -> Path | None:
     """Return the cached snapshot of this revision, possibly incomplete, without network access."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -120,18 +172,31 @@ def _cached_snapshot(name: str, revision: str | None) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     except Exception as error:
-        raise CheckpointError(_explain(name, revision, error)) from error
+        raise CheckpointError(explain(name, revision, error)) from error
 
 
-def _download(name: str, revision: str | None, weights: bool) -> Path:
+def small_files_of(name: str, revision: str | None) -> Path:
+    """The folder of a hub model's files but for its weights; asks the hub."""
+    return _snapshot(name, revision, ignore=(*IGNORE_PATTERNS, "*.safetensors"))
+
+
+def _download(name: str, revision: str | None, weights: bool, check: Callable[[Path], None] | None) -> Path:
     """Download files that the cache lacks; without network, use a cached copy that can be loaded."""
     try:
-        return _snapshot(name, revision, ignore=IGNORE_PATTERNS + (() if weights else ("*.safetensors",)))
+        if not weights:
+            return small_files_of(name, revision)
+        if check is not None:  # what cannot be loaded is refused before gigabytes are fetched
+            folder = small_files_of(name, revision)
+            weight_files(name, hub_files(name, revision))
+            check(folder)
+        return _snapshot(name, revision)
+    except LLMError:
+        raise
     # The exceptions of the transport below huggingface_hub (requests, httpx, ...) change with its version.
     except Exception as error:
         partial = getattr(error, "snapshot_path", None)
         if partial is None or _missing_files(Path(partial), weights):
-            raise CheckpointError(_explain(name, revision, error)) from error
+            raise CheckpointError(explain(name, revision, error)) from error
         warnings.warn(f"using the cached copy of {name!r}, which is not complete: {_first_line(error)}", stacklevel=2)
         return Path(partial)
 
@@ -150,18 +215,35 @@ def _snapshot(
         name,
         revision=revision,
         allow_patterns=list(allow),
-        tqdm_class=_progress_bar(),
+        tqdm_class=_progress_bar(name),
         ignore_patterns=list(ignore),
         local_files_only=local_files_only,
     )
     return Path(folder)
 
 
-def _progress_bar() -> type[tqdm]:
-    """The hub's bar without tqdm's monitor thread and multiprocessing lock, which would outlive the call."""
-    from huggingface_hub.utils import tqdm
+def _progress_bar(name: str) -> type[tqdm]:
+    """One bar in bytes, of all files together; huggingface_hub makes one of files and two of bytes.
 
-    return type("DownloadProgress", (tqdm,), {"monitor_interval": 0, "_lock": threading.RLock()})
+    Without tqdm's monitor thread and multiprocessing lock, which would outlive the call.
+    """
+    from huggingface_hub.utils import tqdm as hub_tqdm
+
+    class DownloadProgress(hub_tqdm):
+        monitor_interval = 0
+        _lock = threading.RLock()
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            is_shown = options.get("unit") == "B" and not str(options.get("name")).endswith(".transfer")
+            options |= {"desc": f"Downloading {name}", "delay": _PROGRESS_DELAY_SECONDS, "disable": not is_shown}
+            super().__init__(*args, **options)
+
+        def set_description(self, *args: Any, **options: Any) -> None:
+            """The model's name stays."""
+
+        set_description_str = set_description
+
+    return DownloadProgress
 
 
 def _missing_files(folder: Path, weights: bool) -> list[str]:
@@ -178,7 +260,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(os.path.isfile(folder / name) for name in _TOKENIZER_FILES)
 
 
-def _explain(name: str, revision: str | None, error: Exception) -> str:
+def explain(name: str, revision: str | None, error: Exception) -> str:
     """One sentence for an error of the hub, most specific first."""
     from huggingface_hub import errors
 
@@ -189,7 +271,7 @@ def _explain(name: str, revision: str | None, error: Exception) -> str:
         return f"{what} does not exist or is private: check the spelling, or log in with `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{what} has no revision {revision!r}: pass a branch, tag or commit of it"
-    if isinstance(error, errors.LocalEntryNotFoundError):
+    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         return f"{what} is not (completely) in the cache {_no_network()}"
     return f"{what} could not be fetched ({_first_line(error)}): check the name and the network, or pass a local folder"
 

@@ -18,12 +18,13 @@ from llm.engine.boundary import RunnerPlan
 from llm.engine.cost import Rates
 from llm.engine.extensions import let_platform_update, without_broken_platforms
 from llm.kernels.select import backend_for
+from llm.loading.headers import without_weights
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
 from llm.startup.plan import make_plan, weight_bytes_in_memory
 from llm.startup.sizes import ModelSizes
-from llm.startup.source import ReadModel, read_model
+from llm.startup.source import ReadModel, check_supported, read_model
 
 # Lengths that the table of sequences has, besides the longest.
 _LENGTHS = (512, 2048, 8192, 32768)
@@ -121,8 +122,13 @@ def preview(args: EngineArgs, rates: Rates | None = None, free: int | None = Non
     Args:
         free: bytes of memory; None: what is free now.
     """
-    with library_defaults():
-        return without_broken_platforms(lambda given: _preview(given, rates, free))(args)
+    with (
+        library_defaults(),
+        without_weights(args.model, args.revision, lambda path: check_supported(args, path)) as model,
+    ):
+        here = args if model is args.model else replace(args, model=model, revision=None)
+        found = without_broken_platforms(lambda given: _preview(given, rates, free))(here)
+        return replace(found, model=str(args.model)) if here is not args else found
 
 
 def _preview(args: EngineArgs, rates: Rates | None, free: int | None) -> ModelPlan:

@@ -102,11 +102,29 @@ def _find_source(args: EngineArgs, has_weights: bool) -> ModelSource:
     """A GGUF file where `model` names one, else a folder."""
     file = resolve_gguf(args.model, args.revision)
     if file is None:
-        return FolderSource(resolve_folder(args.model, args.revision, weights=has_weights))
+        return FolderSource(
+            resolve_folder(
+                args.model, args.revision, weights=has_weights, check=lambda folder: check_supported(args, folder)
+            )
+        )
     if not has_weights:
         right = "'auto' for a GGUF file, whose sizes are those of its weights"
         refuse("load_format", args.load_format, right)
     return GgufSource(file)
+
+
+def check_supported(args: EngineArgs, folder: Path) -> None:
+    """Refuse what config.json alone shows to be impossible: before the weights of a hub model are downloaded."""
+    source: ModelSource = FolderSource(folder)
+    source = source.with_overrides(resolve_overrides(args.hf_overrides, source.config()))
+    raw = source.config()
+    quantization = resolve_quantization(args.quantization, args.calibration, folder, raw)
+    if args.requantize is not None:
+        quantization = requantized(quantization, args.requantize)
+    reader = ConfigReader(without_quantization_keys(raw, quantization))
+    purpose = choose_purpose(args, reader, source)
+    chosen = choose_implementation(reader, args.model_impl, is_gguf=False, pools=purpose.runner == "pooling")
+    chosen.model_class.read_config(reader)
 
 
 def _check_counts(layers: int, experts: int, tensors: Mapping[str, TensorInfo]) -> None:

@@ -1,18 +1,22 @@
 """From what the user calls a model to a GGUF file, where it names one.
 
-Owns the spellings: a path, a folder that holds GGUF files alone, `org/name:Q4_K_M` and `org/name/file.gguf` on the hub.
+Owns the spellings: a path, a folder that holds GGUF files alone, and on the hub `org/name:Q4_K_M`, `org/name/file.gguf`
+and `org/name` of a model that has one GGUF file and no safetensors.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from llm.base.errors import CheckpointError, ValidationError
 from llm.base.text import list_names, quote
-from llm.loading.gguf.source import parts_of
-from llm.loading.resolve import snapshot_of
+from llm.loading.gguf.source import part_names, parts_of
+from llm.loading.resolve import cached_folder, cached_snapshot, hub_files, is_hub_name, snapshot_of
 
 _HUB_TYPE = re.compile(r"(\w[\w.-]*/\w[\w.-]*):([\w.-]+)", re.ASCII)
 _HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/((?:\w[\w. -]*/)*\w[\w. -]*\.gguf)", re.ASCII)
@@ -68,31 +72,108 @@ def _of_type(folder: Path, kind: str) -> Path:
 
 
 def _files_of_type(folder: Path, kind: str) -> list[Path]:
+    return [file for file in _first_parts(folder) if _is_of_type(file.name, kind)]
+
+
+def _is_of_type(path: str, kind: str) -> bool:
     ending = re.compile(rf"[-._]{re.escape(kind)}(-00001-of-\d{{5}})?\.gguf", re.IGNORECASE)
-    return [file for file in _first_parts(folder) if ending.search(f"-{file.name}")]
+    return ending.search(f"-{path.rpartition('/')[2]}") is not None
 
 
 def _first_parts(folder: Path) -> list[Path]:
     """GGUF files of the folder and those below it, of split models the first part; projectors of images left out."""
     found = sorted(file for pattern in ("*.gguf", "*/*.gguf") for file in folder.glob(pattern))
-    names = [file for file in found if not file.name.startswith((".", "mmproj")) and file.is_file()]
-    return [file for file in names if not _LATER_PART.search(file.name)]
+    return [file for file in found if _is_first(file.name) and file.is_file()]
+
+
+def _is_first(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    return not name.startswith((".", "mmproj")) and not _LATER_PART.search(name)
 
 
 def _on_hub(model: str, revision: str | None) -> Path | None:
-    by_file, by_type = _HUB_FILE.fullmatch(model), _HUB_TYPE.fullmatch(model)
-    if by_file is not None:
-        name, file = by_file[1], by_file[2]
-        part = re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", file)
-        path = snapshot_of(name, revision, (part,), lambda folder: (folder / file).is_file()) / file
-        if not path.is_file():
-            raise CheckpointError(f"the hub model {name!r} has no file {quote(file)}.")
-        parts_of(path)
-        return path
-    if by_type is None:
+    name, file, kind = _spelled(model)
+    if not name or (not file and not kind and cached_folder(name, revision) is not None):
         return None
-    name, kind = by_type[1], by_type[2]
-    cases = dict.fromkeys((kind, kind.upper(), kind.lower()))
-    endings = [ending for case in cases for ending in (case, f"{case}-*-of-*")]
-    patterns = tuple(f"*{separator}{ending}.gguf" for ending in endings for separator in "-._")
-    return _of_type(snapshot_of(name, revision, patterns, lambda folder: bool(_files_of_type(folder, kind))), kind)
+    cached = find_cached(model, revision)
+    if cached is not None and (file or kind):
+        return cached
+    try:
+        files = hub_files(name, revision)
+    except CheckpointError:
+        if file or kind:
+            raise
+        return cached  # the only one that there is without the hub; None: `resolve_folder` says what is wrong
+    chosen = choose_on_hub(model, files)
+    if chosen is None:
+        return None
+    patterns = tuple(map(glob.escape, chosen.parts))
+    folder = snapshot_of(name, revision, patterns, lambda folder: _has_all(folder, chosen.parts))
+    parts_of(folder / chosen.file)
+    return folder / chosen.file
+
+
+@dataclass(frozen=True)
+class HubGguf:
+    """A GGUF file on the hub: the model's name, the file, and all files of a split model."""
+
+    name: str
+    file: str
+    parts: tuple[str, ...]
+
+
+def choose_on_hub(model: str, files: Collection[str]) -> HubGguf | None:
+    """The file that `org/name`, `org/name:TYPE` or `org/name/file.gguf` names; None: a model in another format.
+
+    Args:
+        files: all that the hub has of the model.
+
+    Raises:
+        CheckpointError: there is no such file, or there are several.
+    """
+    name, file, kind = _spelled(model)
+    firsts = [path for path in sorted(files) if path.endswith(".gguf") and _is_first(path)]
+    if file:
+        found = [file] if file in files else []
+    elif kind:
+        found = [path for path in firsts if _is_of_type(path, kind)]
+    elif not name or not firsts or any(path.endswith(".safetensors") and "/" not in path for path in files):
+        return None
+    else:
+        found = firsts
+    if len(found) != 1:
+        of = f" of the type {quote(kind)}" if kind else f" {quote(file)}" if file else ""
+        shown = found or firsts
+        instead = f"; pass one of them, such as {f'{name}/{shown[0]}'!r}: {list_names(shown)}" if shown else ""
+        what = "several GGUF files" if found else "no GGUF file"
+        raise CheckpointError(f"the hub model {name!r} has {what}{of}{instead}.")
+    return HubGguf(name, found[0], tuple(part.as_posix() for part in part_names(Path(found[0]))))
+
+
+def _spelled(model: str) -> tuple[str, str, str]:
+    """(hub name, file, type) of the three spellings; "" for what is not said, and three times for what is no name."""
+    if by_file := _HUB_FILE.fullmatch(model):
+        return by_file[1], by_file[2], ""
+    if by_type := _HUB_TYPE.fullmatch(model):
+        return by_type[1], "", by_type[2]
+    return (model, "", "") if is_hub_name(model) else ("", "", "")
+
+
+def hub_name_of(model: str) -> str:
+    """The hub model of a spelling; "": it is none."""
+    return _spelled(model)[0]
+
+
+def find_cached(model: str, revision: str | None) -> Path | None:
+    """The one file of the hub cache that a spelling means, with all its parts; never asks the hub."""
+    name, file, kind = _spelled(model)
+    folder = cached_snapshot(name, revision) if name else None
+    if folder is None:
+        return None
+    found = [folder / file] if file else _files_of_type(folder, kind) if kind else _first_parts(folder)
+    whole = len(found) == 1 and found[0].is_file() and all(part.is_file() for part in part_names(found[0]))
+    return found[0] if whole else None
+
+
+def _has_all(folder: Path, parts: Sequence[str]) -> bool:
+    return all((folder / part).is_file() for part in parts)

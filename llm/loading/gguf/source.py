@@ -122,19 +122,24 @@ class GgufSource:
         return self._files
 
 
-def parts_of(path: Path) -> list[Path]:
-    """All files of the model that `path` belongs to; raises `CheckpointError` when one is missing."""
+def part_names(path: Path) -> list[Path]:
+    """The files of the model that `path` belongs to, by its name; raises `CheckpointError` for an impossible one."""
     named = _PART.fullmatch(path.name)
     if named is None:
         return [path]
     count = int(named[3])
     if not 1 <= int(named[2]) <= count:
         raise CheckpointError(f"{path} is named part {int(named[2])} of {count}.")
-    # A list of names is made only once the last one is known to be there.
-    last = path.with_name(f"{named[1]}-{count:05d}-of-{named[3]}.gguf")
-    if not last.exists():
-        raise CheckpointError(f"{path} is a part of a split model, and {last.name} is missing beside it.")
-    parts = [path.with_name(f"{named[1]}-{number:05d}-of-{named[3]}.gguf") for number in range(1, count + 1)]
+    return [path.with_name(f"{named[1]}-{number:05d}-of-{named[3]}.gguf") for number in range(1, count + 1)]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of the model that `path` belongs to; raises `CheckpointError` when one is missing."""
+    parts = part_names(path)
+    if len(parts) == 1:
+        return parts
+    if not parts[-1].exists():
+        raise CheckpointError(f"{path} is a part of a split model, and {parts[-1].name} is missing beside it.")
     missing = [part.name for part in parts if not part.exists()]
     if missing:
         raise CheckpointError(f"{path} is a part of a split model, and beside it are missing {list_names(missing)}.")
