@@ -63,6 +63,7 @@ class Jobs:
         shard: str | None = None,
         on_error: str = "return",
         on_too_long: str = "error",
+        row_params: bool = False,
         use_tqdm: UseTqdm = True,
     ) -> JobSummary:
         """Answer the rows of a file into another; after Ctrl-C, SIGTERM, a crash or a full disk, `resume=True` goes on.
@@ -84,6 +85,7 @@ class Jobs:
             shard: "i/n" answers every n-th row from the i-th on, from 0; `python -m llm merge OUTPUT` joins the parts.
             on_error: "return" answers bad rows with an error; "raise" refuses the input, and names them.
             on_too_long: as for `generate`.
+            row_params: columns with the names of parameters (max_tokens, temperature, ...) are those of their rows.
 
         Raises:
             JobError: a file is wrong, or cannot be written; or the journal is of another model or setting.
@@ -91,7 +93,7 @@ class Jobs:
         """
         from llm.jobs.run import Asks, JobFiles, RunOptions, run_job
 
-        options = RunOptions(column, template, resume, shard, on_error, on_too_long, use_tqdm)
+        options = RunOptions(column, template, resume, shard, on_error, on_too_long, row_params, use_tqdm)
         adapters = self._job_adapters(lora_modules, lora_request)
         default = self.get_default_sampling_params
         asks = Asks.of(self._pooling, sampling_params, pooling_params, adapters, default)

@@ -57,7 +57,8 @@ _NEUTRAL_OF_CHAT: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
 }
 _NEUTRAL_OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"add_special_tokens": (True,)}
-_FIELDS = {item.name: str(item.type) for item in dataclasses.fields(SamplingParams)}
+# Of a request, and their types as they are annotated.
+PARAM_TYPES = {item.name: str(item.type) for item in dataclasses.fields(SamplingParams)}
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
@@ -157,8 +158,8 @@ def with_fields(params: SamplingParams, given: Mapping[str, object], parameter: 
         ValidationError: one is unknown or wrong.
     """
     for name in given:
-        if name not in _FIELDS:
-            message = f"SamplingParams has no field {quote(name)}.{nearest(str(name), _FIELDS)}"
+        if name not in PARAM_TYPES:
+            message = f"SamplingParams has no field {quote(name)}.{nearest(str(name), PARAM_TYPES)}"
             raise ValidationError(message, parameter=parameter, value=name)
     fields = as_fields({name: value for name, value in given.items() if value is not None})
     if fields.get("n", params.n) != params.n:

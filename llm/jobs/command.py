@@ -51,6 +51,11 @@ def add_commands(commands: Commands) -> None:
     command.add_argument(
         "--params", metavar="JSON", help='sampling params: {"temperature": 0, "max_tokens": 64}; or pooling params'
     )
+    command.add_argument(
+        "--row-params",
+        action="store_true",
+        help="columns with the names of params (max_tokens, temperature, ...) are those of their rows",
+    )
     command.add_argument("--task", choices=(*_TASKS,), default="auto", help="auto: what the checkpoint is for")
     command.add_argument("--lora", metavar="FOLDER", help="the adapter of all rows")
     command.add_argument(
@@ -85,7 +90,9 @@ def _run(args: argparse.Namespace) -> int:
 
     given, modules = _params(args.params), _modules(args.lora_modules)
     _check_params(given, args.task)
-    options = RunOptions(args.column, args.template, args.resume, args.shard, args.on_error, args.on_too_long)
+    options = RunOptions(
+        args.column, args.template, args.resume, args.shard, args.on_error, args.on_too_long, args.row_params
+    )
     JobFiles.of(args.input, args.output, options)  # wrong paths are told before the model is loaded
     runner, convert = _TASKS[args.task]
     with LLM(

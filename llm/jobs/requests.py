@@ -6,6 +6,7 @@ Owns which fields there are, and what an answer becomes in the output. Unknown f
 from __future__ import annotations
 
 import dataclasses
+import math
 import string
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from llm.inputs import LoRARequest
 from llm.jobs.adapters import COLUMN, JobAdapters
 from llm.jobs.answers import Ended
 from llm.jobs.bodies import (
+    PARAM_TYPES,
     chat_arguments,
     chat_body,
     chosen_tools,
@@ -66,11 +68,15 @@ class PlainForm:
     """Rows whose prompt is in a column, or made from columns by a template.
 
     A column `messages` has conversations. The output has the row's columns and those of `forms`.
+
+    Attributes:
+        row_params: columns with the names of parameters are parameters of their rows.
     """
 
     adapters: JobAdapters
     column: str | None = None
     template: str | None = None
+    row_params: bool = False
 
     def fault(self, row: JsonObject) -> str | None:
         """Why the columns do not fit; None: they do."""
@@ -83,6 +89,22 @@ class PlainForm:
     def forms(self, row: JsonObject) -> dict[str, Form]:
         """The columns that an answer adds, and their types."""
         raise NotImplementedError
+
+    def param_types(self) -> Mapping[str, str]:
+        """The parameters that a row may have, and their types as they are annotated."""
+        raise NotImplementedError
+
+    def param_columns(self, row: JsonObject) -> list[str]:
+        """The columns that have the names of parameters; those that the prompt is made of are none."""
+        own = self._columns(row)
+        return [name for name in row if name in self.param_types() and name not in own]
+
+    def own_params(self, row: JsonObject) -> JsonObject:
+        """What the row says of its parameters in such columns; an empty cell says nothing."""
+        if not self.row_params:
+            return {}
+        found = {name: _cell(row[name], self.param_types()[name]) for name in self.param_columns(row)}
+        return {name: value for name, value in found.items() if value is not None}
 
     def identifier(self, row: JsonObject) -> str | None:
         return None
@@ -119,6 +141,9 @@ class PlainRows(PlainForm):
     params: SamplingParams
     base: SamplingParams | None = None
 
+    def param_types(self) -> Mapping[str, str]:
+        return {name: kind for name, kind in PARAM_TYPES.items() if name != EXTRA_COLUMN}
+
     def forms(self, row: JsonObject) -> dict[str, Form]:
         several, found = self.params.n > 1, dict(ANSWER_COLUMNS)
         if self.is_chat(row):
@@ -138,8 +163,8 @@ class PlainRows(PlainForm):
         return Asked(None, params, messages, chat_arguments(options), self.adapter_of(row), choice)
 
     def params_of(self, row: JsonObject) -> SamplingParams:
-        """Those of the job, with the row's own in columns `sampling_params` and `extra_args`."""
-        fields: JsonObject = {}
+        """Those of the job, with the row's own in columns `sampling_params` and `extra_args`, and in `own_params`."""
+        fields = self.own_params(row)
         for name in (PARAMS_COLUMN, EXTRA_COLUMN):
             given = _data(row.get(name))
             if given is None:
@@ -147,9 +172,10 @@ class PlainRows(PlainForm):
             if not isinstance(given, Mapping):
                 raise ValidationError(f"{name} of a row must be an object of fields.", parameter=name)
             own = {name: given} if name == EXTRA_COLUMN else {str(key): value for key, value in given.items()}
-            if fields.get(EXTRA_COLUMN) is not None and name == EXTRA_COLUMN:
-                raise ValidationError("extra_args of a row must be given once.", parameter=name)
-            fields |= own
+            twice = next((key for key, value in own.items() if value is not None and key in fields), None)
+            if twice is not None:
+                raise ValidationError(f"{twice} of a row must be given once.", parameter=twice)
+            fields |= {key: value for key, value in own.items() if value is not None}
         if not fields:
             return self.params
         return with_fields(self.base or self.params, fields, PARAMS_COLUMN)
@@ -177,6 +203,22 @@ class PlainRows(PlainForm):
         one = self.params.n == 1
         found = {name: values[name] for name in self.forms(row)}
         return row | {name: value[0] if one and isinstance(value, list) else value for name, value in found.items()}
+
+
+def _cell(value: object, annotated: str) -> object:
+    """The value of a parameter in a column: CSV has texts, and pandas writes floats, with NaN for nothing."""
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return int(value) if annotated.startswith("int") and value.is_integer() else value
+    if not isinstance(value, str) or value == "":
+        return None if value == "" else value
+    if annotated.startswith("bool"):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    if "str" in annotated and value[0] not in "[{":  # stop, bad_words
+        return value
+    found = json_value(value)
+    return value if found is None else found
 
 
 def _options(row: JsonObject) -> JsonObject:

@@ -19,7 +19,7 @@ from llm.api.flow import FlowHost
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.errors import JobError, ValidationError
-from llm.base.text import quote
+from llm.base.text import list_names, quote
 from llm.base.types import JsonObject
 from llm.engine.pooler import PoolingPlan
 from llm.engine.progress import check_use_tqdm
@@ -53,10 +53,12 @@ class RunOptions:
     shard: str | None = None
     on_error: str = "return"
     on_too_long: str = "error"
+    row_params: bool = False
     use_tqdm: UseTqdm = True
 
     def __post_init__(self) -> None:
         check_flag("resume", self.resume)
+        check_flag("row_params", self.row_params)
         check_choice("on_error", self.on_error, ("raise", "return"))
         check_choice("on_too_long", self.on_too_long, ON_TOO_LONG)
         check_use_tqdm(self.use_tqdm)
@@ -141,18 +143,20 @@ class Asks:
         if is_batch(first):
             if suffix == ".parquet":
                 raise JobError("the answers of OpenAI's batch format are objects of many forms; write a .jsonl file.")
-            for name in ("column", "template"):
-                if getattr(options, name) is not None:
+            for name in ("column", "template", "row_params"):
+                if getattr(options, name):
                     refuse(
                         name, getattr(options, name), "None for OpenAI's batch format, whose bodies have the prompts"
                     )
             if self.plan is None:
                 return BatchRows(params=self.sampling, adapters=adapters)
             return BatchVectors(params=self.pooling, plan=self.plan, adapters=adapters)
-        column, template = options.column, options.template
-        if self.plan is None:
-            return PlainRows(params=self.sampling, adapters=adapters, column=column, template=template)
-        return PlainVectors.of(first, self.plan, self.pooling, adapters, column, template)
+        column, template, row_params = options.column, options.template, options.row_params
+        if self.plan is not None:
+            return PlainVectors.of(first, self.plan, self.pooling, adapters, column, template, row_params)
+        return PlainRows(
+            params=self.sampling, adapters=adapters, column=column, template=template, row_params=row_params
+        )
 
 
 def run_job(
@@ -198,6 +202,7 @@ def _asked(files: JobFiles, options: RunOptions, asks: Asks) -> JsonObject:
         "column": options.column,
         "template": options.template,
         "on_too_long": options.on_too_long,
+        "row_params": options.row_params,
     }
 
 
@@ -243,6 +248,7 @@ def _check_input(files: JobFiles, rows: Rows, strict: bool) -> tuple[int, list[s
         JobError: most rows are bad, two have one id, or the table cannot hold them.
     """
     bad: list[str] = []
+    unused: dict[str, None] = {}
     faults: list[str] = []  # the first
     num_faults, hashes, count, total = 0, array("Q"), 0, 0
     suffix = suffix_of(files.target)
@@ -257,6 +263,8 @@ def _check_input(files: JobFiles, rows: Rows, strict: bool) -> tuple[int, list[s
             hashes.append(_hash(name))
         if strict and len(bad) < _MAX_LISTED:
             bad += [fault] if fault is not None else _problem(rows, read)
+        if isinstance(rows, PlainForm) and not rows.row_params:
+            unused.update(dict.fromkeys(rows.param_columns(read.row)))
         if columns is not None and isinstance(rows, PlainForm):
             forms |= rows.forms(read.row)
             columns.add(read.row)
@@ -266,6 +274,12 @@ def _check_input(files: JobFiles, rows: Rows, strict: bool) -> tuple[int, list[s
     if num_faults * 2 > total:
         raise JobError(f"{files.source}: {num_faults} of {total} rows are bad, the first in {faults[0]}.")
     _check_distinct(files.source, rows, hashes)
+    if unused:
+        logger.warning(
+            "the input has columns with the names of parameters (%s), which are copied and set nothing; "
+            "row_params=True (--row-params) makes them parameters of their rows.",
+            list_names(unused),
+        )
     if columns is None or not isinstance(rows, PlainForm):
         return count, None, None
     for name in forms:  # a damaged row may have one of them

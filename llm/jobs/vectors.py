@@ -83,6 +83,7 @@ class PlainVectors(PlainForm):
         adapters: JobAdapters,
         column: str | None,
         template: str | None,
+        row_params: bool,
     ) -> PlainVectors:
         """`first`: a row, whose columns say whether there are pairs."""
         pairs = "score" in tasks_of(plan) and all(name in first for name in PAIR)
@@ -94,21 +95,25 @@ class PlainVectors(PlainForm):
             adapters=adapters,
             column=column,
             template=template,
+            row_params=row_params,
         )
+
+    def param_types(self) -> Mapping[str, str]:
+        return {item.name: str(item.type) for item in dataclasses.fields(PoolingParams) if item.name in _FIELDS}
 
     def forms(self, row: JsonObject) -> dict[str, Form]:
         return _ADDED[self.task]
 
     def asked(self, row: JsonObject) -> list[Wanted]:
         """Raises `ValidationError` for what is no text, and for an adapter that is not there."""
-        adapter = self.adapter_of(row)
+        adapter, params = self.adapter_of(row), dataclasses.replace(self.params, **self.own_params(row))
         if self.task == "score":
             first, second = (_text(name, row[name]) for name in PAIR)
-            return [Wanted(first, self.params, second, adapter)]
+            return [Wanted(first, params, second, adapter)]
         prompt, messages = self.prompt_of(row)
         if messages is not None:
             raise ValidationError("messages are for models that generate; name a column of texts.", parameter="column")
-        return [Wanted(prompt, self.params, None, adapter)]
+        return [Wanted(prompt, params, None, adapter)]
 
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
         told = _told(self.task, ended.values, self.plan)

@@ -788,3 +788,41 @@ def test_extra_args_reach_logits_processors(tmp_path: Path) -> None:
         assert said in row["error"]
     assert [row["generated_text"] for row in of_table[:2]] == [bare, target * 2]
     assert of_table[2]["num_generated_tokens"] == 1
+
+
+def test_columns_are_parameters_of_their_rows_on_request(
+    llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "And", "max_tokens": 2, "stop": None, "ignore_eos": True, "logit_bias": None},
+        {"prompt": "And", "max_tokens": 3.0, "stop": None, "ignore_eos": True, "logit_bias": None},
+        {"prompt": "And", "max_tokens": None, "stop": None, "ignore_eos": True, "logit_bias": {"67": 100}},
+        {"prompt": "And", "max_tokens": 7, "stop": "e", "ignore_eos": None, "logit_bias": None},
+        {"prompt": "And", "max_tokens": -1, "stop": None, "ignore_eos": None, "logit_bias": None},
+        {"prompt": "And", "max_tokens": 2, "sampling_params": {"max_tokens": 3}},
+    ]
+    params = SamplingParams(temperature=0, max_tokens=5)
+    source = write(tmp_path / "in.jsonl", rows)
+    off = read(run(llm, source, "off.jsonl", params))
+    said = [message for message in caplog.messages if "copied and set nothing" in message]
+    assert len(said) == 1 and "('max_tokens', 'stop', 'ignore_eos', 'logit_bias')" in said[0]
+    assert {row["num_generated_tokens"] for row in off[:5]} == {5}
+    found = read(run(llm, source, "on.jsonl", params, row_params=True))
+    assert [row["num_generated_tokens"] for row in found[:3]] == [2, 3, 5]
+    assert found[2]["generated_text"] == llm.get_tokenizer().decode([67]) * 5
+    assert found[3]["finish_reason"] == "stop" and "e" not in found[3]["generated_text"]
+    assert "max_tokens must be" in found[4]["error"] and "max_tokens of a row must be given once" in found[5]["error"]
+    table = tmp_path / "in.csv"
+    lines = ["prompt,max_tokens,stop,ignore_eos,logit_bias", "And,2,,TRUE,", "And,3,,true,"]
+    lines += ['And,,,True,"{""67"": 100}"', "And,7,e,,", "And,few,,,", ""]
+    table.write_text("\n".join(lines))
+    cells = read(run(llm, table, "cells.jsonl", params, row_params=True))
+    assert [row["generated_text"] for row in cells[:4]] == [row["generated_text"] for row in found[:4]]
+    assert "max_tokens must be an integer of at least 1, got 'few'" in cells[4]["error"]
+    made = read(run(llm, table, "made.jsonl", params, row_params=True, template="{prompt} {max_tokens}"))
+    assert [row["num_generated_tokens"] for row in made[:3]] == [5] * 3  # the prompt has it
+    with pytest.raises(ValidationError, match="row_params must be None"):
+        run(llm, write(source, [batch_row("a")]), "x.jsonl", None, row_params=True)
+    options = ["--row-params", "--params", '{"temperature": 0, "max_tokens": 5}', "--max-model-len", "96"]
+    assert main(["run", str(table), str(tmp_path / "shell.jsonl"), *options]) == 0
+    assert (tmp_path / "shell.jsonl").read_text() == (tmp_path / "cells.jsonl").read_text()

@@ -280,3 +280,10 @@ def test_the_command_embeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(read(tmp_path / "out.jsonl")[0]["embedding"]) == 4
     assert main(["run", str(source), str(tmp_path / "x.jsonl"), "--lora-modules", "a"]) == 1
     assert "--lora-modules takes NAME=FOLDER" in capsys.readouterr().err
+
+
+def test_columns_are_parameters_of_vectors_too(llm: LLM, tmp_path: Path) -> None:
+    rows = [{"prompt": "And", "dimensions": 4}, {"prompt": "And", "dimensions": None}, {"prompt": "And"}]
+    source = write(tmp_path / "in.jsonl", rows)
+    whole = len(read(run(llm, source, "off.jsonl"))[0]["embedding"])
+    assert [len(row["embedding"]) for row in read(run(llm, source, row_params=True))] == [4, whole, whole]
