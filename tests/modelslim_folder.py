@@ -155,7 +155,8 @@ def float_weight(parts: Mapping[str, torch.Tensor], kind: str, version: str) -> 
 
 
 def expected_output(parts: Mapping[str, torch.Tensor], kind: str, version: str, x: torch.Tensor) -> torch.Tensor:
-    """The output of one module for float32 x [M, K], in float64, with activations quantized as the format defines."""
+    """The output of one module for float32 x [M, K], in float64, with activations quantized as the format defines; of
+    4-bit weights in groups each group has a scale of its own, not each row."""
     bias = parts["bias"].double() if "bias" in parts else 0.0
     if kind in ("W8A8", "W8A8S"):
         xq = (torch.round(x / parts["input_scale"]) + parts["input_offset"]).clamp(-128, 127).double()
@@ -163,5 +164,6 @@ def expected_output(parts: Mapping[str, torch.Tensor], kind: str, version: str, 
     weight = float_weight(parts, kind, version)
     if kind in ("FLOAT", "W8A16"):
         return x.double() @ weight.t() + bias
-    scale = x.abs().amax(1, keepdim=True) / 127
-    return torch.round(x / scale).double() @ weight.t() * scale.double() + bias
+    groups = x.unflatten(1, (parts["weight_scale_second"].shape[1] if "weight_scale_second" in parts else 1, -1))
+    scale = groups.abs().amax(2, keepdim=True) / 127
+    return (torch.round(groups / scale).double() * scale.double()).flatten(1) @ weight.t() + bias

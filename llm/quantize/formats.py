@@ -313,6 +313,8 @@ def _compressed(weight: IntegerWeight, group: JsonObject) -> dict[str, torch.Ten
             parts["weight_zero_point"] = pack_to_int32(weight.zero.to(torch.int8), weight.bits, dim=0)
         return parts
     parts["weight"] = q
+    if weight.zero is not None:
+        parts["weight_zero_point"] = weight.zero.to(torch.int8)
     if weight.input_scale is not None:
         parts["input_scale"] = torch.tensor([weight.input_scale])
         if weight.input_offset:

@@ -19,6 +19,7 @@ from tiny_models import TinyModel, one_thread, write_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, LLMError, ValidationError
+from llm.kernels.weight import Weight
 from llm.quantization import packing
 
 pytest.importorskip("compressed_tensors.quantization")
@@ -88,13 +89,17 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def fake_quantized_input(x: torch.Tensor, inputs: Mapping[str, Any] | None) -> torch.Tensor:
-    """The activations in float64 as the format quantizes them (dynamic ones by amax / 127, as vLLM's kernels do)."""
+def fake_quantized_input(x: torch.Tensor, inputs: Mapping[str, Any] | None, weight: Weight) -> torch.Tensor:
+    """The activations in float64 as the format quantizes them (dynamic ones by amax / 127, as vLLM's kernels do), under
+    int4 weights each group of the weight by itself."""
     if inputs is None:
         return x.double()
     if inputs.get("dynamic"):
-        scale = x.abs().amax(1, keepdim=True) / 127
-        return torch.round(x / scale).double() * scale.double()
+        order = torch.arange(weight.k) if weight.columns is None else weight.columns.long()
+        size = weight.group_size if weight.kind == "int4" else weight.k
+        groups = x[:, order].unflatten(1, (-1, size))
+        scale = groups.abs().amax(2, keepdim=True) / 127
+        return (torch.round(groups / scale).double() * scale.double()).flatten(1)[:, order.argsort()]
     zero = 0 if inputs["symmetric"] else -11
     scale = torch.tensor(0.04)
     return ((torch.round(x / scale) + zero).clamp(-128, 127).double() - zero) * scale.double()
@@ -118,7 +123,7 @@ def test_every_layer_computes_what_the_package_stored(case: str, made: Any) -> N
             weight = torch.cat([shard.weight for shard in shards])
             torch.testing.assert_close(layer.quant_method.dequantize_weight(layer), weight, rtol=1e-6, atol=0)
             x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0))
-            expected = fake_quantized_input(x, inputs) @ weight.double().t()
+            expected = fake_quantized_input(x, inputs, layer.packed_weight) @ weight.double().t()
             if shards[0].bias is not None:
                 expected += torch.cat([shard.bias for shard in shards]).double()
             assert (layer(x) - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -288,10 +293,11 @@ def test_the_lm_head_is_linear_unless_ignored(source: Path, tmp_path: Path) -> N
     with one_thread():
         theirs = compress(source, tmp_path / "head", {"g": group(INT8, TOKEN)}, [])
     with open_llm(tmp_path / "head", skip_tokenizer_init=True) as llm:
-        assert engine_of(llm).runner.model.lm_head.quant_method.scheme == "W8A8_DYNAMIC"
+        head = engine_of(llm).runner.model.lm_head
+        assert head.quant_method.scheme == "W8A8_DYNAMIC"
         assert engine_of(llm).runner.model.model.embed_tokens.quant_method.scheme == ""
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
-        expected = fake_quantized_input(x, TOKEN) @ theirs.lm_head.weight.double().t()
+        expected = fake_quantized_input(x, TOKEN, head.packed_weight) @ theirs.lm_head.weight.double().t()
         assert (engine_of(llm).runner.model.compute_logits(x) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -494,7 +500,8 @@ def test_act_order_and_saving_it(case: str, made: Any, tmp_path: Path) -> None:
                 weight = theirs.model.layers[1].mlp.down_proj.weight[:, turns(layer.input_size)]
                 torch.testing.assert_close(layer.quant_method.dequantize_weight(layer), weight, rtol=1e-6, atol=0)
                 x = torch.randn(5, layer.input_size, generator=torch.Generator().manual_seed(0))
-                expected = fake_quantized_input(x, TOKEN if "a8" in case else None) @ weight.double().t()
+                inputs = fake_quantized_input(x, TOKEN if "a8" in case else None, layer.packed_weight)
+                expected = inputs @ weight.double().t()
                 assert (layer(x) - expected).abs().max() < 1e-5 * expected.abs().max()
                 llm.save_quantized(tmp_path / "saved")
                 with pytest.raises(LLMError, match="ModelSlim has no "):

@@ -153,10 +153,12 @@ def test_grouped_against_float64(seed: int, m: int, n: int, groups: int, size: i
     x, w = normal(seed, m, k), integers(seed, -8, 7, n, k)
     scale, zero = normal(seed + 1, n, groups).abs() + 0.1, integers(seed + 2, -8, 7, n, groups)
     column = torch.arange(k) // size
-    q, xs = ref.quantize_per_token(x)
-    packed = pack(w, "int4").scaled(scale, None, size)
-    expected = (q.double() @ (w.double() * scale.double()[:, column]).t()) * xs.double()[:, None]
-    assert relative_error(linear(x, replace(packed, activations="int8")), expected) < 1e-5
+    parts = [ref.quantize_per_token(part) for part in x.split(size, dim=1)]  # each group has a scale of its own
+    rounded = torch.cat([q.double() * xs.double()[:, None] for q, xs in parts], dim=1)
+    for shift in (None, zero):
+        packed = pack(w, "int4").scaled(scale, shift, size)
+        values = (w.double() - (0 if shift is None else shift.double()[:, column])) * scale.double()[:, column]
+        assert relative_error(linear(x, replace(packed, activations="int8")), rounded @ values.t()) < 1e-5
     expected = x.double() @ ((w.double() - zero.double()[:, column]) * scale.double()[:, column]).t()
     for kind in ("int8", "int4"):
         assert relative_error(linear(x, pack(w, kind).scaled(scale, zero, size)), expected) < 1e-5

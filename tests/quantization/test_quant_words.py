@@ -352,7 +352,7 @@ def test_zero_points_less_one_borrow_as_gptqmodel_does() -> None:
 
 def test_requantize_is_quantizing_what_the_file_stands_for(source: Path, tmp_path: Path) -> None:
     exact = quantized(source, tmp_path / "model", *ACT_ORDER[:2])
-    asked = {"scheme": "w4a8", "layers": {"*.0.self_attn.o_proj": "w8a8"}, "ignore": ["*.1.mlp.down_proj"]}
+    asked = {"scheme": "w8a8", "layers": {"*.0.self_attn.o_proj": "w8a16"}, "ignore": ["*.1.mlp.down_proj"]}
     prompts = make_prompts(ROW)
     arguments = {"skip_tokenizer_init": True, "kv_cache_dtype": "float32"}
     with open_llm(tmp_path / "model", requantize=asked, **arguments) as llm:
@@ -374,8 +374,8 @@ def test_requantize_is_quantizing_what_the_file_stands_for(source: Path, tmp_pat
         if report.name in layers:
             assert report.weight_snr == pytest.approx(noises[report.name], abs=1e-5)
     assert all(12 < noises[name] < 60 for name in layers)
-    assert "W4A8_DYNAMIC" in text and "from 4 bits, groups of 16" in text and "W4A16" in text
-    assert "asked for requantize={" in reason and "'scheme': 'w4a8'" in reason
+    assert "W8A8_DYNAMIC" in text and "from 4 bits, groups of 16" in text and "W4A16" in text
+    assert "asked for requantize={" in reason and "'scheme': 'w8a8'" in reason
     assert deviation(exact, answers) > 1e-3  # the control: the weights did move
     with pytest.raises(LLMError, match="is for a quantized checkpoint, and this one is not; pass quantization='w4a8'"):
         LLM(source, requantize="w4a8", skip_tokenizer_init=True)
