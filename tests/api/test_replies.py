@@ -299,7 +299,7 @@ def test_a_call_is_required_of_a_template_without_tools(
         assert "".join(stream) == output.outputs[0].text and stream.output is not None
         assert stream.output.prompt == output.prompt
     with pytest.raises(ValidationError, match="shows neither tools nor a system message"):
-        llm.chat(messages, params, chat_template="Hello", tools=TOOLS, tool_choice="required", use_tqdm=False)
+        llm.chat(messages, params, chat_template="{{ 1 }}", tools=TOOLS, tool_choice="required", use_tqdm=False)
 
 
 def test_a_call_is_required_in_a_job_with_a_template_without_tools(llm: LLM, tmp_path: Path) -> None:
