@@ -1,13 +1,12 @@
-"""Chat templates, which are untrusted programs: rendered in a sandbox with limits on time and size.
+"""Chat templates, which are untrusted programs: rendered with limits on time and memory.
 
-Owns the limits. What a template gets (messages, tools, documents, functions) is transformers': its renderer is called
-with a compiler that adds the limits.
+Plain templates are rendered here, as long as they do little; the others, in a process that can be killed. What a
+template gets (messages, tools, documents, functions) is transformers': its renderer is called with this compiler.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
@@ -21,22 +20,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from llm.base.errors import ValidationError
+from llm.template_plain import is_plain
+from llm.template_process import PROCESS, TemplateLimit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SECONDS = 5.0
-# Most characters of a text or items of a list; most bits of a number.
-_MOST_ITEMS = 1 << 25
-_MOST_MADE = 1 << 30
-_MOST_BITS = 4096
+# What a plain template may do here; one that does more is rendered in the other process, from the beginning.
+_SECONDS = 1.0
+_MOST_MADE = 1 << 24  # characters and items
 _TEMPLATE_CHARS = 1 << 20
-# Filters and string methods whose result may be longer than their input.
-_GROWING = frozenset("center ljust rjust zfill expandtabs replace translate indent batch slice wordwrap".split())
-_PRECISE = ("tojson", "round")
-_MOST_DIGITS = 100
-_FORMATS = ("format", "format_map")
-_WIDE = re.compile(r"\d{6,}|%[^a-zA-Z]*\*|:[^}]*\{")
+_CONSTANT = frozenset("length count first last default d get items".split())  # do not look at each item
 
 
 def render(
@@ -45,7 +39,7 @@ def render(
     """`hf.apply_chat_template` with limits.
 
     Raises:
-        ValidationError: the template takes too long or produces too much. Other exceptions of the template pass.
+        ValidationError: the template takes too long or needs too much. Other exceptions of the template pass.
     """
     try:
         return str(
@@ -53,17 +47,25 @@ def render(
                 hf, messages, chat_template=template, tokenize=False, **options
             )
         )
-    except _LimitError as error:
-        raise ValidationError(
-            f"the chat template is not rendered: {error}; pass another as chat_template=.",
-            parameter="chat_template",
-        ) from error
+    except TemplateLimit as error:
+        raise _refused(error) from error
 
 
 @functools.lru_cache(maxsize=64)
 def names_read(template: str) -> frozenset[str]:
-    """The names that a template takes from its arguments, wherever it reads them."""
-    return frozenset(find_undeclared_variables(_compile(template).environment.parse(template)))
+    """The names that a template takes from its arguments, wherever it reads them; raises as `render`."""
+    if is_plain(_theirs(), template):
+        return frozenset(find_undeclared_variables(_theirs().parse(template)))
+    try:
+        return PROCESS.names_read(template)
+    except TemplateLimit as error:
+        raise _refused(error) from error
+
+
+def _refused(error: TemplateLimit) -> ValidationError:
+    return ValidationError(
+        f"the chat template is not rendered: {error}; pass another as chat_template=.", parameter="chat_template"
+    )
 
 
 @functools.cache
@@ -90,30 +92,50 @@ def _with_globals(function: FunctionType, **names: object) -> Callable[..., obje
 
 
 @functools.lru_cache(maxsize=64)
-def _compile(template: str) -> Template:
+def _compile(template: str) -> _Rendering:
+    if len(template) > _TEMPLATE_CHARS:
+        raise TemplateLimit(f"it has {len(template)} characters; at most {_TEMPLATE_CHARS} are read")
+    plain = _Environment(_theirs()).from_string(template) if is_plain(_theirs(), template) else None
+    return _Rendering(template, plain)
+
+
+def _theirs() -> Environment:
+    """transformers' environment of chat templates."""
     from transformers.utils import chat_template_utils
 
-    if len(template) > _TEMPLATE_CHARS:
-        raise _LimitError(f"it has {len(template)} characters; at most {_TEMPLATE_CHARS} are read")
-    return _Environment(chat_template_utils._compile_jinja_template("").environment).from_string(template)
+    environment: Environment = chat_template_utils._compile_jinja_template("").environment
+    return environment
 
 
-class _LimitError(SecurityError):
-    """A template takes too long or produces too much."""
+class _Rendering:
+    """A template in place of jinja's, which renders it here or in the other process.
+
+    Attributes:
+        plain: compiled; None: it is not plain.
+    """
+
+    def __init__(self, template: str, plain: Template | None) -> None:
+        self._template = template
+        self.plain = plain
+
+    def render(self, **data: object) -> str:
+        if self.plain is not None:
+            try:
+                cast(_Environment, self.plain.environment).start()
+                return self.plain.render(**data)
+            except _MoreThanPlain:
+                pass
+        return PROCESS.render(self._template, data)
 
 
-class _Template(Template):
-    def render(self, *args: object, **kwargs: object) -> str:
-        environment = cast("_Environment", self.environment)
-        environment.start()
-        return super().render(*args, **kwargs)
+class _MoreThanPlain(SecurityError):
+    """A plain template does more than it may do here."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
     """transformers' environment; loops and calls check the time, and sizes are checked before results are made."""
 
-    intercepted_binops = frozenset(("**", "*", "+", "%"))
-    template_class = _Template
+    intercepted_binops = frozenset(("+", "%"))
 
     def __init__(self, like: Environment) -> None:
         extensions = [type(extension) for extension in like.extensions.values()]
@@ -131,15 +153,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return "".join(self._spent(parts))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "%" and isinstance(left, str):
-            _check_format(left)
-        if operator in ("*", "**"):
-            numbers = isinstance(left, int | float) and isinstance(right, int | float)
-            if numbers and _bits(left) * (right if operator == "**" else 1) + _bits(right) > _MOST_BITS:
-                raise _LimitError("it computes a number of too many digits")
-            if not numbers:
-                self._spend(_size(left) * max(_size(right), 0))
-        elif operator == "+" and not isinstance(left, int | float):
+        if operator == "%" and not isinstance(left, int | float):  # of a text it is a format
+            raise _MoreThanPlain
+        if operator == "+" and not isinstance(left, int | float):
             self._spend(_size(left) + _size(right))
         return super().call_binop(context, operator, left, right)
 
@@ -148,7 +164,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         __self._check_time()
         function = getattr(__obj, "__wrapped__", __obj)
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        if isinstance(owner, str):
+        if isinstance(owner, str | list | tuple | dict):
             __self._check_growth(name, owner, [*args, *kwargs.values()])
         return super().call(__context, __obj, *args, **kwargs)
 
@@ -159,17 +175,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _Concats().visit(tree)
 
     def _check_growth(self, name: str, value: object, arguments: list[object]) -> None:
-        """Called before a string method or a filter: check that its result is not too large."""
-        if name in _FORMATS and isinstance(value, str):
-            _check_format(value)
-        elif name == "join":
+        """Called before a method or a filter: count what it makes."""
+        if name == "join":
             parts = next((item for item in (value, *arguments) if isinstance(item, list | tuple)), ())
             separators = [_size(item) for item in (value, *arguments) if isinstance(item, str)]
             self._spend(sum(map(_size, parts)) + len(parts) * max(separators, default=0))
-        elif name in _GROWING:
-            self._spend((_size(value) + 1) * max(map(_size, arguments), default=0))
-        elif name in _PRECISE and any(_size(item) > _MOST_DIGITS for item in arguments if isinstance(item, int)):
-            raise _LimitError(f"{name} is asked for too much")
+        elif name in _CONSTANT:
+            return
+        elif name in ("replace", "indent"):
+            self._spend((_size(value) + 1) * max(map(_size, arguments), default=1))
+        else:
+            self._spend(_size(value))
 
     def _limited(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
         first = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja passes its own argument before the value
@@ -197,12 +213,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _spend(self, size: int) -> None:
         self._made += size
-        if size > _MOST_ITEMS or self._made > _MOST_MADE:
-            raise _LimitError(f"it makes more than {_MOST_ITEMS} characters or items")
+        if self._made > _MOST_MADE:
+            raise _MoreThanPlain
 
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:
-            raise _LimitError(f"it takes more than {_SECONDS:g} seconds")
+            raise _MoreThanPlain
 
 
 class _Concats(NodeTransformer):
@@ -214,17 +230,6 @@ class _Concats(NodeTransformer):
         return nodes.Filter(parts, "_concat", [], [], None, None, lineno=node.lineno, environment=node.environment)
 
 
-def _check_format(text: str) -> None:
-    if _WIDE.search(text):
-        raise _LimitError("it writes a value in a width that is too large, or not fixed")
-
-
-def _bits(number: float) -> int:
-    return number.bit_length() if isinstance(number, int) else 0
-
-
 def _size(value: object) -> int:
-    """The length of a text or list; a number itself."""
-    if isinstance(value, str | list | tuple | dict):
-        return len(value)
-    return abs(value) if isinstance(value, int) else 64
+    """The length of a text, a list or an object; of anything else, what it may be as a text."""
+    return len(value) if isinstance(value, str | list | tuple | dict) else 64
