@@ -13,7 +13,6 @@ from dataclasses import fields
 from llm.base.errors import ArgumentError, ValidationError, nearest
 from llm.config import elsewhere
 from llm.config.arguments import ARGUMENTS
-from llm.config.parts import StructuredOutputsConfig
 from llm.sampling_params import SamplingParams
 
 # Keyword arguments that methods do not have -> what to do instead; see `llm.base.names`.
@@ -55,8 +54,7 @@ def _judge(name: str, value: object) -> str:
         raise TypeError(f"{name!r} is a parameter of LLM itself, which should have taken it")
     if argument.status == "accepted":
         return "" if value is None else f"{name}: {argument.note}"
-    asked = StructuredOutputsConfig.changed(value) if name == "structured_outputs_config" else value
-    if not any(_equal(asked, harmless) for harmless in argument.harmless):
+    if not any(_equal(value, harmless) for harmless in argument.harmless):
         shown = "..." if name in _SECRETS else " ".join(reprlib.repr(value).split())
         raise ValidationError(f"{name}={shown} is refused: {argument.note}", parameter=name, value=value)
     return ""

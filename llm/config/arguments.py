@@ -48,7 +48,6 @@ def _refused(note: str, **harmless: object) -> dict[str, Argument]:
 
 
 _UNSET: tuple[object, ...] = (None, {})
-_COMPACT: tuple[dict[str, object], ...] = ({}, {"disable_any_whitespace": True})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
     # --- Parameters of our LLM; device, calibration, requantize, num_threads, offload_weights, merge_lora,
@@ -141,8 +140,8 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         aux_output_config=_UNSET,
     ),
     _refused(
-        "llguidance constrains, JSON is compact; say the rest in SamplingParams(structured_outputs=...).",
-        structured_outputs_config=(*_UNSET, *({"backend": "guidance"} | more for more in _COMPACT), *_COMPACT),
+        "llguidance constrains, JSON is compact; leave it out and use SamplingParams(structured_outputs=...).",
+        structured_outputs_config=(*_UNSET, {"backend": "auto"}, {"backend": "guidance"}),
         guided_decoding_backend=("auto", None),
     ),
     _refused("text is not watermarked; write a logits processor that does it.", watermark_config=None),

@@ -6,7 +6,7 @@ Owns no decision: one device in one process, no adapters. Decisions are in `llm.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -64,24 +64,13 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """vLLM's fields at vLLM's defaults. llguidance constrains, whatever `backend` says, and JSON has no whitespace."""
+    """JSON is generated without whitespace, so whitespace cannot repeat without end."""
 
-    backend: str = "auto"
-    disable_fallback: bool = False
-    disable_any_whitespace: bool = False
+    backend: str = "guidance"
+    disable_any_whitespace: bool = True
     disable_additional_properties: bool = False
     reasoning_parser: str = ""
-    reasoning_parser_plugin: str = ""
     enable_in_reasoning: bool = False
-
-    @classmethod
-    def changed(cls, given: object) -> object:
-        """Of a config or a dict, what is not at its default; anything else as it is."""
-        values = asdict(given) if isinstance(given, cls) else given
-        if not isinstance(values, Mapping):
-            return values
-        defaults = asdict(cls())
-        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
 
 @dataclass(frozen=True)

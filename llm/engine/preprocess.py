@@ -276,8 +276,10 @@ class Preprocessor:
         return params
 
     def _compile_structure(self, params: SamplingParams) -> Structure:
-        if params.ignore_eos:
-            refuse("ignore_eos", True, "False with structured_outputs, for an answer ends where it is complete")
+        for name, harmless in (("ignore_eos", False), ("min_tokens", 0)):
+            if getattr(params, name) != harmless:
+                right = f"{harmless} with structured_outputs, for an answer ends where it is complete"
+                refuse(name, getattr(params, name), right)
         if params.structured_outputs is None:
             raise ValueError("there is nothing to compile")
         structure = self._structures.compile(params.structured_outputs)

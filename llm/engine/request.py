@@ -119,12 +119,11 @@ class Request:
         An answer of `structured_outputs` that its last allowed token closes has ended by itself.
         """
         self.token_ids.append(token)
-        may_end = self.num_output_tokens >= self.params.min_tokens
-        # The mask lets EOS come earlier only where nothing else continues an answer.
-        if token in self.eos_token_ids and (may_end or self.params.structure is not None):
-            return self.finish("stop")
-        if may_end and token in self.stop_token_ids:
-            return self.finish("stop", token)
+        if self.num_output_tokens >= self.params.min_tokens:
+            if token in self.eos_token_ids:
+                return self.finish("stop")
+            if token in self.stop_token_ids:
+                return self.finish("stop", token)
         if len(self.token_ids) >= self.max_total_tokens:
             structure = self.params.structure
             closed = structure is not None and structure.is_closed(self.output_token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -45,12 +46,23 @@ def pieces(*steps: normalizers.Normalizer, byte_fallback: bool = True, missing: 
 
 SPELT_OUT = unicodedata.normalize("NFKC", "\ufdfa")  # four words, which may be one added token
 GREEDY_TOKEN = AddedToken("<end here>", lstrip=True, rstrip=True)
+
+
+def split(behavior: str) -> FastTokenizer:
+    """Of a text with a letter at which it is split."""
+    fast = byte_level()
+    steps = [pre_tokenizers.Split("t", behavior), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    fast.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return fast
+
+
 BOUNDED: dict[str, Callable[[], FastTokenizer]] = {
     "byte-level": byte_level,
     "composed": lambda: byte_level(normalizers.NFC(), added=(AddedToken("\ufdfa", normalized=True),)),
     "compatible": lambda: byte_level(normalizers.NFKC(), added=(AddedToken("\ufdfa", normalized=True),)),
     "added": lambda: byte_level(normalizers.Strip(), added=(GREEDY_TOKEN,)),
     "pieces": pieces,
+    **{f"split, {kind}": partial(split, kind) for kind in ("isolated", "merged_with_previous", "merged_with_next")},
 }
 UNBOUNDED: dict[str, Callable[[], FastTokenizer]] = {
     "a letter missing": lambda: FastTokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS[1:])}, [])),
@@ -61,6 +73,7 @@ UNBOUNDED: dict[str, Callable[[], FastTokenizer]] = {
     "a pattern replaced": lambda: pieces(normalizers.Replace(Regex("e+"), "▁")),
     "spaces dropped": lambda: pieces(normalizers.Replace("\n", "")),
     "letters of bytes composed": lambda: byte_level(normalizers.ByteLevel(), normalizers.NFC()),
+    "a split dropped": lambda: split("removed"),
     "words": lambda: FastTokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")),
 }
 WORDS = [

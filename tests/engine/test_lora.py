@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from adapter_files import LINEAR, add_adapter, write_adapter
 from tiny_models import TinyModel, make_prompts, reference_model, write_checkpoint
 
 from llm import LLM, SamplingParams
+from llm.engine.adapter_slots import Adapter, AdapterSlots
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 
@@ -114,6 +116,44 @@ def test_blocks_are_shared_by_rows_with_the_same_adapter_alone(llm: LLM, adapter
         (output,) = llm.generate([prompt], PARAMS, lora_request=request, use_tqdm=False)
         cached.append(output.num_cached_tokens)
     assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] == (len(prompt) - 1) // 4 * 4
+
+
+def test_salts_and_adapters_share_nothing_with_each_other(llm: LLM, adapters: list[LoRARequest]) -> None:
+    """Two rows share blocks if both their adapter and their salt are the same."""
+    prompt = make_prompts(ROW)[4]
+    llm.reset_prefix_cache()
+    for hits in (0, (len(prompt) - 1) // 4 * 4):
+        for request in (None, adapters[0], adapters[1]):
+            for salt in (None, "one", "two"):
+                given: Any = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+                (output,) = llm.generate([given], PARAMS, lora_request=request, use_tqdm=False)
+                assert output.num_cached_tokens == hits, f"{request} {salt}"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_slot_in_use_is_given_to_no_other_adapter(count: int) -> None:
+    """Any order of requests that start and end, with more adapters than slots."""
+    drawn, slots = random.Random(count), AdapterSlots(count)
+    kinds = [Adapter(LoRARequest(str(index), index + 1, "."), f"digest {index}") for index in range(count + 2)]
+    running: list[Adapter] = []
+    held: dict[str, int] = {}  # the slots of the running requests, by digest
+    refused = 0
+    for _ in range(400):
+        adapter = drawn.choice(kinds)
+        if running and drawn.random() < 0.5:
+            slots.release(running.pop(drawn.randrange(len(running))))
+            held = {own.digest: held[own.digest] for own in running}
+        elif slots.has_room(adapter):
+            slot = slots.take(adapter)
+            assert 1 <= slot <= count and held.get(adapter.digest, slot) == slot
+            assert all(other != slot for digest, other in held.items() if digest != adapter.digest)
+            held[adapter.digest] = slot
+            running.append(adapter)
+        else:
+            refused += 1
+            assert adapter.digest not in held and len(held) == count
+        assert slots.users() == Counter(own.digest for own in running)
+    assert refused
 
 
 def test_adapters_on_transformers_code(checkpoint: Path, adapters: list[LoRARequest]) -> None:

@@ -150,6 +150,30 @@ def test_logits_are_computed_under_the_cap(
     assert model_runner._LOGITS_BYTES <= 64 << 20
 
 
+def test_rows_that_want_other_numbers_are_scored_in_one_chunk(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of lines is of several rows, and each has as many as it asked for, its own."""
+    wanted = [SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=count) for count in (0, 3, 1, 2)]
+    alone = [run(llm, [prompt], own)[0] for prompt, own in zip(PROMPTS, wanted, strict=True)]
+    monkeypatch.setattr(engine_of(llm).runner, "_lines_per_logits_chunk", 3)
+    together = run(llm, PROMPTS, wanted)
+    check(together, alone)
+    for output, own in zip(together, wanted, strict=True):
+        count = own.prompt_logprobs or 0
+        assert all(max(1, count) <= len(position or ()) <= count + 1 for position in (output.prompt_logprobs or [])[1:])
+
+
+def test_the_rank_of_a_token_counts_all_that_are_as_likely() -> None:
+    """Of equal ones the sampled token has the rank of the last, though its place among the likeliest is another."""
+    with open_llm(logprobs_mode="processed_logprobs", max_model_len=64) as equal:
+        count = equal.config.model_config.vocab_size
+        params = SamplingParams(max_tokens=3, temperature=0, logprobs=4, ignore_eos=True)
+        params.logits_processors = [lambda tokens, logits: torch.zeros_like(logits)]
+        (output,) = run(equal, PROMPTS[:1], params)
+        for position, token in zip(output.outputs[0].logprobs or (), output.outputs[0].token_ids, strict=True):
+            assert position[token].rank == count
+            assert {item.rank for other, item in position.items() if other != token} < {1, 2, 3, 4}
+
+
 def test_a_lost_position_is_seen(llm: LLM, whole: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the tests above: each logprob reported of the token one place on."""
     sampler = engine_of(llm).runner.sampler

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
+import os
 import random
 import resource
 import signal
@@ -23,9 +25,11 @@ from llm import LLM, SamplingParams, ValidationError
 from llm.base.errors import JobError, JobInterrupted
 from llm.cli import main
 from llm.jobs.bodies import text_offsets
-from llm.jobs.identity import fingerprint, model_identity
+from llm.jobs.identity import fingerprint, identity, model_identity
 from llm.jobs.journal import Journal, decode, encode
 from llm.jobs.shard import Shard
+from llm.jobs.shard import merge as merge_parts
+from llm.jobs.tables import Columns, Form, read_rows, write_rows
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
 COUNT = 12
@@ -566,6 +570,164 @@ def test_a_killed_job_is_the_whole_job(tmp_path: Path, ctrl_c: None) -> None:
         expected = (tmp_path / "whole.jsonl").read_bytes()
         count, problems = kills.one_job(llm, tmp_path, expected, seconds, random.Random(5))
     assert (problems, count > 0) == ([], True)
+
+
+# The disk
+
+
+class Disk:
+    """What survives a power failure: of each file as much as was there when it was last waited for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.durable: dict[int, int] = {}  # by inode
+        self.too_early: list[str] = []  # names that a file got before the disk had it
+        fsync, replace = os.fsync, Path.replace
+
+        def waited(handle: int) -> None:
+            fsync(handle)
+            self.durable[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+
+        def named(path: Path, target: Path) -> Path:
+            if not self.has(path):
+                self.too_early.append(target.name)
+            self.durable.pop(target.parent.stat().st_ino, None)
+            return replace(path, target)
+
+        patch.setattr("os.fsync", waited)
+        patch.setattr(Path, "replace", named)
+
+    def has(self, path: Path) -> bool:
+        """All of a file; of a folder, its names."""
+        found = path.stat()
+        return found.st_ino in self.durable and (path.is_dir() or self.durable[found.st_ino] == found.st_size)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
+def test_a_file_has_its_name_when_the_disk_has_the_file(tmp_path: Path, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(patch)
+        forms: dict[str, Form] = {"prompt": str, "error": str}
+        write_rows(tmp_path / name, [{"prompt": "a", "error": None}], Columns(Path(name).suffix).schema(forms))
+        assert disk.has(tmp_path / name) and disk.has(tmp_path) and disk.too_early == []
+
+
+def test_the_disk_has_the_journal_once_per_second_and_when_asked(tmp_path: Path) -> None:
+    clock = [100.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llm.jobs.journal.monotonic", lambda: clock[0])
+        disk = Disk(patch)
+        journal = Journal(tmp_path / "run.journal", {"a": 1})
+        assert disk.has(journal.path) and disk.has(tmp_path) and disk.too_early == []
+        for seconds, asked, kept in ((0.5, False, False), (0.6, False, True), (0.9, False, False), (0.0, True, True)):
+            clock[0] += seconds
+            journal.add({"i": 0, "k": "x", "o": clock[0]})
+            journal.flush(sync=asked)
+            assert disk.has(journal.path) == kept
+        journal.close()
+
+
+@pytest.mark.parametrize("written", [0, 1, 30])
+def test_a_write_that_fails_leaves_whole_lines(tmp_path: Path, written: int) -> None:
+    """The same process may go on: what it could not write, it writes then, behind whole lines."""
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file, self.tell, self.seek, self.fileno, self.close = (
+                file,
+                file.tell,
+                file.seek,
+                file.fileno,
+                file.close,
+            )
+
+        def write(self, data: bytes) -> int:
+            self.file.write(data[:written])
+            raise OSError(28, "No space left on device")
+
+    records = [{"i": index, "k": "x", "o": "y" * 20} for index in range(3)]
+    journal = Journal(tmp_path / "run.journal", {"a": 1})
+    journal.add(records[0])
+    journal.flush()
+    before = journal.path.read_bytes()
+    whole: Any = journal._file
+    journal._file = Full(whole)  # type: ignore[assignment]
+    journal.add(records[1])
+    with pytest.raises(JobError, match="No space left on device; what it has is kept"):
+        journal.flush()
+    assert journal.path.read_bytes() == before
+    journal._file = whole
+    journal.add(records[2])
+    journal.flush()
+    journal.close()
+    assert [decode(line) for line in journal.path.read_bytes().splitlines(keepends=True)][1:] == records
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_of_any_lengths_are_one_job_or_are_refused(tmp_path: Path, count: int) -> None:
+    """Row r of a job is row r // count of part r % count, so that earlier parts may have one row more."""
+    for number, lengths in enumerate(itertools.product(range(3), repeat=count)):
+        output = tmp_path / f"{number}.jsonl"
+        rows = [[{"row": place * count + index} for place in range(length)] for index, length in enumerate(lengths)]
+        for index, own in enumerate(rows):
+            write(Shard(index, count).path(output), own)
+        total = sum(lengths)
+        if lengths == tuple(len(range(index, total, count)) for index in range(count)):
+            merge_parts(output)
+            assert read(output) == [{"row": row} for row in range(total)]
+        else:
+            with pytest.raises(JobError, match="has more rows than the parts of its job can have"):
+                merge_parts(output)
+            assert not output.exists()
+
+
+@pytest.mark.parametrize(("name", "text"), [("in.jsonl", '{"prompt": "é"}\n'), ("in.csv", "prompt\né\n")])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, name: str, text: str) -> None:
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / name).write_text(text, encoding=encoding)
+        assert list(read_rows(tmp_path / name)) == [{"prompt": "é"}]
+
+
+def test_parquet_holds_every_value_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    values = {
+        "text": "é",
+        "number": 2**53 + 1,
+        "score": 0.1,
+        "vector": [0.1, 2.0**-60],
+        "call": {"id": 2**40, "at": 1e300},
+    }
+    forms: dict[str, Form] = {"text": str, "number": int, "score": float, "vector": [float]}
+    forms["call"] = {"id": int, "at": float}
+    rows = [dict.fromkeys(values), values]  # the first says nothing of the types
+    write_rows(tmp_path / "out.parquet", rows, Columns(".parquet").schema(forms))
+    assert list(read_rows(tmp_path / "out.parquet")) == rows
+
+
+def test_rows_of_a_batch_have_the_defaults_of_the_call(llm: LLM, tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+    rows = [batch_row("silent"), batch_row("own", max_tokens=2), batch_row("null", max_tokens=None)]
+    found = bodies_of(run(llm, write(tmp_path / "in.jsonl", rows), params=params))
+    assert [body["usage"]["completion_tokens"] for body in found.values()] == [4, 2, 4]
+    [output] = llm.generate("And", params, use_tqdm=False)
+    assert found["silent"]["choices"][0]["text"] == output.outputs[0].text
+
+
+def test_a_job_is_bound_to_every_setting_that_changes_answers(llm: LLM) -> None:
+    """Two that differ in one of these are different jobs."""
+    args, config = llm._args, llm.config
+    settings: dict[str, Any] = {
+        "quantization": "w8a8",
+        "requantize": "w8a8",
+        "calibration": ["In the beginning"],
+        "dtype": "bfloat16",
+        "hf_overrides": {"rms_norm_eps": 0.5},
+        "logprobs_mode": "processed_logprobs",
+    }
+    changed = [
+        identity(dataclasses.replace(args, **{name: value}), config, "w", []) for name, value in settings.items()
+    ]
+    known = [identity(args, config, "w", []), identity(args, config, "v", []), *changed]
+    assert all(first != second for first, second in itertools.combinations(known, 2))
 
 
 # The journal

@@ -15,6 +15,7 @@ from embedded import engine_of, open_llm
 from llm import LLM, SamplingParams, ValidationError
 from llm.base.errors import JobError, OutOfMemoryError
 from llm.jobs.adapters import JobAdapters
+from llm.jobs.journal import encode
 from llm.jobs.shared_journal import SharedJournal
 from llm.jobs.worker import PieceRows, RowWorker, plain_row
 from llm.ray import LLMProcessorConfig, LLMWorker, _planned
@@ -117,6 +118,45 @@ def test_half_answers_go_on(llm: LLM, whole: list[dict[str, Any]], tmp_path: Pat
     tokens = engine_of(llm).stats.generated_tokens
     assert worker(llm, tmp_path).answers(ROWS[:3]) == whole[:3]
     assert engine_of(llm).stats.generated_tokens - tokens < 18
+
+
+def test_an_answer_that_has_ended_stays_whatever_is_read_after_it(llm: LLM, tmp_path: Path) -> None:
+    """Journals are read by their names: half an answer may lie behind a whole one, its own or another process's."""
+    identity = llm._identity()
+    first, second = SharedJournal(tmp_path, identity), SharedJournal(tmp_path, identity)
+    half: dict[str, Any] = {"i": 0, "k": "key", "p": [[0, [5, 6]]]}
+    whole: dict[str, Any] = {"i": 0, "k": "key", "o": {"said": 1}}
+    for writer, other in ((first, second), (second, first)):
+        for record in (whole, half):
+            writer.add(record)
+        writer.flush()
+        for reader in (writer, other, SharedJournal(tmp_path, identity)):
+            reader.refresh()
+            found = reader.answer("key")
+            assert found is not None and found.output == {"said": 1} and not reader._unfinished
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(llm: LLM, tmp_path: Path) -> None:
+    """Wherever the reader meets the line: at every byte of it, and the lines behind it too."""
+    writer, reader = SharedJournal(tmp_path, llm._identity()), SharedJournal(tmp_path, llm._identity())
+    lines = [encode({"i": index, "k": f"key {index}", "o": {"said": index}}) for index in range(3)]
+    data = b"".join(lines)
+    with writer._own.path.open("ab", buffering=0) as file:
+        for end in range(1, len(data) + 1):
+            file.write(data[end - 1 : end])
+            reader.refresh()
+            known = [reader.answer(f"key {index}") is not None for index in range(3)]
+            assert known == [sum(map(len, lines[: index + 1])) <= end for index in range(3)]
+
+
+def test_a_row_that_failed_is_tried_again(llm: LLM, tmp_path: Path) -> None:
+    """Its error may be of this machine or of this version: no journal has it."""
+    own = worker(llm, tmp_path)
+    assert own.answers(ROWS[3:5])[1]["error"].startswith("prompt_too_long: ")
+    assert own._journal is not None
+    failed, answered = own._keys[1], own._keys[0]
+    journal = SharedJournal(tmp_path, llm._identity())
+    assert journal.answer(failed) is None and journal.answer(answered) is not None
 
 
 def test_a_journal_of_another_model_is_refused(llm: LLM, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -247,6 +248,29 @@ def test_an_operation_may_decline_its_kernel() -> None:
     assert run_on(Picky, "cpu", width=8) == ("cpu", "cpu kernel")
     assert run_on(Picky, "cpu", width=9) == ("native", "forward_cpu needs a multiple of 8, native")
     assert run_on(Picky, "cuda", width=9) == ("native", "no forward_cuda, native")
+
+
+@pytest.mark.parametrize("key", ["cpu", "oot"])
+@pytest.mark.parametrize("method", ["forward_cpu", "forward_oot"])
+def test_a_replacement_may_decline_its_kernel_too(key: str, method: str) -> None:
+    base = CustomOp.register(IN_TREE)(make(*ALL, name="InTree"))
+    said = {"declines": lambda self, asked: f"{asked} is not for this width" if self.is_odd else None}
+    for is_odd in (False, True):
+        mine = make(method.removeprefix("forward_"), "native", base=base, name="Mine", is_odd=is_odd, **said)
+        with registered(mine):
+            ran, why = run_on(base, key)
+        runs = method == "forward_oot" or key == "cpu"
+        assert ran == (f"Mine.{method.removeprefix('forward_')}" if runs and not is_odd else "Mine.native")
+        assert ("is not for this width, native" in why) == (runs and is_odd)
+
+
+@contextmanager
+def registered(replacement: type) -> Iterator[None]:
+    before = dict(op_registry_oot)
+    CustomOp.register_oot(replacement)
+    yield
+    op_registry_oot.clear()
+    op_registry_oot.update(before)
 
 
 def test_an_operation_may_be_abstract() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapter_files import LINEAR, add_adapter, write_adapter
 from safetensors.torch import load_file, save_file
-from tiny_models import TinyModel, make_prompts, reference_model, write_checkpoint
+from tiny_models import TINY_MODELS, TinyModel, make_prompts, reference_model, write_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, LLMError, OutOfMemoryError
@@ -30,6 +30,8 @@ FUSED = TinyModel("GPTBigCodeConfig", {
     **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")),
     "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 90, "multi_query": False,
 })  # fmt: skip
+# Weights stored the other way round, a square one among them, whose shape says nothing.
+TURNED = TINY_MODELS["gpt2"]
 PLAIN = TinyModel("LlamaConfig", {"num_hidden_layers": 2})
 EXPERTS = TinyModel(
     "MixtralConfig", {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
@@ -41,7 +43,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=5, logprobs=0, ignore_eos=Tr
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("adapters")
     found = {}
-    for name, row in (("plain", PLAIN), ("fused", FUSED), ("experts", EXPERTS)):
+    for name, row in (("plain", PLAIN), ("fused", FUSED), ("turned", TURNED), ("experts", EXPERTS)):
         found[name] = root / name
         write_checkpoint(row, found[name])
     return found
@@ -65,7 +67,12 @@ def expected_of(model: torch.nn.Module, prompt: list[int], tokens: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"), [("plain", (*LINEAR, "embed_tokens", "lm_head")), ("fused", ("c_attn", "c_proj", "c_fc"))]
+    ("name", "targets"),
+    [
+        ("plain", (*LINEAR, "embed_tokens", "lm_head")),
+        ("fused", ("c_attn", "c_proj", "c_fc")),
+        ("turned", ("c_attn", "c_proj", "c_fc")),
+    ],
 )
 def test_merged_and_switched_are_the_same_model(
     checkpoints: dict[str, Path], tmp_path: Path, name: str, targets: tuple[str, ...]
@@ -89,6 +96,41 @@ def test_merged_and_switched_are_the_same_model(
     assert again == tokens
     assert torch.allclose(merged, expected, rtol=0, atol=1e-4) and torch.allclose(switched, expected, rtol=0, atol=1e-4)
     assert without[0] != tokens or not torch.allclose(without[1], expected, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["plain", "fused", "turned"])
+def test_a_bias_of_an_adapter_is_added(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """Of `lora_bias`; where rows are stored by key head, it has their order."""
+    model = reference_model.__wrapped__(checkpoints[name])
+    targets = LINEAR if name == "plain" else ("c_attn", "c_proj", "c_fc")
+    folder = write_adapter(model, tmp_path / "adapter", targets, lora_bias=True)
+    add_adapter(model, folder)
+    held, modules = load_file(folder / "adapter_model.safetensors"), dict(model.named_modules())
+    for index, key in enumerate([key for key in held if key.endswith(".lora_B.weight")]):
+        generator = torch.Generator().manual_seed(index)
+        bias = held[key.replace("weight", "bias")] = torch.randn(len(held[key]), generator=generator) / 3
+        module = modules[key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")]
+        own = 0.0 if module.bias is None else module.bias.data
+        module.bias = torch.nn.Parameter(own + 6.0 / 4 * bias)
+    save_file(held, folder / "adapter_model.safetensors")
+    prompt, request = make_prompts(PLAIN)[2], LoRARequest("a", 1, str(folder))
+    with LLM(checkpoints[name], skip_tokenizer_init=True, dtype="float32", enable_lora=True) as llm:
+        tokens, own = logprobs_of(llm, prompt, lora_request=request)
+    assert torch.allclose(own, expected_of(model, prompt, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("keys", [("q_proj", r"layers\.0\..*"), (r"layers\.0\..*", "q_proj")])
+def test_the_first_pattern_that_fits_is_used(keys: tuple[str, str], tmp_path: Path) -> None:
+    """As PEFT has it, in the order of the file."""
+    patterns = {"rank_pattern": dict(zip(keys, (2, 3), strict=True))}
+    patterns["alpha_pattern"] = dict(zip(keys, (20, 30), strict=True))
+    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], **patterns}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(given))
+    config = AdapterConfig.read(tmp_path)
+    both, other = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
+    assert (config.rank_of(both), config.scale_of(both)) == (2, 10.0)
+    assert config.rank_of(other) == (2 if keys[0] == "q_proj" else 3)
+    assert config.rank_of("model.layers.1.self_attn.k_proj") == 4
 
 
 def test_dora_and_whole_tensors_are_merged(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -186,6 +186,41 @@ def test_yarn_is_transformers_whatever_the_longest_position_is(longest: int, rop
     assert found_factor == pytest.approx(factor)
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear"},
+        {"rope_type": "dynamic"},
+        {"rope_type": "proportional"},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        {"rope_type": "yarn", "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "original_max_position_embeddings": 64, "attention_factor": 0.7, "beta_fast": 20.0},
+        {"rope_type": "yarn", "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 0.9},
+        {
+            **{"rope_type": "llama3", "original_max_position_embeddings": 64},
+            **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_angles_are_those_of_transformers(rope: dict[str, Any], factor: float, theta: float) -> None:
+    """Whatever scales them: each recipe with and without a factor, of two thetas."""
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {**rope, "factor": factor, "rope_theta": theta}
+    given = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "max_position_embeddings": 192}
+    theirs = LlamaConfig(rope_parameters=dict(parameters), **given)
+    expected, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, torch.device("cpu"), seq_len=192)
+    ours = ConfigReader({"model_type": "llama", "rope_parameters": parameters, **given}).rope()
+    found, found_scale = frequencies(ours, ours.rotary_dim(32), 192)
+    torch.testing.assert_close(found[: len(expected)], expected, rtol=1e-5, atol=0)
+    assert not found[len(expected) :].any() and found_scale == pytest.approx(scale)
+
+
 def test_yarn_without_a_factor_stretches_from_the_original_to_the_longest_position() -> None:
     parameters = {**YARN, "original_max_position_embeddings": 64}
     given = {"model_type": "llama", "max_position_embeddings": 320, "rope_parameters": parameters}

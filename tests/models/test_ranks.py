@@ -26,6 +26,8 @@ from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.loader import load_weights
 from llm.models.config_reader import ConfigReader
+from llm.models.decoder import AttentionConfig, Heads, NormConfig
+from llm.models.decoder.part import BuildContext
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls
 from llm.platforms import select_platform
@@ -144,3 +146,19 @@ def test_the_cache_is_what_the_ranks_attention_layers_hold(split: Split, size: i
     whole = model.kv_cache_specs(model.config, torch.bfloat16)
     for part, spec in zip(specs, whole, strict=True):
         assert part.num_kv_heads == max(1, spec.num_kv_heads // size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_norm_of_each_head_is_that_of_the_ranks_heads(size: int) -> None:
+    """Ranks that share a key head have its norm, whichever of them they are."""
+    config = AttentionConfig(Heads(8, 2, 6), qk_norm=NormConfig(1e-5), qk_norm_over="own head")
+    stored = {"q_norm": torch.randn(8, 6), "k_norm": torch.randn(2, 6)}
+    for rank in range(size):
+        context = BuildContext(BuildOptions(64, torch.float32, tp=TensorParallel(rank, size)), 48)
+        with constructing_for(select_platform("cpu")[0], CompilationConfig()):
+            attention: Any = config.build(context, "self_attn")
+        for name, whole in stored.items():
+            weight = getattr(attention, name).weight
+            weight.weight_loader(weight, whole)
+            first = rank * len(whole) // size
+            assert torch.equal(weight, whole[first : first + max(1, len(whole) // size)])

@@ -118,6 +118,9 @@ HOSTILE: list[tuple[str, Callable[[Parts], None], str]] = [
     ),
     ("nf4", lambda parts: parts.pop(f"{DOWN}.weight.quant_map"), "no tensor fills: .*down_proj.weight_quant_map"),
     ("nf4", lambda parts: parts.update({f"{DOWN}.extra": torch.ones(3)}), "does not have: .*down_proj.extra"),
+    # One of the tables of a fused layer: of another shape, or with one other value.
+    ("nf4", changed("weight.quant_map", lambda x: x * 2, KEYS), "quant_map differs between the shards"),
+    ("nf4", changed("weight.quant_map", put(0.5), KEYS), "quant_map differs between the shards"),
     ("fp4", changed("weight.absmax", put(math.inf)), r"weight\.absmax has values that are not finite"),
     ("fp4", changed("weight.absmax", put(3e38)), r"absmax must be finite, and at most 2\*\*100; it holds 3e\+38"),
     ("nf4", changed("weight.quant_map", put(3e38)), r"quant_map must be finite, and at most 2\*\*100"),

@@ -26,6 +26,7 @@ from llm.layers.parallel import TensorParallel
 from llm.quantization.configs.fp8 import Fp8Config
 from llm.quantization.quantizer import quantize_weight_as
 from llm.quantization.tables import doubled_fp4
+from llm.quantization.unquantized import UnquantizedLinearMethod
 
 Tensors = dict[str, torch.Tensor]
 FLOAT8 = torch.float8_e4m3fn
@@ -516,3 +517,25 @@ def test_each_rank_takes_the_scales_of_its_blocks() -> None:
         RowParallelLinear(
             96, 40, bias=False, quant_config=Fp8Config((24, 32), ()), prefix="down_proj", tp=tp, return_bias=False
         )
+
+
+@pytest.mark.parametrize(
+    ("listed", "left"),
+    [
+        ("model.layers.1.self_attn.o_proj", ["1.self_attn.o_proj"]),
+        ("o_proj", ["1.self_attn.o_proj", "10.self_attn.o_proj"]),
+        ("self_attn.o_proj", ["1.self_attn.o_proj", "10.self_attn.o_proj"]),
+        ("model.layers.1", ["1.self_attn.o_proj", "1.mlp.no_proj"]),
+        ("layers.1", []),
+        ("proj", []),
+        ("model", ["1.self_attn.o_proj", "10.self_attn.o_proj", "1.mlp.no_proj"]),
+    ],
+)
+def test_modules_not_to_convert_are_whole_segments_of_a_path(listed: str, left: list[str]) -> None:
+    """A module, one that holds it, or the end of its path; 1 is not 10 and o_proj is not no_proj."""
+    config = Fp8Config.from_config({"quant_method": "fp8", "modules_to_not_convert": [listed]})
+    layer: Any = torch.nn.Module()
+    layer.quant_kind = "linear"
+    paths = ("1.self_attn.o_proj", "10.self_attn.o_proj", "1.mlp.no_proj")
+    methods = {path: config.get_quant_method(layer, f"model.layers.{path}") for path in paths}
+    assert [path for path, method in methods.items() if isinstance(method, UnquantizedLinearMethod)] == left

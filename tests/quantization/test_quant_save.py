@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 from collections.abc import Mapping
 from functools import partial
@@ -172,6 +173,22 @@ def test_shards_and_their_index(biased: Path, tmp_path: Path, monkeypatch: pytes
         tensor.nbytes for file in files for tensor in tensors_of(tmp_path / "saved" / file).values()
     )
     with open_llm(tmp_path / "saved", skip_tokenizer_init=True) as llm:
+        assert answers(llm) == before
+
+
+def test_what_described_the_old_weights_is_not_copied(biased: Path, tmp_path: Path) -> None:
+    """An index of other shards, another quantization's description: each of them would be read with the new weights."""
+    folder = shutil.copytree(biased, tmp_path / "float")
+    old = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "quant_model_description_w8a8.json")
+    kept = {"tokenizer_config.json", "generation_config.json", "special_tokens_map.json"}
+    with open_llm(folder, quantization="w8a8", skip_tokenizer_init=True) as llm:
+        before = answers(llm)
+        for name in (*old, "quantize_config.json", "quant_config.json", "results.json", *kept):
+            (folder / name).write_text("{}")
+        saved = llm.save_quantized(tmp_path / "saved")
+    names = {path.name for path in saved.iterdir()}
+    assert names == {"config.json", "model.safetensors"} | kept
+    with open_llm(saved, skip_tokenizer_init=True) as llm:
         assert answers(llm) == before
 
 

@@ -111,7 +111,7 @@ class Watcher(LogitsProcessor):
         parallel = vllm_config.parallel_config
         assert parallel.world_size == parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
         assert vllm_config.load_config.load_format == "auto" and vllm_config.additional_config == {}
-        assert vllm_config.structured_outputs_config.backend == "auto"
+        assert vllm_config.structured_outputs_config.backend == "guidance"
         assert vllm_config.observability_config.otlp_traces_endpoint is None
         assert not model.is_multimodal_model and model.runner_type == "generate"
         self.replay = Replay()

@@ -84,26 +84,6 @@ def test_an_answer_that_could_go_on_ends_with_length(llm: LLM, kind: dict[str, A
     assert own.finish_reason == "length" and own.structured is not None and own.structured.complete
 
 
-@pytest.mark.parametrize(
-    ("kind", "longest"),
-    [({"json": SCHEMA}, 10), ({"choice": ["qzq"]}, 3), ({"regex": "a{2,9}"}, 9), ({"regex": "(ab)*"}, None)],
-)
-def test_min_tokens_ends_an_answer_no_earlier_than_nothing_can_follow(
-    llm: LLM, kind: dict[str, Any], longest: int | None
-) -> None:
-    asked = [params(24, **kind) for _ in range(4)]
-    for one, minimum in zip(asked, (0, 4, 12, 24), strict=True):
-        one.min_tokens, one.temperature, one.seed = minimum, 2.0, 5
-    for one, output in zip(asked, run(llm, ["And"] * 4, asked), strict=True):
-        own = output.outputs[0]
-        assert own.structured is not None and own.structured.complete and own.structured.guaranteed
-        assert own.finish_reason == "stop" or (longest is None and len(own.token_ids) == 24)
-        structure = llm._preprocessor.structure(one.structured_outputs)
-        ids = [token for token in own.token_ids if token != 0]
-        assert len(own.token_ids) >= one.min_tokens or structure.is_closed(ids)
-        assert longest is None or len(own.text) <= longest
-
-
 def test_a_stop_token_is_still_left_out_of_the_text(llm: LLM) -> None:
     [free] = run(llm, "And", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     token = free.outputs[0].token_ids[3]

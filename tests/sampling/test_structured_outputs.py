@@ -304,9 +304,10 @@ def test_what_is_wrong_is_said_in_one_sentence(llm: LLM, kind: dict[str, Any], m
 
 def test_what_does_not_go_together(llm: LLM) -> None:
     choice = StructuredOutputsParams(choice=["a"])
-    with pytest.raises(ValidationError, match="structured_outputs") as error:
-        run(llm, "x", SamplingParams(structured_outputs=choice, max_tokens=5, ignore_eos=True))
-    assert error.value.parameter == "ignore_eos"
+    for field in ({"ignore_eos": True}, {"min_tokens": 1}):
+        with pytest.raises(ValidationError, match="structured_outputs") as error:
+            run(llm, "x", SamplingParams(structured_outputs=choice, max_tokens=5, **field))
+        assert error.value.parameter in field
     with pytest.raises(ValidationError, match="exactly one"):
         StructuredOutputsParams(choice=["a"], regex="b")
 

@@ -99,16 +99,12 @@ class BadWordsLogitsProcessor(SparseLogitsProcessor[tuple[list[list[int]], list[
 
 
 class MinTokensLogitsProcessor(SparseLogitsProcessor[tuple[int, list[int], list[int]]]):
-    """`min_tokens`: tokens that would end the request get -inf until enough tokens are generated.
-
-    Of a structured answer its own mask has them, for one that is complete may have no other token.
-    """
+    """`min_tokens`: tokens that would end the request get -inf until enough tokens are generated."""
 
     def new_state(
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
     ) -> tuple[int, list[int], list[int]] | None:
-        is_reached = len(output_ids) >= params.min_tokens
-        if is_reached or not params.all_stop_token_ids or params.structure is not None:
+        if len(output_ids) >= params.min_tokens or not params.all_stop_token_ids:
             return None
         return params.min_tokens, output_ids, sorted(params.all_stop_token_ids)
 

@@ -48,8 +48,6 @@ class _Row:
     Attributes:
         output_ids: live list of the output's token ids.
         budget: maximum number of generated tokens.
-        minimum: of generated tokens, where others than `ending` can come.
-        ending: tokens that end the request.
         answer: what the first `read` tokens and those `ahead` came to; None until the first mask.
         ahead: drafted tokens to which there is no alternative.
         barred: after the first `read` tokens, and after each of those `ahead`.
@@ -59,8 +57,6 @@ class _Row:
     structure: Structure
     output_ids: list[int]
     budget: int
-    minimum: int = 0
-    ending: list[int] = field(default_factory=list)
     answer: Answer | None = None
     read: int = 0
     ahead: list[int] = field(default_factory=list)
@@ -100,13 +96,7 @@ class _Row:
         return self.answer
 
     def _mask(self, answer: Answer) -> np.ndarray:
-        count = self.read + len(self.ahead)
-        allowed = answer.allowed(self.budget - count - 1)
-        if count < self.minimum:
-            going_on = allowed.copy()
-            going_on[self.ending] = False
-            allowed = going_on if going_on.any() else allowed
-        return ~allowed
+        return ~answer.allowed(self.budget - self.read - len(self.ahead) - 1)
 
     def _forces(self, token: int) -> bool:
         barred = self.barred[-1]
@@ -175,6 +165,4 @@ class StructuredOutputsLogitsProcessor(LogitsProcessor):
             return None
         room = self._max_model_len - len(prompt_ids or [])
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
-        size = structure.vocabulary.size
-        ending = sorted(token for token in params.all_stop_token_ids if token < size)
-        return _Row(structure, output_ids, budget, params.min_tokens, ending)
+        return _Row(structure, output_ids, budget)
