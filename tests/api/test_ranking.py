@@ -67,6 +67,10 @@ def test_a_reranker_is_asked_with_its_published_text(tmp_path: Path) -> None:
                 logits = model(torch.tensor([ids])).logits[0, -1, [6, 7]]
             assert output.outputs.score == pytest.approx(float(logits.softmax(-1)[1]), abs=1e-5)
             assert ids[-1] != 3, "the text has its special tokens already"
+        told = [llm.score(QUERY, "w9", use_tqdm=False, instruction=own)[0] for own in (None, "w20 w21", "w22")]
+        for output, words in zip(told, ([], [25, 26], [27]), strict=True):
+            ids = [own for own in output.prompt_token_ids if 25 <= own <= 27]
+            assert ids == words
         text = "<|im_start|> w1 <Query>: w2 <Document>: "
         (own,) = llm.score(text, "w9", use_tqdm=False)
         assert own.prompt_token_ids == llm.get_tokenizer().encode(text + "w9", add_special_tokens=False)
@@ -79,6 +83,8 @@ def test_an_embedder_scores_by_the_angle(tmp_path: Path) -> None:
         found = llm.score(QUERY, DOCUMENTS, use_tqdm=False).to_numpy()
         query, *documents = llm.embed([QUERY, *DOCUMENTS], use_tqdm=False).to_numpy()
         assert np.abs(found - [query @ document for document in documents]).max() < 1e-6
+        raw = llm.score(QUERY, DOCUMENTS, use_tqdm=False, pooling_params=PoolingParams(use_activation=False))
+        assert np.array_equal(raw.to_numpy(), found)  # an angle has no length, whatever is asked of vectors
         # Quantized: the same vectors but for rounding, and alone as in a batch.
         texts = [QUERY, *DOCUMENTS]
         rounded = small.embed(texts, use_tqdm=False).to_numpy()

@@ -6,6 +6,7 @@ transformers' hidden states.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tiny_models import BASE, one_thread
 
 from llm import LLM, GenerationInterrupted, PoolerConfig, PoolingParams, ValidationError
 from llm.base.errors import UnsupportedModelError
+from llm.loading.sentence_transformers import read_sentence_modules
 from llm.v1.sample.logits_processor import MinPLogitsProcessor
 
 TOLERANCE = 1e-5
@@ -129,6 +131,91 @@ def test_a_decoder_classifies(tmp_path: Path) -> None:
             llm.embed(prompts())
     with load(tmp_path, convert="embed") as llm:
         assert_close(vectors(llm, prompts()), [unit(hidden_states(model, prompt)[-1]) for prompt in prompts()])
+
+
+@pytest.mark.parametrize(("kind", "place"), [("CLS", 0), ("LAST", -1)])
+def test_one_token_of_a_prompt_in_chunks_is_that_token(embedder: tuple[Path, Any], kind: str, place: int) -> None:
+    """The first of the first chunk, the last of the last, of prompts longer than a step."""
+    folder, model = embedder
+    with load(folder, max_num_batched_tokens=24, pooler_config={"pooling_type": kind}) as llm:
+        found = vectors(llm, prompts())
+        assert_close(found, [unit(hidden_states(model, prompt)[place]) for prompt in prompts()])
+        assert_alone_is_batched(llm, prompts(), found)
+
+
+def test_keys_are_held_in_full_precision_whatever_the_weights_are(tmp_path: Path) -> None:
+    """Rounded to bfloat16, as a model that generates keeps them, the vectors would be others."""
+    model = save_model(tmp_path, "Qwen3Model", **SMALL)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    expected = [unit(hidden_states(model, prompt)[-1]) for prompt in prompts()]
+    with load(tmp_path, max_num_batched_tokens=24) as llm:
+        assert llm.config.cache_config.kv_cache_dtype == torch.float32
+        assert_close(vectors(llm, prompts()), expected)
+    with load(tmp_path, max_num_batched_tokens=24, kv_cache_dtype="bfloat16") as llm, pytest.raises(AssertionError):
+        assert_close(vectors(llm, prompts()), expected)
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem", "activation"),
+    [
+        (1, None, torch.sigmoid),
+        (3, None, lambda x: x.softmax(-1)),
+        (1, "regression", lambda x: x),
+        (3, "regression", lambda x: x),
+        (3, "single_label_classification", lambda x: x.softmax(-1)),
+        (1, "multi_label_classification", torch.sigmoid),
+        (3, "multi_label_classification", torch.sigmoid),
+    ],
+)
+def test_classes_are_read_by_the_kind_of_problem(tmp_path: Path, labels: int, problem: Any, activation: Any) -> None:
+    """As transformers' pipeline reads them; several labels at once are no distribution."""
+    config: dict[str, Any] = {**SMALL, "num_labels": labels, "num_hidden_layers": 1}
+    model: Any = save_model(tmp_path, "LlamaForSequenceClassification", **config, problem_type=problem)
+    with torch.no_grad():
+        logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts()]
+    with load(tmp_path) as llm:
+        found = llm.classify(prompts(), use_tqdm=False).to_numpy()
+    assert_close(found.reshape(len(logits), -1), [activation(row) for row in logits])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_prompts_of_tokens_are_cut_at_the_side_asked_for(embedder: tuple[Path, Any], side: str) -> None:
+    with load(embedder[0]) as llm:
+        cut = {"truncation": True, "max_length": 4, "truncation_side": side}
+        outputs = llm.embed([[5, 6, 7, 8, 9, 10], [5, 6]], use_tqdm=False, tokenization_kwargs=cut)
+    expected = [[5, 6, 7, 8] if side == "right" else [7, 8, 9, 10], [5, 6]]
+    assert [output.prompt_token_ids for output in outputs] == expected
+
+
+def test_what_a_file_of_sentence_transformers_leaves_out_has_its_default(tmp_path: Path) -> None:
+    """Each key in turn: a Dense ends with tanh and has a bias, a prompt is pooled too, similarities are cosines."""
+    save_modules(tmp_path, "mean", dense=(48, 20), prompts={"query": "w1 "})
+    before = read_sentence_modules(tmp_path)
+    assert before is not None
+    assert (before.dense[0].activation, before.dense[0].bias) == ("tanh", True) and before.includes_prompt
+    dropped = 0
+    for path in (*tmp_path.glob("*/config.json"), tmp_path / "config_sentence_transformers.json"):
+        whole = json.loads(path.read_text())
+        for key in whole.keys() - {"in_features", "out_features", "pooling_mode", "prompts"}:
+            path.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+            assert read_sentence_modules(tmp_path) == before, key
+            dropped += 1
+        path.write_text(json.dumps(whole))
+    assert dropped == 5
+
+
+@pytest.mark.parametrize(
+    ("older", "tokenizer", "limit"), [(7, 9, 7), (9, 7, 9), (None, 9, 9), (7, None, 7), (None, 10**30, None)]
+)
+def test_the_longest_text_is_that_of_the_older_file(
+    tmp_path: Path, older: int | None, tokenizer: int | None, limit: int | None
+) -> None:
+    save_modules(tmp_path, "mean")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": older}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": tokenizer}))
+    found = read_sentence_modules(tmp_path)
+    assert found is not None and found.max_seq_length == limit
 
 
 def test_a_model_does_one_of_both(embedder: tuple[Path, Any], tmp_path: Path) -> None:

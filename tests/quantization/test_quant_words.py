@@ -19,7 +19,8 @@ from tiny_models import TinyModel, make_prompts, one_thread, reference_logprobs,
 
 from llm import LLM, SamplingParams
 from llm.base.errors import CheckpointError, LLMError
-from llm.quantization.storage.words import GPTQStorage
+from llm.layers.linear import ColumnParallelLinear
+from llm.quantization.configs.gptq import GPTQConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
 ROW = TinyModel("LlamaConfig", {**SIZES, "vocab_size": 256}, lengths=(5, 23))
@@ -342,12 +343,46 @@ def test_zero_points_less_one_borrow_as_gptqmodel_does() -> None:
     """A zero point of 0 takes its 1 from the next value; of 3 bits other words are subtracted (GPTQModel 2 to 4)."""
     zero = torch.tensor([[0, 15, 3, 0, 0, 8, 1, 2]])
     stored = (words(zero, 4).long() - 0x11111111).to(torch.int32)
-    assert torch.equal(GPTQStorage(4, 8, True, False)._zeros(stored, (1, 8)), (zero - 8).to(torch.int8))
+    assert torch.equal(zeros_of({"bits": 4}, stored, 8), zero)
     threes = words(torch.full((1, 64), 4), 3)
     subtracted = (threes.long() - torch.tensor([0x24924924, 0x92492492, 0x49249249] * 2)).to(torch.int32)
     assert not torch.equal(subtracted, words(torch.full((1, 64), 3), 3))
-    for form, by_gptqmodel in ((subtracted, True), (words(torch.full((1, 64), 3), 3), False)):
-        assert not GPTQStorage(3, 8, True, by_gptqmodel)._zeros(form, (1, 64)).any()
+    for quantizer in ("gptqmodel", "gptqmodel:2.0.0", ["gptqmodel:1.4.1"], ["optimum:1.2", "gptqmodel:2.0.0"]):
+        assert torch.equal(zeros_of({"bits": 3, "meta": {"quantizer": quantizer}}, subtracted, 64), threes_of(4))
+    for meta in ({}, {"meta": {}}, {"meta": {"quantizer": ["auto_gptq:0.7"]}}):
+        assert torch.equal(zeros_of({"bits": 3, **meta}, words(threes_of(3), 3), 64), threes_of(4))
+
+
+def threes_of(value: int) -> torch.Tensor:
+    return torch.full((1, 64), value)
+
+
+def zeros_of(description: dict[str, Any], qzeros: torch.Tensor, columns: int) -> torch.Tensor:
+    """[1, columns]: the zero points of a layer of one group, whose integers are 0, in a file of this description."""
+    config = GPTQConfig.from_config({"quant_method": "gptq", "group_size": 32, "sym": False, **description})
+    layer: Any = ColumnParallelLinear(32, columns, bias=False, quant_config=config, prefix="model.q_proj")
+    parts = {
+        "qweight": torch.zeros(32 * config.bits // 32, columns, dtype=torch.int32),
+        "qzeros": qzeros,
+        "scales": torch.ones(1, columns),
+    }
+    for name, tensor in parts.items():
+        parameter = getattr(layer, name)
+        parameter.elements_loaded = parameter.weight_loader(parameter, tensor)
+    layer.quant_method.process_weights_after_loading(layer)
+    return -layer.quant_method.dequantize_weight(layer)[:, :1].t().long()
+
+
+def test_the_first_rule_that_matches_is_used() -> None:
+    """Of `dynamic`, in the order of the file."""
+    rules = {r"+:.*\.0\..*": {"bits": 8, "group_size": 64}, r".*q_proj": {"bits": 2}, r"-:.*k_proj": {}}
+    names = [f"model.layers.{index}.self_attn.{name}_proj" for index in (0, 1) for name in "qkv"]
+    for order in (list(rules), list(rules)[::-1]):
+        config = GPTQConfig.from_config({"bits": 4, "group_size": 32, "dynamic": {key: rules[key] for key in order}})
+        of_zero, of_queries, of_keys = (8, 64), (2, 32), None
+        first = [of_zero] * 3 if order[0] == r"+:.*\.0\..*" else [of_queries, of_keys, of_zero]
+        found = [config.bits_and_group(name) if config.described(name) else None for name in names]
+        assert found == [*first, of_queries, of_keys, (4, 32)]
 
 
 def test_requantize_is_quantizing_what_the_file_stands_for(source: Path, tmp_path: Path) -> None:

@@ -200,12 +200,34 @@ def test_where_no_bound_is_known_the_output_says_so(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [{"bad_words": ["x"]}, {"stop": ["q"]}, {"logit_bias": {9: 1.0}}, {"allowed_token_ids": list(range(2304))}]
+    "field",
+    [
+        *({"bad_words": ["x"]}, {"stop": ["q"]}, {"logit_bias": {9: 1.0}}, {"allowed_token_ids": list(range(2304))}),
+        *({"stop_token_ids": [2303]}, {"extra_args": {"a": 1}}, {"logits_processors": [lambda ids, logits: logits]}),
+        {"repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=30)},
+    ],
+    ids=lambda field: next(iter(field)),
 )
 def test_nothing_is_guaranteed_next_to_what_can_interfere(llm: LLM, field: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(json=PERSON), seed=1, **field)
     outcome = run(llm, "x", params)[0].outputs[0].structured
     assert outcome is not None and not outcome.guaranteed and next(iter(field)) in outcome.reason
+
+
+@pytest.mark.parametrize("asked", [None, 30, 1000])
+def test_an_answer_is_complete_in_the_room_that_a_prompt_leaves(llm: LLM, asked: int | None) -> None:
+    """Whatever is asked for: no more tokens fit than the longest sequence has."""
+    room = 30
+    prompt = [5] * (llm.config.model_config.max_model_len - room)
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 9}
+    params = [structured(asked or 16, seed / 3, json=schema) for seed in range(4)]
+    for own in params:
+        own.max_tokens = asked
+    for output in run(llm, [{"prompt_token_ids": prompt}] * len(params), params):
+        completion = output.outputs[0]
+        assert completion.structured is not None and completion.structured.guaranteed
+        assert completion.structured.complete and is_valid(completion.text, {"json": schema}), completion.text
+        assert len(completion.token_ids) <= room
 
 
 def test_few_tokens_and_many_are_judged_alike(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,17 @@ def test_what_would_make_it_fit_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LLM.plan(offload_weights=True).fits
 
 
+@pytest.mark.parametrize("free", [9 * MIB, 12 * MIB, 30 * MIB])
+def test_weights_and_cache_fit_together(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """Of what is free, the cache gets what the weights leave."""
+    monkeypatch.setattr(CpuPlatform, "memory_free", lambda self: free)
+    plan = LLM.plan(max_model_len=64, offload_weights=False)
+    assert plan.fits and 0 < plan.kv_cache_bytes <= free - plan.weight_bytes
+    with open_llm(max_model_len=64, offload_weights=False) as llm:
+        cache = llm.config.cache_config
+        assert cache.kv_cache_memory_bytes <= free - plan.weight_bytes
+
+
 def test_a_shorter_sequence_is_tried_before_smaller_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "memory_free", lambda self: 7 * MIB)
     plan = LLM.plan(max_model_len=2048, offload_weights=False)
