@@ -80,7 +80,8 @@ class PoolerConfig:
             "ALL".
         seq_pooling_type: the same, of a whole text, under its newer name.
         tok_pooling_type: "ALL", for tasks that begin with "token_": each token has its result.
-        use_activation, normalize: False: vectors are not normalised, and classes are logits.
+        use_activation: False: vectors are not normalised, and classes are logits.
+        normalize: the same, under its older name.
         dimensions: of every vector, see `PoolingParams`.
     """
 

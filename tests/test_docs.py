@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,33 @@ def test_the_reference_has_every_public_name() -> None:
 @pytest.mark.parametrize("lost", ["llm.api.LLM", "llm.outputs", "llm.sampling_params.SamplingParams"])
 def test_a_name_without_a_page_is_seen(lost: str) -> None:
     assert undocumented([name for name in DOCUMENTED if name != lost]) != []
+
+
+def joint_entries(documentation: str) -> list[str]:
+    """Entries of "Args:" that name several parameters, which `mkdocs build --strict` refuses."""
+    sections = re.findall(r"^Args:\n((?: {4}.*\n?|\n)*)", inspect.cleandoc(documentation), re.MULTILINE)
+    return [entry for section in sections for entry in re.findall(r"^ {4}(\w+(?:, \w+)+)(?: \(.*\))?:", section, re.M)]
+
+
+def documented_objects() -> Iterator[tuple[str, object]]:
+    for place in DOCUMENTED:
+        found = pkgutil.resolve_name(place)
+        members = vars(found).values() if inspect.ismodule(found) else [found]
+        for each in members:
+            yield place, each
+            for owner in each.__mro__ if isinstance(each, type) else ():
+                yield from ((f"{place}.{name}", member) for name, member in vars(owner).items() if callable(member))
+
+
+def test_an_entry_of_the_reference_names_one_parameter() -> None:
+    found = [
+        (place, entry)
+        for place, each in documented_objects()
+        if str(getattr(each, "__module__", "")).startswith("llm")
+        for entry in joint_entries(getattr(each, "__doc__", None) or "")
+    ]
+    assert found == []
+    assert joint_entries("Does.\n\n    Args:\n        a, b: both.\n        c: one.\n") == ["a, b"]
 
 
 def test_the_python_of_the_pages_runs(tmp_path: Path) -> None:

@@ -62,8 +62,10 @@ class Iteration:
             sampling_params: one for all, or an iterable with one per prompt; None: the model's defaults.
             ordered: yield in the order of the prompts.
             lora_request: the adapter of all prompts, or an iterable with one or None per prompt.
-            tokenization_kwargs, on_error, on_too_long: as for `generate`. With on_error="raise", a bad prompt, or an
-                error of the iterable, is raised after the outputs of all prompts before it.
+            tokenization_kwargs: as for `generate`.
+            on_error: as for `generate`. With "raise", a bad prompt, or an error of the iterable, is raised after the
+                outputs of all prompts before it.
+            on_too_long: as for `generate`.
 
         Raises:
             ValidationError: a prompt or an argument is wrong.
