@@ -98,7 +98,7 @@ class AsyncLLM:
         if not isinstance(name, str):
             refuse("request_id", name, "a text, or None")
         loop = asyncio.get_running_loop()
-        call = Call(name, prompt, sampling_params, tokenization_kwargs, loop, lora_request)
+        call = Call(name, prompt, sampling_params, tokenization_kwargs, loop, lora_request, priority)
         if not self._gathered[loop]:
             loop.call_soon(self._submit, loop)
         self._gathered[loop].append(call)

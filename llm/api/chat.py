@@ -10,7 +10,7 @@ from typing import Protocol
 
 from llm.api.adapters import LoRARequests
 from llm.api.asking import ChatOptions, Rendering
-from llm.api.checks import check_asks_nothing
+from llm.api.checks import Priority, check_asks_nothing
 from llm.api.generation import OnOutput
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
@@ -30,7 +30,7 @@ class ChatHost(Host, Protocol):
         *,
         use_tqdm: UseTqdm = True,
         lora_request: LoRARequests = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
         on_error: str = "raise",
         on_too_long: str = "error",
         on_interrupt: str = "raise",
@@ -47,7 +47,7 @@ class Chat:
         use_tqdm: UseTqdm = True,
         *,
         lora_request: LoRARequests = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,

@@ -11,6 +11,9 @@ from llm.base.checks import check_integer
 from llm.base.errors import ValidationError
 from llm.base.text import show
 from llm.config.elsewhere import ASKS_NOTHING
+from llm.engine.rows import AnyRow, Row
+
+Priority = int | Sequence[int] | None
 
 
 def check_asks_nothing(**given: object) -> None:
@@ -23,21 +26,32 @@ def check_asks_nothing(**given: object) -> None:
             )
 
 
-def check_priority(priority: Sequence[int] | None, count: int) -> None:
-    """One integer per prompt, or None. The order of execution changes no answer, so the values are not used."""
+def give_priority(rows: Sequence[AnyRow], priority: Priority) -> None:
+    """Set the priority of each row; raises `ValidationError` as `check_priority`."""
+    for row, value in zip(rows, check_priority(priority, len(rows)), strict=True):
+        if isinstance(row, Row):
+            row.priority = value
+
+
+def check_priority(priority: Priority, count: int) -> Sequence[int]:
+    """The priority of each of `count` prompts, from one integer for all, one per prompt, or None."""
     if priority is None:
-        return
+        return [0] * count
+    if isinstance(priority, int):
+        check_integer("priority", priority, -(2**63), 2**63 - 1)
+        return [priority] * count
     if isinstance(priority, str) or not isinstance(priority, Sequence):
         raise ValidationError(
-            f"priority must be a list of one integer per prompt, or None, got {type(priority).__name__}.",
+            f"priority must be an integer, a list of one per prompt, or None, got {type(priority).__name__}.",
             parameter="priority",
             value=priority,
         )
     for value in priority:
-        check_integer("priority", value, -(2**63))
+        check_integer("priority", value, -(2**63), 2**63 - 1)
     if len(priority) != count:
         raise ValidationError(
             f"there are {len(priority)} values of priority for {count} prompts; pass one for each.",
             parameter="priority",
             value=priority,
         )
+    return priority

@@ -19,6 +19,7 @@ from time import perf_counter
 
 from llm.api.adapters import give_adapters
 from llm.api.asking import Asked, ChatPrompt
+from llm.api.checks import give_priority
 from llm.api.flow import FlowHost
 from llm.api.told import Reading, Told
 from llm.base.errors import EngineClosedError, LLMError, ValidationError
@@ -56,6 +57,7 @@ class Call:
     tokenization_kwargs: Mapping[str, object] | None
     loop: asyncio.AbstractEventLoop
     lora_request: LoRARequest | None = None
+    priority: int = 0
     outputs: deque[RequestOutput | Exception] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     told: Told | None = None
@@ -188,6 +190,7 @@ class EngineThread:
                 raise ValidationError(problem, parameter="request_id", value=call.request_id)
             row, read = self._row(call)
             give_adapters(engine, [row], call.lora_request)
+            give_priority([row], call.priority)
         except Exception as error:
             del self._waiting[call]
             _answer([(call, error.with_traceback(None))])

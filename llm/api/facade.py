@@ -116,6 +116,8 @@ class LLM(
         mamba_block_size: a prefix of a model with recurrent states is shared up to a multiple of so many tokens. None
             chooses by what a copy of the states takes.
         enable_chunked_prefill: long prompts are computed over several steps.
+        scheduling_policy: "fcfs": requests run in the order in which they come; "priority": those of the lowest
+            `priority` first, and these are the last to be recomputed when memory is short. No answer depends on it.
         seed: requests without a seed get one derived from this; None: from the operating system.
         revision: of a hub model.
         hf_overrides: keys of config.json to replace; None as a value removes one. Or a callable that takes the config,
@@ -193,6 +195,7 @@ class LLM(
         mamba_block_size: int | None = None,
         enable_chunked_prefill: bool | None = True,
         enforce_eager: bool | None = False,
+        scheduling_policy: str = "fcfs",
         seed: int | None = 0,
         revision: str | None = None,
         hf_overrides: Overrides = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from llm.api.adapters import LoRARequests, give_adapters
-from llm.api.checks import check_asks_nothing, check_priority
+from llm.api.checks import Priority, check_asks_nothing, give_priority
 from llm.api.flow import Entry, Unfinished
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
@@ -188,7 +188,7 @@ class GenerationHost(Host, Protocol):
         params: object,
         tokenization_kwargs: Mapping[str, object] | None,
         options: CallOptions,
-        priority: Sequence[int] | None,
+        priority: Priority,
     ) -> list[AnyRow]: ...
 
 
@@ -206,7 +206,7 @@ class Generation:
         *,
         use_tqdm: UseTqdm = True,
         lora_request: LoRARequests = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         mm_processor_kwargs: None = None,
         on_error: str = "raise",
@@ -225,7 +225,8 @@ class Generation:
             use_tqdm: a progress bar in tokens, and a line when it ends, if the call takes more than half a second;
                 False prints nothing. A callable that takes tqdm's arguments makes the bar; any other is called with a
                 `llm.progress.GenerationProgress` at most ten times a second, and when the call ends.
-            priority: one integer per prompt; not used, because the order of execution changes no answer.
+            priority: an integer for all prompts, or one each: with `LLM(scheduling_policy="priority")` the lowest run
+                first, else they have no effect. No answer depends on them.
             tokenization_kwargs: `add_special_tokens`; `truncation` with `max_length`, or `truncate_prompt_tokens`, with
                 `truncation_side` ("left", the first tokens are cut, or "right").
             on_error: "raise" names every bad prompt before any is run; "return" puts the error into its output
@@ -261,7 +262,7 @@ class Generation:
         params: object,
         tokenization_kwargs: Mapping[str, object] | None,
         options: CallOptions,
-        priority: Sequence[int] | None,
+        priority: Priority,
     ) -> list[AnyRow]:
         # The seeds of a call that another process may go on with depend on nothing but the row.
         place = None if options.checkpoint is None else Place(0, 0)
@@ -271,7 +272,7 @@ class Generation:
         )
         if options.on_error == "raise":
             raise_refused(rows)
-        check_priority(priority, len(rows))
+        give_priority(rows, priority)
         return rows
 
     def _call(self: GenerationHost, rows: Sequence[AnyRow], guard: InterruptGuard, options: CallOptions) -> BatchCall:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from llm.api.access import Worker
 from llm.api.adapters import adapters_of, give_adapters
-from llm.api.checks import check_priority
+from llm.api.checks import give_priority
 from llm.api.told import Told
 from llm.base.checks import refuse
 from llm.base.errors import GenerationInterrupted, ValidationError
@@ -77,7 +77,6 @@ class LLMEngine:
         Raises:
             ValidationError: the prompt or the params are wrong, or the id is that of an unfinished request.
         """
-        check_priority([priority], 1)
         if not isinstance(request_id, str):
             refuse("request_id", request_id, "a text")
         if request_id in self._added:
@@ -91,6 +90,7 @@ class LLMEngine:
                 message = f"add_request takes one prompt, got {len(rows)}; call it for each."
                 raise ValidationError(message, parameter="prompt", value=len(rows))
             give_adapters(engine, rows, lora_request)
+            give_priority(rows, priority)
             kind = rows[0].params.output_kind
             self._added[request_id] = Told(engine.add(rows[0], streaming=True), kind)
         if guard.requested:

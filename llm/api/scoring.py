@@ -5,10 +5,8 @@ Owns the methods, as a base class of `LLM` without state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from llm.api.adapters import LoRARequests, adapters_of, give_adapters
-from llm.api.checks import check_priority
+from llm.api.checks import Priority, check_priority
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.errors import GenerationInterrupted
@@ -32,7 +30,7 @@ class Scoring:
         lora_request: LoRARequests = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
     ) -> list[BeamSearchOutput]:
         """Beam search for the most likely continuations of each prompt: transformers' sequences and scores.
 

@@ -232,7 +232,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "a call runs all of its prompts and has no queue to limit.", "max_num_queued_reqs", "max_num_queued_tokens"
     ),
     _accepted("LLM.stream yields text as it comes, and LLM.generate yields none before the end.", "stream_interval"),
-    _refused("prompts run in the order given; sort them by priority yourself.", scheduling_policy="fcfs"),
+    _honoured("scheduling_policy"),
     _refused("the scheduler cannot be replaced; set max_num_seqs and max_num_batched_tokens.", scheduler_cls=None),
     # --- Kernels and compilation. ----------------------------------------------------------------------------------
     _accepted(

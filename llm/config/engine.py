@@ -82,6 +82,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     mamba_block_size: int | None = None
     enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
     seed: int | None = 0
     revision: str | None = None
     hf_overrides: Mapping[str, object] | Callable[[PretrainedConfig], PretrainedConfig] | None = None
@@ -157,6 +158,7 @@ class EngineArgs:
             self._take_task(self.task)
         choices: dict[str, tuple[str, ...]] = {"load_format": ("auto", "safetensors", "dummy")}
         choices["model_impl"] = ("auto", "native", "vllm", "transformers")
+        choices["scheduling_policy"] = ("fcfs", "priority")
         choices["runner"] = ("auto", "generate", "pooling")
         choices["convert"] = ("auto", "none", "embed", "classify")
         choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -285,12 +287,20 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
+    """`scheduling_policy`: "fcfs": first come, first served; "priority": the lowest `priority` of a request first."""
+
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
 
     # Read by scripts that were written for vLLM.
     async_scheduling = False
+
+    @property
+    def policy(self) -> str:
+        """vLLM's name of `scheduling_policy`."""
+        return self.scheduling_policy
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,8 @@ def plan_scheduler(
             f"max_num_seqs={args.max_num_seqs} rows of {max_model_len} token ids need "
             f"{args.max_num_seqs * row_bytes} bytes and {free_bytes} are free; lower it."
         )
-    reasons = {name: args.why(name) for name in ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")}
+    named = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "scheduling_policy")
+    reasons = {name: args.why(name) for name in named}
     tokens = args.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
     if whole:
         reasons["enable_chunked_prefill"] = "tokens see those after them"
@@ -198,7 +199,9 @@ def plan_scheduler(
             refuse("max_num_batched_tokens", tokens, right)
         tokens = max_model_len
         reasons["max_num_batched_tokens"] = "max_model_len, for enable_chunked_prefill=False"
-    config = SchedulerConfig(args.max_num_seqs or DEFAULT_MAX_NUM_SEQS, tokens, args.enable_chunked_prefill)
+    config = SchedulerConfig(
+        args.max_num_seqs or DEFAULT_MAX_NUM_SEQS, tokens, args.enable_chunked_prefill, args.scheduling_policy
+    )
     return config, reasons
 
 

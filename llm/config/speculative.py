@@ -93,6 +93,8 @@ class SpeculativeConfig:
             harmless, instead = _HARMLESS[name]
             if given.pop(name) not in harmless:
                 raise ValidationError(f"speculative_config[{name!r}] is refused: {instead}.", value=name)
+        if given.get("model") in ("ngram", "[ngram]") and given.get("method", "ngram") == "ngram":
+            given["model"], given["method"] = None, "ngram"  # vLLM's older name of the method
         given.setdefault("method", "draft_model" if given.get("model") is not None else "ngram")
         given["method"] = _ALIASES.get(str(given["method"]), given["method"])
         config = cls(**given)

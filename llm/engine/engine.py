@@ -168,6 +168,7 @@ class Engine:
             cache_key=self._cache_key(prompt_id, row),
             pooling=row.pooling,
             adapter=row.adapter,
+            priority=row.priority,
         )
         if row.params.prompt_logprobs is not None and index == 0:
             request.prompt_logprobs_from = row.score_from - 1

@@ -62,6 +62,7 @@ class Request:
         cache_key: bytes | None,
         pooling: PoolingRow | None = None,
         adapter: Adapter | None = None,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -76,6 +77,7 @@ class Request:
         self.pooling = pooling
         self.pooled: np.ndarray | None = None
         self.adapter, self.adapter_slot = adapter, NO_SLOT
+        self.rank = (priority, 0)  # by which a scheduler with priorities orders; it sets the second
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.draft_token_ids: list[int] = []

@@ -37,6 +37,7 @@ class Row:
         num_dropped_tokens: how many of the prompt's tokens were cut.
         pooling: what a pooling model makes of the prompt; None: the prompt is continued.
         adapter: what is added to the model's layers for it; None: nothing is.
+        priority: a lower one runs first, with `scheduling_policy="priority"`.
         known_outputs: tokens of each completion that an earlier run generated; this one continues after them.
     """
 
@@ -52,6 +53,7 @@ class Row:
     known_outputs: Sequence[Sequence[int]] = ()
     pooling: PoolingRow | None = None
     adapter: Adapter | None = None
+    priority: int = 0
 
 
 @dataclass

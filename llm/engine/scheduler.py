@@ -1,11 +1,13 @@
 """Which tokens the next step computes.
 
-Owns the policy: first come first served, a token budget per step, chunked prefill, preemption by recomputation. No
-tensors, no clocks. Its decisions are a `SchedulerOutput`, plain data that can be sent to another process.
+Owns the policy: first come first served or by priority, a token budget per step, chunked prefill, preemption by
+recomputation. No tensors, no clocks. Its decisions are a `SchedulerOutput`, plain data that can be sent to another
+process.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
@@ -24,6 +26,9 @@ _MOST_WITH_DRAFTS = 128
 class Scheduler:
     """First come, first served, with at most `max_num_batched_tokens` tokens and `max_num_seqs` batch rows per step.
 
+    With the policy "priority" `running` is in the order of `Request.rank`, the lowest (priority, arrival) first, and of
+    the waiting requests the lowest is started.
+
     A request whose adapter finds no slot is passed over until one is free.
     """
 
@@ -36,8 +41,12 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self._removed: list[str] = []
         self.num_preemptions = 0
+        self._by_priority = config.scheduling_policy == "priority"
+        self._arrivals = 0
 
     def add(self, request: Request) -> None:
+        self._arrivals += 1
+        request.rank = request.rank[0], self._arrivals
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
@@ -149,8 +158,10 @@ class Scheduler:
             raise RuntimeError("an adapter counts other requests than those that run with it")
 
     def _next_waiting(self) -> int | None:
-        """The place of the first waiting request whose adapter has a slot or finds one."""
+        """The place of the first waiting request, or the lowest, whose adapter has a slot or finds one."""
         fitting = (place for place, request in enumerate(self.waiting) if self.adapters.has_room(request.adapter))
+        if self._by_priority:
+            return min(fitting, key=lambda place: self.waiting[place].rank, default=None)
         return next(fitting, None)
 
     def _schedule(self, plan: SchedulerOutput, request: Request, count: int, drafts: int = 0) -> None:
@@ -197,7 +208,10 @@ class Scheduler:
         request.adapter_slot = self.adapters.take(request.adapter)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self.running.append(request)
+        if self._by_priority:
+            bisect.insort(self.running, request, key=lambda running: running.rank)
+        else:
+            self.running.append(request)
         plan.new_rows.append(
             NewRow(
                 request.request_id,
@@ -218,7 +232,7 @@ class Scheduler:
         )
 
     def preempt_last(self) -> Request:
-        """Move the last admitted running request back to the head of the queue; it recomputes its tokens."""
+        """Move the last running request back to the head of the queue; it recomputes its tokens."""
         request = self.running.pop()
         self.blocks.free(request)
         self.adapters.release(request.adapter)

@@ -92,7 +92,6 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
         "config_format tokenizer_mode mamba_cache_dtype mamba_ssm_cache_dtype worker_cls",
     ),
     ("", "model_weights worker_extension_cls"),
-    ("fcfs", "scheduling_policy"),
     ("auto", "lora_dtype"),
     (["original/**/*"], "ignore_patterns"),
     ([], "kv_cache_dtype_skip_layers"),

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders
 from tiny_models import TINY_MODELS, one_thread, tiny_checkpoint
 
-from llm import LLM, SamplingParams, StructuredOutputsParams
+from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
 from llm.api import EMBEDDED_MODEL
 from llm.base.errors import OutOfMemoryError
 from llm.config.engine import EngineArgs
@@ -306,6 +306,13 @@ def test_a_wrong_config_is_one_sentence(wrong: Any, sentence: str) -> None:
         LLM(speculative_config=wrong)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_vllms_older_name_of_the_method() -> None:
+    for name in ("ngram", "[ngram]"):
+        assert SpeculativeConfig.of({"model": name}) == SpeculativeConfig.of({"method": "ngram"}) == SpeculativeConfig()
+    with pytest.raises(ValidationError, match="with method='draft_model' or 'eagle3' only"):
+        SpeculativeConfig.of({"model": "folder", "method": "ngram"})
 
 
 def test_a_draft_model_has_the_same_tokens(tmp_path: Path) -> None:

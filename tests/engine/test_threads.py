@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from embedded import GREEDY, PROMPTS, SAMPLED, assert_idle, engine_of, open_llm, python, run, tokens
 
-from llm import LLM, SamplingParams
+from llm import LLM, RequestOutput, SamplingParams, ValidationError
 from llm.base.errors import EngineBusyError
 
 
@@ -205,6 +205,38 @@ def test_a_forked_process_computes_with_one_thread_and_says_so() -> None:
     result = python("-c", FORK, env={"OMP_NUM_THREADS": "2"})
     assert result.stdout == "0 True 2\n0 True\n1 0\n[0] True\n", result.stderr
     assert result.stderr.count("so it computes with one thread") == 3
+
+
+def test_the_lowest_priority_value_runs_first() -> None:
+    """And is the last to be recomputed where the KV cache is too small for all; answers are the same."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    order: list[int] = []
+
+    def ran(llm: LLM, **more: Any) -> list[RequestOutput]:
+        order.clear()
+        return llm.generate(PROMPTS, params, use_tqdm=False, on_output=lambda out: order.append(out.index), **more)
+
+    with open_llm(max_model_len=64, max_num_seqs=1, scheduling_policy="priority") as llm:
+        expected = tokens(ran(llm))
+        assert order == [0, 1, 2]
+        assert tokens(ran(llm, priority=[3, 1, 2])) == expected and order == [1, 2, 0]
+        assert tokens(ran(llm, priority=1)) == expected and order == [0, 1, 2]
+        engine = llm.llm_engine
+        for index, own in enumerate((5, -1, 0)):
+            engine.add_request(str(index), PROMPTS[index], params, priority=own)
+        ended = [output.request_id for _ in range(200) for output in engine.step() if output.finished]
+        assert ended == ["1", "2", "0"]
+        with pytest.raises(ValidationError, match="priority must be an integer from"):
+            ran(llm, priority=True)
+    small = {"max_model_len": 64, "block_size": 4, "enable_prefix_caching": False, "kv_cache_dtype": "float32"}
+    with open_llm(**small) as plan:
+        block = plan.config.cache_config.kv_cache_memory_bytes // plan.config.cache_config.num_blocks
+    for policy, victim, first in (("priority", 0, 1), ("fcfs", 2, 0)):
+        with open_llm(**small, kv_cache_memory_bytes=20 * block, scheduling_policy=policy) as llm:
+            outputs = ran(llm, priority=[9, 1, 2])
+            counts = [output.metrics.num_preemptions for output in outputs]
+            assert tokens(outputs) == expected and counts[victim] == max(counts) > 0 == counts[first]
+            assert_idle(llm)
 
 
 def test_a_loaded_model_is_not_pickled(llm: LLM) -> None:
