@@ -1,7 +1,7 @@
 """`python -m llm chat`: a conversation in the terminal.
 
-Owns reading lines, the commands that begin with a slash, and the conversation. Answers are streamed to standard output,
-everything else goes to standard error, so that piped input gives piped output.
+Owns reading lines, the commands that begin with a slash, texts of several lines, and the conversation. Answers are
+streamed to standard output, everything else goes to standard error, so that piped input gives piped output.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llm.base.errors import LLMError, ValidationError
-from llm.base.types import Commands
+from llm.base.types import Commands, JsonObject
 
 if TYPE_CHECKING:
     from llm.api import LLM
     from llm.sampling_params import SamplingParams
 
-_HELP = """/system TEXT         what the model is told first; without TEXT: nothing
+_HELP = '''/system TEXT         what the model is told first; without TEXT: nothing
 /reset               forget the conversation, keep what /system says
 /params              show what answers are drawn with
 /params NAME=VALUE   change it: /params temperature=0.2 max_tokens=100
 /exit                end; so does Ctrl-D
-Ctrl-C stops an answer and keeps it; again, at the prompt, it ends."""
+""" begins a text of several lines, and """ at the end of a line ends it.
+Ctrl-C stops an answer and keeps it; again, at the prompt, it ends.'''
 _MAX_TOKENS = 1024
+_QUOTES = '"""'
 
 
 def add_command(commands: Commands) -> None:
@@ -36,7 +38,7 @@ def add_command(commands: Commands) -> None:
     command = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",
-        description="Talk to a model. Piped input is answered line by line.",
+        description='Talk to a model. Piped input is answered line by line; what stands between two """ is one text.',
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,6 +46,13 @@ def add_command(commands: Commands) -> None:
     command.add_argument("model", nargs="?", help="model folder or hub name (default: the embedded model)")
     command.add_argument("--system", metavar="TEXT", default="", help="what the model is told first")
     command.add_argument("--quantization", metavar="NAME", help="w8a8, w8a16, w4a8, w4a16: quantize while loading")
+    command.add_argument(
+        "--requantize", metavar="NAME", help="the same of a checkpoint that is quantized already, such as a GGUF file"
+    )
+    command.add_argument("--temperature", metavar="T", type=float, help="0: always the likeliest token; up to 2")
+    command.add_argument(
+        "--max-tokens", metavar="N", type=int, help=f"most tokens of an answer (default: the model's, or {_MAX_TOKENS})"
+    )
     command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of the whole conversation")
     command.add_argument("--seed", metavar="N", type=int, help="makes the answers reproducible")
 
@@ -54,6 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     with LLM(
         EMBEDDED_MODEL if args.model is None else args.model,
         quantization=args.quantization,
+        requantize=args.requantize,
         max_model_len=args.max_model_len,
         max_num_seqs=1,
         seed=args.seed,
@@ -63,7 +73,10 @@ def _run(args: argparse.Namespace) -> int:
             with contextlib.suppress(ImportError):  # Windows; editing and history of the lines come from it
                 importlib.import_module("readline")
             print(f"{llm!r}; /help lists the commands", file=sys.stderr)
-        ChatLoop(llm, args.system).run(_from_terminal if is_terminal else _from_pipe)
+        loop = ChatLoop(llm, args.system)
+        given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+        loop.change({name: value for name, value in given.items() if value is not None})
+        loop.run(_from_terminal if is_terminal else lambda prompt: _from_pipe())
     return 0
 
 
@@ -83,20 +96,26 @@ class ChatLoop:
             self.params = dataclasses.replace(self.params, max_tokens=_MAX_TOKENS)
         self._system = system
 
-    def run(self, read: Callable[[], str | None]) -> None:
-        """Until `read` returns None, or /exit. Its lines are messages or commands."""
+    def run(self, read: Callable[[str], str | None]) -> None:
+        """Until `read` returns None, or /exit. Its lines are messages or commands; it is given what to ask with."""
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?" and the chat goes on
-        while (line := read()) is not None:
+        while (line := read("> ")) is not None:
             text = line.strip()
             try:
-                if text.startswith("/"):
+                if text.startswith(_QUOTES):
+                    self._answer_if_any(_several_lines(text, read))
+                elif text.startswith("/"):
                     if self._obey(*text[1:].partition(" ")[::2]):
                         return
-                elif text:
-                    self._answer(text)
+                else:
+                    self._answer_if_any(text)
             except LLMError as error:
                 print(f"error: {error}", file=sys.stderr)
+
+    def _answer_if_any(self, text: str) -> None:
+        if text.strip():
+            self._answer(text.strip())
 
     def _obey(self, name: str, rest: str) -> bool:
         """Run a command; True if the chat ends."""
@@ -116,6 +135,13 @@ class ChatLoop:
 
     def _tell(self, text: str) -> None:
         self._system = text
+        when = "from the next answer on" if self.messages else "first"
+        said = f"the model is told {when}: {text}" if text else "the model is told nothing first"
+        print(said, file=sys.stderr)
+
+    def change(self, given: JsonObject) -> None:
+        """Draw answers with these fields of SamplingParams."""
+        self.params = dataclasses.replace(self.params, **given)
 
     def _change(self, text: str) -> None:
         given = {}
@@ -130,7 +156,7 @@ class ChatLoop:
         unknown = [name for name in given if name not in {item.name for item in dataclasses.fields(self.params)}]
         if unknown:
             raise ValidationError(f"SamplingParams has no {unknown[0]!r}.", parameter="params", value=unknown[0])
-        self.params = dataclasses.replace(self.params, **given)
+        self.change(given)
         print(self.params, file=sys.stderr)
 
     def _answer(self, text: str) -> None:
@@ -149,9 +175,21 @@ class ChatLoop:
         self.messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
-def _from_terminal() -> str | None:
+def _several_lines(first: str, read: Callable[[str], str | None]) -> str:
+    """The lines from one that begins with quotes to one that ends with them; all there are if none does."""
+    lines = [first.removeprefix(_QUOTES)]
+    while not lines[-1].rstrip().endswith(_QUOTES):
+        line = read("... ")
+        if line is None:
+            return "\n".join(lines)
+        lines.append(line.rstrip("\r\n"))
+    lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
+    return "\n".join(lines)
+
+
+def _from_terminal(prompt: str) -> str | None:
     try:
-        return input("> ")
+        return input(prompt)
     except (EOFError, KeyboardInterrupt):
         print(file=sys.stderr)
         return None

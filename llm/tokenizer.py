@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
-from llm.base.errors import ValidationError
+from llm.base.errors import CheckpointError, ValidationError
 from llm.inputs import ChatMessage
 from llm.loading.model_files import check_small_files, read_json
 from llm.tokenizer_backends import (
@@ -192,6 +192,11 @@ class Tokenizer:
             return FastBackend(self.folder, self._definition.tokenizer)
         if (self.folder / "tokenizer.json").exists():
             return FastBackend(self.folder)
+        if (self.folder / "tekken.json").exists() and not (self.folder / "tokenizer.model").exists():
+            raise CheckpointError(
+                f"{self.folder} has tekken.json and no tokenizer.json, which is read here; download that too, or pass "
+                "the folder or hub name of a model that has it as tokenizer=."
+            )
         return HuggingFaceBackend(self.huggingface, self.folder)
 
 

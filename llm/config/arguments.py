@@ -86,8 +86,9 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         hf_config_path=None,
     ),
     _refused(
-        "only Hugging Face tokenizers are read; leave it at 'auto' and name another one with tokenizer.",
-        tokenizer_mode=("auto", "hf"),
+        "only Hugging Face tokenizers are read, tokenizer.json for 'mistral' too, which has the tokens of tekken.json; "
+        "leave it at 'auto' and name another one with tokenizer.",
+        tokenizer_mode=("auto", "hf", "mistral"),
     ),
     _refused(
         "the tokenizer's revision is not chosen apart from the model's; pass a local folder as tokenizer.",

@@ -21,9 +21,9 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def lines(*given: str) -> Callable[[], str | None]:
+def lines(*given: str) -> Callable[[str], str | None]:
     waiting = iter(given)
-    return lambda: next(waiting, None)
+    return lambda prompt: next(waiting, None)
 
 
 def chat(llm: LLM, *given: str, system: str = "") -> ChatLoop:
@@ -53,6 +53,28 @@ def test_the_commands(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert (loop.params.max_tokens, loop.params.stop) == (2, ["x"])
     err = capsys.readouterr().err
     assert "error: /nope is no command" in err and "Ctrl-C stops" in err
+    assert "the model is told first: Be brief.\n" in err
+
+
+def test_system_says_what_the_model_is_told(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = chat(llm, "One", "/system Be brief.", "/system")
+    assert loop._system == "" and len(loop.messages) == 2
+    err = capsys.readouterr().err
+    assert err == "the model is told from the next answer on: Be brief.\nthe model is told nothing first\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        (['"""', "/system no", "", "two  ", '"""', "three"], ["/system no\n\ntwo", "three"]),
+        (['"""one', 'two"""', '"""three"""'], ["one\ntwo", "three"]),
+        (['"""one', "two"], ["one\ntwo"]),
+        (['"""', '"""', "four"], ["four"]),
+    ],
+)
+def test_texts_of_several_lines(llm: LLM, given: list[str], texts: list[str]) -> None:
+    loop = chat(llm, *given)
+    assert texts_of(loop)[::2] == texts and loop._system == ""
 
 
 @pytest.mark.parametrize("line", ["/params x", "/params nope=1", "/params max_tokens=-3", "far too long " * 200])
@@ -92,7 +114,21 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(llm: LLM, monkeypatch: pytest.Monk
 def test_piped_input_gives_the_answers_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("/params temperature=0 max_tokens=3\nHello\nAnd then?\n"))
-    assert main(["chat", "--seed", "1"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 2 and ">" not in out
+    monkeypatch.setattr("sys.stdin", io.StringIO('Hello\n"""And\nthen?"""\n/params seed=1\n'))
+    assert main(["chat", "--seed", "1", "--temperature", "0", "--max-tokens", "3"]) == 0
+    told = capsys.readouterr()
+    assert told.out.count("\n") == 2 and ">" not in told.out
+    assert "temperature=0" in told.err and "max_tokens=3" in told.err
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--temperature", "3"], "temperature must be"),
+        (["--max-tokens", "0"], "max_tokens must be"),
+        (["--requantize", "w4a8"], "requantize"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(option: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", *option]) != 0
+    assert said in capsys.readouterr().err

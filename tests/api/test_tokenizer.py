@@ -475,6 +475,12 @@ def test_a_template_given_replaces_the_folders(folder: Path) -> None:
     assert Tokenizer(folder, "x {{ 1 }}").render_chat(CONVERSATION, chat_template=text) == "as text: Be brief."
 
 
+def test_a_folder_with_tekken_json_alone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has tekken.json and no tokenizer.json, which is read here; download"):
+        Tokenizer(tmp_path)
+
+
 def test_no_template_is_refused_unless_the_call_brings_one(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     with pytest.raises(ValidationError, match="no chat template") as caught:
