@@ -5,8 +5,8 @@ Owns the methods; `llm.verification` has the checks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -15,6 +15,7 @@ from llm.base.checks import refuse
 from llm.base.errors import ValidationError
 from llm.base.names import known_names
 from llm.base.types import JsonObject
+from llm.config.engine import EngineArgs
 from llm.loading.resolve import resolve_folder
 from llm.loading.source import FolderSource, ModelSource
 
@@ -86,15 +87,18 @@ class Verifying:
         (`to_pandas()`) and a picture (`plot()`). One is loaded at a time.
 
         Args:
-            schemes: names of `quantization=`; None or "none": as the checkpoint has it.
+            schemes: names of `quantization=`, of a quantized checkpoint (a GGUF file) of `requantize=`; None or "none":
+                as the checkpoint has it.
             texts: for perplexity; the more, the narrower its interval.
             speed: measure tokens per second on this machine now.
             **arguments: of `LLM`, for all of them.
         """
         from llm.quantize.compare import compare
 
+        argument = "requantize" if _is_quantized(model, arguments) else "quantization"
+
         def open_scheme(scheme: str | None) -> LLM:
-            given: JsonObject = {"use_tqdm_on_load": False, **arguments, "quantization": scheme}
+            given: JsonObject = {"use_tqdm_on_load": False, **arguments, argument: scheme}
             return cast("type[LLM]", cls)(model, **given)
 
         return compare(open_scheme, schemes, texts, speed)
@@ -117,3 +121,14 @@ class Verifying:
                 return selfcheck(cast("LLM", self), engine)
             finally:
                 engine.scheduler.blocks.reset_prefix_cache()
+
+
+def _is_quantized(model: str | Path, arguments: Mapping[str, object]) -> bool:
+    """The checkpoint is quantized already, as its headers say."""
+    from llm.startup.source import read_model
+
+    known = {item.name for item in fields(EngineArgs)} - {"quantization", "requantize", "calibration"}
+    given: JsonObject = {name: value for name, value in arguments.items() if name in known}
+    found = read_model(EngineArgs.from_user(model=model, **given))
+    found.source.close()
+    return found.quantization.found

@@ -31,6 +31,7 @@ class Compared:
     """One quantization.
 
     Attributes:
+        quantization: the scheme; of the checkpoint as it is its format, or "none".
         weight_bytes: of all weights.
         perplexity: on the texts, low and high its 95% interval on other texts like these; None: too few tokens.
         change: of the perplexity to that of the first quantization, as a share; low and high its 95% interval.
@@ -128,7 +129,8 @@ def compare(
         with open_scheme(None if scheme == "none" else scheme) as llm:
             scores = score_texts(llm, texts)
             first = first or scores
-            rows.append(_compared(scheme or "none", llm, first, scores, speed))
+            name = scheme if scheme not in (None, "none") else llm.config.model_config.quantization or "none"
+            rows.append(_compared(name, llm, first, scores, speed))
     return Comparison(tuple(rows))
 
 

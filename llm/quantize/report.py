@@ -42,7 +42,8 @@ class QuantizationReport:
     """The effect of quantization on a model.
 
     Attributes:
-        name: the quantization's name.
+        name: the quantization's name; of `requantize` that one.
+        baseline: what it is compared with: "unquantized", or the format of a checkpoint that was quantized already.
         layers: one entry per layer with a weight.
         perplexity_before, perplexity_after: on the texts; None without texts or without an unquantized model.
         perplexity_interval: 95% of perplexity_after, for other texts like these; None: too few tokens, fewer than 256.
@@ -68,6 +69,7 @@ class QuantizationReport:
     perplexity_interval: tuple[float, float] | None = None
     change_interval: tuple[float, float] | None = None
     notes: tuple[str, ...] = field(default=())
+    baseline: str = "unquantized"
 
     @property
     def bytes_before(self) -> int:
@@ -86,7 +88,10 @@ class QuantizationReport:
 
     def summary(self) -> list[str]:
         """The totals, one per line."""
-        lines = [f"quantization {self.name}: {_bytes(self.bytes_before)} -> {_bytes(self.bytes_after)} of weights"]
+        beside = "" if self.baseline == "unquantized" else f" of {self.baseline}"
+        lines = [
+            f"quantization {self.name}{beside}: {_bytes(self.bytes_before)} -> {_bytes(self.bytes_after)} of weights"
+        ]
         if self.perplexity_after is not None:
             before = "" if self.perplexity_before is None else f"{self.perplexity_before:.4f} -> "
             change = "" if self.perplexity_change is None else f" ({self.perplexity_change:+.3%})"
@@ -117,7 +122,7 @@ class QuantizationReport:
         lines = []
         for what in ("prefill", "decode"):
             before, after = getattr(self.speed_before, what), getattr(self.speed_after, what)
-            slower = "" if after >= before else ": SLOWER than unquantized on this machine"
+            slower = "" if after >= before else f": SLOWER than {self.baseline} on this machine"
             lines.append(f"{what} {before:,.0f} -> {after:,.0f} tokens/s ({after / before:.2f}x){slower}")
         return lines
 
@@ -203,6 +208,8 @@ def make_report(
         return QuantizationReport(layers=tuple(engine.runner.layer_reports()), notes=(note,), **result)
     noise: dict[str, float] = {}
     with open_plain() as plain:
+        result["baseline"] = plain.config.model_config.quantization or "unquantized"
+        sizes = {layer.name: layer.bytes_after for layer in plain._open_engine().runner.layer_reports()}
         if after is not None:
             before = score_texts(plain, texts)
             result["perplexity_before"] = before.perplexity
@@ -215,7 +222,10 @@ def make_report(
             result |= {"identical_prompts": sum(share == 1 for share in shares), "prompts": len(shares)}
         if speed:
             result["speed_before"] = measure_speed(plain)
-    layers = [replace(layer, output_snr=noise.get(layer.name)) for layer in engine.runner.layer_reports()]
+    layers = [
+        replace(layer, output_snr=noise.get(layer.name), bytes_before=sizes.get(layer.name, layer.bytes_before))
+        for layer in engine.runner.layer_reports()
+    ]
     return QuantizationReport(layers=tuple(layers), **result)
 
 
@@ -228,7 +238,10 @@ def _checked_name(llm: LLM, texts: Sequence[str]) -> str:
         )
     if isinstance(texts, str):
         raise ValidationError("texts is one text, pass a list of texts.", parameter="texts", value=texts)
-    return name
+    asked = llm._args.requantize
+    if asked is None:
+        return name
+    return asked if isinstance(asked, str) else str(asked.get("scheme", "mixed"))
 
 
 def _bar(top: int, share: float, colour: str, value: float) -> str:

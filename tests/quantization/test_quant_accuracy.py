@@ -19,6 +19,7 @@ import torch
 from embedded import ROOT, copy_model, engine_of, open_llm
 from safetensors.torch import load_file, save_file
 
+from llm import LLM
 from llm.api import EMBEDDED_MODEL
 from llm.cli import main
 from llm.quantization.quantizer import Quantized
@@ -244,6 +245,22 @@ def test_the_report_of_a_checkpoint_that_was_quantized_before(tmp_path: Any) -> 
         compared = llm.quantization_report(TEXTS[4:5], prompts=[], against=EMBEDDED_MODEL, speed=False)
         assert compared.perplexity_change is not None and abs(compared.perplexity_change) < 0.02
         assert all(layer.weight_snr is None for layer in compared.layers)
+
+
+def test_a_gguf_file_is_compared_with_its_own_requantizations(tmp_path: Any) -> None:
+    """By its name and in its size, which are not those of a float model."""
+    path = tmp_path / "m.gguf"
+    with open_llm(EMBEDDED_MODEL, quantization="q4_0") as llm:
+        llm.save_quantized(path, "gguf")
+    with open_llm(path, requantize="w8a16") as llm:
+        report = llm.quantization_report(TEXTS[4:5], prompts=[], speed=False)
+    assert (report.name, report.baseline) == ("w8a16", "gguf")
+    assert report.summary()[0].startswith("quantization w8a16 of gguf: ")
+    assert 0.8 * path.stat().st_size < report.bytes_before < 1.1 * path.stat().st_size
+    found = LLM.compare(path, ["none", "w8a16"], TEXTS[4:5], speed=False, speculative_config=None)
+    assert [row.quantization for row in found.rows] == ["gguf", "w8a16"]
+    assert found.rows[0].weight_bytes < found.rows[1].weight_bytes and found.rows[0].change == 0
+    assert found.rows[1].change != 0
 
 
 def test_an_unquantized_model_has_no_report() -> None:
