@@ -86,6 +86,16 @@ EMULATED __m256i castsi512_si256(__m512i x) { return halves(x).lo; }
 EMULATED __m256 extractf32x8_ps(__m512 x, int half) { return half ? halves(x).hi : halves(x).lo; }
 EMULATED __m256i extracti32x8_epi32(__m512i x, int half) { return half ? halves(x).hi : halves(x).lo; }
 EMULATED __m512 permutexvar_ps(__m512i index, __m512 x) { return __builtin_shuffle(x, (__v16si)index); }
+template <int ORDER> EMULATED __m512 permute_ps(__m512 x) {
+    __m512 out = x;
+    for (int i = 0; i < 16; ++i) out[i] = x[i / 4 * 4 + (ORDER >> i % 4 * 2 & 3)];
+    return out;
+}
+template <int ORDER> EMULATED __m512 shuffle_f32x4(__m512 a, __m512 b) {
+    __m512 out = a;
+    for (int i = 0; i < 16; ++i) out[i] = (i < 8 ? a : b)[(ORDER >> i / 4 * 2 & 3) * 4 + i % 4];
+    return out;
+}
 EMULATED __m512i permutexvar_epi32(__m512i index, __m512i x) {
     return (__m512i)__builtin_shuffle((__v16si)x, (__v16si)index);
 }
@@ -388,6 +398,10 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_extracti32x8_epi32 emulated::extracti32x8_epi32
 #define _mm512_permutexvar_epi32 emulated::permutexvar_epi32
 #define _mm512_permutexvar_ps emulated::permutexvar_ps
+#undef _mm512_permute_ps
+#define _mm512_permute_ps(x, order) emulated::permute_ps<order>(x)
+#undef _mm512_shuffle_f32x4
+#define _mm512_shuffle_f32x4(a, b, order) emulated::shuffle_f32x4<order>(a, b)
 #define _mm512_permutex2var_epi16 emulated::permutex2var_epi16
 #define _mm512_broadcast_i32x4 emulated::broadcast_i32x4
 #define _mm512_shuffle_epi8 emulated::shuffle_epi8
