@@ -8,6 +8,7 @@ weights a GGUF file holds in Q4_1, and all-MiniLM-L6-v2 (Apache 2.0) in float32.
   quantize the values of the file, which are first written as a float32 checkpoint by transformers' GGUF reader (pip
   install accelerate gguf). A KL divergence is far less noisy than a perplexity, of which 1,500 tokens tell 1%.
 - requantize: the same with requantize= of the file itself.
+- gguf: other GGUF files of the same values as they are (`--gguf FILE ...`), of llama.cpp's llama-quantize for example.
 - kv: the types of the KV cache, compared with float32.
 - minilm: the cosine of 60 sentences' vectors to the unquantized ones, and how often the nearest neighbour is the same.
 
@@ -152,6 +153,16 @@ def language_table(model: Path, schemes: Sequence[str], keyword: str) -> Iterato
         yield row(scheme, f"{size:,}", *cells(before, after))
 
 
+def file_table(model: Path, files: Sequence[Path]) -> Iterator[str]:
+    headings = ("file", "bytes", *texts(), "mean loss", "KL", "same next token")
+    yield row(*headings)
+    yield row(*("---" for _ in headings))
+    before, _ = score(model)
+    for file in files:
+        after, _ = score(file)
+        yield row(file.name, f"{file.stat().st_size:,}", *cells(before, after))
+
+
 def cache_table(model: Path, caches: Sequence[str]) -> Iterator[str]:
     headings = ("kv_cache_dtype", *texts(), "mean loss", "KL", "same next token")
     yield row(*headings)
@@ -187,11 +198,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--tables", nargs="+", default=["smollm2", "requantize", "kv", "minilm"])
+    parser.add_argument("--gguf", nargs="+", type=Path, default=[])
     args = parser.parse_args()
     fetch(args.folder)
     tables = {
         "smollm2": lambda: language_table(write_floats(args.folder), args.schemes, "quantization"),
         "requantize": lambda: language_table(args.folder / GGUF, args.schemes, "requantize"),
+        "gguf": lambda: file_table(write_floats(args.folder), args.gguf),
         "kv": lambda: cache_table(args.folder / GGUF, CACHES),
         "minilm": lambda: embedding_table(args.folder / MINILM, args.schemes),
     }
