@@ -42,14 +42,16 @@ LLM_INLINE Bytes nibbles(const uint8_t* p, bool high) {
 }
 #endif
 
-// Adds a group's exact sums [ROWS][PANELS][16] to `sums`. Not inlined: with its branches over the scales' types, the
-// caller's loop would spill, and gcc would keep a copy of all sums on its stack.
-template <int ROWS, int PANELS>
+// Adds the exact sums of COUNT groups from `group` on, [COUNT][ROWS][PANELS][16], to `sums`. Not inlined: with its
+// branches over the scales' types, the caller's loop would spill, and gcc would keep a copy of all sums on its stack.
+template <int ROWS, int PANELS, int COUNT = 1>
 __attribute__((noinline)) void add_scaled(const Int4Product& p, int64_t group, int64_t panel, const GroupInputs& inputs,
                                           const int32_t* exact, float* sums) {
+    constexpr int64_t width = PANELS * LANES;
     const GroupInputs at = inputs.from(group * ROWS);
     LLM_UNROLL for (int c = 0; c < PANELS; ++c)
-        p.add_group(group, (panel + c) * LANES, at, ROWS, exact + c * LANES, sums + c * LANES, PANELS * LANES);
+        p.add_groups<COUNT>(group, (panel + c) * LANES, at, ROWS, ROWS, exact + c * LANES, ROWS * width,
+                            sums + c * LANES, width);
 }
 
 #if LLM_DOTS
@@ -62,6 +64,9 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
     const int64_t bytes = p.panel_bytes();
     const Ahead ahead(PREFETCH_BYTES, PANEL_STEP, p.steps(), PANELS, bytes);
     const uint8_t* b = p.panel(panel);
+    // The float sums are read and written once for so many groups.
+    constexpr int at_once = 4;
+    alignas(64) int32_t exact[at_once][ROWS * PANELS * LANES];
     int64_t s = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
         Bytes acc[ROWS][vectors];
@@ -84,9 +89,12 @@ __attribute__((noinline)) void add_groups(const Int4Product& p, const int8_t* a,
                 }
             }
         }
-        alignas(64) int32_t exact[ROWS][PANELS * LANES];
-        std::memcpy(exact, acc, sizeof exact);
-        add_scaled<ROWS, PANELS>(p, group, panel, inputs, exact[0], sums);
+        const int64_t place = group % at_once;
+        std::memcpy(exact[place], acc, sizeof acc);
+        if (place == at_once - 1) add_scaled<ROWS, PANELS, at_once>(p, group - place, panel, inputs, exact[0], sums);
+        else if (group + 1 == p.groups)
+            for (int64_t g = 0; g <= place; ++g)
+                add_scaled<ROWS, PANELS>(p, group - place + g, panel, inputs, exact[g], sums);
     }
 }
 

@@ -85,7 +85,8 @@ void multiply_channels(const Int4Product& p, const TileOperands& a, int64_t from
                 alignas(64) int32_t exact[LANES];
                 std::memcpy(exact, at + r * stride, sizeof exact);
                 store(at + r * stride, zero());
-                p.add_group(0, (panel + c) * LANES, p.inputs.from(tile * TILE_LINES + r), 1, exact, at + r * stride, 0);
+                p.add_groups<1>(0, (panel + c) * LANES, p.inputs.from(tile * TILE_LINES + r), 0, 1, exact, 0,
+                                at + r * stride, 0);
             }
             p.finish(from + tile * TILE_LINES, a.tile_rows(tile), panel + c, at, stride);
         }
@@ -126,7 +127,7 @@ class GroupTiles {
                 LLM_TILE_DOT_INT8(0, 4, 7);
             }
             LLM_TILE_STORE(0, sums, LINE);
-            // As Int4Product::add_group, in registers.
+            // As Int4Product::add_groups, in registers.
             const GroupInputs of = p.inputs.from((tile * p.groups + group) * TILE_LINES);
             const F32 scale = p.group_scale(group, panel * LANES);
             LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r)

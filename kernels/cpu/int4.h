@@ -47,22 +47,31 @@ struct Int4Product : Product {
         if (minimum) return scale * set1(8.0f) - minima().load(group, column, n - column, 4 * LANES);
         return llm::zero() - zeros().load(group, column, n - column, 4 * LANES) * scale;
     }
-    // Adds the exact sums of `rows` batch rows and one panel, `stride` apart, to `sums`; of each row `at` of `inputs`.
-    LLM_INLINE void add_group(int64_t group, int64_t column, const GroupInputs& at, int64_t rows, const int32_t* exact,
-                              float* sums, int64_t stride) const {
-        const F32 scale = group_scale(group, column);
+    // Adds the exact sums of COUNT groups, of `rows` batch rows and one panel, to `sums`. `stride`: between batch rows;
+    // the groups are `apart` sums and `inputs_apart` of `at` apart.
+    template <int COUNT>
+    LLM_INLINE void add_groups(int64_t group, int64_t column, const GroupInputs& at, int64_t inputs_apart, int64_t rows,
+                               const int32_t* exact, int64_t apart, float* sums, int64_t stride) const {
+        F32 scale[COUNT], offset[COUNT];
+        LLM_UNROLL for (int g = 0; g < COUNT; ++g) scale[g] = group_scale(group + g, column);
+        const auto add = [&](int64_t r, int g, F32 total) {
+            const F32 sum = to_float(load_i(exact + g * apart + r * stride)) * set1(at.scale[g * inputs_apart + r]);
+            return fma(sum, scale[g], total);
+        };
         if (!is_shifted()) {
             LLM_UNROLL for (int64_t r = 0; r < rows; ++r) {
-                float* to = sums + r * stride;
-                store(to, fma(to_float(load_i(exact + r * stride)) * set1(at.scale[r]), scale, load(to)));
+                F32 total = load(sums + r * stride);
+                LLM_UNROLL for (int g = 0; g < COUNT; ++g) total = add(r, g, total);
+                store(sums + r * stride, total);
             }
             return;
         }
-        const F32 offset = group_offset(group, column, scale);
+        LLM_UNROLL for (int g = 0; g < COUNT; ++g) offset[g] = group_offset(group + g, column, scale[g]);
         LLM_UNROLL for (int64_t r = 0; r < rows; ++r) {
-            float* to = sums + r * stride;
-            const F32 total = fma(to_float(load_i(exact + r * stride)) * set1(at.scale[r]), scale, load(to));
-            store(to, fma(offset, set1(at.sum[r]), total));
+            F32 total = load(sums + r * stride);
+            LLM_UNROLL for (int g = 0; g < COUNT; ++g)
+                total = fma(offset[g], set1(at.sum[g * inputs_apart + r]), add(r, g, total));
+            store(sums + r * stride, total);
         }
     }
     // Writes y = sums (+ bias) for one panel and `rows` batch rows, whose sums are `stride` floats apart.
