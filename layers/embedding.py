@@ -16,6 +16,8 @@ from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import EmbeddingMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedEmbeddingMethod, fill_rows, new_parameter
 
+DEFAULT_VOCAB_PADDING_SIZE = 64
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -90,7 +92,7 @@ class VocabParallelEmbedding(PluggableLayer):
         embedding_dim: width of a row.
         params_dtype: storage type of an unquantized table; None: torch's default.
         org_num_embeddings: number of ids in the checkpoint; later ids were added; None: all.
-        padding_size: rows are padded to a multiple of it and of the ranks. vLLM's default is 64; here the kernels pad.
+        padding_size: rows are padded to a multiple of it and of the ranks; models here say 1, because kernels pad.
         quant_config: picks the method for `prefix`; None: unquantized.
         prefix: dotted path of the layer in the model.
         tied: the table is also the LM head.
@@ -110,7 +112,7 @@ class VocabParallelEmbedding(PluggableLayer):
         embedding_dim: int,
         params_dtype: torch.dtype | None = None,
         org_num_embeddings: int | None = None,
-        padding_size: int = 1,
+        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
         quant_config: QuantizationConfig | None = None,
         prefix: str = "",
         *,
@@ -226,9 +228,17 @@ class ParallelLMHead(VocabParallelEmbedding):
     is_lm_head = True
     called_by = "logits"
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, bias: bool = False, **kwargs: Any) -> None:
-        super().__init__(num_embeddings, embedding_dim, **kwargs)
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        *further: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, params_dtype, *further, **kwargs)
         if bias:
-            dtype = kwargs.get("params_dtype") or torch.get_default_dtype()
+            dtype = params_dtype or torch.get_default_dtype()
             data = torch.empty(self.shard.rows, dtype=dtype)
             self.bias = new_parameter(data, self.weight_loader, output_dim=0)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from llm.base.checks import refuse
 from llm.base.custom_op import CustomOp
 from llm.base.errors import ValidationError
 from llm.kernels.backend import Operations
@@ -190,15 +192,23 @@ RECIPES: dict[str, Callable[[RopeParameters, int, int], tuple[torch.Tensor, floa
 }
 
 
+# What "default" does not read.
+_IGNORED_BY_DEFAULT: dict[str, Any] = {"max_position_embeddings": 0, "original_max_position_embeddings": 0}
+
+
 @CustomOp.register("rotary_embedding")
 class RotaryEmbedding(KernelOp):
     """Rotates the leading channels of each head.
 
     Args:
-        head_size: channels of a head; the leading `rope.rotary_dim(head_size)` are rotated.
-        max_model_len: positions in the table.
-        rope: the recipe of the frequencies.
+        head_size: channels of a head.
+        rotary_dim: how many leading ones are rotated.
+        max_position_embeddings: positions in the table.
+        base: of the frequencies, the theta of plain rotary embeddings.
         is_neox_style: channel i is paired with i + d (Hugging Face's weights); False: 2i with 2i + 1 (GPT-J).
+        dtype: of the queries; the table is float32 whatever it is.
+        rope: another recipe of the frequencies, with a `rotary_dim` and a base of its own; None: the plain one. The
+            layers of models here pass one only if it is not plain.
     """
 
     operations = ("rotary_embedding",)
@@ -209,22 +219,39 @@ class RotaryEmbedding(KernelOp):
     def __init__(
         self,
         head_size: int,
-        max_model_len: int,
-        rope: RopeParameters,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float = 10000.0,
         is_neox_style: bool = True,
+        dtype: torch.dtype | None = None,
         *,
+        rope: RopeParameters | None = None,
         enforce_enable: bool = False,
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
-        self.head_size = head_size
-        self.rotary_dim = rope.rotary_dim(head_size)
-        self.is_neox_style = is_neox_style
-        per_position, factor = frequencies(rope, self.rotary_dim, max_model_len)
-        # float32 [max_model_len, rotary_dim]: cosines, then sines.
-        self.register_buffer("cos_sin_cache", cos_sin_table(per_position, max_model_len, factor), persistent=False)
-        self.has_sections = bool(rope.mrope_section)
+        recipe = RopeParameters(theta=base) if rope is None else rope
+        if not 0 < rotary_dim <= head_size or (rope is not None and rotary_dim != rope.rotary_dim(head_size)):
+            right = f"from 1 to the {head_size} channels of a head" if rope is None else "that of the rope"
+            refuse("rotary_dim", rotary_dim, right)
+        self.head_size, self.rotary_dim, self.is_neox_style = head_size, rotary_dim, is_neox_style
+        self.max_position_embeddings, self.base = max_position_embeddings, recipe.theta
+        per_position, factor = frequencies(recipe, rotary_dim, max_position_embeddings)
+        # float32 [max_position_embeddings, rotary_dim]: cosines, then sines.
+        table = cos_sin_table(per_position, max_position_embeddings, factor)
+        self.register_buffer("cos_sin_cache", table, persistent=False)
+        self.has_sections = bool(recipe.mrope_section)
         if self.has_sections:
-            self.register_buffer("pair_axis", _pair_axis(rope, self.rotary_dim), persistent=False)
+            self.register_buffer("pair_axis", _pair_axis(recipe, self.rotary_dim), persistent=False)
+
+    @classmethod
+    def of(
+        cls, head_size: int, max_position_embeddings: int, rope: RopeParameters, is_neox_style: bool = True
+    ) -> RotaryEmbedding:
+        """The operation of a model's layers; a plain rope is said in vLLM's arguments alone, as replacements take."""
+        dim, positions, dtype = rope.rotary_dim(head_size), max_position_embeddings, torch.get_default_dtype()
+        if replace(rope, theta=10000.0, partial_rotary_factor=1.0, **_IGNORED_BY_DEFAULT) == RopeParameters():
+            return cls(head_size, dim, positions, rope.theta, is_neox_style, dtype)
+        return cls(head_size, dim, positions, rope.theta, is_neox_style, dtype, rope=rope)
 
     def compute(
         self, ops: Operations, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from llm.base.command_line import add_logits_processors
 from llm.base.errors import LLMError, ValidationError
 from llm.base.types import Commands, JsonObject
 
@@ -55,6 +56,7 @@ def add_command(commands: Commands) -> None:
     )
     command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of the whole conversation")
     command.add_argument("--seed", metavar="N", type=int, help="makes the answers reproducible")
+    add_logits_processors(command)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -67,6 +69,7 @@ def _run(args: argparse.Namespace) -> int:
         max_model_len=args.max_model_len,
         max_num_seqs=1,
         seed=args.seed,
+        logits_processors=args.logits_processors,
     ) as llm:
         is_terminal = sys.stdin is not None and sys.stdin.isatty()
         if is_terminal:

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from llm import __version__
+from llm.base.command_line import add_logits_processors, one_by_one
 from llm.base.errors import LLMError, ValidationError
 from llm.base.types import Commands
 
@@ -28,7 +29,7 @@ _DEFAULT_MAX_TOKENS = 128
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, 1 for a user's mistake (one sentence), 130 for Ctrl-C."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(one_by_one(sys.argv[1:] if argv is None else argv))
     try:
         return args.run(args)
     except LLMError as error:
@@ -140,12 +141,7 @@ def _add_generate(commands: Commands) -> None:
     command.add_argument("--top-p", metavar="P", type=float, help="draw among the likeliest that sum to P")
     command.add_argument("--min-p", metavar="P", type=float, help="drop tokens below P times the likeliest")
     command.add_argument("--seed", metavar="N", type=int, help="makes the answer reproducible")
-    command.add_argument(
-        *("--logits-processors", "--logits_processors"),
-        metavar="MODULE:CLASS",
-        action="append",
-        help="a logits processor to load; may be given several times",
-    )
+    add_logits_processors(command)
     command.add_argument("--extra-args", metavar="JSON", help='for logits processors: {"target_token": 67}')
     _add_quantize_on_load(command)
     command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and output together")

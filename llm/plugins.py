@@ -62,6 +62,8 @@ PLATFORM_PLUGINS = "llm.platform_plugins"
 GENERAL_PLUGINS = "llm.general_plugins"
 LOGITS_PROCESSORS = "llm.logits_processors"
 GROUPS = (PLATFORM_PLUGINS, GENERAL_PLUGINS, LOGITS_PROCESSORS)
+# vLLM's names.
+PLATFORM_PLUGINS_GROUP, DEFAULT_PLUGINS_GROUP = PLATFORM_PLUGINS, GENERAL_PLUGINS
 # vLLM's other groups -> why nothing is loaded from them.
 _UNUSED_GROUPS = {
     "llm.io_processor_plugins": "there are no input and output plugins; convert data in your own code",
@@ -144,6 +146,20 @@ def load_general_plugins() -> None:
             if plugin not in _called:
                 guarded(plugin, "failed", function)
                 _called.add(plugin)
+
+
+def load_plugins_by_group(group: str) -> dict[str, Any]:
+    """Name -> object of the installed plugins of one of `GROUPS`, under vLLM's name. Raises as `load`."""
+    if group not in GROUPS:
+        problem = f"group={group!r} is none of {', '.join(GROUPS)}.{nearest(group, GROUPS)}"
+        raise ValidationError(problem, parameter="group", value=group)
+    return {plugin.name: found for plugin, found in load(installed(group)).items()}
+
+
+def resolve_obj_by_qualname(qualname: str) -> Any:
+    """The object at "package.module.Name", under vLLM's name; ImportError or AttributeError if there is none."""
+    module, _, name = qualname.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def _warn_of_unused() -> None:

@@ -10,13 +10,13 @@ from llm.forward import ForwardBatch, RecurrentSpec
 from llm.kernels.select import backend_of_construction
 from llm.layers.linear import ReplicatedLinear
 from llm.layers.mamba.conv import CausalConv1d
-from llm.layers.mamba.parameters import DecayingLayer, float32_parameter
+from llm.layers.mamba.parameters import DecayingLayer, MambaBase, float32_parameter
 from llm.layers.norm import RMSNorm
 from llm.quantization.base import QuantizationConfig
 
 
 @PluggableLayer.register("mamba_mixer")
-class MambaMixer(DecayingLayer):
+class MambaMixer(MambaBase, DecayingLayer):
     """Input projection, convolution, selective scan and output projection; steps, B and C depend on the input.
 
     Every rank of a tensor-parallel group computes all of it.

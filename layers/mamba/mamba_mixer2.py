@@ -14,12 +14,12 @@ from llm.layers.factors import ColumnFactors
 from llm.layers.linear import ReplicatedLinear
 from llm.layers.mamba.conv import CausalConv1d
 from llm.layers.mamba.gated_norm import Mixer2RMSNormGated
-from llm.layers.mamba.parameters import DecayingLayer, float32_parameter
+from llm.layers.mamba.parameters import DecayingLayer, MambaBase, float32_parameter
 from llm.quantization.base import QuantizationConfig
 
 
 @PluggableLayer.register("mamba_mixer2")
-class MambaMixer2(DecayingLayer):
+class MambaMixer2(MambaBase, DecayingLayer):
     """Input projection, convolution, the recurrence of each head, gated norm and output projection.
 
     Every rank of a tensor-parallel group computes all of it.

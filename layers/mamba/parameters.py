@@ -13,6 +13,16 @@ def float32_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
 
 
+class MambaBase:
+    """Base of recurrent mixers, beside `PluggableLayer` or `CustomOp`: layers with a state of fixed size per request.
+
+    Attributes:
+        layer_index: position of the layer's state among the model's.
+    """
+
+    layer_index: int
+
+
 class DecayingLayer(PluggableLayer):
     """A layer whose states decay at the rates -exp(A_log), which its recurrence gets.
 

@@ -12,13 +12,13 @@ from llm.layers.linear import ReplicatedLinear
 from llm.layers.mamba.conv import CausalConv1d
 from llm.layers.mamba.gated_norm import Mixer2RMSNormGated
 from llm.layers.mamba.mamba_mixer2 import MambaMixer2
-from llm.layers.mamba.parameters import DecayingLayer, float32_parameter
+from llm.layers.mamba.parameters import DecayingLayer, MambaBase, float32_parameter
 from llm.layers.norm import RMSNorm
 from llm.quantization.base import QuantizationConfig
 
 
 @PluggableLayer.register("plamo2_mamba_mixer")
-class Plamo2MambaMixer(DecayingLayer):
+class Plamo2MambaMixer(MambaBase, DecayingLayer):
     """Input projection, convolution, the recurrence of each head, gate and output projection.
 
     All heads share one B and one C. Every rank of a tensor-parallel group computes all of it.

@@ -10,7 +10,9 @@ import weakref
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from llm.api.asking import ChatOptions, ChatPrompt, Rendering
 from llm.api.checks import check_priority
@@ -34,16 +36,20 @@ class AsyncLLM:
 
     Args:
         llm: what is driven. Its own methods can be called from other threads between two steps; `shutdown` leaves it
-            open.
+            open. None: one is made of `arguments`, those of `LLM`.
 
     Attributes:
-        llm: as given; or, after `from_engine_args`, made from the arguments and closed by `shutdown`.
+        llm: as given; or made from the arguments, also of `from_engine_args`, and closed by `shutdown`.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        self._thread = EngineThread(llm)
-        self._owns = False
+    def __init__(self, llm: LLM | None = None, **arguments: Any) -> None:
+        if llm is not None and arguments:
+            refuse("llm", llm, f"left out with arguments of LLM ({', '.join(arguments)})")
+        if isinstance(llm, str | Path):
+            refuse("llm", llm, "an LLM; name a model with model=")
+        self._owns = llm is None
+        self.llm = LLM(**arguments) if llm is None else llm
+        self._thread = EngineThread(self.llm)
         self._numbers = count()
         self._gathered: defaultdict[asyncio.AbstractEventLoop, list[Call]] = defaultdict(list)
         # Also before the interpreter ends, and when this object is collected.
@@ -60,9 +66,7 @@ class AsyncLLM:
         """An engine for an `AsyncEngineArgs` or `EngineArgs`. Nothing is reported or logged, whatever is asked; the
         thread starts with the first request."""
         given = {name: value for name, value in vars(engine_args).items() if name != "enable_log_requests"}
-        engine = cls(LLM(**given))
-        engine._owns = True
-        return engine
+        return cls(**given)
 
     @known_names("AsyncLLM.generate")
     async def generate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import sys
 import uuid
 from collections.abc import Sequence
@@ -35,3 +36,27 @@ def random_uuid() -> str:
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Run the garbage collector. Nothing else is left to do: `LLM.close` or `del llm` has freed the memory."""
     gc.collect()
+
+
+_PROCESSORS = ("--logits-processors", "--logits_processors")
+_CLASS_PATH = re.compile(r"[\w.]+:[\w.]+")
+
+
+def add_logits_processors(command: argparse.ArgumentParser) -> None:
+    """`--logits-processors MODULE:CLASS ...`, and vLLM's spelling; see `one_by_one`."""
+    right = "logits processors to load, one or several"
+    command.add_argument(*_PROCESSORS, metavar="MODULE:CLASS", action="append", help=right)
+
+
+def one_by_one(arguments: Sequence[str]) -> list[str]:
+    """Several values of `--logits-processors` as one option each: a prompt behind them is none of them."""
+    spread: list[str] = []
+    option = ""
+    for text in arguments:
+        if option and spread[-1] != option and _CLASS_PATH.fullmatch(text):
+            spread.append(option)
+        elif option and spread[-1] != option:
+            option = ""
+        option = text if text in _PROCESSORS else option
+        spread.append(text)
+    return spread

@@ -113,6 +113,15 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         """The definition, in plain PyTorch."""
         raise NotImplementedError(f"{type(self).__name__} has no forward_native")
 
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the base never bound: `forward_native` is. These are here for `super()` and for calls by hand."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_cuda(*args, **kwargs)
+
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
+
     def declines(self, method: str) -> str | None:
         """Why this instance cannot run `method` ("forward_cpu" ...), None if it can; called once, after construction.
 

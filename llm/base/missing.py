@@ -38,8 +38,10 @@ class _MissingModules:
             return
         from llm.config.elsewhere import MODULES
 
-        if fullname in MODULES:
-            raise ModuleNotFoundError(f"there is no {fullname}; {MODULES[fullname]}.", name=fullname)
+        parent = fullname.rpartition(".")[0]
+        instead = MODULES.get(fullname) or MODULES.get(f"{parent}.*")
+        if instead is not None:
+            raise ModuleNotFoundError(f"there is no {fullname}; {instead}.", name=fullname)
 
 
 def explain_missing_modules() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llm.config.engine import VllmConfig as VllmConfig
     from llm.config.parts import DeviceConfig as DeviceConfig
     from llm.config.parts import LoadConfig as LoadConfig
+    from llm.config.parts import MultiModalConfig as MultiModalConfig
     from llm.config.parts import ObservabilityConfig as ObservabilityConfig
     from llm.config.parts import ParallelConfig as ParallelConfig
     from llm.config.parts import ReasoningConfig as ReasoningConfig
@@ -35,7 +36,7 @@ _PUBLIC = {
         "VllmConfig",
     ),
     "parts": (
-        *("DeviceConfig", "LoadConfig", "ObservabilityConfig", "ParallelConfig", "ReasoningConfig"),
+        *("DeviceConfig", "LoadConfig", "MultiModalConfig", "ObservabilityConfig", "ParallelConfig", "ReasoningConfig"),
         "StructuredOutputsConfig",
     ),
     "speculative": ("SpeculativeConfig",),

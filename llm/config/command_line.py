@@ -38,7 +38,9 @@ class CommandLine:
         for name, default in DEFAULTS.items():
             option = f"--{name.strip('_').replace('_', '-')}"
             note = (ARGUMENTS[name].note or "see LLM").replace("%", "%%")
-            if isinstance(default, bool):
+            if name == "logits_processors":
+                group.add_argument(option, dest=name, nargs="+", action="extend", help=note)
+            elif isinstance(default, bool):
                 group.add_argument(option, dest=name, action=argparse.BooleanOptionalAction, default=default, help=note)
             else:
                 group.add_argument(

@@ -46,6 +46,7 @@ class CompilationConfig:
         backend: the compiler: "inductor", "eager" (none), or "" for the platform's choice.
         custom_ops: "all" or "none", then "+op" and "-op"; one string may hold several, separated by commas. Without
             "all" or "none" it is "none" where `mode` is not NONE and `backend` is "inductor", and "all" otherwise.
+        base_is_default: "all" or "none" at the end of `custom_ops` was appended by `with_base_mode`.
 
     Raises:
         ValidationError: an item that is none of these, both "all" and "none", or "+op" with "-op".
@@ -54,6 +55,7 @@ class CompilationConfig:
     mode: CompilationMode = CompilationMode.NONE
     backend: str = "inductor"
     custom_ops: tuple[str, ...] = ()
+    base_is_default: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _parse_mode(self.mode))
@@ -82,6 +84,12 @@ class CompilationConfig:
         parsed = cls(**{name: item for name, item in given.items() if name not in (*HARMLESS_KEYS, *_HARMLESS_EMPTY)})
         return replace(parsed, mode=CompilationMode.NONE) if enforce_eager else parsed
 
+    def with_base_mode(self) -> CompilationConfig:
+        """With "all" or "none" appended to `custom_ops` where neither was said, as vLLM does."""
+        if any(item in BASE_MODES for item in self.custom_ops):
+            return self
+        return replace(self, custom_ops=(*self.custom_ops, self.base_mode), base_is_default=True)
+
     @property
     def base_mode(self) -> str:
         """ "all" or "none": the state of operations that `custom_ops` does not name."""
@@ -103,7 +111,8 @@ class CompilationConfig:
         for item in (f"+{op}", f"-{op}"):
             if item in self.custom_ops:
                 return item.startswith("+"), item
-        decided = self.base_mode if self.base_mode in self.custom_ops else f"{self.base_mode}, the default"
+        is_said = self.base_mode in self.custom_ops and not self.base_is_default
+        decided = self.base_mode if is_said else f"{self.base_mode}, the default"
         return self.base_mode == "all", decided
 
     def __str__(self) -> str:
@@ -136,14 +145,14 @@ def _as_dict(value: object) -> dict[str, Any]:
 
 
 def _check_keys(value: Mapping[str, object]) -> None:
-    known = {item.name for item in fields(CompilationConfig)} | HARMLESS_KEYS
+    keys = [item.name for item in fields(CompilationConfig) if item.name != "base_is_default"]
+    known = {*keys, *HARMLESS_KEYS}
     for key, item in value.items():
         if key in known or (key in _HARMLESS_EMPTY and not item):
             continue
         if key in _HARMLESS_EMPTY:
             raise _invalid(key, item, "left empty, for no graph is captured that a pass could change")
-        names = ", ".join(field.name for field in fields(CompilationConfig))
-        hint = f"; {_RENAMED[key]}." if key in _RENAMED else f".{nearest(str(key), known)} Known: {names}."
+        hint = f"; {_RENAMED[key]}." if key in _RENAMED else f".{nearest(str(key), known)} Known: {', '.join(keys)}."
         raise ValidationError(f"compilation_config has no key {key!r}{hint}", parameter="compilation_config", value=key)
 
 

@@ -110,10 +110,7 @@ _ROPE = "make an llm.layers.rotary.RotaryEmbedding with RopeParameters, which co
 _TEXT = "prompts are text or token ids"
 _NO_MODEL = "no model here needs it; derive your own from llm.layers.custom_op.CustomOp"
 _EXPERT_LAYERS = ("SharedFusedMoE FusedMoEConfig FusedMoEFactory RoutedExperts fused_experts fused_topk").split()
-_MIXER_LAYERS = (
-    "ChunkGatedDeltaRule MultiHeadLatentAttentionWrapper MLAAttention "
-    "SparseAttnIndexer StaticSinkAttention FusedRMSNormGated"
-).split()
+_MIXER_LAYERS = ("ChunkGatedDeltaRule MLAAttention SparseAttnIndexer StaticSinkAttention FusedRMSNormGated").split()
 _ROPE_CLASSES = (
     "get_rope YaRNScalingRotaryEmbedding MRotaryEmbedding Llama3RotaryEmbedding DeepseekScalingRotaryEmbedding "
     "LinearScalingRotaryEmbedding DynamicNTKScalingRotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding"
@@ -139,16 +136,13 @@ NAMES: dict[str, str] = {
     **dict.fromkeys(_MIXER_LAYERS, _MIXERS),
     **dict.fromkeys(_ROPE_CLASSES, _ROPE),
     **dict.fromkeys(_OTHER_OPERATIONS, _NO_MODEL),
-    **dict.fromkeys(("EmbedsPrompt", "ExplicitEncoderDecoderPrompt", "MultiModalConfig"), _TEXT),
-    "DEFAULT_PLUGINS_GROUP": "its name is GENERAL_PLUGINS",
+    **dict.fromkeys(("EmbedsPrompt", "ExplicitEncoderDecoderPrompt"), _TEXT),
     "DeviceCapability": "Platform.get_device_capability returns (major, minor)",
     "GuidedDecodingParams": "it has become StructuredOutputsParams, in vLLM too",
-    "PLATFORM_PLUGINS_GROUP": "its name is PLATFORM_PLUGINS",
     "get_current_vllm_config": "a constructor asks llm.base.construction.construction()",
     **dict.fromkeys(_DISTRIBUTED, _ONE_DEVICE),
     **dict.fromkeys(("make_async", "merge_async_iterators"), _ASYNC),
     **dict.fromkeys(_UTILITIES, _OWN),
-    "load_plugins_by_group": "use llm.plugins.installed(group) and llm.plugins.load(plugins)",
     "set_current_vllm_config": "operations are bound by llm.base.construction.constructing_for(platform, compilation)",
 }
 
@@ -165,9 +159,8 @@ MODULES: dict[str, str] = {
     "llm.model_executor.layers.fla": _MIXERS,
     "llm.model_executor.layers.fused_moe.config": _EXPERTS,
     "llm.model_executor.layers.fused_moe.layer": _EXPERTS,
-    "llm.model_executor.layers.mla": _MIXERS,
     "llm.model_executor.model_loader": "checkpoints are read by llm.loading",
-    "llm.model_executor.models": "models are in llm.models, and register_model is imported from llm",
+    "llm.model_executor.models.*": "models are in llm.models, and register_model is imported from llm",
     "llm.multimodal": _TEXT,
     "llm.transformers_utils": "tokenizers and chat templates are in llm.tokenizer",
     "llm.utils.async_utils": _ASYNC,

@@ -40,6 +40,11 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class MultiModalConfig:
+    """Of no model here: prompts are text. For the annotations of operations written for vLLM."""
+
+
+@dataclass(frozen=True)
 class LoadConfig:
     load_format: str = "auto"
     download_dir: None = None

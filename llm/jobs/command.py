@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm.base.command_line import add_logits_processors
 from llm.base.errors import JobInterrupted, ValidationError
 from llm.base.types import Commands, JsonObject
 from llm.pooling_params import PoolingParams
@@ -73,6 +74,7 @@ def add_commands(commands: Commands) -> None:
     command.add_argument("--quantization", metavar="NAME", help="w8a8, w8a16, w4a8, w4a16: quantize while loading")
     command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and output together")
     command.add_argument("--max-num-seqs", metavar="N", type=int, help="most rows computed in one step")
+    add_logits_processors(command)
     merge = commands.add_parser(
         "merge",
         help="put the parts of a sharded run into one file",
@@ -104,6 +106,7 @@ def _run(args: argparse.Namespace) -> int:
         convert=convert,
         enable_lora=bool(modules or args.lora),
         max_lora_rank=args.max_lora_rank or DEFAULT_MAX_LORA_RANK,
+        logits_processors=args.logits_processors,
     ) as llm:
         is_pooling = llm.config.model_config.runner_type == "pooling"
         try:

@@ -76,7 +76,7 @@ class EncoderModel(DecoderForCausalLM):
         self.token_types: VocabParallelEmbedding | None = None
         if config.token_types:
             self.token_types = VocabParallelEmbedding(
-                config.token_types, config.hidden_size, prefix="token_types", **context.common
+                config.token_types, config.hidden_size, prefix="token_types", padding_size=1, **context.common
             )
 
     def _build_score(self, classes: int, context: BuildContext) -> None:

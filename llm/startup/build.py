@@ -64,7 +64,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             args.compilation_config,
             default_backend=platform.simple_compile_backend,
             enforce_eager=args.enforce_eager,
-        )
+        ).with_base_mode()
         processors = load_logits_processors(args.logits_processors)
         model = read_model(args)
         check_operations(compilation)

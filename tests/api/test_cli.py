@@ -110,7 +110,7 @@ ENGINE_OPTIONS: dict[str, tuple[list[str], Any]] = {
     "max_model_len": (["--max-model-len", "99"], 99),
     "seed": (["--seed", "9"], 9),
     "verbose": (["--verbose"], True),
-    "logits_processors": (["--logits-processors", "a:B", "--logits_processors", "c:D"], ["a:B", "c:D"]),
+    "logits_processors": (["--logits-processors", "a:B", "--logits_processors", "c:D", "e:F"], ["a:B", "c:D", "e:F"]),
     "compilation_config": (["--compilation-config", "3"], "3"),
 }
 
@@ -300,6 +300,16 @@ def test_a_defect_of_ours_is_not_dressed_up_as_a_mistake(monkeypatch: pytest.Mon
     monkeypatch.setattr(cli, "_sampling_params", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["generate", PROMPT])
+
+
+@pytest.mark.parametrize("command", [["generate"], ["chat", "folder"], ["run", "in.jsonl", "out.jsonl"]])
+def test_several_logits_processors_in_one_option(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    rest = ["--logits_processors", "a:B", "c.d:E", *(["a: prompt"] if command == ["generate"] else [])]
+    assert opened_with([*command, *rest], monkeypatch)["logits_processors"] == ["a:B", "c.d:E"]
 
 
 def test_a_full_disk_is_one_sentence() -> None:

@@ -262,10 +262,10 @@ def test_a_planted_defect_is_caught(name: str) -> None:
         (lambda: mm_encoder.MMEncoderAttention(4, 8, num_kv_heads=3), "num_kv_heads"),
         (lambda: rel_pos.RelPosAttention(8, 3), "num_heads"),
         (lambda: rel_pos.RelPosAttention(8, 2, use_rel_pos=True), "input_size"),
-        (lambda: rotary.RotaryEmbedding(8, 9, RopeParameters(mrope_section=(1, 1, 1))), "mrope_section"),
-        (lambda: rotary.RotaryEmbedding(8, 9, RopeParameters(mrope_section=(2, 2))), "mrope_section"),
+        (lambda: rotary.RotaryEmbedding.of(8, 9, RopeParameters(mrope_section=(1, 1, 1))), "mrope_section"),
+        (lambda: rotary.RotaryEmbedding.of(8, 9, RopeParameters(mrope_section=(2, 2))), "mrope_section"),
         (
-            lambda: rotary.RotaryEmbedding(8, 9, RopeParameters(mrope_section=(0, 2, 2), mrope_interleaved=True)),
+            lambda: rotary.RotaryEmbedding.of(8, 9, RopeParameters(mrope_section=(0, 2, 2), mrope_interleaved=True)),
             "mrope_section",
         ),
         (lambda: extra_rotary.DualChunkRotaryEmbedding(8, 8, 9, 1e4, chunk_size=4, local_size=4), "local_size"),
@@ -284,7 +284,7 @@ def test_a_gated_activation_needs_two_halves() -> None:
 
 
 def test_positions_of_a_grid_need_sections() -> None:
-    op = rotary.RotaryEmbedding(8, 9, RopeParameters())
+    op = rotary.RotaryEmbedding.of(8, 9, RopeParameters())
     with pytest.raises(ValueError, match="mrope_section"):
         op.forward_native(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, 8), torch.zeros(2, 8))
 
@@ -350,13 +350,13 @@ def test_each_pair_follows_the_position_that_transformers_gives_it(
     rope = RopeParameters(mrope_section=sections, mrope_interleaved=interleaved)
     if interleaved and any(index + 3 * (sections[index] - 1) >= pairs for index in (1, 2)):  # more than its turns
         with pytest.raises(ValidationError, match="mrope_section"):
-            RotaryEmbedding(2 * pairs, 4, rope)
+            RotaryEmbedding.of(2 * pairs, 4, rope)
         return
     owner: Any = Qwen3VLTextRotaryEmbedding if interleaved else Qwen2VLRotaryEmbedding
     angles = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, pairs).clone()
     holder = SimpleNamespace(mrope_section=list(sections))
     expected = owner.recomposition_frequencies(holder, angles).flatten()[:pairs]
-    assert RotaryEmbedding(2 * pairs, 4, rope).pair_axis.tolist() == expected.tolist()
+    assert RotaryEmbedding.of(2 * pairs, 4, rope).pair_axis.tolist() == expected.tolist()
 
 
 def test_a_long_rotary_table_is_made_in_parts() -> None:
@@ -364,3 +364,19 @@ def test_a_long_rotary_table_is_made_in_parts() -> None:
     angles = torch.tensor([0, 65_535, 65_536, 139_999]).double()[:, None] * torch.tensor([1.0, 0.01]).double()
     exact = torch.cat((angles.cos(), angles.sin()), dim=1) / 2
     assert torch.allclose(table[[0, 65_535, 65_536, 139_999]].double(), exact, atol=1e-3)
+
+
+def test_rotary_embedding_takes_vllms_arguments() -> None:
+    """Head size, rotary dim, positions, base, style, type; a replacement with these gets them from models too."""
+    op = RotaryEmbedding(8, 4, 16, 500.0, False, torch.bfloat16)
+    same = RotaryEmbedding.of(8, 16, RopeParameters(theta=500.0, partial_rotary_factor=0.5), False)
+    assert torch.equal(op.cos_sin_cache, same.cos_sin_cache) and op.rotary_dim == 4 and not same.is_neox_style
+
+    class Theirs(RotaryEmbedding):
+        def __init__(self, head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype) -> None:
+            super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    table = Theirs.of(8, 16, RopeParameters(theta=500.0)).cos_sin_cache
+    assert torch.equal(table[0], torch.tensor([1.0] * 4 + [0] * 4))
+    with pytest.raises(TypeError, match="rope"):  # another recipe is not dropped
+        Theirs.of(8, 16, RopeParameters(rope_type="linear", factor=2.0))

@@ -320,7 +320,7 @@ def test_logits_of_ranks_are_in_order_of_ids(size: int, original: int) -> None:
             "gather_output",
         ),
         (lambda tp: ColumnParallelLinear(K, 8, skip_bias_add=True, tp=tp, return_bias=False), "skip_bias_add"),
-        (lambda tp: VocabParallelEmbedding(8, K, org_num_embeddings=9, tp=tp), "org_num_embeddings"),
+        (lambda tp: VocabParallelEmbedding(8, K, org_num_embeddings=9, tp=tp, padding_size=1), "org_num_embeddings"),
         (lambda tp: LogitsLayer(8, 9), "org_vocab_size"),
         (lambda tp: TensorParallel(2, 2), "rank"),
     ],
@@ -369,8 +369,8 @@ def test_a_group_without_a_communicator_does_not_pretend() -> None:
         (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (4, K)),
         (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (8,)),
         (RowParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (8, K // 2)),
-        (VocabParallelEmbedding(25, K, org_num_embeddings=20, tp=TensorParallel(1, 2)), (24, K)),
-        (VocabParallelEmbedding(25, K), (24, K)),
+        (VocabParallelEmbedding(25, K, org_num_embeddings=20, tp=TensorParallel(1, 2), padding_size=1), (24, K)),
+        (VocabParallelEmbedding(25, K, padding_size=1), (24, K)),
     ],
 )
 def test_a_slice_in_place_of_the_whole_is_refused(layer: Any, shape: tuple[int, ...]) -> None:
@@ -388,3 +388,11 @@ def test_a_rank_that_takes_the_wrong_slice_is_caught(monkeypatch: pytest.MonkeyP
     test_columns_side_by_side_are_the_whole(1)
     with pytest.raises(AssertionError):
         test_columns_side_by_side_are_the_whole(2)
+
+
+def test_embeddings_are_padded_as_vllms() -> None:
+    """The example of its documentation: 1010 ids and 16 added ones, each padded to a multiple of 64."""
+    shard = VocabParallelEmbedding(1026, 4, org_num_embeddings=1010).shard
+    assert (shard.org_rows, shard.rows) == (1024, 1088)
+    head = ParallelLMHead(1026, 4, True, torch.bfloat16, 1010, 128)
+    assert head.weight.shape == (1152, 4) and head.bias is not None and head.bias.dtype is torch.bfloat16

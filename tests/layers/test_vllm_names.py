@@ -82,7 +82,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     **{key: {"hidden_size": 8} for key in ("rms_norm", "gemma_rms_norm", "rms_norm_gated")},
     "layer_norm": {"dim": 8},
     "mixer2_gated_rms_norm": {"full_hidden_size": 8, "full_n_groups": 2},
-    "rotary_embedding": {"head_size": 8, "max_model_len": 9, "rope": rotary.RopeParameters()},
+    "rotary_embedding": {"head_size": 8, "rotary_dim": 8, "max_position_embeddings": 9},
     "dual_chunk_rotary_embedding": {
         **{"head_size": 8, "rotary_dim": 8, "max_position_embeddings": 9, "base": 1e4},
         **{"chunk_size": 4, "local_size": 1},

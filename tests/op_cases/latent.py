@@ -31,7 +31,7 @@ class Whole(nn.Module):
             kv_a_proj_with_mqa=ReplicatedLinear(HIDDEN, RANK + ROPE, return_bias=False, **common),
             kv_a_layernorm=RMSNorm(RANK, dtype=dtype),
             kv_b_proj=LatentProjection(RANK, HEADS, PLAIN, VALUE, params_dtype=dtype),
-            rotary_emb=RotaryEmbedding(ROPE, 256, RopeParameters(), is_neox_style),
+            rotary_emb=RotaryEmbedding.of(ROPE, 256, RopeParameters(), is_neox_style),
             o_proj=RowParallelLinear(HEADS * VALUE, HIDDEN, return_bias=False, **common),
             q_proj=ColumnParallelLinear(HIDDEN, width, return_bias=False, **common) if rank is None else None,
             q_a_proj=None if rank is None else ReplicatedLinear(HIDDEN, rank, return_bias=False, **common),

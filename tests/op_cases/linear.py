@@ -55,7 +55,7 @@ def padded_reference(op: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def embedding(reference: Callable[..., Any], **more: Any) -> Case:
     def build(dtype: torch.dtype) -> nn.Module:
-        return VocabParallelEmbedding(VOCAB, K, params_dtype=dtype, **more)
+        return VocabParallelEmbedding(VOCAB, K, params_dtype=dtype, **{"padding_size": 1, **more})
 
     return Case(build, token_ids, reference, returns=torch.float32)
 
@@ -65,7 +65,7 @@ class HeadedLogits(nn.Module):
 
     def __init__(self, dtype: torch.dtype, bias: bool, **arguments: Any) -> None:
         super().__init__()
-        self.head = ParallelLMHead(VOCAB, K, bias, params_dtype=dtype)
+        self.head = ParallelLMHead(VOCAB, K, bias, params_dtype=dtype, padding_size=1)
         self.processor = LogitsLayer(VOCAB, **arguments)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,7 @@ def sections_reference(module: str, sections: list[int]) -> Callable[..., Any]:
 
 
 def rotary_case(rope: RopeParameters, reference: Callable[..., Any], inputs: Any = token_inputs, **more: Any) -> Case:
-    return Case(lambda _: rotary.RotaryEmbedding(HEAD, LONGEST, rope, **more), inputs, reference, 2e-5)
+    return Case(lambda _: rotary.RotaryEmbedding.of(HEAD, LONGEST, rope, **more), inputs, reference, 2e-5)
 
 
 def apply_inputs(*leading: int) -> Callable[[int, torch.dtype, torch.Generator], Inputs]:

@@ -35,12 +35,17 @@ class DecoderStack(Patchable):
             width,
             prefix=f"{prefix}.embed_tokens",
             tied=config.tie_word_embeddings,
+            padding_size=1,
             **context.common,
         )
         self.embed_positions: VocabParallelEmbedding | None = None
         if config.learned_positions is not None:
             self.embed_positions = VocabParallelEmbedding(
-                config.learned_positions.rows, config.hidden_size, prefix=f"{prefix}.embed_positions", **context.common
+                config.learned_positions.rows,
+                config.hidden_size,
+                prefix=f"{prefix}.embed_positions",
+                padding_size=1,
+                **context.common,
             )
         self.embed_norm: nn.Module | None = None
         if config.embedding_norm is not None:
@@ -127,6 +132,7 @@ class DecoderForCausalLM(Patchable):
                 config.embedding_size or config.hidden_size,
                 config.lm_head_bias,
                 prefix="lm_head",
+                padding_size=1,
                 **context.common,
             )
 

@@ -73,7 +73,7 @@ class BuildContext:
     def rotary(self, head_size: int, rope: RopeParameters, is_neox_style: bool = True) -> RotaryEmbedding:
         """One module, with one table, for all layers with this rope."""
         longest, key = self.options.max_model_len, (head_size, rope, is_neox_style)
-        return self.shared(key, lambda: RotaryEmbedding(head_size, longest, rope, is_neox_style))
+        return self.shared(key, lambda: RotaryEmbedding.of(head_size, longest, rope, is_neox_style))
 
 
 class PartConfig:

@@ -36,7 +36,7 @@ class PerLayerInputs(Patchable):
         super().__init__()
         hidden, width = context.hidden_size, config.layers * config.size
         self.embed_tokens_per_layer = VocabParallelEmbedding(
-            config.vocab_size, width, prefix=f"{prefix}.embed_tokens_per_layer", **context.common
+            config.vocab_size, width, prefix=f"{prefix}.embed_tokens_per_layer", padding_size=1, **context.common
         )
         self.per_layer_model_projection = ReplicatedLinear(
             hidden,

@@ -109,7 +109,7 @@ def _replace_vocabulary(skeleton: Skeleton, layout: Layout, head_name: str, opti
     rows, width = _shape(embedding)
     common = {"params_dtype": options.params_dtype, "quant_config": options.quant_config}
     if layout.embedding_scale is not None:
-        own = TokenEmbedding(rows, width, prefix=name, tied=skeleton.tied, **common)  # type: ignore[arg-type]
+        own = TokenEmbedding(rows, width, prefix=name, tied=skeleton.tied, padding_size=1, **common)  # type: ignore[arg-type]
         own.scale = layout.embedding_scale
         model.set_submodule(name, own)
         if skeleton.tied:
@@ -118,7 +118,7 @@ def _replace_vocabulary(skeleton: Skeleton, layout: Layout, head_name: str, opti
     elif skeleton.tied:
         raise UnsupportedModelError(f"{type(model).__name__} ties the LM head to an embedding that is no plain table.")
     outputs, inputs = _shape(head)
-    lm_head = LMHead(outputs, inputs, prefix=head_name, **common)  # type: ignore[arg-type]
+    lm_head = LMHead(outputs, inputs, prefix=head_name, padding_size=1, **common)  # type: ignore[arg-type]
     lm_head.bias = head.bias  # type: ignore[assignment]
     model.set_submodule(head_name, lm_head)
 
