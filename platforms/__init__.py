@@ -125,7 +125,8 @@ def _from_plugin(plugin: plugins.Plugin, path: str) -> Platform | None:
 
     def make() -> Platform:
         cls = plugins.load_class(path, Platform, str(plugin))
-        plugins.check_contract(getattr(cls, "contract_version", None), str(plugin))
+        # A class that says nothing, as those for vLLM, is of the first version.
+        plugins.check_contract(getattr(cls, "contract_version", 1), str(plugin))
         return _instance(cls, plugin.name, plugin)
 
     found: Platform | None = plugins.guarded(plugin, "failed while it was made", make)
@@ -153,6 +154,7 @@ def _instance(cls: type[Platform], name: str, plugin: plugins.Plugin | None = No
 
 def _attribute_hooks(platform: Platform, plugin: plugins.Plugin) -> None:
     """Wrap the platform's methods, so that an exception names the plugin."""
-    for name, method in vars(Platform).items():
-        if callable(method) and not name.startswith("_"):
+    for name in vars(Platform):
+        # One written for vLLM may have a property in the place of a method.
+        if not name.startswith("_") and callable(getattr(type(platform), name)):
             setattr(platform, name, plugins.hook(plugin, getattr(platform, name)))

@@ -45,7 +45,7 @@ class TorchAccelerator(Platform):
     def why_not(self) -> str | None:
         return LATER
 
-    def get_device_name(self) -> str:
+    def get_device_name(self, device_id: int = 0) -> str:
         return self.torch_module().get_device_name()
 
     def memory_total(self) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from llm.platforms.interface import Platform, PlatformEnum
-from llm.platforms.limits import cpu_quota, memory_limits
+from llm.platforms.limits import cpu_quota, host_memory
 
 
 class CpuPlatform(Platform):
@@ -38,18 +38,17 @@ class CpuPlatform(Platform):
     def detect(cls) -> tuple[bool, str]:
         return True, "a CPU is always there"
 
-    def get_device_name(self) -> str:
+    def get_device_name(self, device_id: int = 0) -> str:
         for line in _lines(self.root / "proc/cpuinfo"):
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
         return platform.machine() or "cpu"
 
     def memory_total(self) -> int:
-        return min([self._meminfo()["MemTotal"], *(found.limit for found in memory_limits(self.root))])
+        return host_memory(self.root)[0]
 
     def memory_free(self) -> int:
-        left = [max(0, found.limit - found.used) for found in memory_limits(self.root)]
-        return min([self._meminfo()["MemAvailable"], *left])
+        return host_memory(self.root)[1]
 
     def num_threads(self) -> int:
         """Number of threads to use: the processors this process may run on, or its CPU quota if that is less."""
@@ -96,11 +95,6 @@ class CpuPlatform(Platform):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
-
-    def _meminfo(self) -> dict[str, int]:
-        """/proc/meminfo in bytes."""
-        pairs = (line.split(":") for line in _lines(self.root / "proc/meminfo"))
-        return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
 
 
 @functools.cache  # a hook cannot be unregistered

@@ -19,7 +19,7 @@ class CudaPlatform(TorchAccelerator):
     def is_built(cls) -> bool:
         return torch.version.cuda is not None
 
-    def get_device_capability(self) -> tuple[int, int] | None:
+    def get_device_capability(self, device_id: int = 0) -> tuple[int, int] | None:
         return torch.cuda.get_device_capability()
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:

@@ -16,6 +16,7 @@ import torch
 
 from llm.base.errors import ValidationError
 from llm.forward import StateSpec
+from llm.platforms.limits import host_memory
 
 if TYPE_CHECKING:
     from llm.config.engine import EngineArgs
@@ -56,9 +57,11 @@ class Platform:
         name: the value of `device=` and `LLM_PLATFORM`; for a plugin, the name of its entry point.
         kind: OOT for a plugin. A class that states it as vLLM's `_enum` gets the `dispatch_key` of that kind.
         device_type: torch's device type.
+        device_name: what `get_device_name` says, unless that is overridden.
+        worker_cls: class path of the `ModelRunner` that `check_and_update_config` chose; "": `get_model_runner_cls`'s.
         dispatch_key: the suffix of the `forward_*` method that a `CustomOp` binds.
         simple_compile_backend: the default compiler of operations that are off.
-        supported_quantization: the supported quantization methods; None: every registered one.
+        supported_quantization: the supported quantization methods; None or none: every registered one.
         contract_version: set by plugins, see `llm.plugins`; the built-in platforms have none.
         plugin: the plugin of the platform, None for a built-in one.
     """
@@ -66,9 +69,11 @@ class Platform:
     name: str = ""
     kind: PlatformEnum = PlatformEnum.UNSPECIFIED
     device_type: str = ""
+    device_name: str = ""
+    worker_cls: str = ""
     dispatch_key: str = "native"
     simple_compile_backend: str = "inductor"
-    supported_quantization: tuple[str, ...] | None = None
+    supported_quantization: Sequence[str] | None = None
     contract_version: int
     plugin: Plugin | None = None
 
@@ -122,21 +127,31 @@ class Platform:
         """Where weights, caches and the tensors of a step are."""
         return torch.device(self.device_type)
 
-    def get_device_name(self) -> str:
+    def get_device_name(self, device_id: int = 0) -> str:
         """The vendor's name of the device."""
-        raise NotImplementedError
+        return self.device_name or self.device_type
 
-    def get_device_capability(self) -> tuple[int, int] | None:
+    def get_device_capability(self, device_id: int = 0) -> tuple[int, int] | None:
         """(major, minor) for devices with a compute capability, else None."""
         return None
 
     def memory_total(self) -> int:
-        """Bytes that the process may use, within the limits of its container."""
-        raise NotImplementedError
+        """Bytes that the process may use, within the limits of its container; of torch's module for the device, if the
+        platform does not say."""
+        return host_memory()[0] if self.device_type == "cpu" else int(self._memory()[1])
 
     def memory_free(self) -> int:
         """Bytes that can be allocated without swapping or being killed."""
-        raise NotImplementedError
+        return host_memory()[1] if self.device_type == "cpu" else int(self._memory()[0])
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes that are free, and all."""
+        module = getattr(torch, self.device_type, None)
+        if module is None or not hasattr(module, "mem_get_info"):
+            what = f"torch.{self.device_type} has no mem_get_info"
+            raise NotImplementedError(f"{what}; override memory_total and memory_free")
+        found: tuple[int, int] = module.mem_get_info()
+        return found
 
     def memory_used(self) -> int:
         """Bytes in use, by this and other processes."""
@@ -172,15 +187,15 @@ class Platform:
     # --- What it supports. ---
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Activation dtypes, the preferred one first."""
-        raise NotImplementedError
+        """Activation dtypes, the preferred one first; a plugin may have a property in its place."""
+        return (torch.float32,)
 
     def verify_quantization(self, method: str) -> None:
         """Raise `ValidationError` if the platform does not support the quantization method."""
         known = self.supported_quantization
-        if known is not None and method not in known:
+        if known and method not in known:
             raise ValidationError(
-                f"quantization={method!r} is not computed on {self.name}; known: {', '.join(known) or 'none'}.",
+                f"quantization={method!r} is not computed on {self.name}; known: {', '.join(known)}.",
                 parameter="quantization",
                 value=method,
             )
@@ -190,12 +205,13 @@ class Platform:
         return "llm.kernels.reference.backend.ReferenceBackend"
 
     def get_attn_backend_cls(self, head_size: int) -> str:
-        """Class path of the `AttentionBackend` of layers with heads of this size."""
+        """Class path of the `AttentionBackend` of layers with heads of this size. It may take any of vLLM's arguments,
+        which are passed by name (`llm.platforms.vllm_hooks`)."""
         return "llm.layers.attention.backend.PagedAttention"
 
     def get_model_runner_cls(self) -> str:
         """Class path of the `ModelRunner`."""
-        return "llm.engine.model_runner.ModelRunner"
+        return self.worker_cls or "llm.engine.model_runner.ModelRunner"
 
     def get_communicator_cls(self) -> str:
         """Class path of the communicator between devices; `ValidationError` if there is one device."""
@@ -209,7 +225,10 @@ class Platform:
         """Called once, after the platform is chosen and before any file is read: register the plugin's classes."""
 
     def check_and_update_config(self, args: EngineArgs) -> EngineArgs:
-        """The arguments to use, `dataclasses.replace(args, ...)`. Called for each `LLM`, before they are resolved."""
+        """The arguments to use, `dataclasses.replace(args, ...)`. Called for each `LLM`, before they are resolved.
+
+        A method whose parameter is `vllm_config` gets a `llm.platforms.vllm_hooks.VllmConfigView` to change in place.
+        """
         return args
 
     def update_kv_cache_specs(self, specs: Sequence[StateSpec]) -> Sequence[StateSpec]:
@@ -218,3 +237,9 @@ class Platform:
 
     def import_kernels(self) -> None:
         """Load the libraries of its kernels. Called before each model is built, so it may be called again."""
+
+
+def supported_dtypes(platform: Platform) -> tuple[torch.dtype, ...]:
+    """Of a platform; in one written for vLLM it is a property."""
+    found: object = platform.supported_dtypes
+    return tuple(found() if callable(found) else found)  # type: ignore[arg-type]

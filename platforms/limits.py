@@ -35,6 +35,16 @@ def memory_limits(root: Path) -> list[MemoryLimit]:
     return found + _own_limits(root)
 
 
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Bytes of the host's memory that the process may use, and how many of them are free."""
+    path = root / "proc/meminfo"
+    pairs = (line.split(":") for line in (path.read_text().splitlines() if path.exists() else ()))
+    stated = {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
+    limits = memory_limits(root)
+    left = [max(0, found.limit - found.used) for found in limits]
+    return min([stated["MemTotal"], *(found.limit for found in limits)]), min([stated["MemAvailable"], *left])
+
+
 def _own_limits(root: Path) -> list[MemoryLimit]:
     """Those that `setrlimit` set, of the address space and of private memory."""
     found = []

@@ -33,7 +33,7 @@ class TpuPlatform(Platform):
     def why_not(self) -> str | None:
         return LATER
 
-    def get_device_name(self) -> str:
+    def get_device_name(self, device_id: int = 0) -> str:
         return "TPU"
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:

@@ -7,6 +7,7 @@ Owns `AttentionBackend` and this package's `PagedAttention`. A platform names an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -14,6 +15,7 @@ from llm.base.watch import Counted
 from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
 from llm.kernels.select import backend_for, backend_of_construction
 from llm.platforms.interface import Platform
+from llm.platforms.vllm_hooks import called_by_name
 from llm.plugins import load_class
 
 PAGED_ATTENTION = "llm.layers.attention.backend.PagedAttention"
@@ -141,6 +143,23 @@ class PagedAttention(AttentionBackend):
 
 def attention_backend(platform: Platform | None, head_size: int) -> type[AttentionBackend]:
     """The class that `platform` names for heads of this size; for None, `PagedAttention`."""
-    path = PAGED_ATTENTION if platform is None else platform.get_attn_backend_cls(head_size)
+    path = PAGED_ATTENTION if platform is None else called_by_name(platform.get_attn_backend_cls, _known(head_size))
     plugin = None if platform is None else platform.plugin
     return load_class(path, AttentionBackend, f"{type(platform).__name__}.get_attn_backend_cls", plugin)
+
+
+def _known(head_size: int) -> dict[str, object]:
+    """vLLM's arguments of `get_attn_backend_cls`, as far as they are known where a layer is made."""
+    layer = {
+        "head_size": head_size,
+        "dtype": torch.float32,
+        "kv_cache_dtype": "auto",
+        "block_size": None,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "attn_type": "decoder",
+    }
+    asked = {"selected_backend": None, "attn_selector_config": SimpleNamespace(**layer), "num_heads": None}
+    return {**layer, **asked, "use_v1": True}

@@ -232,6 +232,8 @@ def check_registered(compilation: CompilationConfig) -> None:
             classes = {cls.__name__: op for op, cls in op_registry.items()}
             hint = f" Did you mean {classes[name]!r}?" if name in classes else nearest(name, op_registry)
             problem = f"no operation is registered as {name!r}.{hint}"
+        elif not issubclass(found, CustomOp) and f"+{name}" in compilation.custom_ops:
+            continue  # it is on, always
         elif not issubclass(found, CustomOp):
             problem = f"{name!r} is a PluggableLayer: it has no kernels to turn on or off."
         else:

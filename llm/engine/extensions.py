@@ -27,7 +27,8 @@ from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention
 from llm.layers.moe import FusedMoE
 from llm.platforms import is_by_name
-from llm.platforms.interface import Platform
+from llm.platforms.interface import Platform, supported_dtypes
+from llm.platforms.vllm_hooks import update_config
 from llm.plugins import leave_out
 from llm.quantization.absorbed import AbsorbedLinearMethod
 from llm.quantization.base import QuantizationConfig
@@ -103,7 +104,7 @@ def held_otherwise(model: nn.Module) -> str:
 
 def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:
     """The arguments after the platform's update; raises `PluginError` if it returns anything but arguments."""
-    updated = platform.check_and_update_config(args)
+    updated = update_config(platform, args)
     if not isinstance(updated, EngineArgs):
         raise PluginError(
             f"{type(platform).__name__}.check_and_update_config must return the EngineArgs to go on with "
@@ -120,7 +121,7 @@ def check_quantization(config: QuantizationConfig, platform: Platform, dtype: to
     capability = platform.get_device_capability()
     least = config.get_min_capability()
     if dtype not in takes:
-        possible = [item for item in takes if item in platform.supported_dtypes()]
+        possible = [item for item in takes if item in supported_dtypes(platform)]
         problem = (
             f"takes activations of {' or '.join(map(_name, takes))}, and those on {platform.name} are {_name(dtype)}"
         )

@@ -48,6 +48,7 @@ from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.loader import stored_as
 from llm.loading.weight_file import check_folder, offload_folder
 from llm.platforms import Platform
+from llm.platforms.interface import supported_dtypes
 from llm.pooling_params import PoolerConfig
 from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
@@ -163,7 +164,7 @@ def _add_notes(reasons: dict[str, str], args: EngineArgs, model: ReadModel, memo
 
 def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dtypes:
     """A `dtype` that the platform does not compute in is only the type of the weights."""
-    computes_in = platform.supported_dtypes()
+    computes_in = supported_dtypes(platform)
     dtype, _ = resolve_dtype("dtype", args.dtype, computes_in[0], tuple({*computes_in, *DTYPES.values()}))
     if dtype in computes_in:
         return Dtypes(dtype, model.stored_dtype, None)

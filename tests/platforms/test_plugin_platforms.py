@@ -17,7 +17,7 @@ from llm import plugins
 from llm.base import replacement
 from llm.base.construction import constructing_for
 from llm.base.custom_op import CustomOp
-from llm.base.errors import PluginError, ValidationError
+from llm.base.errors import LLMError, PluginError, ValidationError
 from llm.base.replacement import op_registry_oot, platform_replacements
 from llm.layers.activation import SiluAndMul
 from llm.platforms import CpuPlatform, Platform, PlatformEnum, select_platform
@@ -258,3 +258,110 @@ def test_a_plugin_is_asked_once_per_environment(site: Path, monkeypatch: pytest.
 
 def test_the_registries_are_empty_between_tests() -> None:
     assert not replacement.op_registry_oot and not replacement.platform_replacements
+
+
+# --- A platform as the documents on vLLM's hardware plugins have it. ---
+
+NPU = """
+import torch
+from llm.engine.model_runner import ModelRunner
+from llm.layers.norm import RMSNorm
+from llm.model_executor.custom_op import CustomOp
+from llm.platforms import Platform, PlatformEnum
+
+asked = {}
+normed = []
+
+class AscendRMSNorm(RMSNorm):
+    def forward_oot(self, x, residual=None):
+        normed.append(1)
+        return self.forward_native(x, residual)
+
+def register_ascend_customop():
+    CustomOp.register_oot(_decorated_op_cls=AscendRMSNorm, name="RMSNorm")
+
+class NPUWorker(ModelRunner):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        register_ascend_customop()
+
+class NPUPlatform(Platform):
+    _enum = PlatformEnum.OOT
+    device_name = "npu"
+    device_type = "cpu"
+    dispatch_key = "PrivateUse1"
+    supported_quantization = []
+
+    @property
+    def supported_dtypes(self):
+        return [torch.float32]
+
+    @classmethod
+    def get_device_name(cls, device_id=0):
+        return "Ascend"
+
+    @classmethod
+    def get_device_capability(cls, device_id=0):
+        return None
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        parallel_config = vllm_config.parallel_config
+        if parallel_config.worker_cls == "auto":
+            parallel_config.worker_cls = "made_up.NPUWorker"
+        vllm_config.cache_config.block_size = 8
+        vllm_config.compilation_config.custom_ops = ["all"]
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, head_size, dtype, kv_cache_dtype, block_size, use_mla, **more):
+        asked.update(head_size=head_size, use_mla=use_mla)
+        return "llm.layers.attention.backend.PagedAttention"
+
+def register():
+    return "made_up.NPUPlatform"
+"""
+
+
+def test_the_documents_platform_runs(site: Path) -> None:
+    install(site, "made-up", NPU, platform_plugins__ascend="register")
+    import made_up
+
+    with open_llm(max_model_len=64, kv_cache_dtype="float32") as expected:
+        rows = tokens(run(expected, PROMPTS, GREEDY))
+    with open_llm(device="ascend", max_model_len=64, kv_cache_dtype="float32") as llm:
+        assert tokens(run(llm, PROMPTS, GREEDY)) == rows and made_up.normed
+        parts = {part.name: part for part in llm.explain().parts}
+        assert parts["rms_norm"].implementation == "AscendRMSNorm" and parts["rms_norm"].runs == "forward_oot"
+        assert parts["model_runner"].implementation == "NPUWorker"
+        assert llm.config.cache_config.block_size == 8
+        assert llm.config.compilation_config.custom_ops == ("all",)
+    assert made_up.asked["head_size"] and made_up.asked["use_mla"] is False
+    platform = select_platform("ascend")[0]
+    assert platform.get_device_name() == "Ascend" and platform.memory_total() == CpuPlatform().memory_total()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "vllm_config.cache_config.blocksize = 8",
+            "sets 'blocksize', which is not in its config; there are block_size",
+        ),
+        ("vllm_config.parallel_config.world_size = 2", "several devices"),
+        ("vllm_config.parallel_config.worker_cls = 'made_up.NPUPlatform'", "does not derive from .*ModelRunner"),
+        ("vllm_config.scheduler_config.max_num_seqs = 0", "max_num_seqs"),
+    ],
+)
+def test_what_a_hook_sets_is_used_or_refused(site: Path, line: str, said: str) -> None:
+    code = NPU.replace("vllm_config.cache_config.block_size = 8", line)
+    install(site, "made-up", code, platform_plugins__ascend="register")
+    with pytest.raises(LLMError, match=said), open_llm(device="ascend", max_model_len=64):
+        pass
+
+
+def test_a_hook_that_needs_what_is_not_known_is_told(site: Path) -> None:
+    code = NPU.replace("use_mla, **more", "use_mla, moon_phase")
+    install(site, "made-up", code, platform_plugins__ascend="register")
+    known = "asks for moon_phase; known are head_size"
+    with pytest.raises(PluginError, match=known), open_llm(device="ascend", max_model_len=64):
+        pass

@@ -142,7 +142,7 @@ def test_two_active_platforms_are_both_named(site: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [("contract_version = 2", "was written for version 2"), ("pass", "says no contract_version")],
+    [("contract_version = 2", "was written for version 2"), ("contract_version = None", "says no contract_version")],
 )
 def test_the_contract_is_checked(site: Path, version: str, said: str) -> None:
     assert CONTRACT_VERSION == 1
