@@ -66,8 +66,8 @@ class StructureCompiler:
         if reason and reason not in self._warned:
             self._warned.add(reason)
             logger.warning(
-                "structured_outputs: an answer may be cut at max_tokens, for %s; output.outputs[0].structured says "
-                "whether it is complete.",
+                "structured_outputs: an answer is not guaranteed (%s); output.outputs[0].structured says whether it is "
+                "complete.",
                 reason,
             )
 
@@ -134,26 +134,28 @@ def _grammar(
     vocabulary: Vocabulary, kind: str, value: Any, language: Language | None, root: int, why: str
 ) -> str | None:
     """The constraint in llguidance's form; None where the language alone computes the masks."""
-    if language is None or kind in ("json", "structural_tag"):
+    if language is None or kind == "structural_tag":
         try:
             grammar = _written(vocabulary, kind, value)
         except ValueError as error:
             raise unusable(kind, value, first_line(error)) from error
-        _check_grammar(vocabulary, kind, value, grammar)
+        _check_grammar(vocabulary, kind, value, grammar, why)
         if kind == "json" and language is None:
             check_numbers(value, why)
-        if kind == "structural_tag" or language is None:
-            return grammar
+        return grammar
     # Written from the language, so that both have the same answers: llguidance reads numbers as floats.
     matcher = vocabulary.llguidance.LLMatcher
     grammar = matcher.grammar_from_lark(grammar_of(language, root))
     return None if matcher.validate_grammar(grammar, vocabulary.tokenizer) else grammar
 
 
-def _check_grammar(vocabulary: Vocabulary, kind: str, value: object, grammar: str) -> None:
+def _check_grammar(vocabulary: Vocabulary, kind: str, value: object, grammar: str, why: str) -> None:
     failed, messages = vocabulary.llguidance.LLMatcher.validate_grammar_with_warnings(grammar, vocabulary.tokenizer)
     if failed:
-        raise unusable(kind, value, first_line(messages[0]))
+        said = first_line(messages[0])
+        lacks_keywords = said.startswith(("Unimplemented keys", "oneOf constraints", "Unknown format"))
+        reason = f"it cannot be followed ({why})" if lacks_keywords and kind == "json" else said
+        raise unusable(kind, value, reason)
     for message in messages:
         logger.warning("structured_outputs: %s", first_line(message))
 

@@ -7,26 +7,29 @@ Owns the meaning of the keywords, as llguidance reads them. A keyword whose effe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
+from urllib.parse import unquote
 
+from llm.sampling.structured.algebra import Algebra, Alternative, all_of, of_property
+from llm.sampling.structured.formats import FORMATS
 from llm.sampling.structured.language import DONE, EMPTY, IMPOSSIBLE, Language
 from llm.sampling.structured.messages import unusable
-from llm.sampling.structured.regex import Ranges, TooManyChoices, UnknownLength, Word, Words, complement, parse_regex
-
-_ANNOTATIONS = frozenset(
-    "title description default examples $schema $id $comment $defs definitions deprecated readOnly writeOnly".split()
+from llm.sampling.structured.regex import (
+    Ranges,
+    TooManyChoices,
+    UnknownLength,
+    Word,
+    Words,
+    alternatives_of,
+    complement,
+    parse_regex,
 )
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_KEYWORDS: Mapping[str, frozenset[str]] = {
-    "string": frozenset({"minLength", "maxLength", "pattern"}),
-    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
-    "object": frozenset({"properties", "required", "additionalProperties"}),
-}
-_ALL_KEYWORDS = frozenset().union(*_KEYWORDS.values())
+
 _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _CONTROLS = (*range(0x20), 0x7F)
 _LAST = 0x10FFFF
@@ -37,6 +40,9 @@ _PLAIN: Ranges = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)]
 # Of optional properties in a row each can come next: the time of a mask grows with their number, that of compiling with
 # its square.
 _MOST_OPTIONAL = 600
+_MOST_LISTED = 2000
+_MOST_DISTINCT = 8  # values of different items; a state for each set of them
+_MOST_PATTERNS = 5  # of properties; a kind of names for each set of them
 _LARGEST_DIVISOR = 64  # of `multipleOf`; a state for each remainder
 
 
@@ -91,6 +97,12 @@ class _Compiler:
         self._root = root
         self._defined: set[str] = set()
         self._words = Words(language)
+        self._algebra = Algebra(self._resolve)
+        self._scalars: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
+        self._ones: dict[str, int] = {}
+        self._values: dict[str, int] = {}
+        self._open: dict[str, bool] = {}  # being made -> whether it refers to itself
         self._any_character = self._character([(0, _LAST)])
 
     def _literal(self, text: str) -> int:
@@ -122,111 +134,113 @@ class _Compiler:
         return self._words.lexeme(self._words.cat(quote, content, quote))
 
     def value(self, schema: object) -> int:
-        if schema is True or schema == {}:
-            return self._any()
-        if not isinstance(schema, Mapping):
-            raise UnknownLength(f"the schema {schema!r}")
-        keys = set(schema) - _ANNOTATIONS
-        if not keys:
-            return self._any()
-        for keyword in ("$ref", "anyOf", "oneOf", "allOf", "const", "enum"):
-            if keyword in keys:
-                allowed = {keyword, "type"} if keyword in ("const", "enum") else {keyword}
-                self._only(keys, allowed)
-                return getattr(self, f"_{keyword.lstrip('$').lower()}")(schema)
-        if "type" not in keys:
-            raise UnknownLength("a schema without a type")
-        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        self._only(keys, {"type", *(name for kind in types for name in _KEYWORDS.get(kind, ()))})
-        return self._language.alt(*(getattr(self, f"_{kind}")(schema) for kind in types))
+        """The node of all values that the schema admits."""
+        name = self._place + json.dumps(schema, sort_keys=True)
+        if name in self._open:
+            self._open[name] = True
+            return self._language.ref(name)
+        if name not in self._values:
+            self._open[name] = False
+            node = self._any_of(self._algebra.alternatives(schema))
+            if self._open.pop(name):
+                if self._language.kinds[node] == ("ref", name):
+                    raise UnknownLength("a schema that refers to itself alone")
+                self._language.define(name, node)
+            self._values[name] = node
+        return self._values[name]
 
-    def _only(self, keys: set[str], allowed: set[str]) -> None:
-        if keys - allowed:
-            raise UnknownLength(f"the keyword {min(keys - allowed)!r}")
+    def _any_of(self, items: Sequence[Alternative]) -> int:
+        numbers = [item for item in items if item["type"] in ("integer", "number")]
+        if len(numbers) > 1 and any("multipleOf" in item for item in numbers):
+            raise UnknownLength("'multipleOf' next to other numbers")
+        return self._language.alt(*map(self._one_type, items))
 
-    # --- Combinations -----------------------------------------------------------------------------------------------
-
-    def _ref(self, schema: Schema) -> int:
-        name = schema["$ref"]
-        if name not in self._defined:
-            self._defined.add(name)
-            self._language.define(self._place + name, self.value(self._resolve(name)))
-        return self._language.ref(self._place + name)
+    def _one_type(self, item: Alternative) -> int:
+        name = json.dumps(item, sort_keys=True)
+        if item["type"] in ("array", "object"):
+            return int(getattr(self, f"_{item['type']}")(item))
+        if name not in self._scalars:
+            self._scalars[name] = getattr(self, f"_{item['type']}")(item)
+        return self._scalars[name]
 
     def _resolve(self, name: object) -> object:
         if not isinstance(name, str) or not name.startswith("#"):
             raise UnknownLength(f"the reference {name!r}")
         found = self._root
-        for part in name[1:].split("/")[1:]:
+        for part in unquote(name[1:]).split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, Mapping) or key not in found:
+            if isinstance(found, list) and key.isdigit() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, Mapping) and key in found:
+                found = found[key]
+            else:
                 raise UnknownLength(f"the reference {name!r}")
-            found = found[key]
+        if "/" not in name and name != "#":
+            raise UnknownLength(f"the reference {name!r}")
         return found
-
-    def _anyof(self, schema: Schema) -> int:
-        return self._language.alt(*(self.value(choice) for choice in schema["anyOf"]))
-
-    def _oneof(self, schema: Schema) -> int:
-        return self._language.alt(*(self.value(choice) for choice in schema["oneOf"]))
-
-    def _allof(self, schema: Schema) -> int:
-        if len(schema["allOf"]) != 1:
-            raise UnknownLength("'allOf' of several schemas")
-        return self.value(schema["allOf"][0])
-
-    def _const(self, schema: Schema) -> int:
-        return self._literals([schema["const"]], schema)
-
-    def _enum(self, schema: Schema) -> int:
-        return self._literals(schema["enum"], schema)
-
-    def _literals(self, values: Sequence[object], schema: Schema) -> int:
-        types = schema.get("type", list(_TYPES))
-        kept = [value for value in values if _is_of(value, types if isinstance(types, list) else [types])]
-        # An array or object is put together, for it begins like others.
-        simple = [value for value in kept if not isinstance(value, dict | list)]
-        texts = self._words.any_of(_written(value) for value in simple)
-        inner = [self.value(_as_schema(value)) for value in kept if isinstance(value, dict | list)]
-        return self._language.alt(*([self._words.lexeme(texts)] if simple else []), *inner)
-
-    def _any(self) -> int:
-        if "any" not in self._defined:
-            self._defined.add("any")
-            self._language.define("any", self._language.alt(*(getattr(self, f"_{kind}")({}) for kind in _TYPES)))
-        return self._language.ref("any")
 
     # --- Types ------------------------------------------------------------------------------------------------------
 
-    def _null(self, schema: Schema) -> int:
+    def _null(self, item: Alternative) -> int:
         return self._literal("null")
 
-    def _boolean(self, schema: Schema) -> int:
-        return self._language.alt(self._literal("true"), self._literal("false"))
+    def _boolean(self, item: Alternative) -> int:
+        return self._language.alt(*(self._literal(_written(value)) for value in item.get("enum", (True, False))))
 
-    def _number(self, schema: Schema) -> int:
-        if _KEYWORDS["integer"] & set(schema):  # of ["integer", "number"]
-            raise UnknownLength("a bound of numbers that need not be integers")
-        return self._digits(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
+    def _number(self, item: Alternative) -> int:
+        if "enum" in item:
+            return self._words.lexeme(self._words.any_of(map(_written, item["enum"])))
+        if not set(item) - {"type", "negated"}:
+            return self._digits(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
+        wanted = [_FRACTION if item.get("fraction") else _DECIMAL]
+        if "multipleOf" in item:
+            multiple = Fraction(str(item["multipleOf"]))
+            if multiple.denominator == 1:
+                return self._integer(item)
+            wanted.append(_multiple_of(multiple))
+        for name, is_strict in (("minimum", False), ("exclusiveMinimum", True)):
+            wanted += [_at_least(_exact(item[name]), is_strict)] if name in item else []
+        for name, is_strict in (("maximum", False), ("exclusiveMaximum", True)):
+            wanted += [_at_most(_exact(item[name]), is_strict)] if name in item else []
+        return self._decimals(wanted, item)
+
+    def _decimals(self, wanted: Sequence[str], item: Alternative) -> int:
+        excluded = [_spellings(_exact(value)) for value in item.get("excluded", ())]
+        return self._words.lexeme(*map(self._decimal, dict.fromkeys(wanted)), without=[*map(self._decimal, excluded)])
+
+    def _decimal(self, pattern: str) -> Word:
+        return parse_regex(self._words, pattern, self._words.characters)
 
     def _digits(self, pattern: str) -> int:
         return self._words.lexeme(parse_regex(self._words, pattern, self._words.characters))
 
-    def _integer(self, schema: Schema) -> int:
-        if not _KEYWORDS["integer"] & set(schema):
-            return self._digits("-?(0|[1-9][0-9]*)")
-        if "multipleOf" in schema:
-            return self._multiples(schema)
-        lows = [schema.get("minimum"), _plus(schema.get("exclusiveMinimum"), 1)]
-        highs = [schema.get("maximum"), _plus(schema.get("exclusiveMaximum"), -1)]
-        return self._digits(integer_range(_whole(lows, max), _whole(highs, min)))
-
-    def _multiples(self, schema: Schema) -> int:
-        """Digit by digit; what may follow depends on the remainder of those before."""
-        if len(_KEYWORDS["integer"] & set(schema)) > 1:
-            raise UnknownLength("'multipleOf' together with a bound")
+    def _integer(self, item: Alternative) -> int:
+        if "enum" in item:
+            return self._words.lexeme(self._words.any_of(map(_written, item["enum"])))
+        lows = [math.ceil(item[name]) for name in ("minimum",) if name in item]
+        lows += [math.floor(item[name]) + 1 for name in ("exclusiveMinimum",) if name in item]
+        highs = [math.floor(item[name]) for name in ("maximum",) if name in item]
+        highs += [math.ceil(item[name]) - 1 for name in ("exclusiveMaximum",) if name in item]
+        low, high = max(lows, default=None), min(highs, default=None)
+        if low is not None and high is not None and low > high:
+            return EMPTY
         # An integer is a multiple of a fraction in lowest terms if it is one of the numerator.
-        divisor = Fraction(str(schema["multipleOf"])).numerator
+        divisor = Fraction(str(item["multipleOf"])).numerator if "multipleOf" in item else 1
+        if divisor == 1:
+            return self._decimals([integer_range(low, high) if lows or highs else "-?(0|[1-9][0-9]*)"], item)
+        if low is not None and high is not None and (high - low) // divisor < _MOST_LISTED:
+            listed = range(-(-low // divisor) * divisor, high + 1, divisor)
+            kept = [str(value) for value in listed if value not in item.get("excluded", ())]
+            return self._words.lexeme(self._words.any_of(kept)) if kept else EMPTY
+        bounds = [integer_range(low, high)] if lows or highs else []
+        if 1000 % divisor == 0:
+            return self._decimals([_ending_in(divisor), *bounds], item)
+        if bounds or "excluded" in item:
+            raise UnknownLength("'multipleOf' together with a bound")
+        return self._multiples(divisor)
+
+    def _multiples(self, divisor: int) -> int:
+        """Digit by digit; what may follow depends on the remainder of those before."""
         if not 0 < divisor <= _LARGEST_DIVISOR:
             raise UnknownLength(f"'multipleOf' above {_LARGEST_DIVISOR}")
         language = self._language
@@ -253,32 +267,55 @@ class _Compiler:
         number = language.alt(self._literal("0"), digits(0, 1))
         return language.cat(language.optional(self._literal("-")), number)
 
-    def _string(self, schema: Schema) -> int:
-        if "pattern" in schema:
-            if {"minLength", "maxLength"} & set(schema):
-                raise UnknownLength("a pattern together with a length")
-            return self._quoted(self._pattern(schema["pattern"]))
-        low, high = schema.get("minLength", 0), schema.get("maxLength", -1)
-        return self._quoted(self._words.repeat(self._any_character, low, high))
+    def _string(self, item: Alternative) -> int:
+        words, quote = self._words, self._words.literal('"')
+        if "enum" in item:
+            return words.lexeme(words.any_of(map(_written, item["enum"])))
+        wanted = self._text_of(item)
+        without = [self._pattern(pattern) for pattern in item.get("nopatterns", ())]
+        without += [words.any_of(_written(value)[1:-1] for value in item["excluded"])] if "excluded" in item else []
+        quoted = [[words.cat(quote, text, quote) for text in texts] for texts in (wanted, without)]
+        return words.lexeme(*quoted[0], without=quoted[1])
+
+    def _text_of(self, item: Alternative) -> list[Word]:
+        """What a string must be, all of it."""
+        patterns = item.get("patterns", [])
+        formats = [FORMATS[name] for name in item.get("formats", ()) if name in FORMATS]
+        found = [self._pattern(pattern) for pattern in patterns]
+        found += [parse_regex(self._words, pattern, self._character) for pattern in formats]
+        low, high = item.get("minLength", 0), item.get("maxLength", -1)
+        if not found or (low, high) != (0, -1):
+            found.append(self._words.repeat(self._any_character, low, high))
+        return found
 
     def _pattern(self, pattern: str) -> Word:
         """A pattern is searched: without anchors, any text may precede and follow it."""
-        if "|" in pattern and ("^" in pattern or "$" in pattern):
-            raise UnknownLength("a pattern with anchors and alternatives")
-        inner = pattern.removeprefix("^")
-        ends = inner.endswith("$") and not inner.endswith(r"\$")
         words, anything = self._words, self._words.repeat(self._any_character, 0)
-        return words.cat(
-            words.cat() if inner != pattern else anything,
-            parse_regex(words, inner[:-1] if ends else inner, self._character),
-            words.cat() if ends else anything,
-        )
+        choices = []
+        for part in alternatives_of(pattern):
+            inner = part.removeprefix("^")
+            ends = inner.endswith("$") and not inner.endswith(r"\$")
+            choices.append(
+                words.cat(
+                    words.cat() if inner != part else anything,
+                    parse_regex(words, inner[:-1] if ends else inner, self._character),
+                    words.cat() if ends else anything,
+                )
+            )
+        return words.alt(*choices)
 
-    def _array(self, schema: Schema) -> int:
+    def _array(self, item: Alternative) -> int:
         language = self._language
-        first = [self.value(item) for item in schema.get("prefixItems", [])]
-        low, high = schema.get("minItems", 0), schema.get("maxItems", -1)
-        items = schema.get("items", True)
+        low, high = item.get("minItems", 0), item.get("maxItems", -1)
+        if item.get("uniqueItems") and high not in (0, 1):
+            distinct = self._distinct(item)
+            if distinct is not None:
+                return distinct
+            language.caveat = "'uniqueItems' is not looked at: items may repeat"
+        if "contained" in item:
+            return self._containing(item)
+        first = [self.value(schema) for schema in item.get("prefixItems", [])]
+        items = item.get("items", True)
         comma = self._literal(",")
         rest, most = EMPTY, len(first) if high == -1 else min(high, len(first))
         if items is not False and (high == -1 or high > len(first)):
@@ -298,50 +335,187 @@ class _Compiler:
             node = language.alt(node, DONE) if index >= low else node
         return language.cat(self._literal("["), node, self._literal("]"))
 
-    def _object(self, schema: Schema) -> int:
+    def _distinct(self, item: Alternative) -> int | None:
+        """Arrays of different items, where they are few values; None: they are many."""
+        alternatives = self._algebra.alternatives(item.get("items", True))
+        values: list[object] = []
+        for each in alternatives:
+            known = {"null": [None], "boolean": [True, False]}.get(each["type"])
+            values += each.get("enum", known) or [...]
+        if "prefixItems" in item or "contained" in item or ... in values or len(values) > _MOST_DISTINCT:
+            return None
+        language, low, high = self._language, item.get("minItems", 0), item.get("maxItems", len(values))
+        nodes: dict[int, int] = {}
+        for used in range(2 ** len(values) - 1, -1, -1):
+            count = used.bit_count()
+            choices = [self._literal("]")] if low <= count <= high else []
+            for index, value in enumerate(values):
+                if not used >> index & 1 and count < high:
+                    comma = self._literal(",") if count else DONE
+                    choices.append(language.cat(comma, self._literal(_written(value)), nodes[used | 1 << index]))
+            nodes[used] = language.alt(*choices)
+        return language.cat(self._literal("["), nodes[0])
+
+    def _containing(self, item: Alternative) -> int:
+        """Arrays of which so many items are of a schema: each is, or is not, and both are counted."""
+        low, high = item.get("minItems", 0), item.get("maxItems")
+        if len(item["contained"]) != 1 or "prefixItems" in item:
+            raise UnknownLength("'contains' next to 'prefixItems' or to another one")
+        [(schema, least, most)] = item["contained"]
+        longest, enough = (max(low, 1) if high is None else high), (least if most is None else most)
+        if longest * enough > _MOST_LISTED:
+            raise UnknownLength("'contains' of long arrays")
+        language, items = self._language, item.get("items", True)
+        inside = self.value(all_of(items, schema))
+        # Where any number may be of the schema, what is not counted may be of it too.
+        outside = self.value(items if most is None else all_of(items, {"not": schema}))
+        comma, end = self._literal(","), self._literal("]")
+        nodes: dict[tuple[int, int], int] = {}
+        for count in range(longest, -1, -1):
+            for found in range(enough, -1, -1):
+                choices = [end] if count >= low and found >= least else []
+                before = comma if count else DONE
+                further = count < longest or high is None
+                after = min(count + 1, longest)
+                loops = []
+                if further:
+                    for node, more in ((inside, found + 1), (outside, found)):
+                        if more > enough and most is not None:
+                            continue
+                        target = (after, min(more, enough))
+                        if target == (count, found):
+                            loops.append(language.cat(comma, node))
+                        else:
+                            choices.append(language.cat(before, node, nodes[target]))
+                body = language.alt(*choices)
+                if loops:
+                    body = language.cat(language.star(language.alt(*loops)), body)
+                nodes[count, found] = body
+        return language.cat(self._literal("["), nodes[0, 0])
+
+    def _object(self, item: Alternative) -> int:
         language = self._language
-        properties = dict(schema.get("properties", {}))
-        required = list(schema.get("required", []))
-        additional = schema.get("additionalProperties", True)
-        for name in required:
-            if name not in properties:
-                properties[name] = additional
-        _check_optional(properties, required)
-        member = EMPTY if additional is False else self._member(sorted(properties), additional)
+        required = item.get("required", [])
+        names = list(dict.fromkeys([*item.get("properties", {}), *required]))
+        inner = {name: of_property(item, name) for name in names}
+        for name in names if "names" in item else []:
+            if not self._algebra.both(self._algebra.alternatives({"const": name}), self._names(item)):
+                inner[name] = False
+        _check_optional(inner, required)
+        member, extra = self._member(item, names, True), EMPTY
+        if "extra" in item:
+            extra = self._member(item, names, item["extra"])
+        low, high = item.get("minProperties", 0), item.get("maxProperties")
+        low = 0 if low <= len(required) else low
+        high = None if high is not None and member == EMPTY and high >= len(names) else high
+        if (low or high is not None) and extra != EMPTY:
+            raise UnknownLength("'not' of 'additionalProperties' next to a number of properties")
+        most = low if high is None else high
+        if most * (len(names) + 1) > _MOST_LISTED:
+            raise UnknownLength("large numbers of properties")
         comma, end = self._literal(","), self._literal("}")
-        more = language.cat(language.star(language.cat(comma, member)), end)
-        # Built from the last property on: the rest of the object before any member was written, and after one was.
-        at_start, later = language.alt(end, language.cat(member, more)), more
-        for name, inner in reversed(properties.items()):
-            key = _written(name) + ":"
-            value = EMPTY if inner is False else self.value(inner)
-            pair = language.cat(self._literal(key), value)
-            skip_first, skip = (EMPTY, EMPTY) if name in required else (at_start, later)
-            at_start = language.alt(language.cat(pair, later), skip_first)
-            later = language.alt(language.cat(comma, pair, later), skip)
+        # Per number of members that were written, up to `most`: the rest of the object.
+        later: list[int] = []
+        for count in range(most + 1):
+            more = language.cat(comma, member)
+            others = language.repeat(more, 0, -1 if high is None else high - count)
+            if extra != EMPTY:
+                first = language.cat(language.star(more), comma, extra)
+                at_start = language.cat(extra, language.star(more), end)
+                at_start = language.alt(at_start, language.cat(member, first, language.star(more), end))
+                later.append(language.cat(first, language.star(more), end))
+                continue
+            # Names may repeat, so that of further members one is sure to count.
+            if count >= low:
+                later.append(language.cat(others, end))
+            elif count + 1 >= low and (high is None or high > count):
+                more = language.repeat(more, 1, -1 if high is None else high - count)
+                later.append(language.cat(more, end))
+            else:
+                later.append(EMPTY)
+        if extra == EMPTY:
+            at_start = end if low == 0 else EMPTY
+            if low <= 1 and high != 0:
+                rest = language.repeat(language.cat(comma, member), 0, -1 if high is None else high - 1)
+                at_start = language.alt(at_start, language.cat(member, rest, end))
+        for name, schema in reversed(inner.items()):
+            value = EMPTY if schema is False else self.value(schema)
+            pair = language.cat(self._literal(_written(name) + ":"), value)
+            is_open = high is None
+            after = [later[min(count + 1, most)] if is_open or count < most else EMPTY for count in range(most + 1)]
+            skipped = name not in required
+            start_after = after[0] if most or is_open else EMPTY
+            at_start = language.alt(language.cat(pair, start_after), at_start if skipped else EMPTY)
+            later = [
+                language.alt(language.cat(comma, pair, then), now if skipped else EMPTY)
+                for then, now in zip(after, later, strict=True)
+            ]
         return language.cat(self._literal("{"), at_start)
 
-    def _member(self, names: Sequence[str], schema: object) -> int:
-        """A property with a name that is none of these."""
+    def _names(self, item: Alternative) -> list[Alternative]:
+        return [each for each in self._algebra.alternatives(all_of(*item["names"])) if each["type"] == "string"]
+
+    def _member(self, item: Alternative, names: Sequence[str], also: object) -> int:
+        """A property with a name that is none of these, and a value that is `also` of a schema."""
         words, quote, end = self._words, self._words.literal('"'), self._words.literal('":')
+        patterns = item.get("patternProperties", {})
+        additional = item.get("additionalProperties", True)
+        if len(patterns) > _MOST_PATTERNS:
+            raise UnknownLength(f"more than {_MOST_PATTERNS} patterns of properties")
         every = words.cat(quote, words.repeat(self._any_character, 0), end)
-        if not names:
-            return self._language.cat(words.lexeme(every), self.value(schema))
-        taken = words.cat(quote, words.any_of(_written(name)[1:-1] for name in names), end)
-        key = self._language.cat(quote.node, self._other(sorted(names), ""), end.node)
-        return self._language.cat(self._language.lexeme(key, f"/{every.text}/ & ~/{taken.text}/"), self.value(schema))
+        taken = words.cat(quote, words.any_of(_written(name)[1:-1] for name in names), end) if names else None
+        if not patterns and "names" not in item:
+            schema = all_of(additional, also)
+            if schema is False:
+                return EMPTY
+            if taken is None:
+                return self._language.cat(words.lexeme(every), self.value(schema))
+            key = self._language.cat(quote.node, self._other(sorted(names), ""), end.node)
+            key = self._language.lexeme(key, f"/{every.text}/ & ~/{taken.text}/")
+            return self._language.cat(key, self.value(schema))
+        keys = {pattern: words.cat(quote, self._pattern(pattern), end) for pattern in patterns}
+        said = self._names(item) if "names" in item else [{"type": "string"}]
+        choices = []
+        for size in range(len(patterns) + 1):
+            for matched in combinations(patterns, size):
+                schema = all_of(*(patterns[name] for name in matched), also) if matched else all_of(additional, also)
+                if schema is False:
+                    continue
+                for each in said:
+                    texts = [words.any_of(_written(value)[1:-1] for value in each["enum"])] if "enum" in each else None
+                    wanted = [words.cat(quote, text, end) for text in texts or self._text_of(each)]
+                    without = [words.cat(quote, self._pattern(text), end) for text in each.get("nopatterns", ())]
+                    gone = each.get("excluded", ())
+                    without += (
+                        [words.cat(quote, words.any_of(_written(text)[1:-1] for text in gone), end)] if gone else []
+                    )
+                    without += [keys[name] for name in patterns if name not in matched] + ([taken] if taken else [])
+                    key = words.lexeme(*wanted, *(keys[name] for name in matched), without=without)
+                    choices.append(self._language.cat(key, self.value(schema)) if key != EMPTY else EMPTY)
+        return self._language.alt(*choices)
 
     def _other(self, names: Sequence[str], prefix: str) -> int:
         """The rest of a string that starts with `prefix` and is none of the names."""
         language = self._language
-        nexts = sorted({name[len(prefix)] for name in names if len(name) > len(prefix)})
-        others = self._character(complement([(ord(character), ord(character)) for character in nexts]))
-        choices = [language.cat(others.node, language.star(self._any_character.node))]
+        nexts = "".join(sorted({name[len(prefix)] for name in names if len(name) > len(prefix)}))
+        choices = [self._none_of(nexts)]
         for character in nexts:
             inner = [name for name in names if name[len(prefix) : len(prefix) + 1] == character]
-            one = self._character([(ord(character), ord(character))])
-            choices.append(language.cat(one.node, self._other(inner, prefix + character)))
+            choices.append(language.cat(self._one(character), self._other(inner, prefix + character)))
         return language.alt(*choices, *([DONE] if prefix not in names else []))
+
+    def _none_of(self, characters: str) -> int:
+        """A string that starts with none of these."""
+        if characters not in self._starts:
+            others = self._character(complement([(ord(each), ord(each)) for each in characters]))
+            rest = self._language.star(self._any_character.node)
+            self._starts[characters] = self._language.cat(others.node, rest)
+        return self._starts[characters]
+
+    def _one(self, character: str) -> int:
+        if character not in self._ones:
+            self._ones[character] = self._character([(ord(character), ord(character))]).node
+        return self._ones[character]
 
 
 def _check_optional(properties: Iterable[str], required: Sequence[str]) -> None:
@@ -398,17 +572,6 @@ def _grouped(pattern: str) -> str:
     return f"({pattern})" if "|" in pattern else pattern
 
 
-def _plus(value: float | None, more: int) -> float | None:
-    return None if value is None else value + more
-
-
-def _whole(bounds: Sequence[float | None], choose: Callable[[Iterable[float]], float]) -> int | None:
-    given = [bound for bound in bounds if bound is not None]
-    if any(isinstance(bound, bool) or bound != int(bound) for bound in given):
-        raise UnknownLength("a bound that is no integer")
-    return int(choose(given)) if given else None
-
-
 def _written(value: object) -> str:
     """A string, number or constant as JSON has it; of the ways to write a number or a character, one."""
     if isinstance(value, float):
@@ -417,24 +580,79 @@ def _written(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
-def _as_schema(value: object) -> Schema:
-    """The schema of exactly this value."""
-    if isinstance(value, list):
-        items = [_as_schema(item) for item in value]
-        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
-    if isinstance(value, dict):
-        inner = {name: _as_schema(item) for name, item in value.items()}
-        return {"type": "object", "properties": inner, "required": list(inner), "additionalProperties": False}
-    return {"const": value}
-
-
 def _either_case(digit: str) -> Ranges:
     return [(ord(case), ord(case)) for case in sorted({digit.lower(), digit.upper()})]
 
 
-def _is_of(value: object, types: Sequence[str]) -> bool:
-    if isinstance(value, bool) or value is None:
-        return ("null" if value is None else "boolean") in types
-    if isinstance(value, int | float):
-        return "number" in types or ("integer" in types and value == int(value))
-    return ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object") in types
+# --- Decimal numbers ----------------------------------------------------------------------------------------------
+
+_WHOLE = "(0|[1-9][0-9]*)"
+_DECIMAL = rf"-?{_WHOLE}(\.[0-9]+)?"
+_FRACTION = rf"-?{_WHOLE}\.[0-9]*[1-9][0-9]*"
+
+
+def _exact(value: float) -> Decimal:
+    return Decimal(str(value))
+
+
+def _parts(value: Decimal) -> tuple[int, str]:
+    """The whole part of a number that is at least 0, and the digits after its point without zeros at the end."""
+    whole, _, digits = format(value, "f").partition(".")
+    return int(whole), digits.rstrip("0")
+
+
+def _at_least(bound: Decimal, is_strict: bool) -> str:
+    if bound < 0 or (bound == 0 and not is_strict):
+        return f"{_WHOLE}(\\.[0-9]+)?|-({_up_to(-bound, is_strict)})"
+    return _from(bound, is_strict)
+
+
+def _at_most(bound: Decimal, is_strict: bool) -> str:
+    if bound > 0 or (bound == 0 and not is_strict):
+        return f"-{_WHOLE}(\\.[0-9]+)?|{_up_to(bound, is_strict)}"
+    return f"-({_from(-bound, is_strict)})"
+
+
+def _from(bound: Decimal, is_strict: bool) -> str:
+    """Decimals without a sign from `bound`, at least 0, on."""
+    whole, digits = _parts(bound)
+    larger = [digits[:i] + f"[{int(d) + 1}-9][0-9]*" for i, d in enumerate(digits) if d != "9"]
+    larger.append(digits + ("[0-9]*[1-9][0-9]*" if is_strict else "[0-9]*"))
+    tail = f"\\.({'|'.join(larger)})" if digits or is_strict else r"(\.[0-9]+)?"
+    return f"({_digits(whole + 1, None)})(\\.[0-9]+)?|{whole}{tail}"
+
+
+def _up_to(bound: Decimal, is_strict: bool) -> str:
+    """Decimals without a sign up to `bound`, at least 0."""
+    whole, digits = _parts(bound)
+    below = [f"({_digits(0, whole - 1)})(\\.[0-9]+)?"] if whole else []
+    if not digits:
+        return "|".join([*below, *([] if is_strict else [rf"{whole}(\.0+)?"])]) or "x{0}[^\\x00-\\uffff]"
+    smaller = [digits[:i] + f"[0-{int(d) - 1}][0-9]*" for i, d in enumerate(digits) if d != "0"]
+    smaller += [digits[:i] for i in range(1, len(digits))]
+    smaller += [] if is_strict else [digits + "0*"]
+    return "|".join([*below, str(whole), rf"{whole}\.({'|'.join(smaller)})"])
+
+
+def _ending_in(divisor: int) -> str:
+    """Integers that are multiples of a divisor of 1000, which their last three digits say."""
+    ends = range(0, 1000, divisor)
+    short = "|".join(str(value) for value in ends)
+    return f"-?({short}|[1-9][0-9]*({'|'.join(f'{value:03d}' for value in ends)}))"
+
+
+def _multiple_of(divisor: Fraction) -> str:
+    """Decimals that are multiples of a fraction, which the digits after the point say where it divides 1."""
+    places = next((n for n in range(1, 4) if (divisor * 10**n).denominator == 1), None)
+    if places is None or divisor.numerator <= 0 or 10**places % int(divisor * 10**places):
+        raise UnknownLength("'multipleOf' of a fraction that does not divide 1")
+    endings = [f"{value:0{places}d}" for value in range(0, 10**places, int(divisor * 10**places))]
+    texts = sorted({text for each in endings for text in (each, each.rstrip("0")) if text})
+    return rf"-?{_WHOLE}(\.({'|'.join(texts)})0*)?"
+
+
+def _spellings(value: Decimal) -> str:
+    """All ways to write a number without an exponent."""
+    whole, digits = _parts(abs(value))
+    sign = "-" if value < 0 else "-?" if value == 0 else ""
+    return sign + (rf"{whole}\.{digits}0*" if digits else rf"{whole}(\.0+)?")

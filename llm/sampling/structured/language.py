@@ -8,6 +8,7 @@ compared and their lengths are computed once. References by name allow recursive
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ EMPTY = 0  # the node of no string at all
 DONE = 1  # the node of the empty string
 ALL_BYTES = (1 << 256) - 1
 _UNKNOWN = -1
+_MOST_STATES = 5000  # of one automaton
 _LONG_TEXT = 64  # a longer one is a node of its own, not one for each byte
 _MOST_COMPARED = 64  # alternatives of one alternation that are compared with each other
 
@@ -29,7 +31,9 @@ class Language:
 
     Attributes:
         kinds: per node ("set", bits), ("cat", head, tail), ("alt", nodes), ("star", node), ("repeat", node, low, high)
-            (high -1: no limit), ("text", bytes, start), ("lexeme", node, text) or ("ref", name).
+            (high -1: no limit), ("text", bytes, start), ("lexeme", node, text), ("ref", name) or
+            ("machine", number, state).
+        caveat: what answers may not meet that was asked for; "" if they meet all of it.
         nullable: per node, True if it contains the empty string.
         needs: per node, the length in bytes of its shortest string; valid for references after `close`.
         reach: per node, an upper bound of `needs` over all states reachable from it; `IMPOSSIBLE` if values nest
@@ -39,6 +43,9 @@ class Language:
     def __init__(self, lacking: Collection[int] = ()) -> None:
         self.lacking = frozenset(lacking)
         self._writable = ALL_BYTES & ~sum(1 << byte for byte in self.lacking)
+        self.caveat = ""
+        self._machines: list[_Machine] = []
+        self._splits: dict[int, frozenset[int]] = {}
         self.kinds: list[tuple] = []
         self.nullable: list[bool] = []
         self.needs: list[int] = []
@@ -112,6 +119,72 @@ class Language:
 
     def star(self, node: int) -> int:
         return DONE if node in (EMPTY, DONE) else self._node(("star", node), True)
+
+    def all_of(self, wanted: Iterable[int], unwanted: Iterable[int] = ()) -> int:
+        """The strings of each of the `wanted` expressions and of none of the `unwanted`, all without references.
+
+        Raises:
+            ValueError: its automaton has too many states.
+        """
+        first = (tuple(sorted(set(wanted))), tuple(sorted(set(unwanted))))
+        states, left = {first: 0}, [first]
+        moves: list[list[tuple[int, int]]] = []
+        for state in left:
+            moves.append([])
+            for bits in self._classes([*state[0], *state[1]]):
+                byte = (bits & -bits).bit_length() - 1
+                nexts = {self.step(node, byte) for node in state[0]}
+                if EMPTY in nexts:
+                    continue
+                others = {self.step(node, byte) for node in state[1]} - {EMPTY}
+                after = (tuple(sorted(nexts)), tuple(sorted(others)))
+                if after not in states:
+                    if len(states) == _MOST_STATES:
+                        raise ValueError("too many states")
+                    states[after] = len(states)
+                    left.append(after)
+                moves[-1].append((bits, states[after]))
+        accepts = [all(self.nullable[n] for n in a) and not any(self.nullable[n] for n in b) for a, b in states]
+        machine = _Machine(moves, accepts, _distances(moves, accepts))
+        if machine.needs[0] == IMPOSSIBLE:
+            return EMPTY
+        self._machines.append(machine)
+        return self._state(len(self._machines) - 1, 0)
+
+    def _state(self, number: int, state: int) -> int:
+        return self._node(("machine", number, state), self._machines[number].accepts[state])
+
+    def _classes(self, nodes: Iterable[int]) -> list[int]:
+        """Sets of bytes, each of bytes that all of the nodes read alike."""
+        found = [ALL_BYTES]
+        for bits in sorted(frozenset().union(*(self._split(node) for node in nodes))):
+            found = [part for each in found for part in (each & bits, each & ~bits) if part]
+        return found
+
+    def _split(self, node: int) -> frozenset[int]:
+        """Sets of bytes whose members, and the others, the node reads alike."""
+        found = self._splits.get(node)
+        if found is None:
+            kind, *arguments = self.kinds[node]
+            if kind == "set":
+                found = frozenset({arguments[0]})
+            elif kind == "cat":
+                found = self._split(arguments[0])
+                found |= self._split(arguments[1]) if self.nullable[arguments[0]] else frozenset()
+            elif kind == "alt":
+                found = frozenset().union(*(self._split(choice) for choice in arguments[0]))
+            elif kind in ("star", "repeat", "lexeme"):
+                found = self._split(arguments[0])
+            elif kind == "text":
+                found = frozenset({1 << arguments[0][arguments[1]]})
+            elif kind == "machine":
+                found = frozenset(bits for bits, _ in self._machines[arguments[0]].moves[arguments[1]])
+            elif kind == "ref":
+                raise ValueError("a reference inside of an automaton")
+            else:
+                found = frozenset()
+            self._splits[node] = found
+        return found
 
     def optional(self, node: int) -> int:
         return self.alt(DONE, node)
@@ -201,6 +274,11 @@ class Language:
             return self._node(("text", data, start + 1), False) if start + 1 < len(data) else DONE
         if kind == "lexeme":
             return self.step(arguments[0], byte)
+        if kind == "machine":
+            number, state = arguments
+            machine = self._machines[number]
+            after = next((target for bits, target in machine.moves[state] if bits >> byte & 1), None)
+            return EMPTY if after is None or machine.needs[after] == IMPOSSIBLE else self._state(number, after)
         return self.step(self._definitions[arguments[0]], byte) if kind == "ref" else EMPTY
 
     # --- Nodes ------------------------------------------------------------------------------------------------------
@@ -284,6 +362,8 @@ class Language:
             return min(IMPOSSIBLE, self.needs[arguments[0]] * arguments[1])
         if kind == "lexeme":
             return self.needs[arguments[0]]
+        if kind == "machine":
+            return self._machines[arguments[0]].needs[arguments[1]]
         if kind == "text":
             return len(arguments[0]) - int(arguments[1])
         if kind == "ref":
@@ -297,6 +377,8 @@ class Language:
             return min(IMPOSSIBLE, max(self.reach[head] + self.needs[tail], self.reach[tail]))
         if kind == "alt":
             return max((self.reach[choice] for choice in arguments[0]), default=0)
+        if kind == "machine":
+            return max(need for need in self._machines[arguments[0]].needs if need < IMPOSSIBLE)
         if kind in ("star", "lexeme"):
             return self.reach[arguments[0]]
         if kind == "repeat":
@@ -304,6 +386,30 @@ class Language:
         if kind == "ref":
             return self.reach[self._definitions[arguments[0]]]
         return self.needs[node]  # set, done
+
+
+class _Machine(NamedTuple):
+    """A finite automaton: per state its moves (bytes, next state), whether it accepts, and the bytes to the end."""
+
+    moves: list[list[tuple[int, int]]]
+    accepts: list[bool]
+    needs: list[int]
+
+
+def _distances(moves: list[list[tuple[int, int]]], accepts: list[bool]) -> list[int]:
+    """The fewest bytes from each state to one that accepts."""
+    before: list[list[int]] = [[] for _ in moves]
+    for state, targets in enumerate(moves):
+        for _, target in targets:
+            before[target].append(state)
+    found = [0 if accepted else IMPOSSIBLE for accepted in accepts]
+    level = [state for state, accepted in enumerate(accepts) if accepted]
+    while level:
+        earlier = {state for target in level for state in before[target] if found[state] == IMPOSSIBLE}
+        for state in earlier:
+            found[state] = 1 + min(found[target] for _, target in moves[state])
+        level = list(earlier)
+    return found
 
 
 def _shared(first: bytes, second: bytes) -> int:

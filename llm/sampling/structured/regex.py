@@ -111,9 +111,19 @@ class Words:
         count = {(0, -1): "*", (1, -1): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high == -1 else high}}}")
         return Word(self._language.repeat(node.node, low, high), f"(?:{node.text}){count}")
 
-    def lexeme(self, word: Word) -> int:
-        """The node of a grammar's word."""
-        return self._language.lexeme(word.node, f"/{word.text}/")
+    def lexeme(self, *wanted: Word, without: Sequence[Word] = ()) -> int:
+        """The node of a grammar's word: the strings of all of the `wanted`, and `without` those of others."""
+        others = [word for word in without if word.node != EMPTY]
+        if any(word.node == EMPTY for word in wanted):
+            return EMPTY
+        text = " & ".join([f"/{word.text}/" for word in wanted] + [f"~/{word.text}/" for word in others])
+        if len(wanted) == 1 and not others:
+            return self._language.lexeme(wanted[0].node, text)
+        try:
+            node = self._language.all_of([word.node for word in wanted], [word.node for word in others])
+        except ValueError as error:
+            raise UnknownLength(str(error)) from error
+        return self._language.lexeme(node, text)
 
 
 def parse_regex(builder: Builder[T], pattern: str, characters: Callable[[Ranges], T]) -> T:
@@ -128,6 +138,26 @@ def parse_regex(builder: Builder[T], pattern: str, characters: Callable[[Ranges]
     if len(pattern) > _LONGEST_PATTERN:
         raise TooManyChoices(f"a pattern has {len(pattern)} characters and at most {_LONGEST_PATTERN} are read")
     return _Parser(builder, pattern, characters).parse()
+
+
+def alternatives_of(pattern: str) -> list[str]:
+    """The pattern's alternatives outside of groups, which have anchors of their own."""
+    found, start, depth, index, in_class = [], 0, 0, 0, False
+    while index < len(pattern):
+        character = pattern[index]
+        if character == "\\":
+            index += 1
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+        elif character == "|" and depth == 0:
+            found.append(pattern[start:index])
+            start = index + 1
+        index += 1
+    return [*found, pattern[start:]]
 
 
 def utf8(language: Language, ranges: Sequence[tuple[int, int]]) -> int:

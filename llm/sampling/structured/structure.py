@@ -120,9 +120,11 @@ class Structure:
         return StructuredOutcome(self.is_complete(token_ids), not reason, reason)
 
     def why_not_guaranteed(self, params: SamplingParams) -> str:
-        """Why an answer to a request with these params may be cut; "" if it will be complete."""
+        """Why an answer to a request with these params may be cut, or not be all that was asked for; "" if neither."""
         interfering = [name for name in _INTERFERING if getattr(params, name)]
-        return self.why_unknown or (f"{interfering[0]} can mask or cut what an answer needs" if interfering else "")
+        caveat = "" if self.language is None else self.language.caveat
+        said = f"{interfering[0]} can mask or cut what an answer needs" if interfering else ""
+        return self.why_unknown or caveat or said
 
     def read(self, state: int, token: int) -> int:
         if self.language is None:
