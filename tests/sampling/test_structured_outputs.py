@@ -820,7 +820,6 @@ COMBINED: list[Any] = [
     {"type": "object", "minProperties": 1, "maxProperties": 2},
     {"type": "object", "properties": {"a": A}, "minProperties": 2},
     {"type": "object", "allOf": [{"properties": {"a": A}}], "unevaluatedProperties": False},
-    {"type": "object", "anyOf": [{"properties": {"a": A}}, HAS_B], "unevaluatedProperties": False},
     {"type": "array", "prefixItems": [A], "unevaluatedItems": False},
     {"type": "array", "contains": {"type": "string"}},
     {"type": "array", "contains": A, "minContains": 2},

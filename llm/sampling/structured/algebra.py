@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import product
-from typing import Any
 
+from llm.base.types import JsonObject
 from llm.sampling.structured.regex import UnknownLength
 
-Alternative = dict[str, Any]
+Alternative = JsonObject
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MOST = 200  # alternatives of one schema
 _DEEPEST = 60  # schemas inside each other without a value between them
@@ -54,7 +54,7 @@ class Algebra:
             return [{"type": kind} for kind in TYPES]
         if schema is False:
             return []
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, dict):
             raise UnknownLength(f"the schema {schema!r}")
         found = self._own(schema)
         for part in self._applied(schema):
@@ -65,7 +65,7 @@ class Algebra:
             found = [self._rest(item, "array", schema["unevaluatedItems"]) for item in found]
         return found
 
-    def _applied(self, schema: Mapping[str, Any]) -> Iterator[list[Alternative]]:
+    def _applied(self, schema: JsonObject) -> Iterator[list[Alternative]]:
         """The alternatives of each keyword that applies schemas to the same value."""
         for keyword in ("$dynamicRef", "$recursiveRef"):
             if keyword in schema:
@@ -116,7 +116,7 @@ class Algebra:
 
     # --- One schema's own keywords ----------------------------------------------------------------------------------
 
-    def _own(self, schema: Mapping[str, Any]) -> list[Alternative]:
+    def _own(self, schema: JsonObject) -> list[Alternative]:
         given = schema.get("type", list(TYPES))
         types = given if isinstance(given, list) else [given]
         if not set(types) <= {*TYPES, "integer"} or not types:
@@ -133,13 +133,13 @@ class Algebra:
             found = self.both(found, [_of_value(schema["const"])])
         return [item for item in found if _can_be(item)]
 
-    def _null(self, schema: Mapping[str, Any]) -> Alternative:
+    def _null(self, schema: JsonObject) -> Alternative:
         return {}
 
-    def _boolean(self, schema: Mapping[str, Any]) -> Alternative:
+    def _boolean(self, schema: JsonObject) -> Alternative:
         return {}
 
-    def _number(self, schema: Mapping[str, Any]) -> Alternative:
+    def _number(self, schema: JsonObject) -> Alternative:
         found: Alternative = {}
         for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
             value = schema.get(keyword)
@@ -152,13 +152,13 @@ class Algebra:
                 found[keyword] = _number(value)
         return found
 
-    def _string(self, schema: Mapping[str, Any]) -> Alternative:
-        found = {keyword: _count(schema[keyword]) for keyword in ("minLength", "maxLength") if keyword in schema}
+    def _string(self, schema: JsonObject) -> Alternative:
+        found: Alternative = {name: _count(schema[name]) for name in ("minLength", "maxLength") if name in schema}
         lists = {"patterns": [schema["pattern"]] if "pattern" in schema else []}
         lists["formats"] = [schema["format"]] if isinstance(schema.get("format"), str) else []
         return {**found, **{name: values for name, values in lists.items() if values}}
 
-    def _array(self, schema: Mapping[str, Any]) -> Alternative:
+    def _array(self, schema: JsonObject) -> Alternative:
         found: Alternative = {
             keyword: _count(schema[keyword]) for keyword in ("minItems", "maxItems") if keyword in schema
         }
@@ -176,7 +176,7 @@ class Algebra:
             found["contained"] = [[schema["contains"], _count(least), None if most is None else _count(most)]]
         return found
 
-    def _object(self, schema: Mapping[str, Any]) -> Alternative:
+    def _object(self, schema: JsonObject) -> Alternative:
         found: Alternative = {
             keyword: _count(schema[keyword]) for keyword in ("minProperties", "maxProperties") if keyword in schema
         }
@@ -329,7 +329,7 @@ _NEGATED: Mapping[str, Mapping[str, Callable[[Alternative], list[Alternative]]]]
         "additionalProperties": _not_additional,
     },
 }
-_BOUNDS: Mapping[str, Callable[[Any, Any], Any]] = {
+_BOUNDS: Mapping[str, Callable[..., object]] = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
 }
@@ -458,11 +458,11 @@ def _apart(item: Alternative) -> bool:
     """True if a required property must be two different constants: the usual way to tell alternatives apart."""
     for name in item.get("required", ()):
         schema = of_property(item, name)
-        parts = schema["allOf"] if isinstance(schema, Mapping) and set(schema) == {"allOf"} else [schema]
-        values: list[Any] | None = None
+        parts = schema["allOf"] if isinstance(schema, dict) and set(schema) == {"allOf"} else [schema]
+        values: list[object] | None = None
         types: set[str] | None = None
         for part in parts:
-            if not isinstance(part, Mapping):
+            if not isinstance(part, dict):
                 continue
             own = part["enum"] if "enum" in part else [part["const"]] if "const" in part else None
             if isinstance(own, list):
@@ -514,7 +514,7 @@ def _equal(a: object, b: object) -> bool:
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
-def _number(value: object) -> Any:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnknownLength(f"the bound {value!r}")
     return value
