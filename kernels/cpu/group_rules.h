@@ -19,10 +19,11 @@ struct Codes {
     LLM_INLINE void keep(int64_t i, F32 code) const { store(codes + i * LANES, code); }
     LLM_INLINE F32 operator[](int64_t i) const { return load(codes + i * LANES); }
 };
-// What a rule finds beside the codes: W ~ value(code) * scale - minimum.
+// What a rule finds beside the codes: W ~ (value(code) - zero) * scale - minimum.
 struct Found {
     F32 scale, minimum;
     bool fits;  // the scales are within the range of the form
+    F32 zero = llm::zero();
 };
 
 LLM_INLINE F32 clamp(F32 x, float low, float high) { return max(min(x, set1(high)), set1(low)); }
@@ -108,6 +109,71 @@ struct ClippedIntegers {
         return round_bf16(select_less(zero(), norm, product / norm, full));
     }
     LLM_INLINE F32 value(F32 code) const { return code; }
+};
+
+// Integers with a zero point, W ~ (code - zero) * scale: `asymmetric_groups` of quantize_forms.py.
+struct AsymmetricIntegers {
+    static constexpr float STEPS[] = {1.05f, 1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f}, BESIDE = 0.025f, MOST = 15.0f;
+    struct Best { F32 least, scale, zero, share; };
+
+    LLM_INLINE Found operator()(GroupTile x, F32, Codes codes) const {
+        F32 low = zero(), high = zero();
+        for (int64_t i = 0; i < x.size; ++i) low = min(low, x[i]), high = max(high, x[i]);
+        const F32 squares = ordered_sum(x.size, [&](int64_t i) { return x[i] * x[i]; });
+        const F32 mean = sqrt(squares / set1(static_cast<float>(x.size)));
+        const F32 range = high / set1(MOST) - low / set1(MOST);
+        const F32 full = select_less(zero(), range, range, set1(1.0f));
+        const F32 middle = set1(0.5f) * high + set1(0.5f) * low;
+        Best best{set1(std::numeric_limits<float>::infinity()), full, centred(middle, full), set1(1.0f)};
+        for (const float share : STEPS) {
+            const F32 step = full * set1(share);
+            attempt(x, mean, step, centred(middle, step), set1(share), codes, best);
+        }
+        const Best first = best;
+        for (const float beside : {-1.0f, 1.0f})
+            attempt(x, mean, full * first.share, clamp(first.zero + set1(beside), 0, MOST), first.share, codes, best);
+        const Best second = best;
+        for (const float beside : {-BESIDE, BESIDE}) {
+            const F32 share = second.share + set1(beside);
+            attempt(x, mean, full * share, second.zero, share, codes, best);
+        }
+        attempt(x, mean, best.scale, best.zero, best.share, codes, best);
+        const F32 per_step = inverse(best.scale), shift = best.zero - set1(8.0f);
+        const F32 least = zero() - best.zero, most = set1(MOST) - best.zero;
+        for (int64_t i = 0; i < x.size; ++i) codes.keep(i, from_zero(x[i], per_step, least, most) + shift);
+        return {best.scale, zero(), true, shift};
+    }
+    LLM_INLINE F32 value(F32 code) const { return code; }
+
+  private:
+    static LLM_INLINE F32 centred(F32 middle, F32 step) {
+        return clamp(round_even(set1(0.5f * MOST) - middle * inverse(step)), 0, MOST);
+    }
+    static LLM_INLINE F32 from_zero(F32 x, F32 per_step, F32 least, F32 most) {
+        return max(min(round_even(x * per_step), most), least);
+    }
+    // Refits the scale to the codes by `step`, which are kept, and takes it where its weighted error is less. Inlined a
+    // dozen times it would take minutes to compile.
+    __attribute__((noinline)) static void attempt(GroupTile x, F32 mean, F32 step, F32 at, F32 share, Codes codes,
+                                                  Best& best) {
+        const F32 per_step = inverse(step), least = zero() - at, most = set1(MOST) - at;
+        const F32 products = ordered_sum(x.size, [=](int64_t i) {
+            const F32 value = x[i], code = from_zero(value, per_step, least, most);
+            codes.keep(i, code);
+            return code * (abs(value) + mean) * value;
+        });
+        const F32 norm = ordered_sum(x.size, [=](int64_t i) {
+            const F32 code = codes[i];
+            return code * (abs(x[i]) + mean) * code;
+        });
+        const F32 scale = round_bf16(select_less(zero(), norm, products / norm, step));
+        const F32 change = scale * (scale * norm - (products + products));
+        const F32 error = select_less(zero(), scale, change, set1(std::numeric_limits<float>::infinity()));
+        best.scale = select_less(error, best.least, scale, best.scale);
+        best.zero = select_less(error, best.least, at, best.zero);
+        best.share = select_less(error, best.least, share, best.share);
+        best.least = select_less(error, best.least, error, best.least);
+    }
 };
 
 // e2m1 with powers of two as scales: of the two that the largest value lies between, the one of less squared error.

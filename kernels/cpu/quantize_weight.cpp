@@ -131,7 +131,7 @@ template <class Rule> LLM_INLINE void measure(Rule rule, GroupTile x, Codes code
     Energy energy;
     for (int64_t i = 0; i < x.size; ++i) {
         const F32 value = x[i];
-        energy.add(value, (value + found.minimum) - rule.value(codes[i]) * found.scale);
+        energy.add(value, (value + found.minimum) - (rule.value(codes[i]) - found.zero) * found.scale);
         if ((i + 1) % (SUMMED / LANES) == 0) energy.flush();
     }
     energy.flush();
@@ -150,7 +150,7 @@ int64_t quantize_tile(const Job& job, Rule rule, const T* src, int64_t tile, cha
     const Found found = rule(x, largest, codes);
     if (!found.fits) return BEYOND_RANGE;
     store_part(job.scale + first, found.scale, count);
-    if (job.minimum) store_part(job.minimum + first, found.minimum, count);
+    if (job.minimum) store_part(job.minimum + first, found.minimum + found.zero, count);
     write_codes(codes.codes, job.q + first * size, size, count);
     measure(rule, x, codes, found, job.energies + 2 * tile);
     return 0;
@@ -177,6 +177,7 @@ template <class T> int64_t quantize(WeightForm form, const Job& job, float high,
         case WeightForm::NF4: return quantize_tiles(job, NearestOfTable{table}, src);
         case WeightForm::Q8_0: return quantize_tiles(job, Q8_0{}, src);
         case WeightForm::Q4_0: return quantize_tiles(job, Q4_0{}, src);
+        case WeightForm::ASYMMETRIC: return quantize_tiles(job, AsymmetricIntegers{}, src);
         default: return quantize_tiles(job, Q4_K{}, src);
     }
 }
@@ -186,9 +187,9 @@ template <class T> int64_t quantize(WeightForm form, const Job& job, float high,
 
 using namespace llm;
 
-// src [n, k] -> q [n, k], scale and (Q4_K) minimum [n, k / group_size], energies. Integers are in [-high, high], those
-// searched for in [-high - 1, high]. `table` [16] of NF4. `rotation`: rows are rotated first (rotate.h), for ROUNDED
-// alone. Returns 0, or what is wrong with the weight.
+// src [n, k] -> q [n, k], scale and minimum (of Q4_K, the zero point of ASYMMETRIC) [n, k / group_size], energies.
+// Integers are in [-high, high], those searched for in [-high - 1, high]. `table` [16] of NF4. `rotation`: rows are
+// rotated first (rotate.h), for ROUNDED alone. Returns 0, or what is wrong with the weight.
 LLM_EXPORT int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* src, int8_t* q, float* scale,
                                        float* minimum, double* energies, const float* table, int64_t n, int64_t k,
                                        int64_t high, int64_t group_size, int64_t rotation, int64_t threads) {

@@ -14,9 +14,9 @@ import torch
 from llm.kernels.reference.quantize_weight import largest_of, ordered_sum
 
 # The forms, by their numbers in the kernels.
-FORMS = ("float8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k")
-# Those with a minimum for each group.
-HAVE_MINIMA = ("q4_k",)
+FORMS = ("float8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k", "asymmetric")
+# Those with a minimum for each group, and with a zero point in its place.
+HAVE_MINIMA, HAVE_ZEROS = ("q4_k",), ("asymmetric",)
 # Columns of a group of GGUF's blocks, and of a block of Q4_K: 8 groups, whose scales and minima share a float16 each.
 GROUP, SUPER_BLOCK = 32, 256
 # NormalFloat4 (QLoRA, arXiv:2305.14314): quantiles of a normal distribution over [-1, 1], 0 among them.
@@ -46,13 +46,17 @@ _LEAST_DIVISOR = 2.0**-100
 # A weight is quantized this many elements at a time.
 _CHUNK_ELEMENTS = 1 << 18
 
-# q, scale and minimum.
+# Of asymmetric integers: steps that are tried, as shares of the one that clips nothing, and how far beside the best.
+_STEPS, _BESIDE = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 0.025
+
+# q, scale, and minimum or zero point.
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass
 class _Rounded:
-    """Of groups [R, G, size]: their codes, their scales and minima [R, G, 1], the values that these stand for."""
+    """Of groups [R, G, size]: their codes, their scales and minima (or zero points) [R, G, 1], the values that these
+    stand for."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -65,14 +69,16 @@ def quantize_weight_as(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """A float weight [N, K] -> (q [N, K], scale, minimum, both float32 [N, K / group_size], signal, noise).
 
-    signal: the sum of W^2; noise: of (W - its quantized value)^2. minimum: None but for "q4_k". q is float8_e4m3fn for
-    "float8", else int8. `out` is written to, and returned, as q, scale and minimum.
+    signal: the sum of W^2; noise: of (W - its quantized value)^2. minimum: None but for "q4_k"; of "asymmetric" it is
+    the zero point. q is float8_e4m3fn for "float8", else int8. `out` is written to, and returned, as q, scale and
+    minimum.
 
     - "float8": e4m3, rounded to nearest even; the largest magnitude of a group is 448 times its scale.
     - "mxfp4": codes of e2m1 less 8. Of the two powers of two that the largest magnitude lies between, the one of the
       smaller squared error; the smaller one clips values beyond 6 times it. The scale is half of it: a table of whole
       numbers is looked up faster.
     - "nf4": codes of NormalFloat4 less 8, the nearest in value; the scale is the largest magnitude.
+    - "asymmetric": W ~ (q - zero) * scale, q and zero in [-8, 7]: see `asymmetric_groups`.
     - "q8_0", "q4_0", "q4_k": see the functions. Groups are of 32, in "q4_k" 8 of them.
 
     Raises:
@@ -98,7 +104,8 @@ def empty(form: str, rows: int, columns: int, group_size: int) -> Parts:
     """q, scale and minimum of `quantize_weight_as`."""
     dtype = torch.float8_e4m3fn if form == "float8" else torch.int8
     scale = torch.empty(rows, columns // group_size)
-    return torch.empty(rows, columns, dtype=dtype), scale, torch.empty_like(scale) if form in HAVE_MINIMA else None
+    third = torch.empty_like(scale) if form in HAVE_MINIMA + HAVE_ZEROS else None
+    return torch.empty(rows, columns, dtype=dtype), scale, third
 
 
 def _round_float8(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
@@ -237,6 +244,64 @@ def _on_levels(
     return codes, scale, minimum
 
 
+def _round_asymmetric(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    codes, scale, zero = asymmetric_groups(groups)
+    return _Rounded(codes, scale, (codes - zero) * scale, zero)
+
+
+def asymmetric_groups(
+    x: torch.Tensor, importance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [R, G, size] -> (codes of the same shape, scale and zero [R, G, 1]), codes and zero whole, from -8 to 7.
+
+    W ~ (code - zero) * scale. Several steps are tried with the zero point that centres the group's range, then at the
+    best of them the zero points beside it, and the steps beside it; each is refitted by least squares to the codes that
+    it gives, in bfloat16, and so is at last the best scale. Errors are weighted by `importance`, which broadcasts;
+    None: by |x| and the root of the group's mean square, because large weights are multiplied with large inputs.
+    """
+    if importance is None:
+        importance = x.abs() + (ordered_sum(x.square()) / x.shape[-1]).sqrt()
+    low, high = x.amin(dim=-1, keepdim=True).clamp_(max=0.0), x.amax(dim=-1, keepdim=True).clamp_(min=0.0)
+    full = high / _MOST_CODE - low / _MOST_CODE  # in this order infinite for no range
+    full = torch.where(full > 0, full, torch.ones_like(full))
+    middle = 0.5 * high + 0.5 * low
+    least, best, share = torch.full_like(full, torch.inf), full, torch.ones_like(full)
+    zero = _centred(middle, full)
+
+    def tried(step: torch.Tensor, at: torch.Tensor, of: torch.Tensor) -> None:
+        nonlocal least, best, zero, share
+        codes = _from_zero(x, step, at)
+        weighted = codes * importance
+        products, norm = ordered_sum(weighted * x), ordered_sum(weighted * codes)
+        scale = torch.where(norm > 0, products / norm, step).bfloat16().float()
+        error = torch.where(scale > 0, scale * (scale * norm - (products + products)), torch.inf)
+        better = error < least
+        least, best = torch.where(better, error, least), torch.where(better, scale, best)
+        zero, share = torch.where(better, at, zero), torch.where(better, of, share)
+
+    for each in _STEPS:
+        step = full * each
+        tried(step, _centred(middle, step), torch.full_like(full, each))
+    step, at, of = full * share, zero, share
+    for beside in (-1.0, 1.0):
+        tried(step, (at + beside).clamp(0, _MOST_CODE), of)
+    at, of = zero, share
+    for beside in (-_BESIDE, _BESIDE):
+        tried(full * (of + beside), at, of + beside)
+    tried(best, zero, share)
+    return _from_zero(x, best, zero) + (zero - 8), best, zero - 8
+
+
+def _centred(middle: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """The code of 0, from 0 to 15, where the codes' middle is that of the group's range."""
+    return (0.5 * _MOST_CODE - middle * _inverse(step)).round_().clamp_(0, _MOST_CODE)
+
+
+def _from_zero(x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Codes from 0 to 15, less `zero`."""
+    return torch.maximum(torch.minimum((x * _inverse(step)).round_(), _MOST_CODE - zero), -zero)
+
+
 def _inverse(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.abs() > _LEAST_DIVISOR, 1 / x, torch.zeros_like(x))
 
@@ -256,4 +321,5 @@ _ROUND = {
     "q8_0": _round_q8_0,
     "q4_0": _round_q4_0,
     "q4_k": _round_q4_k,
+    "asymmetric": _round_asymmetric,
 }

@@ -32,6 +32,7 @@ from llm.platforms.vllm_hooks import update_config
 from llm.plugins import leave_out
 from llm.quantization.absorbed import AbsorbedLinearMethod
 from llm.quantization.base import QuantizationConfig
+from llm.quantization.quantizer import far_layers
 
 T = TypeVar("T")
 
@@ -92,13 +93,17 @@ def what_varies(model: nn.Module) -> str | None:
 
 def held_otherwise(model: nn.Module) -> str:
     """What `llm.config` tells of how weights are held: which of them in another form than others; "" for nothing."""
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    named = [(name, getattr(module, "quant_method", None)) for name, module in model.named_modules()]
+    methods = [method for _, method in named]
     stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
     schemes = ", ".join(filter(None, stored))
     told = Counter(filter(None, (getattr(method, "told", "") for method in methods)))
     parts = [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in told.items()]
     if schemes:
         parts.append(f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts")
+    storages = [(name, getattr(method, "storage", None)) for name, method in named]
+    measured = [(name, getattr(storage, "signal_to_noise", None)) for name, storage in storages]
+    parts += far_layers([(name, ratio) for name, ratio in measured if ratio is not None])
     return "; ".join(parts)
 
 

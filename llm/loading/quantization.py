@@ -101,7 +101,7 @@ def resolve_quantization(
     if on_load and isinstance(user, str | Mapping):
         config = OnlineConfig.parse(user, calibration)
         reason = "asked for; weights are quantized while they are read"
-        if config.calibration and not config.uses_calibration:
+        if (config.calibration or config.own_texts) and not config.uses_calibration:
             reason += "; the calibration texts were not run, as they change nothing in this scheme"
         return Resolved(config, config.get_name(), reason, True)
     name = _checked_name(asked, user)

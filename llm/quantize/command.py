@@ -1,4 +1,4 @@
-"""`python -m llm quantization`: compares quantization schemes on a model, as a Markdown table.
+"""`python -m llm quantization`: compares quantization schemes on a model, as a Markdown table, and finds the smallest.
 
 Owns the arguments and the table; `measure.py` owns the measures.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from llm.base.checks import refuse
@@ -25,24 +26,63 @@ def add_command(commands: Commands) -> None:
         description="Score texts with the unquantized model and with each scheme, and print a Markdown table.",
     )
     command.set_defaults(run=_run)
-    command.add_argument("--model", metavar="NAME", help="unquantized model folder or hub name (default: the embedded)")
+    command.add_argument("model", metavar="MODEL", nargs="?", help="unquantized model folder or hub name")
+    command.add_argument("--model", dest="named", metavar="NAME", help="the same (default: the embedded model)")
     command.add_argument("--texts", metavar="FILE", type=Path, required=True, help="texts, separated by form feeds")
     command.add_argument(
         "--schemes", metavar="NAME", nargs="+", default=list(SCHEMES), help=f"default: {' '.join(SCHEMES)}"
     )
     command.add_argument("--calibration", metavar="FILE", type=Path, help="texts to calibrate with, other than those")
+    command.add_argument(
+        "--find", metavar="LOSS", type=_share, help="propose the smallest scheme whose perplexity is within e.g. 1%%"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
-    for line in table(args.model, _read(args.texts), args.schemes, args.calibration and _read(args.calibration)):
+    if args.model is not None and args.named is not None:
+        refuse("model", args.named, f"left out where the model is named already: {args.model}")
+    calibration = args.calibration and _read(args.calibration)
+    measured: list[Measured] = []
+    model = args.named if args.model is None else args.model
+    for line in table(model, _read(args.texts), args.schemes, calibration, measured):
         print(line, flush=True)
-    return 0
+    if args.find is None:
+        return 0
+    print(f"\n{proposal(measured, args.find)}", flush=True)
+    return 0 if any(item.change <= args.find for item in measured) else 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One scheme of the table: bytes of its weights, and its perplexity as a share more than the unquantized one's."""
+
+    scheme: str
+    nbytes: int
+    change: float
+
+
+def proposal(measured: Iterable[Measured], loss: float) -> str:
+    """The smallest scheme that loses at most `loss`, in a sentence; else the most accurate one."""
+    found = sorted(measured, key=lambda item: item.nbytes)
+    within = next((item for item in found if item.change <= loss), None)
+    if within is not None:
+        found_it = f"quantization={within.scheme!r} is the smallest within {100 * loss:g}%"
+        return f"{found_it}: {within.change:+.2%} on these texts."
+    best = min(found, key=lambda item: item.change)
+    return (
+        f"No scheme is within {100 * loss:g}% on these texts; the closest is quantization={best.scheme!r} with "
+        f"{best.change:+.2%}. --calibration FILE makes 4 bits more accurate."
+    )
 
 
 def table(
-    model: str | Path | None, texts: list[str], schemes: list[str], calibration: list[str] | None
+    model: str | Path | None,
+    texts: list[str],
+    schemes: list[str],
+    calibration: list[str] | None,
+    measured: list[Measured] | None = None,
 ) -> Iterator[str]:
-    """The lines of a Markdown table: the unquantized model, then each scheme compared with it."""
+    """The lines of a Markdown table: the unquantized model, then each scheme compared with it; also in `measured`."""
     from llm.api import EMBEDDED_MODEL, LLM
     from llm.quantization.configs.online import RECIPES
     from llm.quantize.measure import agreement, common_prefix, greedy_tokens, prompts_from, score_texts
@@ -66,17 +106,31 @@ def table(
             layers = llm._open_engine().runner.layer_reports()
             size = sum(layer.bytes_after for layer in layers)
             least = min(layer.weight_snr for layer in layers if layer.weight_snr is not None)
+            change = after.perplexity / before.perplexity - 1
+            if measured is not None:
+                measured.append(Measured(scheme, size, change))
             yield _row(
                 [
                     scheme,
                     f"{size:,} B ({size / bytes_before:.0%})",
                     f"{after.perplexity:.4f}",
-                    f"{after.perplexity / before.perplexity - 1:+.2%}",
+                    f"{change:+.2%}",
                     f"{agreement(before.likeliest, after.likeliest):.1%}",
                     f"{sum(shares) / len(shares):.0%}",
                     f"{least:.1f}",
                 ]
             )
+
+
+def _share(text: str) -> float:
+    """Of "1%" or "0.01"."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 10:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share of perplexity such as 1% or 0.01")
+    return value
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from llm.base.errors import LLMError, ValidationError
 from llm.base.types import JsonObject
 from llm.config.defaults import library_defaults
 from llm.engine.inspection import LayerReport
+from llm.quantization.quantizer import far_layers
 from llm.quantize.measure import (
     Speed,
     agreement,
@@ -104,7 +105,8 @@ class QuantizationReport:
                 f"greedy: {self.greedy_agreement:.1%} of 64 tokens before the first difference, "
                 f"{self.identical_prompts} of {self.prompts} prompts identical"
             )
-        return [*lines, *self._speed_lines(), *self.notes]
+        far = far_layers([(layer.name, layer.weight_snr) for layer in self.layers if layer.weight_snr is not None])
+        return [*lines, *self._speed_lines(), *far, *self.notes]
 
     def _interval_lines(self) -> list[str]:
         if self.perplexity_interval is None:

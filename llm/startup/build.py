@@ -32,6 +32,7 @@ from llm.sampling_params import SamplingParams
 from llm.startup.adapters import merged_adapter
 from llm.startup.draft import draft_args, with_draft
 from llm.startup.eagle3 import eagle3_args, read_eagle3, with_eagle3
+from llm.startup.own_texts import own_texts, refuse_pooling
 from llm.startup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons
 from llm.startup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
@@ -118,7 +119,13 @@ def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform
     if isinstance(config, OnlineConfig) and config.uses_calibration:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
-            config.statistics = calibrate(lambda: build_engine(plain).engine, config.calibration)
+            if config.own_texts and model.pooling is not None:
+                raise refuse_pooling("gives vectors or scores")
+            config.statistics = calibrate(
+                lambda: build_engine(plain).engine,
+                config.calibration,
+                lambda engine: own_texts(engine, model.source, model.source.config()),
+            )
 
 
 def _check_quantization(args: EngineArgs, model: ReadModel, platform: Platform) -> None:

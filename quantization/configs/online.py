@@ -15,12 +15,12 @@ from torch import nn
 from llm.base.checks import as_list
 from llm.base.errors import CheckpointError, ValidationError, nearest
 from llm.base.text import show
-from llm.kernels.reference.quantize_forms import GROUP, HAVE_MINIMA, SUPER_BLOCK
+from llm.kernels.reference.quantize_forms import GROUP, HAVE_MINIMA, HAVE_ZEROS, SUPER_BLOCK
 from llm.kernels.reference.rotation import block_for
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
-from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
+from llm.quantization.storage.on_load import INTEGERS, ActivationStatistics, QuantizeOnLoad
 from llm.quantization.unquantized import left_alone
 
 
@@ -28,8 +28,8 @@ from llm.quantization.unquantized import left_alone
 class Recipe:
     """One name of `quantization=`: the scheme, its bits, the default group size (None: per row) and the LM head's.
 
-    `form`: of `quantize_weight_as`, for which calibration makes no difference; "": integers. `fixed`: its format has
-    this group size alone. `rotates`: weights and activations are rotated in blocks before they are rounded.
+    `form`: of `quantize_weight_as`; "": symmetric integers. `fixed`: its format has this group size alone. `rotates`:
+    weights and activations are rotated in blocks before they are rounded.
     """
 
     scheme: str
@@ -40,13 +40,18 @@ class Recipe:
     fixed: bool = False
     rotates: bool = False
 
+    @property
+    def is_integer(self) -> bool:
+        """Its values are plain integers, which calibration makes more accurate."""
+        return self.form in INTEGERS
+
 
 RECIPES: dict[str, Recipe] = {
     "w8a8": Recipe("W8A8_DYNAMIC", 8, None, "w8a8", rotates=True),
     "w8a8_static": Recipe("W8A8", 8, None, "w8a8"),
     "w8a16": Recipe("W8A16", 8, None, "w8a16"),
     "w4a8": Recipe("W4A8_DYNAMIC", 4, 128, "w8a8"),
-    "w4a16": Recipe("W4A16", 4, 32, "w8a16"),
+    "w4a16": Recipe("W4A16", 4, 32, "w8a16", "asymmetric"),
     "fp8": Recipe("W8A16_FP8", 8, None, "fp8", "float8"),
     "mxfp4": Recipe("W4A16", 4, 32, "fp8", "mxfp4", fixed=True),
     "nf4": Recipe("W4A16", 4, 64, "w8a16", "nf4"),
@@ -58,13 +63,13 @@ _LM_HEAD = "lm_head"
 _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
 # Their kernels scale whole sums: no groups.
 _PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
-_KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration", "rotate")
+_KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration", "rotate", "symmetric")
 # What reasons begin with.
 ON_LOAD = "quantized on load"
 _SMALLEST_GROUP = 8
 # Of GGUF, whose groups have one size.
 _BLOCKS = ("q8_0", "q4_0", "q4_k")
-# Of a float32 scale, or minimum, for each 32 weights.
+# Of a float32 scale, or minimum, or of a scale and a zero point in 16 bits, for each 32 weights.
 _SCALE_BYTES = 4 / 32
 
 
@@ -97,7 +102,9 @@ class OnlineConfig(QuantizationConfig):
         lm_head_asked: it is the user's.
         eight_bits: path of a layer -> why it has 8 bits where it would have 4 and no pattern names it.
         calibration: texts that are run through the unquantized model first.
+        own_texts: it writes them itself: calibration="auto".
         rotate: whether w8a8 rotates weights and activations.
+        symmetric: whether 4-bit integers that have zero points by default are without.
         statistics: what they showed, by layer; filled in before the model is built.
     """
 
@@ -109,7 +116,9 @@ class OnlineConfig(QuantizationConfig):
     lm_head_asked: bool = False
     eight_bits: dict[str, str] = field(default_factory=dict)
     calibration: tuple[str, ...] = ()
+    own_texts: bool = False
     rotate: bool = True
+    symmetric: bool = False
     statistics: Mapping[str, ActivationStatistics] = field(default_factory=dict)
     _unused: set[str] = field(default_factory=set)
 
@@ -129,15 +138,20 @@ class OnlineConfig(QuantizationConfig):
         if calibration and given.get("calibration"):
             raise _wrong(asked, "has calibration texts of its own; pass them here or as calibration=, not both.")
         scheme = _recipe(given["scheme"], asked)
-        texts = _texts(given.get("calibration", calibration))
+        texts = given.get("calibration", calibration)
+        own_texts = isinstance(texts, str) and texts == "auto"
+        texts = () if own_texts else _texts(texts)
         layers = _layers(given.get("layers", {}), asked)
-        if not texts and any(RECIPES[name].scheme == "W8A8" for name in (scheme, *(item[1] for item in layers))):
+        is_static = any(RECIPES[name].scheme == "W8A8" for name in (scheme, *(item[1] for item in layers)))
+        if is_static and not (texts or own_texts):
             raise _wrong(asked, "uses w8a8_static, which needs calibration=[texts] to fix the activations' scales.")
         group_size = _group_size(given.get("group_size"), scheme, asked)
         lm_head = _lm_head(given.get("lm_head", RECIPES[scheme].lm_head), asked)
-        rotate = given.get("rotate", True)
-        if not isinstance(rotate, bool):
-            raise _wrong(asked, f"has rotate={show(rotate)}; it is True or False.")
+        rotate: Any = given.get("rotate", True)
+        symmetric: Any = given.get("symmetric", False)
+        for key, value in (("rotate", rotate), ("symmetric", symmetric)):
+            if not isinstance(value, bool):
+                raise _wrong(asked, f"has {key}={show(value)}; it is True or False.")
         return cls(
             scheme,
             group_size,
@@ -146,15 +160,17 @@ class OnlineConfig(QuantizationConfig):
             lm_head,
             "lm_head" in given,
             calibration=texts,
+            own_texts=own_texts,
             rotate=rotate,
+            symmetric=symmetric,
         )
 
     @property
     def uses_calibration(self) -> bool:
         """Whether there are texts and a layer that they make a difference to: int4, or static activations."""
         recipes = [RECIPES[name] for name in (self.scheme, *(item[1] for item in self.layers))]
-        matters = any((recipe.bits == 4 and not recipe.form) or recipe.scheme == "W8A8" for recipe in recipes)
-        return bool(self.calibration) and matters
+        matters = any((recipe.bits == 4 and recipe.is_integer) or recipe.scheme == "W8A8" for recipe in recipes)
+        return (bool(self.calibration) or self.own_texts) and matters
 
     def get_name(self) -> str:
         return self.scheme
@@ -245,7 +261,10 @@ class OnlineConfig(QuantizationConfig):
         rotation = block_for(columns) if recipe.rotates and self.rotate else 0
         if rotation:
             note += f", rotated in blocks of {rotation}"
-        storage = QuantizeOnLoad(recipe.bits, size, self.statistics.get(prefix), static, recipe.form, rotation)
+        form = "" if self.symmetric and recipe.is_integer else recipe.form
+        if form in HAVE_ZEROS:
+            note += ", with zero points"
+        storage = QuantizeOnLoad(recipe.bits, size, self.statistics.get(prefix), static, form, rotation)
         reason = f"{ON_LOAD}: {name}{note}{instead}{choice.why and f', {choice.why}'}"
         method: QuantizeMethodBase = get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
         method.told = choice.why and f"{name} {choice.why}"
@@ -337,7 +356,7 @@ def _texts(value: Any) -> tuple[str, ...]:
         return ()
     texts = [None] if isinstance(value, str) else as_list("calibration", value, "a list of texts")
     if not all(isinstance(text, str) and text for text in texts):
-        message = f"calibration takes a list of texts, none of them empty, got {show(value)}."
+        message = f"calibration takes a list of texts, none of them empty, or 'auto', got {show(value)}."
         raise ValidationError(message, parameter="calibration", value=value)
     return tuple(texts)
 

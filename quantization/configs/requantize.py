@@ -11,7 +11,7 @@ from llm.quantization.configs.online import ON_LOAD, OnlineConfig
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.schemes.method import IntegerMethod
 from llm.quantization.schemes.table import SCHEMES
-from llm.quantization.storage.on_load import QuantizeOnLoad
+from llm.quantization.storage.on_load import INTEGERS, QuantizeOnLoad
 from llm.quantization.storage.requantized import Requantized
 
 
@@ -49,7 +49,7 @@ class RequantizeConfig(QuantizationConfig):
         if is_small and self._is_smaller_head(layer, found, again):
             found.reason, found.told = f"kept as stored, {found.reason}", "kept as stored"
             return found
-        keeps = is_small and target.bits <= 4 and not target.form
+        keeps = is_small and target.bits <= 4 and target.form in INTEGERS
         asks = keeps and self.online.asks_group_size(prefix)
 
         def computed(weight: IntegerWeight) -> bool:

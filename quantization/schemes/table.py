@@ -57,6 +57,11 @@ def _one_scale_per_row(scheme: Scheme, weight: IntegerWeight) -> None:
 def _integers(scheme: Scheme, weight: IntegerWeight) -> None:
     if weight.table is not None:
         raise CheckpointError(f"{scheme.name} computes integers; this layer has values of a table.")
+    if weight.scale.shape[1] > 1 and weight.group_size % 8:
+        size = weight.group_size
+        raise CheckpointError(
+            f"{scheme.name} computes groups of a multiple of 8 columns; this layer has groups of {size}."
+        )
 
 
 def _static_input(scheme: Scheme, weight: IntegerWeight) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llm.kernels.reference.quantize_forms import HAVE_MINIMA, Parts
+from llm.kernels.reference.quantize_forms import HAVE_MINIMA, HAVE_ZEROS, Parts
 from llm.kernels.select import backend_of_construction
 from llm.quantization.quantizer import (
     IntegerWeight,
@@ -18,11 +18,14 @@ from llm.quantization.quantizer import (
     decibels,
     quantize_weight,
     quantize_weight_as,
+    quantize_with_feedback,
     static_activation,
 )
 from llm.quantization.storage.streamed import StreamedStorage
 from llm.quantization.tables import doubled_fp4, nf4
 
+# The forms of plain integers: symmetric ones, and those with a zero point.
+INTEGERS = ("", "asymmetric")
 # Of the forms whose codes are no integers.
 _TABLES = {"mxfp4": doubled_fp4, "nf4": nf4}
 
@@ -51,7 +54,7 @@ class QuantizeOnLoad(StreamedStorage):
         group_size: columns that share a scale; must divide K.
         statistics: of the layer's inputs; they weight the errors of 4-bit weights.
         static_input: fix the activations' scale and offset from `statistics`.
-        form: of `quantize_weight_as`; "": integers.
+        form: of `quantize_weight_as`; "": symmetric integers.
         rotation: of integers of 8 bits: the block of columns in which the weight is rotated first; 0: none.
 
     Attributes:
@@ -94,24 +97,29 @@ class QuantizeOnLoad(StreamedStorage):
         if loaded.shape != shape:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(shape)}")
         q, scale = weight.q[rows], weight.scale[rows]
-        result = self.quantized(loaded, (q, scale, None if weight.minimum is None else weight.minimum[rows]))
+        third = weight.zero if weight.minimum is None else weight.minimum
+        result = self.quantized(loaded, (q, scale, None if third is None else third[rows]))
         if result.q is not q:
             q.copy_(result.q)
             scale.copy_(result.scale)
+            if third is not None and result.minimum is not None:
+                third[rows] = result.minimum
         self._signal += result.signal
         self._noise += result.noise
 
     def quantized(self, loaded: torch.Tensor, out: Parts) -> Quantized:
-        """`out`: q, scale and minimum of these rows; the result's are those of a form, and may be those of integers."""
+        """`out`: q, scale, and minimum or zero point of these rows; the result's may be others."""
+        if self.statistics and self.search and self.form in INTEGERS:
+            return quantize_with_feedback(
+                loaded, self.bits, self.group_size, self.statistics.moments, asymmetric=self.form in HAVE_ZEROS
+            )
         if self.form:
             return quantize_weight_as(loaded, self.form, self.group_size, kernel=self._to_form, out=out)
-        moments = self.statistics.moments if self.statistics and self.search else None
         return quantize_weight(
             loaded,
             self.bits,
             self.group_size,
             search=self.search,
-            moments=moments,
             kernel=self._to_integers,
             out=out[:2],
             rotation=self.rotation,
@@ -138,6 +146,8 @@ class QuantizeOnLoad(StreamedStorage):
     def _allocated(self) -> IntegerWeight:
         weight = super()._allocated()
         weight.rotation = self.rotation
+        if self.form in HAVE_ZEROS:
+            weight.zero = torch.empty_like(weight.scale)
         if self.form == "float8":
             weight.q = weight.q.view(torch.float8_e4m3fn)
         if self.form in _TABLES:

@@ -25,6 +25,7 @@ from llm.cli import main
 from llm.quantization.quantizer import Quantized
 from llm.quantization.storage import on_load
 from llm.quantize import measure
+from llm.quantize.command import Measured, proposal
 from llm.quantize.measure import (
     TextScores,
     agreement,
@@ -86,6 +87,18 @@ def test_outliers_cost_w8a8_next_to_nothing_since_rows_are_rotated(with_outliers
         changes[rotates] = (abs(after.perplexity / before.perplexity - 1), agreement(before.likeliest, after.likeliest))
     assert changes[True][0] < 0.006 and changes[True][1] > 0.93, changes
     assert changes[False][0] > 0.03 and changes[False][1] < 0.88, changes
+
+
+def test_outliers_cost_w4a16_less_with_zero_points(with_outliers: Path) -> None:
+    """Without them they cost more: the negative control."""
+    losses = {}
+    with open_llm(with_outliers) as llm:
+        before = score_texts(llm, TEXTS[:2])
+    for symmetric in (True, False):
+        with open_llm(with_outliers, quantization={"scheme": "w4a16", "symmetric": symmetric}) as llm:
+            after = score_texts(llm, TEXTS[:2])
+        losses[symmetric] = after.perplexity / before.perplexity - 1
+    assert losses[False] < 0.03 and losses[False] < 0.9 * losses[True], losses
 
 
 def readme_perplexity(scheme: str) -> float:
@@ -166,15 +179,16 @@ def turned_scales(result: Quantized) -> None:
     ],
 )
 def test_planted_mistakes_turn_the_gate_red(scheme: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantize = on_load.quantize_weight
+    for name in ("quantize_weight", "quantize_weight_as"):
+        quantize = getattr(on_load, name)
 
-    def broken(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Quantized:
-        result = quantize(weight, *args, **kwargs)
-        if weight.shape[0] != 2304:  # the table alone is fine
-            plant(result)
-        return result
+        def broken(weight: torch.Tensor, *args: Any, quantize: Any = quantize, **kwargs: Any) -> Quantized:
+            result: Quantized = quantize(weight, *args, **kwargs)
+            if weight.shape[0] != 2304:  # the table alone is fine
+                plant(result)
+            return result
 
-    monkeypatch.setattr(on_load, "quantize_weight", broken)
+        monkeypatch.setattr(on_load, name, broken)
     with open_llm(quantization=scheme) as llm:
         # A whole chapter is plenty for a mistake that the gate must see.
         after = score_texts(llm, TEXTS[:1])
@@ -263,6 +277,17 @@ def test_a_gguf_file_is_compared_with_its_own_requantizations(tmp_path: Any) -> 
     assert found.rows[1].change != 0
 
 
+def test_layers_far_from_their_weights_are_told_in_the_config_and_the_report() -> None:
+    """Groups of 256 for 4 bits; not with the default groups, the negative control."""
+    told = "dB of their weights"
+    for asked, far in (("w4a16", False), ({"scheme": "w4a16", "group_size": 256, "symmetric": True}, True)):
+        with open_llm(quantization=asked) as llm:
+            reason = llm.config.reasons["quantization"]
+            summary = "\n".join(llm.quantization_report(prompts=[], speed=False).summary())
+        assert (told in reason) == (told in summary) == far
+        assert not far or "16 of 17 layers keep less than 20 dB" in reason
+
+
 def test_an_unquantized_model_has_no_report() -> None:
     with open_llm() as llm, pytest.raises(ValueError, match="the model is not quantized"):
         llm.quantization_report()
@@ -281,6 +306,23 @@ def test_the_command_prints_the_table(tmp_path: Any, capsys: pytest.CaptureFixtu
     assert out == "" and "schemes must be of w8a8" in err  # before any work
     assert main(["quantization", "--texts", str(tmp_path / "none.txt")]) == 1
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_command_proposes_the_smallest_scheme_within_a_loss(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text(TEXTS[3][:2000])
+    asked = ["quantization", str(EMBEDDED_MODEL), "--texts", str(texts), "--schemes", "w8a16"]
+    assert main([*asked, "--find", "1%"]) == 0
+    assert "quantization='w8a16' is the smallest within 1%: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*asked, "--find", "much"])
+    assert "is no share of perplexity" in capsys.readouterr().err
+    assert main([*asked, "--model", "other"]) == 1 and "named already" in capsys.readouterr().err
+    measured = [Measured("small", 1, 0.2), Measured("middle", 2, 0.009), Measured("large", 3, 0.001)]
+    assert "quantization='middle' is the smallest within 1%: +0.90%" in proposal(reversed(measured), 0.01)
+    assert "No scheme is within 0.05%" in (told := proposal(measured, 0.0005)) and "'large' with +0.10%" in told
 
 
 @pytest.mark.parametrize("noise", [0.0, 9.0])

@@ -6,6 +6,7 @@ How good the answers are is `test_quant_accuracy.py`.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from typing import Any
 
@@ -27,8 +28,17 @@ from llm.kernels.weight import Weight, dequantize
 from llm.platforms import current_platform
 from llm.quantization import quantizer
 from llm.quantization.configs.online import RECIPES, OnlineConfig
-from llm.quantization.quantizer import IntegerWeight, decibels, quantize_weight, signal_to_noise, static_activation
+from llm.quantization.quantizer import (
+    IntegerWeight,
+    decibels,
+    quantize_weight,
+    quantize_weight_as,
+    quantize_with_feedback,
+    signal_to_noise,
+    static_activation,
+)
 from llm.quantization.storage.on_load import QuantizeOnLoad
+from llm.startup import own_texts
 
 TEXTS = ["In the beginning God created the heaven and the earth.", "And it came to pass in those days, that"]
 quick = settings(max_examples=20)
@@ -114,47 +124,78 @@ def test_scales_are_searched_and_refitted_by_importance(seed: int) -> None:
     assert (weighted <= unweighted * (1 + 1e-4)).all() and weighted.sum() < 0.99 * unweighted.sum()
 
 
+def values_of(found: quantizer.Quantized, size: int) -> torch.Tensor:
+    return dequantize(found.q, found.scale, found.minimum, size)
+
+
 @settings(max_examples=8)
-@given(st.integers(0, 2**31), st.sampled_from([32, 128]))
-def test_feedback_lowers_the_error_of_outputs(seed: int, size: int) -> None:
+@given(st.integers(0, 2**31), st.sampled_from([32, 128]), st.booleans())
+def test_feedback_lowers_the_error_of_outputs(seed: int, size: int, asymmetric: bool) -> None:
     """On inputs that follow a few directions; not on those it was computed from."""
     x = normal(seed + 1, 4000, 16) @ normal(seed, 16, 128) + 0.3 * normal(seed + 3, 4000, 128)
     weight = normal(seed + 2, 24, 128)
     moments = [x[:3000].t() @ x[:3000] / 3000]
-    outputs = {}
-    for given_moments in (None, moments):
-        result = quantize_weight(weight, 4, size, search=True, moments=given_moments)
-        error = x[3000:] @ (weight - dequantize(result.q, result.scale, None, size)).t()
-        outputs[given_moments is None] = float(error.square().mean())
-    assert outputs[False] < 0.5 * outputs[True]
+    plain = (
+        quantize_weight_as(weight, "asymmetric", size) if asymmetric else quantize_weight(weight, 4, size, search=True)
+    )
+    found = quantize_with_feedback(weight, 4, size, moments, asymmetric=asymmetric)
+    before, after = (
+        float((x[3000:] @ (weight - values_of(each, size)).t()).square().mean()) for each in (plain, found)
+    )
+    assert after < 0.5 * before
+    error = float((weight - values_of(found, size)).square().sum())
+    assert found.noise == pytest.approx(error, rel=1e-3) and found.signal == pytest.approx(float(weight.square().sum()))
 
 
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("size", [32, 24])  # 24: groups reach over the end of a run
 def test_feedback_computes_with_one_thread_and_gives_rows_their_bits_in_any_parts(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, size: int, asymmetric: bool
 ) -> None:
     """Two threads that wait for each other after every column take minutes where other programs run."""
     threads, rounded = [], quantizer._round_with_feedback
 
-    def watched(*args: Any) -> torch.Tensor:
+    def watched(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         threads.append(torch.get_num_threads())
         return rounded(*args)
 
     monkeypatch.setattr(quantizer, "_round_with_feedback", watched)
     x, weight, before = normal(0, 300, 96), normal(1, 13, 96), torch.get_num_threads()
     moments = [x.t()[:64] @ x[:, :64], x.t()[64:] @ x[:, 64:]]
-    whole = quantize_weight(weight, 4, 32, search=True, moments=moments)
+    whole = quantize_with_feedback(weight, 4, size, moments, asymmetric=asymmetric)
     monkeypatch.setattr(quantizer, "_ROUNDED_ELEMENTS", 5 * 96)
-    monkeypatch.setattr(quantizer, "CHUNK_ELEMENTS", 2 * 96)
-    parts = quantize_weight(weight.t().contiguous().t(), 4, 32, search=True, moments=moments)
+    parts = quantize_with_feedback(weight.t().contiguous().t(), 4, size, moments, asymmetric=asymmetric)
     assert torch.equal(parts.q, whole.q) and torch.equal(parts.scale, whole.scale)
     assert threads == [1, 1, 1, 1] and torch.get_num_threads() == before
 
 
-def test_feedback_survives_channels_that_are_never_used() -> None:
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_feedback_survives_channels_that_are_never_used(asymmetric: bool) -> None:
     weight, moment = normal(0, 4, 32), torch.zeros(32, 32)
     for moments in ([moment], [moment.clone().fill_diagonal_(1.0)]):
-        result = quantize_weight(weight, 4, 32, search=True, moments=moments)
-        assert signal_to_noise(weight, dequantize(result.q, result.scale)) > 15
+        result = quantize_with_feedback(weight, 4, 32, moments, asymmetric=asymmetric)
+        assert signal_to_noise(weight, values_of(result, 32)) > 15
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        quantize_with_feedback(torch.full((2, 32), math.nan), 4, 32, moments, asymmetric=asymmetric)
+
+
+def test_asymmetric_integers_lose_less_than_symmetric_ones_the_more_so_with_outliers() -> None:
+    """Channels scaled by 50, as real models have them, in a third of the columns."""
+    weight = normal(0, 64, 256)
+    outliers = weight.clone()
+    outliers[:, ::97] *= 50
+    outliers[:, 1::31] = outliers[:, 1::31].abs() * 4
+    gains = []
+    for values in (weight, outliers):
+        asymmetric, symmetric = (
+            quantize_weight_as(values, "asymmetric", 32),
+            quantize_weight(values, 4, 32, search=True),
+        )
+        gains.append(decibels(symmetric.noise, asymmetric.noise))
+        zero = asymmetric.minimum
+        assert zero is not None and zero.min() >= -8 and zero.max() <= 7 and torch.equal(zero, zero.round())
+        assert torch.equal(asymmetric.scale, asymmetric.scale.bfloat16().float())
+    assert gains[0] > 0.3 and gains[1] > 1
 
 
 def test_rows_of_zeros_and_reported_noise() -> None:
@@ -317,8 +358,47 @@ def test_calibration_without_a_recipe_is_refused() -> None:
         LLM(calibration=TEXTS)
 
 
+def test_a_model_writes_its_own_texts_for_calibration(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same every time, kept in the cache and read from it; another model writes others."""
+    monkeypatch.setattr(own_texts, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(own_texts, "_TEXTS", 4)
+    monkeypatch.setattr(own_texts, "_TOKENS", 24)
+    written, write = [], own_texts._written
+
+    def watched(engine: Any) -> list[list[int]]:
+        written.append(write(engine))
+        return written[-1]
+
+    monkeypatch.setattr(own_texts, "_written", watched)
+    arguments = {"quantization": "w4a16", "calibration": "auto", "max_model_len": 64}
+    found = []
+    for _ in range(2):
+        with open_llm(**arguments) as llm:
+            found.append({key: packed.dequantize() for key, packed in packed_weights(llm).items()})
+    (kept,) = tmp_path.iterdir()
+    assert len(written) == 1 and json.loads(kept.read_text())["token_ids"] == written[0]
+    assert len(written[0]) == 4 and len({tuple(text) for text in written[0]}) == 4
+    with open_llm(quantization="w4a16", max_model_len=64) as llm:  # the control
+        plain = {key: packed.dequantize() for key, packed in packed_weights(llm).items()}
+    assert all(torch.equal(found[1][key], weight) for key, weight in found[0].items())
+    assert not any(torch.equal(plain[key], weight) for key, weight in found[0].items() if ".layers." in key)
+    for damage in ("{", '{"token_ids": [[-1]]}', '{"token_ids": [[true]]}', "[]", '{"token_ids": [[]]}'):
+        kept.write_text(damage)
+        with open_llm(**arguments) as llm:
+            again = packed_weights(llm)["model.layers.0.mlp.down_proj"].dequantize()
+        assert torch.equal(again, found[0]["model.layers.0.mlp.down_proj"]) and written[-1] == written[0]
+    assert len(written) == 6
+    with open_llm(tiny_checkpoint("llama", tmp_path_factory), skip_tokenizer_init=True, **arguments):
+        assert written[-1] != written[0] and len(list(kept.parent.iterdir())) == 2
+    with pytest.raises(ValidationError, match="has the model write texts, and this one gives vectors or scores"):
+        LLM(quantization="w4a16", calibration="auto", runner="pooling", convert="embed")
+
+
 def test_default_groups_give_way_to_odd_sizes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with open_llm(tiny_checkpoint("llama", tmp_path_factory), quantization="w4a16", skip_tokenizer_init=True) as llm:
+    asked = {"scheme": "w4a16", "symmetric": True}
+    with open_llm(tiny_checkpoint("llama", tmp_path_factory), quantization=asked, skip_tokenizer_init=True) as llm:
         found = packed_weights(llm)
         assert found["model.layers.0.self_attn.qkv_proj"].group_size == 16  # gcd(32, 48 columns)
         assert found["model.layers.0.mlp.down_proj"].group_size == 91
@@ -350,8 +430,12 @@ def test_the_integers_are_those_of_each_checkpoint_tensor(
             bits, size = method.storage.bits, packed_weights(llm)[key].group_size
             rotation = method.storage.rotation
             assert rotation == (block_for(reference[key].shape[1]) if name == "w8a8" else 0)
-            expected = quantize_weight(reference[key], bits, size, search=bits == 4, rotation=rotation)
-            values = dequantize(expected.q, expected.scale, None, size)
+            if method.storage.form:
+                form, kernel = method.storage.form, method.storage._to_form
+                expected = quantize_weight_as(reference[key], form, size, kernel=kernel)
+            else:
+                expected = quantize_weight(reference[key], bits, size, search=bits == 4, rotation=rotation)
+            values = values_of(expected, size)
             assert torch.equal(weight, rotate(values, rotation) if rotation else values)
             ratio = signal_to_noise(reference[key], weight)
             assert ratio == pytest.approx(method.storage.signal_to_noise, abs=0.01)

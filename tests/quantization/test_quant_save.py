@@ -214,7 +214,9 @@ def test_transformers_gives_the_same_logits(scheme: str, tmp_path: Path) -> None
     import transformers
 
     calibration = TEXTS if scheme == "w8a8_static" else None
-    with open_llm(quantization=scheme, calibration=calibration, kv_cache_dtype="float32") as llm:
+    # transformers 5.23 makes room for zero points as they are before they are packed, and refuses the packed ones.
+    asked = {"scheme": scheme, "symmetric": True}
+    with open_llm(quantization=asked, calibration=calibration, kv_cache_dtype="float32") as llm:
         llm.save_quantized(tmp_path / "saved")
         ids = llm.get_tokenizer().encode("And it came to pass, when he had made an end of speaking")
         prompts = [ids[start : start + 2] for start in range(12)]

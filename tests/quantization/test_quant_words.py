@@ -451,9 +451,7 @@ def test_four_bits_are_not_rounded_to_four_bits_again(case: str, source: Path, t
     with open_llm(path, requantize="w4a8", **arguments) as llm:
         same = [torch.equal(weight, stored[name]) for name, weight in held(llm).items() if name in stored]
         reason = llm.config.reasons["quantization"]
-    assert all(same) if "kept as stored" in reason else not any(same)
-    if case in ("gptq-4", "Q4_0"):
-        assert all(same)
+    assert all(same) and len(same) == len(stored) and "kept as stored" in reason
 
 
 def test_layers_in_more_bits_than_others_get_8_bits(source: Path, tmp_path: Path) -> None:
@@ -481,7 +479,8 @@ def test_saved_as_gptq_it_answers_the_same(source: Path, tmp_path: Path) -> None
     quantized(source, tmp_path / "model", *ACT_ORDER[:2])
     asked = {"scheme": "w4a16", "layers": {"*.mlp.down_proj": "w8a16"}, "ignore": ["*.0.self_attn.o_proj"]}
     prompts, arguments = make_prompts(ROW), {"skip_tokenizer_init": True}
-    for index, (folder, quantization) in enumerate(((source, asked), (tmp_path / "model", None))):
+    symmetric = {**asked, "symmetric": True}
+    for index, (folder, quantization) in enumerate(((source, symmetric), (tmp_path / "model", None), (source, asked))):
         saved = tmp_path / f"saved-{index}"
         with open_llm(folder, quantization=quantization, **arguments) as llm:
             answers, weights = run(llm, prompts, GREEDY), held(llm)
@@ -494,7 +493,7 @@ def test_saved_as_gptq_it_answers_the_same(source: Path, tmp_path: Path) -> None
             )
         assert close(told(again), told(answers))  # the head is saved as floats
         section = json.loads((saved / "config.json").read_text())["quantization_config"]
-        assert (section["desc_act"], section["sym"]) == ((False, True), (True, False))[index]
+        assert (section["desc_act"], section["sym"]) == ((False, True), (True, False), (False, False))[index]
     tensors, down = load_file(tmp_path / "saved-0" / "model.safetensors"), weights[LAYER].shape
     stored = tensors[f"{LAYER}.qweight"].t().contiguous().view(torch.uint8).double() - 128
     zero = tensors[f"{LAYER}.qzeros"].view(torch.uint8).double() + 1 - 128

@@ -1,0 +1,116 @@
+"""`calibration="auto"`: texts that the model writes itself, so that nobody has to bring any.
+
+Owns sampling them (LLM-QAT, arXiv:2305.17888) and keeping them in the cache folder. They depend on the model alone: the
+seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from llm.base.errors import ValidationError
+from llm.engine.engine import Engine
+from llm.engine.preprocess import Preprocessor
+from llm.loading.source import ModelSource
+from llm.sampling_params import SamplingParams
+
+logger = logging.getLogger("llm")
+
+# Raise it when other texts are written.
+_VERSION = 1
+_TEXTS, _TOKENS = 32, 192
+_LARGEST_FILE = 16 << 20
+
+
+def own_texts(engine: Engine, source: ModelSource, hf_config: Mapping[str, object]) -> list[list[int]]:
+    """Token ids of texts by the unquantized model of `engine`, at a temperature of 1; from the cache if they are there.
+
+    Raises:
+        ValidationError: the model does not generate.
+    """
+    place = _place(source, hf_config)
+    kept = _read(place, engine.config.model_config.vocab_size)
+    if kept is not None:
+        return kept
+    written = _written(engine)
+    if place is not None:
+        _keep(place, written)
+    return written
+
+
+def _written(engine: Engine) -> list[list[int]]:
+    limit = engine.config.model_config.max_model_len - 1
+    first = _first_token(engine)
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=min(_TOKENS, limit), ignore_eos=True, detokenize=False)
+        for seed in range(_TEXTS)
+    ]
+    preprocessor = Preprocessor(engine.config.model_config, engine.tokenizer)
+    rows = preprocessor.rows([{"prompt_token_ids": [first]} for _ in params], params, SamplingParams)
+    states = [engine.add(row) for row in rows]
+    engine.run(states, lambda: None)
+    return [state.completions[0].request.token_ids[:limit] for state in states]
+
+
+def _first_token(engine: Engine) -> int:
+    """What texts begin with: the tokenizer's first token, else the one that ends the text before."""
+    named = None if engine.tokenizer is None else getattr(engine.tokenizer, "bos_token_id", None)
+    return named if named is not None else min(engine.eos_token_ids, default=0)
+
+
+def _place(source: ModelSource, hf_config: Mapping[str, object]) -> Path | None:
+    """The file of this model's texts: by its configuration and its files' names, sizes and times."""
+    folder = _folder()
+    if folder is None:
+        return None
+    digest = hashlib.sha256(json.dumps([_VERSION, hf_config], sort_keys=True, default=str).encode())
+    for path in sorted(source.folder.glob("*.safetensors")):
+        known = path.stat()
+        digest.update(f"{path.name} {known.st_size} {known.st_mtime_ns} ".encode())
+    return folder / f"{digest.hexdigest()}.json"
+
+
+def _folder() -> Path | None:
+    """Beside the compiled kernels; None without a home folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "offline-llm" / "calibration" if os.path.isabs(base) else None
+
+
+def _read(place: Path | None, vocabulary: int) -> list[list[int]] | None:
+    """None where nothing was kept, or what is there is no such file."""
+    if place is None or not place.is_file() or place.stat().st_size > _LARGEST_FILE:
+        return None
+    try:
+        content = json.loads(place.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    texts = content.get("token_ids") if isinstance(content, dict) else None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, list) and text for text in texts):
+        return None
+    fit = all(type(token) is int and 0 <= token < vocabulary for text in texts for token in text)
+    return texts if fit else None
+
+
+def _keep(place: Path, texts: list[list[int]]) -> None:
+    partial = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial.write_text(json.dumps({"token_ids": texts}), "utf-8")
+        partial.replace(place)
+    except OSError as error:
+        logger.warning("the texts of calibration='auto' are not kept, and are written again next time: %s", error)
+
+
+def refuse_pooling(what: str) -> ValidationError:
+    return ValidationError(
+        f"calibration='auto' has the model write texts, and this one {what}; pass calibration=[texts].",
+        parameter="calibration",
+        value="auto",
+    )
