@@ -9,6 +9,7 @@ import asyncio
 import weakref
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -16,15 +17,17 @@ from typing import Any
 
 from llm.api.asking import ChatOptions, ChatPrompt, Rendering
 from llm.api.checks import check_priority
-from llm.api.engine_thread import Call, EngineThread
+from llm.api.engine_thread import PAUSES, Call, EngineThread
 from llm.api.facade import LLM
-from llm.base.checks import refuse
+from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.errors import EngineClosedError
 from llm.base.names import known_names
 from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
+from llm.outputs_pooling import PoolingOutput, PoolingRequestOutput
+from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
 
 
@@ -50,6 +53,7 @@ class AsyncLLM:
         self._owns = llm is None
         self.llm = LLM(**arguments) if llm is None else llm
         self._thread = EngineThread(self.llm)
+        self._paused = False
         self._numbers = count()
         self._gathered: defaultdict[asyncio.AbstractEventLoop, list[Call]] = defaultdict(list)
         # Also before the interpreter ends, and when this object is collected.
@@ -153,6 +157,74 @@ class AsyncLLM:
         """End requests where they are: their last outputs have what there is, and finish_reason "abort"."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             asyncio.get_running_loop().call_soon(self._thread.abort, name)
+
+    async def pause_generation(
+        self, *, mode: str = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
+        """Return when no request is computed, so that `llm.apply_model` may change the weights. Requests that come
+        meanwhile wait for `resume_generation`.
+
+        Args:
+            mode: of requests that run: "abort" ends them with what there is, "wait" lets them finish, "keep" freezes
+                them until generation is resumed.
+            wait_for_inflight_requests: True: vLLM's older name of mode="wait".
+            clear_cache: drop the prefix cache, unless there are frozen requests.
+        """
+        check_choice("mode", mode, PAUSES)
+        for name, value in (("wait_for_inflight_requests", wait_for_inflight_requests), ("clear_cache", clear_cache)):
+            if value is not None:
+                check_flag(name, value)
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(done.set)
+
+        self._paused = True
+        # After the requests that were handed in before.
+        loop.call_soon(self._thread.pause, "wait" if wait_for_inflight_requests else mode, clear_cache, tell)
+        await done.wait()
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self._paused = False
+        self._thread.resume()
+
+    async def is_paused(self) -> bool:
+        return self._paused
+
+    @known_names("AsyncLLM.encode")
+    async def encode(
+        self,
+        prompt: object,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yield what a pooling model makes of one prompt, once; `pooling_params.task` as `LLM.encode`'s `pooling_task`.
+
+        Calls run one after another, in threads: many texts are faster in one call of `LLM.encode` or `LLM.embed`.
+        """
+        check_priority(priority, 1)
+        task = None if pooling_params is None else pooling_params.task
+        [output] = await asyncio.to_thread(
+            self.llm.encode,
+            [prompt],
+            pooling_params,
+            use_tqdm=False,
+            lora_request=lora_request,
+            pooling_task=task,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        output.request_id = output.request_id if request_id is None else request_id
+        yield output
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLMEngine.add_lora`."""
+        return await asyncio.to_thread(self.llm.llm_engine.add_lora, lora_request)
 
     async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> object:
         """The tokenizer as an object of transformers; an adapter has none of its own."""

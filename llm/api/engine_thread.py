@@ -37,6 +37,7 @@ from llm.sampling_params import RequestOutputKind, SamplingParams
 _PAUSE = 48.0
 _LONGEST_PAUSE = 0.1
 _FEW = 4
+PAUSES = ("abort", "wait", "keep")
 _SHUT_DOWN = "this AsyncLLM is shut down; make a new one."
 
 
@@ -93,7 +94,11 @@ class EngineThread:
         self._is_stopped = False  # the thread is to end
         self._thread: threading.Thread | None = None
         tell_of_forks(self)
-        # The engine thread's own: requests in the engine, by the callers' ids.
+        # The engine thread's own.
+        self._paused: str | None = None  # one of `PAUSES`
+        self._held: list[Call] = []  # that came meanwhile
+        self._pausing: list[tuple[bool, Callable[[], None]]] = []  # (clear the prefix cache, tell that it is done)
+        # Requests in the engine, by the callers' ids.
         self._live: dict[str, Call] = {}
         self._tell_at = 0.0  # what is neither a beginning nor an end
 
@@ -114,6 +119,19 @@ class EngineThread:
     def leave(self, call: Call) -> None:
         """The caller takes no more outputs: drop its request, if it is not finished."""
         self._post(partial(self._drop, call))
+
+    def pause(self, mode: str, clear_cache: bool, done: Callable[[], None]) -> None:
+        """Start no request and, by `mode`, end, finish or freeze those that run; `done` is called in the thread."""
+        try:
+            self._post(partial(self._pause, mode, clear_cache, done), start=True)
+        except Exception as error:  # the system has no more threads
+            self._fail(error)
+            done()
+        if self.ended is not None:
+            done()
+
+    def resume(self) -> None:
+        self._post(self._resume)
 
     def stop(self) -> None:
         """End the thread after its step. Requests that are left end with `EngineClosedError`."""
@@ -156,7 +174,7 @@ class EngineThread:
     def _run_until_stopped(self) -> None:
         while True:
             with self._changed:
-                while not (self._live or self._commands or self._is_stopped):
+                while not (self._runs() or self._commands or self._is_stopped):
                     self._changed.wait()
                 commands, self._commands = self._commands, []
             if self._is_stopped:
@@ -171,18 +189,47 @@ class EngineThread:
                 engine = self._llm._begin()
                 for command in commands:
                     command(engine)
-                if self._live and engine.scheduler.has_unfinished():
+                if self._runs() and engine.scheduler.has_unfinished():
                     engine.step()
                 self._tell(engine)
+                self._end_pausing(engine)
                 if not self._live:
                     engine.end_call()
         except BaseException as error:
             self.error = without_frames(error)
             self._fail(error)
 
+    def _runs(self) -> bool:
+        return bool(self._live) and self._paused != "keep"
+
+    def _pause(self, mode: str, clear_cache: bool, done: Callable[[], None], engine: Engine) -> None:
+        self._paused = mode
+        if mode == "abort":
+            for name in self._live:
+                self._abort(name, engine)
+        self._pausing.append((clear_cache, done))
+
+    def _end_pausing(self, engine: Engine) -> None:
+        """Tell who pauses, once no request runs any more."""
+        if self._pausing and not self._runs():
+            waiting, self._pausing = self._pausing, []
+            if any(clear for clear, _ in waiting) and not self._live:
+                engine.scheduler.blocks.reset_prefix_cache()
+            for _, done in waiting:
+                done()
+
+    def _resume(self, engine: Engine) -> None:
+        self._paused = None
+        held, self._held = self._held, []
+        for call in held:
+            self._admit(call, engine)
+
     def _admit(self, call: Call, engine: Engine) -> None:
         """Tokenize and queue a prompt. What is wrong with it is told to its caller alone."""
         if call not in self._waiting:  # a failure has ended it
+            return
+        if self._paused is not None:
+            self._held.append(call)
             return
         try:
             if call.request_id in self._live:
@@ -221,11 +268,15 @@ class EngineThread:
         if call is not None and call.told is not None:
             call.is_aborted = True
             engine.abort([call.told.state])
+        for held in [held for held in self._held if held.request_id == request_id and held in self._waiting]:
+            del self._waiting[held]
+            _answer([(held, LLMError("the request was aborted before it started, while generation was paused."))])
 
     def _drop(self, call: Call, engine: Engine) -> None:
         if self._live.get(call.request_id) is call and call.told is not None:
             del self._live[call.request_id]
             engine.abort([call.told.state])
+        self._waiting.pop(call, None)  # it was held back
 
     def _tell(self, engine: Engine) -> None:
         answers: list[tuple[Call, RequestOutput | Exception]] = []
@@ -255,6 +306,9 @@ class EngineThread:
         waiting = list(self._waiting)
         self._waiting.clear()
         _answer([(call, _of_caller(error)) for call in (*live, *waiting)])
+        pausing, self._pausing = self._pausing, []
+        for _, done in pausing:
+            done()
         self._llm._drop(*(call.told.state for call in live if call.told is not None))
 
 

@@ -17,12 +17,14 @@ from llm import (
     AsyncLLM,
     AsyncLLMEngine,
     LLMError,
+    PoolingParams,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
     ValidationError,
 )
 from llm.base.errors import EngineClosedError, PromptTooLongError
+from llm.inputs import LoRARequest
 
 T = TypeVar("T")
 CUMULATIVE, DELTA, FINAL = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -372,6 +374,53 @@ def test_a_thread_that_cannot_start_is_said_and_the_next_one_may(
         with pytest.raises(LLMError, match="can't start new thread"):
             timed(told(engine, PROMPTS[0], LONG))
     assert timed(told(engine, PROMPTS[0], SamplingParams(max_tokens=2)))[-1].finished
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_generation_pauses_and_goes_on(llm: LLM, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """No step is computed while it is paused, and whoever comes meanwhile is answered afterwards."""
+    expected = [output.outputs[0].token_ids for output in run(llm, PROMPTS, LONG)]
+    steps = steps_of(llm, monkeypatch)
+
+    async def generate() -> tuple[Any, Any, int]:
+        running = asyncio.create_task(told(engine, PROMPTS[0], LONG, "a"))
+        while not steps:
+            await asyncio.sleep(0.001)
+        await engine.pause_generation(mode=mode, clear_cache=mode != "keep")
+        assert await engine.is_paused()
+        count = len(steps)
+        later = asyncio.create_task(told(engine, PROMPTS[1], LONG, "b"))
+        gone = asyncio.create_task(told(engine, PROMPTS[2], LONG, "c"))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        assert len(steps) == count and not later.done()
+        assert running.done() == (mode != "keep")
+        await engine.resume_generation()
+        return (await running)[-1].outputs[0], (await later)[-1].outputs[0], count
+
+    first_output, second, count = timed(generate())
+    assert second.token_ids == expected[1] and len(steps) > count
+    if mode == "abort":
+        assert first_output.finish_reason == "abort"
+        assert first_output.token_ids == expected[0][: len(first_output.token_ids)]
+    else:
+        assert first_output.token_ids == expected[0]
+    with pytest.raises(ValidationError, match="mode must be 'abort' or 'wait' or 'keep'"):
+        timed(engine.pause_generation(mode="stop"))
+
+
+def test_adapters_and_vectors_are_asked_for_as_of_vllm(engine: AsyncLLM) -> None:
+    async def encode(asked: AsyncLLM) -> list[Any]:
+        return [output async for output in asked.encode(PROMPTS[0], PoolingParams(task="embed"), "mine")]
+
+    with pytest.raises(ValidationError, match="enable_lora"):
+        timed(engine.add_lora(LoRARequest("a", 1, "/nowhere")))
+    with pytest.raises(ValidationError, match="this model generates text"):
+        timed(encode(engine))
+    with open_llm(runner="pooling", max_model_len=64) as pooling, AsyncLLM(pooling) as made:
+        [output] = timed(encode(made))
+        [vector] = pooling.embed([PROMPTS[0]], use_tqdm=False)
+        assert output.request_id == "mine" and output.outputs.data.tolist() == vector.outputs.embedding
 
 
 def test_the_event_loop_runs_while_a_prompt_is_tokenized(
