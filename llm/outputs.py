@@ -6,9 +6,9 @@ alive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, NoReturn, overload
 
 from llm.base.missing import missing_names
 from llm.base.types import JsonObject
@@ -46,8 +46,9 @@ class Logprob:
 
 
 @dataclass
-class FlatLogprobs(Sequence[dict[int, Logprob]]):
-    """Logprobs of all positions in flat lists, for `flat_logprobs=True`; indexed like a list of dicts.
+class FlatLogprobs(MutableSequence[dict[int, Logprob]]):
+    """Logprobs of all positions in flat lists, for `flat_logprobs=True`; indexed like a list of dicts. Positions can be
+    appended, and not changed (TypeError).
 
     Position i is `start_indices[i] : end_indices[i]` of `token_ids`, `logprobs`, `ranks` and `decoded_tokens`. The
     range of a prompt's first token is empty.
@@ -69,6 +70,35 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
             self.ranks.append(item.rank)
             self.decoded_tokens.append(item.decoded_token)
         self.end_indices.append(len(self.token_ids))
+
+    def append_fast(
+        self,
+        token_ids: Iterable[int],
+        logprobs: Iterable[float],
+        ranks: Iterable[int | None],
+        decoded_tokens: Iterable[str | None],
+    ) -> None:
+        """Append one position from the lists of its tokens, which are as long."""
+        self.start_indices.append(len(self.token_ids))
+        for token, logprob, rank, text in zip(token_ids, logprobs, ranks, decoded_tokens, strict=False):
+            self.token_ids.append(token)
+            self.logprobs.append(logprob)
+            self.ranks.append(rank)
+            self.decoded_tokens.append(text)
+        self.end_indices.append(len(self.token_ids))
+
+    def extend(self, positions: Iterable[dict[int, Logprob] | None]) -> None:
+        for position in list(positions):
+            self.append(position)
+
+    def __setitem__(self, index: int | slice, value: object) -> NoReturn:
+        raise TypeError("positions of FlatLogprobs cannot be replaced.")
+
+    def __delitem__(self, index: int | slice) -> NoReturn:
+        raise TypeError("positions of FlatLogprobs cannot be deleted.")
+
+    def insert(self, index: int, value: dict[int, Logprob]) -> NoReturn:
+        raise TypeError("positions can only be appended to FlatLogprobs.")
 
     def __len__(self) -> int:
         return len(self.start_indices)

@@ -24,6 +24,7 @@ from llm.api.planning import Planning
 from llm.api.pooling import Pooling
 from llm.api.prefix_caching import PrefixCaching, check_prefix_cache
 from llm.api.processors import Processors
+from llm.api.profiling import ProfilerConfig, Profiling
 from llm.api.ranking import Ranking
 from llm.api.reports import Reports
 from llm.api.scoring import Scoring
@@ -87,6 +88,7 @@ class LLM(
     PrefixCaching,
     Reports,
     Verifying,
+    Profiling,
     Access,
 ):
     """A language model in this process.
@@ -162,6 +164,7 @@ class LLM(
         max_loras: how many adapters are in memory at a time; rows with further ones wait, least recently used ones go.
         max_lora_rank: the largest rank of an adapter.
         merge_lora: the folder of an adapter that is added to the weights while they are loaded, before `quantization`.
+        profiler_config: `{"profiler": "torch", "torch_profiler_dir": folder}`, for `start_profile` and `stop_profile`.
         prefix_cache: a folder of `save_prefix_cache`, of this model and these settings: what it has of a prompt is not
             computed again. All weights are read once more, to compare their fingerprint.
         verbose: log all decisions and the arguments that have no effect here.
@@ -222,6 +225,7 @@ class LLM(
         max_loras: int = DEFAULT_MAX_LORAS,
         max_lora_rank: int = DEFAULT_MAX_LORA_RANK,
         merge_lora: str | Path | None = None,
+        profiler_config: object = None,
         prefix_cache: str | Path | None = None,
         verbose: bool = False,
         **kwargs: Any,
@@ -242,6 +246,7 @@ class LLM(
         set_log_level(verbose)
         notes = [*check_arguments(others), *compilation.notes(given["compilation_config"])]
         self._args = EngineArgs.from_user(**given, task=others.get("task"))
+        self._profiler_config = ProfilerConfig.of(self._args.profiler_config)
         check_prefix_cache(self._args.prefix_cache)
         self._take(build_engine(self._args))
         self._fill_prefix_cache()

@@ -163,6 +163,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     # --- Adapters. -------------------------------------------------------------------------------------------------
     _honoured("enable_lora", "max_loras", "max_lora_rank", "merge_lora", "prefix_cache"),
+    _honoured("profiler_config"),
     _accepted("adapters are kept in the memory that they compute in, max_loras of them.", "max_cpu_loras"),
     _accepted(
         "it changes how a GPU computes adapters, not what.",
@@ -312,7 +313,6 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         collect_detailed_traces=(None, []),
         enable_layerwise_nvtx_tracing=False,
         ray_workers_use_nsight=False,
-        profiler_config=_UNSET,
     ),
     # --- Dropped by vLLM, still in older scripts (swap_space, task and four more stand above). --------------------
     _refused(

@@ -73,8 +73,6 @@ METHODS: dict[str, str] = {
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), _ONE_CALL),
     "sleep": "close it with LLM.close() and build a new one later",
     "wake_up": "it never sleeps",
-    "start_profile": "wrap the call in torch.profiler",
-    "stop_profile": "wrap the call in torch.profiler",
     "get_world_size": "an LLM runs on one device",
     "shutdown": "its name is close",
 }

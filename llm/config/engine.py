@@ -112,6 +112,7 @@ class EngineArgs:
     max_loras: int = DEFAULT_MAX_LORAS
     max_lora_rank: int = DEFAULT_MAX_LORA_RANK
     merge_lora: str | Path | None = None
+    profiler_config: object = None  # read by `ProfilerConfig.of`
     prefix_cache: str | Path | None = None
 
     @classmethod

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,3 +155,27 @@ def test_an_adapter_needs_them_enabled(llm: LLM) -> None:
     with pytest.raises(ValidationError, match="enable_lora=True") as caught:
         llm.generate("x", GREEDY, lora_request=LoRARequest("sql", 1, "/adapters/sql"))
     assert caught.value.parameter == "lora_request"
+
+
+def test_a_profile_is_a_trace_in_a_folder(tmp_path: Path) -> None:
+    """As vLLM's example: configured, started, stopped."""
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "traces"), "torch_profiler_with_stack": False}
+    with open_llm(max_model_len=64, profiler_config=config) as opened:
+        expected = tokens(run(opened, PROMPTS))
+        opened.start_profile("mine")
+        with pytest.raises(ValidationError, match="is being recorded"):
+            opened.start_profile()
+        assert tokens(run(opened, PROMPTS)) == expected
+        file = opened.stop_profile()
+        assert [path.name for path in (tmp_path / "traces").iterdir()] == [file.name] and file.name.startswith("mine.")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        assert any(event.get("cat") == "cpu_op" for event in events)
+        with pytest.raises(ValidationError, match="call start_profile first"):
+            opened.stop_profile()
+        with pytest.raises(ValidationError, match="beginning of a file name"):
+            opened.start_profile("../up")
+    with open_llm(max_model_len=64) as opened, pytest.raises(ValidationError, match="needs a folder"):
+        opened.start_profile()
+    for wrong in ({"profiler": "cuda"}, {"profiler": "torch"}, {"torch_profiler_dir": "x"}, {"of_nobody": 1}, 3):
+        with pytest.raises(ValidationError, match="profiler_config"):
+            LLM(profiler_config=wrong)

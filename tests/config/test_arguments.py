@@ -109,7 +109,7 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
     (None, "default_mm_loras io_processor_plugin scheduler_cls data_parallel_rank data_parallel_start_rank"),
     (None, "data_parallel_size_local device_ids distributed_executor_backend kv_transfer_config kv_events_config"),
     (None, "ec_transfer_config weight_transfer_config otlp_traces_endpoint collect_detailed_traces mamba_config"),
-    (None, "attention_config aux_output_config structured_outputs_config profiler_config"),
+    (None, "attention_config aux_output_config structured_outputs_config"),
 ]
 DEFAULTS = {name: default for default, names in VLLM_DEFAULTS for name in names.split()}
 

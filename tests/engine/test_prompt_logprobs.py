@@ -6,6 +6,7 @@ is the model called directly on the whole prompt.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from kernel_sets import has_kernels
 
 from llm import LLM, RequestOutput, SamplingParams, ValidationError
 from llm.engine import model_runner
-from llm.outputs import FlatLogprobs
+from llm.outputs import FlatLogprobs, Logprob
 
 PROMPTS = [[5, 300, 301, 17, 1200, 9, 44, 45, 46, 300, 301, 2], [7, 8], [9], list(range(100, 141))]
 WANTED = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=2, ignore_eos=True)
@@ -206,3 +207,17 @@ def test_max_logprobs_caps_them_too() -> None:
             with pytest.raises(ValidationError, match="prompt_logprobs must be at most max_logprobs"):
                 run(capped, PROMPTS[1], SamplingParams(prompt_logprobs=count))
         assert run(capped, PROMPTS[1], SamplingParams(prompt_logprobs=3, max_tokens=1))[0].prompt_logprobs is not None
+
+
+def test_flat_logprobs_are_appended_to_as_vllms() -> None:
+    one, two = {3: Logprob(-0.5, 1, "a")}, {4: Logprob(-1.0, 2, "b"), 5: Logprob(-2.0, 3, None)}
+    whole, fast = FlatLogprobs(), FlatLogprobs()
+    whole.extend([one, None, two])
+    fast.append_fast([3], [-0.5], [1], ["a"])
+    fast.append_fast([], [], [], [])
+    fast.append_fast([4, 5], [-1.0, -2.0], itertools.chain([2], [3]), ["b", None])
+    assert whole == fast and list(fast) == [one, {}, two] and fast[-1] == two and list(fast[1:]) == [{}, two]
+    for change in (lambda: fast.insert(0, one), lambda: fast.__setitem__(0, one), lambda: fast.__delitem__(0)):
+        with pytest.raises(TypeError, match="FlatLogprobs"):
+            change()
+    assert list(reversed(fast)) == [two, {}, one] and len(fast) == 3
