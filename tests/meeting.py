@@ -18,7 +18,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.parts: dict[int, torch.Tensor] = {}
         self.size = size
-        self.barrier = Barrier(size, timeout=60)
+        self.barrier = Barrier(size, timeout=600)
 
     def of(self, rank: int) -> TensorParallel:
         meeting = self

@@ -193,7 +193,7 @@ class PoolingRows:
         if cut is None or len(ids) <= cut.limit:
             return ids
         if text is None or tokenizer is None:
-            return ids[: cut.limit] if cut.side == "right" else ids[-cut.limit :]
+            return ids[: cut.limit]  # what `tokenization` cuts has been cut
         encode = tokenizer.encode_rendered if tokenization.add_special_tokens is False else tokenizer.encode
         return encode([text], cut)[0]
 

@@ -53,7 +53,7 @@ def engine(llm: LLM) -> Iterator[AsyncLLM]:
 
 def timed(what: Coroutine[Any, Any, T]) -> T:
     """Run it in a new event loop; a hang is an error."""
-    return asyncio.run(asyncio.wait_for(what, 60))
+    return asyncio.run(asyncio.wait_for(what, 600))
 
 
 async def told(engine: AsyncLLM, *args: Any) -> list[RequestOutput]:
@@ -94,7 +94,7 @@ class Gate:
     def _step(self, plan: Any) -> Any:
         self.left -= 1
         if self.left < 0:
-            assert self.opened.wait(30), "nobody opened the gate"
+            assert self.opened.wait(600), "nobody opened the gate"
         return self._execute(plan)
 
 
@@ -259,6 +259,23 @@ def test_whoever_leaves_or_is_cancelled_frees_its_blocks(
 
     timed(leave())
     assert_idle(llm)
+
+
+def test_requests_of_a_closed_event_loop_are_dropped(
+    llm: LLM, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can be told: they leave the batch, and requests of other loops go on."""
+    gate = Gate(llm, monkeypatch)
+    gate.close_after(3)
+    loop = asyncio.new_event_loop()
+    left = loop.create_task(told(engine, PROMPTS[0], LONG))
+    loop.run_until_complete(first(engine, PROMPTS[1], LONG))
+    loop.close()
+    gate.opened.set()
+    for _ in range(2):  # whoever has left was dropped before the second
+        assert timed(told(engine, PROMPTS[2], SamplingParams(max_tokens=1)))[-1].finished
+    assert not engine_of(llm).scheduler.has_unfinished() and not left.done()
+    left._log_destroy_pending = False  # type: ignore[attr-defined]  # it is this test's intention
 
 
 def test_a_bad_request_is_its_callers_alone(llm: LLM, engine: AsyncLLM) -> None:
@@ -429,7 +446,7 @@ def test_the_event_loop_runs_while_a_prompt_is_tokenized(
     rows, turned = llm._preprocessor.checked_rows, threading.Event()
 
     def slow(*args: Any) -> Any:
-        assert turned.wait(30), "the event loop stood still"
+        assert turned.wait(600), "the event loop stood still"
         assert threading.current_thread().name == "llm-engine"
         return rows(*args)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_folders import save_model, save_tokenizer
+from sentence_folders import save_model, save_modules, save_tokenizer
 from tiny_models import BASE, VOCAB, one_thread
 
 from llm import LLM, PoolingParams, ValidationError
@@ -83,11 +83,25 @@ def test_an_embedder_scores_by_the_angle(tmp_path: Path) -> None:
         found = llm.score(QUERY, DOCUMENTS, use_tqdm=False).to_numpy()
         query, *documents = llm.embed([QUERY, *DOCUMENTS], use_tqdm=False).to_numpy()
         assert np.abs(found - [query @ document for document in documents]).max() < 1e-6
-        raw = llm.score(QUERY, DOCUMENTS, use_tqdm=False, pooling_params=PoolingParams(use_activation=False))
-        assert np.array_equal(raw.to_numpy(), found)  # an angle has no length, whatever is asked of vectors
         # Quantized: the same vectors but for rounding, and alone as in a batch.
         texts = [QUERY, *DOCUMENTS]
         rounded = small.embed(texts, use_tqdm=False).to_numpy()
         assert 0 < np.abs(rounded - llm.embed(texts, use_tqdm=False).to_numpy()).max() < 0.1
         alone = [small.embed(text, use_tqdm=False).to_numpy()[0] for text in texts]
         assert np.array_equal(np.stack(alone), rounded)
+
+
+def test_scores_are_cosines_where_vectors_keep_their_length(tmp_path: Path) -> None:
+    save_model(tmp_path, "BertModel", **BERT, **SMALL)
+    save_tokenizer(tmp_path)
+    save_modules(tmp_path, "mean", normalizes=False)
+    with LLM(tmp_path) as llm:
+        found = llm.score(QUERY, DOCUMENTS, use_tqdm=False).to_numpy()
+        asked = PoolingParams(use_activation=False)
+        raw = llm.score(QUERY, DOCUMENTS, use_tqdm=False, pooling_params=asked).to_numpy()
+        vectors = llm.embed([QUERY, *DOCUMENTS], use_tqdm=False).to_numpy()
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    assert np.abs(lengths - 1).max() > 0.1
+    query, *documents = vectors / lengths
+    assert np.abs(found - [query @ document for document in documents]).max() < 1e-6
+    assert np.array_equal(raw, found)

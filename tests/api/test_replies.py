@@ -480,14 +480,14 @@ def test_streamed_and_gathered_chats_call_as_chat_does(llm: LLM) -> None:
         return await asyncio.gather(*(told(choice, kind) for choice in choices for kind in kinds))
 
     with AsyncLLM(llm) as engine:
-        for index, outputs in enumerate(asyncio.run(asyncio.wait_for(gather(), 60))):
+        for index, outputs in enumerate(asyncio.run(asyncio.wait_for(gather(), 600))):
             whole, last = expected[index // 2], outputs[-1].outputs[0]
             assert (last.tool_calls, last.content, last.reasoning) == (whole.tool_calls, whole.content, whole.reasoning)
             assert "".join(output.outputs[0].text for output in outputs if index % 2) in ("", whole.text)
             assert index % 2 or last.text == whole.text
         wrong = engine.chat(ASK, params, tool_choice="must", **given)
         with pytest.raises(ValidationError, match="tool_choice must be 'auto', 'none', 'required' or"):
-            asyncio.run(asyncio.wait_for(anext(wrong), 60))
+            asyncio.run(asyncio.wait_for(anext(wrong), 600))
 
 
 def test_chats_of_a_job_have_tools_and_reasoning(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders
-from tiny_models import TINY_MODELS, one_thread, tiny_checkpoint
+from tiny_models import TINY_MODELS, VOCAB, one_thread, tiny_checkpoint, write_checkpoint
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
 from llm.api import EMBEDDED_MODEL
 from llm.base.errors import OutOfMemoryError
 from llm.config.engine import EngineArgs
 from llm.config.speculative import SpeculativeConfig
+from llm.engine.speculation.draft_model import DraftModelSource
 from llm.engine.speculation.forced import ForcedSource
 from llm.engine.speculation.ngram import NgramSource
 from llm.engine.speculation.pace import Chances, Choice, StepTimes, choose
@@ -109,6 +111,29 @@ class TestAnswers:
             check_orders(case, llm)
             stats = engine_of(llm).stats
             assert stats.accepted_tokens < stats.drafted_tokens / 2
+
+    def test_a_token_that_the_model_does_not_have_ends_a_draft(self, case: Case, tmp_path: Path) -> None:
+        """A draft model may have more ids, for padding: the first of them is one too many."""
+        draft = TINY_MODELS["mistral"]
+        draft = replace(draft, config={**draft.config, "vocab_size": VOCAB + 1})
+        write_checkpoint(draft, tmp_path / "draft")
+        tensors = load_file(tmp_path / "draft" / "model.safetensors")
+        tensors["lm_head.weight"][:-1] /= 100  # half of the time the padding is the likeliest
+        save_file(tensors, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
+        config = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+        with case.load({"speculative_config": config}) as llm, drafting(llm, eager(llm)) as proposer:
+            drafted: list[int] = []
+            source = next(source for source in proposer._sources if isinstance(source, DraftModelSource))
+            draft_of = source.draft
+
+            def seen(batch: Any, counts: Any) -> Any:
+                found = draft_of(batch, counts)
+                drafted.extend(token for tokens in found.values() for token in tokens)
+                return found
+
+            source.draft = seen  # type: ignore[method-assign]
+            check_orders(case, llm)
+            assert drafted and max(drafted) < VOCAB
 
 
 def _with_other_weights(folder: Path, other: Path) -> Path:

@@ -182,13 +182,13 @@ each = [params, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)]
 inside, forked = threading.Event(), threading.Event()
 def hold(*given):
     inside.set()
-    forked.wait(60)
+    forked.wait(600)
 def same():
     both = answer(llm) == asyncio.run(ask(engine)) == expected
     return both and not llm._engine.scheduler.has_unfinished()
 caller = threading.Thread(target=lambda: llm.generate(["The king", "And"], each, use_tqdm=False, on_output=hold))
 caller.start()
-inside.wait(60)
+inside.wait(600)
 print(len(llm._engine.scheduler.requests), in_child(same))
 forked.set()
 caller.join()

@@ -400,6 +400,19 @@ def test_interrupted_rows_go_on_from_their_tokens(llm: LLM, source: Path, ctrl_c
         summary.output.unlink()
 
 
+def test_completions_that_had_ended_end_where_they_did(llm: LLM, source: Path, ctrl_c: None) -> None:
+    """Of a row whose other completions go on after an interruption, at any step."""
+    params = SamplingParams(n=3, max_tokens=9, stop=["e"])
+    write(source, read(source)[:3])
+    whole = read(run(llm, source, "whole.jsonl", params=params))
+    assert any(len(set(map(len, row["generated_text"]))) == 3 for row in whole)
+    for step in range(2, 6):
+        with at_step(llm, step, lambda: signal.raise_signal(signal.SIGINT)), pytest.raises(JobInterrupted):
+            run(llm, source, params=params)
+        assert read(run(llm, source, params=params, resume=True)) == whole, step
+        (source.parent / "out.jsonl").unlink()
+
+
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
 def test_a_finished_output_is_of_one_job(llm: LLM, source: Path, name: str) -> None:
     """`resume=True` returns it to the job that it is of, and is refused by name to any other."""

@@ -76,7 +76,7 @@ def test_what_a_region_costs_is_measured_once_and_small_gemms_open_none() -> Non
 
 def soon(regions: int, crowd: int = 0) -> bool:
     """Whether a GEMM of 44 us by the estimate opens so many before long, after `crowd` long regions each."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         for _ in range(crowd):
             ran_by(library_of(), 3, turns=200_000)
@@ -135,7 +135,7 @@ def test_ended_threads_are_gone_and_come_again() -> None:
         created = threads_of_process() - before
         assert len(created) == 3
         end_threads(library)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 600
         while created & threads_of_process() and time.monotonic() < deadline:
             time.sleep(0.001)  # on a busy machine a joined thread stays in /proc for a moment
         assert not created & threads_of_process()

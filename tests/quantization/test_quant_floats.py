@@ -350,6 +350,16 @@ def exactly(parts: Tensors) -> torch.Tensor:
     return values * (scale.float() / parts["weight_global_scale"]).repeat_interleave(16, 1)
 
 
+def test_scales_of_rows_may_have_one_dimension(floats: Callable[[str], Path], tmp_path: Path) -> None:
+    stored, _ = compressed_pair(floats("llama"), tmp_path, "naive-quantized")
+    expected = answers(stored)
+    tensors = load_file(stored / "model.safetensors")
+    flat = {name: tensor.flatten() if name.endswith("weight_scale") else tensor for name, tensor in tensors.items()}
+    assert any(flat[name].shape != tensor.shape for name, tensor in tensors.items())
+    save_file(flat, stored / "model.safetensors", metadata={"format": "pt"})
+    assert answers(stored) == expected
+
+
 @pytest.mark.parametrize("case", COMPRESSED)
 def test_compressed_tensors_of_floats(case: str, floats: Callable[[str], Path], tmp_path: Path) -> None:
     inputs = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
