@@ -211,21 +211,26 @@ def _snapshot(
 ) -> Path:
     import huggingface_hub
 
-    folder = huggingface_hub.snapshot_download(
-        name,
-        revision=revision,
-        allow_patterns=list(allow),
-        tqdm_class=_progress_bar(name),
-        ignore_patterns=list(ignore),
-        local_files_only=local_files_only,
-    )
+    bars: list[tqdm] = []
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(allow),
+            tqdm_class=_progress_bar(name, bars),
+            ignore_patterns=list(ignore),
+            local_files_only=local_files_only,
+        )
+    finally:
+        for bar in bars:
+            bar.close()
     return Path(folder)
 
 
-def _progress_bar(name: str) -> type[tqdm]:
-    """One bar in bytes, of all files together; huggingface_hub makes one of files and two of bytes.
+def _progress_bar(name: str, made: list[tqdm]) -> type[tqdm]:
+    """One bar in bytes, of all files together; huggingface_hub makes one of files and two of bytes, and closes none.
 
-    Without tqdm's monitor thread and multiprocessing lock, which would outlive the call.
+    Without tqdm's monitor thread and multiprocessing lock, which would outlive the call. `made`: the bars are added.
     """
     from huggingface_hub.utils import tqdm as hub_tqdm
 
@@ -237,6 +242,7 @@ def _progress_bar(name: str) -> type[tqdm]:
             is_shown = options.get("unit") == "B" and not str(options.get("name")).endswith(".transfer")
             options |= {"desc": f"Downloading {name}", "delay": _PROGRESS_DELAY_SECONDS, "disable": not is_shown}
             super().__init__(*args, **options)
+            made.append(self)
 
         def set_description(self, *args: Any, **options: Any) -> None:
             """The model's name stays."""
