@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from llm import __version__
 from llm.base.command_line import add_logits_processors, one_by_one
-from llm.base.errors import LLMError, ValidationError
+from llm.base.errors import LLMError, ValidationError, is_out_of_memory
+from llm.base.text import clip
 from llm.base.types import Commands
 
 if TYPE_CHECKING:
@@ -42,7 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe (`| head`).
         _discard_stdout()
         return 0
-    except OSError as error:  # a full disk behind `> file`, for example
+    except (OSError, MemoryError, RuntimeError) as error:  # a full disk behind `> file`, for example
+        if is_out_of_memory(error):
+            print(
+                f"error: the machine is out of memory ({clip(str(error).strip() or 'MemoryError')}).", file=sys.stderr
+            )
+            return 1
+        if not isinstance(error, OSError):
+            raise
         print(f"error: {error.strerror or error}.", file=sys.stderr)
         _discard_stdout()
         return 1

@@ -5,10 +5,11 @@ Owns the way back.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from llm.base import errors
 from llm.base.errors import LLMError
+from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.inputs import LoRARequest
 from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, StructuredOutcome
@@ -31,6 +32,64 @@ def output_from_json(data: JsonObject, params: SamplingParams | None) -> Request
         num_dropped_tokens=data["num_dropped_tokens"],
         lora_request=None if data.get("lora_request") is None else LoRARequest(**data["lora_request"]),
     )
+
+
+# What `output_as_json` writes: a type, (type or None), [of each], {member: form}. Other members are not looked at.
+_ERROR = {"type": str, "message": str}
+_TOKEN = {"token_id": int, "logprob": float, "rank": (int,), "decoded_token": (str,)}
+_LOGPROBS = ([([_TOKEN],)],)
+_COMPLETION = {
+    **{"index": int, "text": str, "token_ids": [int], "cumulative_logprob": (float,), "logprobs": _LOGPROBS},
+    **{"finish_reason": (str,), "stop_reason": (int, str), "error": (_ERROR,), "structured": (dict,)},
+}
+_OUTPUT = {
+    **{"request_id": str, "index": int, "prompt": (str,), "prompt_token_ids": [int], "outputs": [_COMPLETION]},
+    **{"finished": bool, "num_cached_tokens": (int,), "seed": (int,), "prompt_logprobs": _LOGPROBS},
+    **{"num_dropped_tokens": int, "params": (dict,), "lora_request": (dict,)},
+}
+
+
+def check_output(data: object) -> None:
+    """Raise `ValueError` for data that `output_from_json` cannot read, with the member that is wrong."""
+    check_form(data, _OUTPUT, "the output")
+    try:
+        output_from_json(cast("JsonObject", data), None)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"the output cannot be read ({clip(str(error))})") from error
+
+
+def check_form(value: object, form: object, name: str) -> None:
+    """Raise `ValueError` if a value is not of a form, as in the tables above."""
+    if isinstance(form, tuple):
+        if value is not None and not any(_fits(value, own) for own in form):
+            check_form(value, form[0], name)
+    elif isinstance(form, list):
+        _check_type(value, list, name)
+        if not all(type(item) is form[0] for item in cast("list[object]", value)):
+            for place, item in enumerate(cast("list[object]", value)):
+                check_form(item, form[0], f"{name}[{place}]")
+    elif isinstance(form, dict):
+        _check_type(value, dict, name)
+        for member, own in form.items():
+            if member not in cast("JsonObject", value):
+                raise ValueError(f"{name} has no {member}")
+            check_form(cast("JsonObject", value)[member], own, f"{name}.{member}")
+    elif isinstance(form, type):
+        _check_type(value, form, name)
+
+
+def _fits(value: object, form: object) -> bool:
+    try:
+        check_form(value, form, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _check_type(value: object, kind: type, name: str) -> None:
+    right = (int, float) if kind is float else kind
+    if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} is {show(value)}")
 
 
 def error_from_json(data: JsonObject | None) -> Exception | None:

@@ -142,6 +142,13 @@ class JobInterrupted(GenerationInterrupted):
         return [f"{type(self).__name__}: {self}"]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for Python's MemoryError, and for what torch, safetensors and the system raise instead."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError | OSError) and "allocate memory" in str(error)
+    )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llm.base.errors import JobError
 from llm.base.types import JsonObject
+from llm.engine.rows import Row
 from llm.outputs import RequestOutput
 from llm.outputs_json import output_as_json
 from llm.outputs_read import output_from_json
@@ -67,10 +69,32 @@ class Answer:
         values = None if self.values is None else np.frombuffer(base64.b64decode(self.values), dtype="<f4")
         return Ended(self.key, output_from_json(self.output, None), values)
 
+    def continued_by(self, row: Row, vocab_size: int | None = None) -> list[int]:
+        """Let a row continue after the tokens that it has; returns how many each completion has.
+
+        Raises:
+            JobError: they are not this row's.
+        """
+        highest = max((token for own in self.tokens for token in own), default=0)
+        lowest = min((token for own in self.tokens for token in own), default=0)
+        is_known = lowest >= 0 and (vocab_size is None or highest < vocab_size)
+        if self.tokens and (len(self.tokens) != row.params.n or not is_known):
+            raise JobError(
+                f"the journal's record of the row {self.key[:12]} has tokens that are not of this row; delete the "
+                "journal to start again."
+            )
+        row.known_outputs = self.tokens
+        return [len(tokens) for tokens in self.tokens]
+
     def extend(self, parts: list[tuple[int, list[int]]]) -> None:
         """Add the tokens of a record. A part that starts after what is known follows a damaged line: it is left out."""
         if not self.tokens:
             self.tokens = [[] for _ in parts]
+        if len(parts) != len(self.tokens):
+            raise JobError(
+                f"the journal's records of the row {self.key[:12]} are of {len(self.tokens)} and of {len(parts)} "
+                "completions; delete the journal to start again."
+            )
         for known, (start, tokens) in zip(self.tokens, parts, strict=True):
             if start <= len(known):
                 known[start:] = tokens

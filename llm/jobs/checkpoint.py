@@ -75,8 +75,7 @@ class Checkpoint:
             return output_from_json({**known.output, "index": row.index, "prompt": row.prompt}, params)
         self._keys[row.index] = key
         if known is not None:
-            row.known_outputs = known.tokens
-            self._partials.written[row.index] = [len(tokens) for tokens in known.tokens]
+            self._partials.written[row.index] = known.continued_by(row)
         return row
 
     def keep(self, output: RequestOutput) -> None:

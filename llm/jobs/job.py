@@ -17,7 +17,16 @@ import numpy as np
 
 from llm.api.flow import Entry, Flow, FlowHost
 from llm.base.bar import UseTqdm
-from llm.base.errors import GenerationInterrupted, JobError, JobInterrupted, LogitsProcessorError
+from llm.base.errors import (
+    GenerationInterrupted,
+    JobError,
+    JobInterrupted,
+    LLMError,
+    LogitsProcessorError,
+    OutOfMemoryError,
+    is_out_of_memory,
+)
+from llm.base.text import clip
 from llm.base.types import JsonObject
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run
@@ -160,6 +169,14 @@ class Job:
             except GenerationInterrupted as interrupted:
                 done = self._count.done + self._count.resumed
                 raise JobInterrupted(interrupted.outputs, done, self._plan.count, guard.signal) from None
+            except (MemoryError, RuntimeError, OSError) as error:
+                if isinstance(error, LLMError) or not is_out_of_memory(error):
+                    raise
+                said = clip(str(error).strip() or type(error).__name__)
+                raise OutOfMemoryError(
+                    f"the machine is out of memory ({said}); what the journal {self._journal.path} has is kept, so run "
+                    "the job again with resume=True, and with fewer rows at once (max_num_seqs) or more memory."
+                ) from error
             finally:
                 guard.end()
                 if self._flow is not None:
@@ -242,8 +259,7 @@ class Job:
         self._progress.expect(len(rows) - 1)
         self._running[row.index] = _Running(key, rows)
         if known is not None and isinstance(row, Row):
-            row.known_outputs = known.tokens
-            self._partials.written[row.index] = [len(tokens) for tokens in known.tokens]
+            self._partials.written[row.index] = known.continued_by(row, self._llm._preprocessor.config.vocab_size)
         return False
 
     def _keep(self, output: RequestOutput) -> None:

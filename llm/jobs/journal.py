@@ -14,6 +14,7 @@ rows in question are computed again.
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -26,11 +27,13 @@ from typing import BinaryIO
 
 from llm.base.disk import sync
 from llm.base.errors import JobError
-from llm.base.text import show
+from llm.base.text import clip, show
 from llm.base.types import JsonObject
+from llm.outputs_read import check_form, check_output
 
 VERSION = 1
 _SYNC_SECONDS = 1.0
+_MOST_HEADER = 1 << 24  # bytes
 _HEAD = 9  # the checksum and a space
 
 
@@ -39,13 +42,56 @@ def encode(record: Mapping[str, object]) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
+_RECORD = {"i": int, "k": str}
+
+
 def decode(line: bytes) -> JsonObject | None:
-    """The record of a line; None if it is damaged."""
+    """The record of a line; None if it is damaged.
+
+    Raises:
+        ValueError: its checksum is right, and it is no record.
+    """
     body = line[_HEAD:-1]
     if not line.endswith(b"\n") or line[:_HEAD] != b"%08x " % zlib.crc32(body):
         return None
-    record = json.loads(body)
-    return record if isinstance(record, dict) else None
+    try:
+        record = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"it is {show(record)}")
+    if "journal" not in record:
+        _check_record(record)
+    return record
+
+
+def read_line(path: Path, place: str, line: bytes) -> JsonObject | None:
+    """As `decode`; raises `JobError` with the place of a line that no job wrote."""
+    try:
+        return decode(line)
+    except ValueError as error:
+        raise JobError(
+            f"{path}, {place}: this is no record of a journal ({clip(str(error))}); delete the journal to start again."
+        ) from error
+
+
+def _check_record(record: JsonObject) -> None:
+    check_form(record, _RECORD, "it")
+    if record["i"] < 0:
+        raise ValueError(f"it.i is {record['i']}")
+    if "o" in record:
+        check_output(record["o"])
+        check_form(record.get("v"), (str,), "it.v")
+        if record.get("v") is not None and len(base64.b64decode(record["v"], validate=True)) % 4:
+            raise ValueError("it.v is cut off")
+        return
+    if "p" not in record:
+        raise ValueError("it has neither o nor p")
+    for part in record["p"] if isinstance(record["p"], list) else [None]:
+        if not isinstance(part, list) or len(part) != 2:
+            raise ValueError(f"it.p is {show(record['p'])}")
+        check_form(part[0], int, "it.p[0]")
+        check_form(part[1], [int], "it.p[1]")
 
 
 class Journal:
@@ -86,8 +132,10 @@ class Journal:
         end = self.end if end is None else end
         with self.path.open("rb") as file:
             file.readline()
+            number = 1
             while file.tell() < end:
-                record = decode(file.readline())
+                number += 1
+                record = read_line(self.path, f"line {number}", file.readline())
                 if record is not None:
                     yield record
 
@@ -122,8 +170,8 @@ class Journal:
         """Cut off what follows the last whole line; returns the file's size."""
         end = 0
         with self.path.open("rb") as file:
-            for start, line in _lines(file):
-                if decode(line) is not None:
+            for number, (start, line) in enumerate(_lines(file), 1):
+                if read_line(self.path, f"line {number}", line) is not None:
                     end = start + len(line)
         os.ftruncate(self._file.fileno(), end)
         self._file.seek(end)
@@ -133,7 +181,7 @@ class Journal:
 def check_header(path: Path, identity: Mapping[str, object]) -> None:
     """Raise `JobError` if a file is no journal, or one of another model or setting."""
     with path.open("rb") as file:
-        header = decode(file.readline())
+        header = read_line(path, "line 1", file.readline(_MOST_HEADER))
     if header is None or "journal" not in header:
         raise JobError(f"{path} is not a journal; choose another path, or delete the file.")
     if header["journal"] != VERSION:

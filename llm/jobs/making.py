@@ -25,6 +25,7 @@ from llm.base.errors import (
     PromptTooLongError,
     RowError,
     ValidationError,
+    is_out_of_memory,
 )
 from llm.base.text import clip
 from llm.engine.engine import Engine
@@ -55,7 +56,7 @@ def row_error(error: Exception) -> ValidationError:
     Raises:
         Exception: `error` itself, if it is about the machine.
     """
-    if isinstance(error, _OF_MACHINE):
+    if isinstance(error, _OF_MACHINE) or is_out_of_memory(error):
         raise error
     if isinstance(error, ValidationError):
         return error

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import string
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from llm.base.errors import ValidationError, nearest
-from llm.base.text import list_names, quote
+from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
 from llm.inputs import LoRARequest
 from llm.jobs.adapters import COLUMN, JobAdapters
@@ -33,6 +34,8 @@ from llm.replies.calls import json_value
 from llm.replies.choice import ToolChoice
 from llm.sampling_params import SamplingParams
 
+# In how a template writes a column: a width that may take gigabytes, or one that is another column.
+_WIDE = re.compile(r"[{}]|\d{4}")
 URLS = ("/v1/chat/completions", "/v1/completions")
 # Columns with a row's own params.
 PARAMS_COLUMN, EXTRA_COLUMN = "sampling_params", "extra_args"
@@ -246,10 +249,19 @@ def template_columns(template: str) -> list[str]:
         ValidationError: it is damaged, or looks into a value.
     """
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        fields = [field[1:] for field in string.Formatter().parse(template) if field[1] is not None]
     except ValueError as error:
         message = f"template cannot be read ({error}); write {{column}} for a column and {{{{ for a brace."
         raise ValidationError(message, parameter="template", value=template) from error
+    names = [str(name) for name, _, _ in fields]
+    for name, spec, conversion in fields:
+        if _WIDE.search(spec or "") or conversion not in (None, "s", "r", "a"):
+            written = f"{{{name}{'!' + conversion if conversion else ''}{':' + spec if spec else ''}}}"
+            raise ValidationError(
+                f"template may say how a column is written with a width or a precision up to 999, got {clip(written)}.",
+                parameter="template",
+                value=template,
+            )
     for name in names:
         if not name or not name.replace("_", "").replace(" ", "").replace("-", "").isalnum():
             raise ValidationError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from llm.base.errors import JobError
 from llm.base.types import JsonObject
 from llm.jobs.answers import Answer, Ended
-from llm.jobs.journal import Journal, check_header, decode
+from llm.jobs.journal import Journal, check_header, read_line
 
 _SUFFIX = ".journal"
 
@@ -57,8 +57,8 @@ class SharedJournal:
         path, offset = place
         with path.open("rb") as file:
             file.seek(offset)
-            record = decode(file.readline())
-        if record is None or record.get("k") != key:
+            record = read_line(path, f"byte {offset}", file.readline())
+        if record is None or record.get("k") != key or "o" not in record:
             raise JobError(f"the journal {path} has changed while it was used; delete it to compute its rows again.")
         return Answer(key, record["o"])
 
@@ -82,7 +82,7 @@ class SharedJournal:
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # it is being written, or was torn
-                record = decode(line)
+                record = read_line(path, f"byte {start}", line)
                 if record is not None and "k" in record:
                     self._note(record, path, start)
                 start += len(line)

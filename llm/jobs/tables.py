@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from llm.base.disk import sync
 from llm.base.errors import JobError
@@ -205,7 +205,7 @@ class Columns:
     def __init__(self, suffix: str) -> None:
         self.names: dict[str, None] = {}
         self._batch: list[JsonObject] | None = [] if suffix == ".parquet" else None
-        self._types: dict[str, Any] = {}
+        self._types: dict[str, object] = {}
 
     def add(self, row: JsonObject) -> None:
         self.names.update(dict.fromkeys(row))

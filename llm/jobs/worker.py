@@ -114,8 +114,7 @@ class RowWorker:
         if ended is not None:
             found[row.index] = ended
             return True
-        row.known_outputs = known.tokens
-        self._partials.written[row.index] = [len(tokens) for tokens in known.tokens]
+        self._partials.written[row.index] = known.continued_by(row, self._llm._preprocessor.config.vocab_size)
         return False
 
     def _keep(self, output: RequestOutput, found: dict[int, Ended]) -> None:

@@ -32,7 +32,8 @@ def read_json(path: Path, *, limit_bytes: int) -> JsonObject:
     check_model_file(path)
     try:
         with open(path, "rb") as file:
-            data = file.read(limit_bytes + 1)
+            # `read` reserves what it is asked for: the file's size, and not the limit.
+            data = file.read(min(os.fstat(file.fileno()).st_size, limit_bytes) + 1)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if len(data) > limit_bytes:

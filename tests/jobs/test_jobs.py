@@ -11,6 +11,7 @@ import random
 import resource
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +23,14 @@ from documented_processors import DummyLogitsProcessor
 from embedded import assert_idle, engine_of, open_llm
 
 from llm import LLM, SamplingParams, ValidationError
-from llm.base.errors import JobError, JobInterrupted
+from llm.base.errors import JobError, JobInterrupted, OutOfMemoryError
 from llm.cli import main
 from llm.jobs.bodies import text_offsets
 from llm.jobs.identity import fingerprint, identity, model_identity
 from llm.jobs.journal import Journal, decode, encode
 from llm.jobs.shard import Shard
 from llm.jobs.shard import merge as merge_parts
+from llm.jobs.shared_journal import SharedJournal
 from llm.jobs.tables import Columns, Form, read_rows, write_rows
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -657,7 +659,7 @@ def test_a_write_that_fails_leaves_whole_lines(tmp_path: Path, written: int) -> 
             self.file.write(data[:written])
             raise OSError(28, "No space left on device")
 
-    records = [{"i": index, "k": "x", "o": "y" * 20} for index in range(3)]
+    records = [{"i": index, "k": "x" * 20, "p": [[0, [index]]]} for index in range(3)]
     journal = Journal(tmp_path / "run.journal", {"a": 1})
     journal.add(records[0])
     journal.flush()
@@ -749,7 +751,7 @@ def test_a_job_is_bound_to_every_setting_that_changes_answers(llm: LLM) -> None:
 def test_a_torn_end_is_cut_off_wherever_it_is_torn(tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
     journal = Journal(path, {"a": 1})
-    records = [{"i": index, "k": "x", "o": {"text": "é" * index}} for index in range(4)]
+    records = [{"i": index, "k": "x", "p": [[0, [index]]], "text": "é" * index} for index in range(4)]
     for record in records:
         journal.add(record)
     journal.flush()
@@ -764,9 +766,9 @@ def test_a_torn_end_is_cut_off_wherever_it_is_torn(tmp_path: Path) -> None:
         expected = records if torn.startswith(whole) else records[:-1]
         assert path.stat().st_size == sum(map(len, map(encode, expected))) + len(whole.splitlines(keepends=True)[0])
         assert list(journal.records()) == expected
-        journal.add({"i": 9, "k": "y", "o": None})
+        journal.add({"i": 9, "k": "y", "p": [[0, []]]})
         journal.flush()
-        assert list(journal.records())[len(expected) :] == [{"i": 9, "k": "y", "o": None}]
+        assert list(journal.records())[len(expected) :] == [{"i": 9, "k": "y", "p": [[0, []]]}]
         journal.close()
     lines = whole.splitlines(keepends=True)
     lines[2] = lines[2].replace(b"x", b"z")
@@ -1001,3 +1003,119 @@ def test_columns_are_parameters_of_their_rows_on_request(
     options = ["--row-params", "--params", '{"temperature": 0, "max_tokens": 5}', "--max-model-len", "96"]
     assert main(["run", str(table), str(tmp_path / "shell.jsonl"), *options]) == 0
     assert (tmp_path / "shell.jsonl").read_text() == (tmp_path / "cells.jsonl").read_text()
+
+
+def foreign() -> dict[str, bytes]:
+    """Bodies of lines with right checksums that no job wrote, by what is wrong."""
+    output = {
+        **{"request_id": "0", "index": 0, "prompt": "And", "prompt_token_ids": [1], "finished": True, "seed": None},
+        **{"num_cached_tokens": 0, "num_dropped_tokens": 0, "prompt_logprobs": None, "params": None},
+        **{"lora_request": None},
+    }
+    own = {
+        **{"index": 0, "text": "", "token_ids": [], "cumulative_logprob": None, "logprobs": None, "error": None},
+        **{"finish_reason": "stop", "stop_reason": None, "structured": None},
+    }
+    good: dict[str, Any] = {"i": 0, "k": "x", "o": {**output, "outputs": [own]}}
+    error = {"type": "JobError", "message": 5}
+    wrong: dict[str, Any] = {
+        "list": [1],
+        "index": {**good, "i": "0"},
+        "flag": {**good, "i": True},
+        "negative": {**good, "i": -1},
+        "key": {"i": 0, "o": good["o"]},
+        "neither": {"i": 0, "k": "x"},
+        "parts": {"i": 0, "k": "x", "p": [[0]]},
+        "tokens": {"i": 0, "k": "x", "p": [[0, ["a"]]]},
+        "output": {**good, "o": 5},
+        "values": {**good, "v": "A?"},
+        "lora": {**good, "o": {**good["o"], "lora_request": {"a": 1}}},
+        "outputs": {**good, "o": {**output, "outputs": [5]}},
+        **{f"no {name}": {**good, "o": {k: v for k, v in good["o"].items() if k != name}} for name in good["o"]},
+        **{f"own {name}": {**good, "o": {**output, "outputs": [{**own, name: {}}]}} for name in own},
+        "error": {**good, "o": {**output, "outputs": [{**own, "error": error}]}},
+        "logprobs": {**good, "o": {**output, "outputs": [{**own, "logprobs": [[{"token_id": 1}]]}]}},
+    }
+    found = {name: json.dumps(value).encode() for name, value in wrong.items()}
+    return {**found, "torn": b"{bad", "digits": b'{"i": %s}' % (b"9" * 100_000), "deep": b"[" * 100_000}
+
+
+def test_foreign_lines_of_a_journal_are_told(tmp_path: Path) -> None:
+    """Wherever journals are read; a damaged line, whose checksum is wrong, is passed over."""
+    header = encode({"journal": 1, "identity": {"a": 1}})
+    path = tmp_path / "shared" / "run.journal"
+    path.parent.mkdir()
+    for name, body in foreign().items():
+        line = b"%08x %s\n" % (zlib.crc32(body), body)
+        path.write_bytes(header + line)
+        with pytest.raises(JobError, match=r"run.journal, line 2: this is no record of a journal \(.*\); delete"):
+            Journal(path, {"a": 1})
+        with pytest.raises(JobError, match=rf"run.journal, byte {len(header)}: this is no record of a journal"):
+            SharedJournal(path.parent, {"a": 1})
+        for own in path.parent.glob("*.journal"):
+            own.unlink()
+        if name != "no outputs":
+            path.write_bytes(line)
+            with pytest.raises(JobError, match=r"run.journal(, line 1: this is no record| is not a journal)"):
+                Journal(path, {"a": 1})
+        path.write_bytes(header + line.replace(b" ", b"  ", 1))
+        Journal(path, {"a": 1}).close()
+        path.unlink()
+
+
+def test_tokens_of_a_journal_are_those_of_the_row(llm: LLM, source: Path, ctrl_c: None) -> None:
+    journal = interrupted(llm, source, 5)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    place, record = next((i, own) for i, line in enumerate(lines) if (own := decode(line)) and "p" in own)
+    for parts in ([[0, [10**6]]], [[0, [-1]]], [[0, [1]], [0, [1]]]):
+        changed = [*lines[:place], encode({**record, "p": parts}), *lines[place + 1 :]]
+        journal.write_bytes(b"".join(changed))
+        with pytest.raises(JobError, match=r"tokens that are not of this row|are of \d and of \d completions"):
+            run(llm, source, resume=True)
+    journal.write_bytes(b"".join(lines))
+    run(llm, source, resume=True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{prompt:999999999999}",
+        "{prompt!r:>9999999999}",
+        "{prompt:.1234}",
+        "{prompt:{row}}",
+        "{prompt:>{row}}",
+        "{row!x}",
+    ],
+)
+def test_templates_write_columns_of_bounded_width(llm: LLM, source: Path, template: str) -> None:
+    with pytest.raises(ValidationError, match=r"template (may say how|cannot be read)"):
+        run(llm, source, template=template)
+    rows = read(run(llm, source, "good.jsonl", SamplingParams(max_tokens=1), template="{prompt!s:>20.9} {row:03d}"))
+    assert all(row["error"] is None for row in rows)
+
+
+# As torch, safetensors and Python say it.
+NO_MEMORY = (
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to"),
+    OSError("Cannot allocate memory (os error 12)"),
+    MemoryError(),
+)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_a_lack_of_memory_is_a_sentence_and_loses_nothing(
+    llm: LLM, source: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with at_step(llm, 13, fail), pytest.raises(OutOfMemoryError, match=r"the machine is out of memory .* resume=True"):
+        run(llm, source)
+    summary = llm.run(source, source.with_name("out.jsonl"), PARAMS, use_tqdm=False, resume=True)
+    assert summary.num_resumed == 4 and summary.num_errors == 0
+    monkeypatch.setattr("llm.jobs.command._params", fail)  # outside of a job
+    assert main(["run", str(source), str(source.with_name("x.jsonl"))]) == 1
+    assert capsys.readouterr().err.startswith("error: the machine is out of memory (")
+    monkeypatch.setattr("llm.jobs.command._params", lambda text: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["run", str(source), str(source.with_name("x.jsonl"))])

@@ -14,13 +14,17 @@ from embedded import engine_of, open_llm
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.base.errors import JobError, OutOfMemoryError
+from llm.engine.output import output_without_run
+from llm.engine.rows import RefusedRow
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.journal import encode
 from llm.jobs.shared_journal import SharedJournal
 from llm.jobs.worker import PieceRows, RowWorker, plain_row
+from llm.outputs_json import output_as_json
 from llm.ray import LLMProcessorConfig, LLMWorker, _planned
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+SAID = output_as_json(output_without_run(RefusedRow(0, ValidationError("said"))))
 ROWS: list[dict[str, Any]] = [{"id": index, "prompt": f"In the year {index % 5}"} for index in range(9)]
 ROWS[4]["prompt"] = "the king " * 200
 
@@ -125,7 +129,7 @@ def test_an_answer_that_has_ended_stays_whatever_is_read_after_it(llm: LLM, tmp_
     identity = llm._identity()
     first, second = SharedJournal(tmp_path, identity), SharedJournal(tmp_path, identity)
     half: dict[str, Any] = {"i": 0, "k": "key", "p": [[0, [5, 6]]]}
-    whole: dict[str, Any] = {"i": 0, "k": "key", "o": {"said": 1}}
+    whole: dict[str, Any] = {"i": 0, "k": "key", "o": SAID}
     for writer, other in ((first, second), (second, first)):
         for record in (whole, half):
             writer.add(record)
@@ -133,13 +137,13 @@ def test_an_answer_that_has_ended_stays_whatever_is_read_after_it(llm: LLM, tmp_
         for reader in (writer, other, SharedJournal(tmp_path, identity)):
             reader.refresh()
             found = reader.answer("key")
-            assert found is not None and found.output == {"said": 1} and not reader._unfinished
+            assert found is not None and found.output == SAID and not reader._unfinished
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(llm: LLM, tmp_path: Path) -> None:
     """Wherever the reader meets the line: at every byte of it, and the lines behind it too."""
     writer, reader = SharedJournal(tmp_path, llm._identity()), SharedJournal(tmp_path, llm._identity())
-    lines = [encode({"i": index, "k": f"key {index}", "o": {"said": index}}) for index in range(3)]
+    lines = [encode({"i": index, "k": f"key {index}", "o": SAID}) for index in range(3)]
     data = b"".join(lines)
     with writer._own.path.open("ab", buffering=0) as file:
         for end in range(1, len(data) + 1):

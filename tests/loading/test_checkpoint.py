@@ -6,6 +6,7 @@ import json
 import os
 import re
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +474,15 @@ def test_a_snapshot_folder_outside_a_hub_cache_has_no_blobs(tmp_path: Path) -> N
 def test_json_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": [1, {"b": "\u00e9"}]}', encoding="utf-8")
     assert read_json(tmp_path / "config.json", limit_bytes=1000) == {"a": [1, {"b": "\u00e9"}]}
+
+
+def test_reading_a_small_file_reserves_no_more_than_it_has(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tracemalloc.start()
+    assert read_json(tmp_path / "config.json", limit_bytes=1 << 30) == {}
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 @pytest.mark.parametrize(
