@@ -661,6 +661,7 @@ def test_multiples_are_known_digit_by_digit(divisor: int, number: int) -> None:
     ("schema", "why"),
     [
         ({"type": "integer", "multipleOf": 65}, "'multipleOf' above 64"),
+        ({"type": "number", "minimum": -1.7e308, "maximum": 1.7e308}, "numbers with hundreds of digits"),
         ({"type": "integer", "multipleOf": 7, "minimum": 3}, "'multipleOf' together with a bound"),
         ({"anyOf": [{"type": "integer", "multipleOf": 7}, {"type": "number"}]}, "'multipleOf' next to other numbers"),
     ],

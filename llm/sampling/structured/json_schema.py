@@ -20,6 +20,7 @@ from llm.sampling.structured.formats import FORMATS
 from llm.sampling.structured.language import DONE, EMPTY, IMPOSSIBLE, Language
 from llm.sampling.structured.messages import unusable
 from llm.sampling.structured.regex import (
+    LONGEST_PATTERN,
     Ranges,
     TooManyChoices,
     UnknownLength,
@@ -209,10 +210,12 @@ class _Compiler:
         return self._words.lexeme(*map(self._decimal, dict.fromkeys(wanted)), without=[*map(self._decimal, excluded)])
 
     def _decimal(self, pattern: str) -> Word:
+        if len(pattern) > LONGEST_PATTERN:
+            raise UnknownLength("bounds of numbers with hundreds of digits")
         return parse_regex(self._words, pattern, self._words.characters)
 
     def _digits(self, pattern: str) -> int:
-        return self._words.lexeme(parse_regex(self._words, pattern, self._words.characters))
+        return self._words.lexeme(self._decimal(pattern))
 
     def _integer(self, item: Alternative) -> int:
         if "enum" in item:
@@ -647,7 +650,7 @@ def _multiple_of(divisor: Fraction) -> str:
     if places is None or divisor.numerator <= 0 or 10**places % int(divisor * 10**places):
         raise UnknownLength("'multipleOf' of a fraction that does not divide 1")
     endings = [f"{value:0{places}d}" for value in range(0, 10**places, int(divisor * 10**places))]
-    texts = sorted({text for each in endings for text in (each, each.rstrip("0")) if text})
+    texts = sorted({text for each in endings for text in (each, each.rstrip("0") or "0")})
     return rf"-?{_WHOLE}(\.({'|'.join(texts)})0*)?"
 
 

@@ -25,7 +25,7 @@ _CLASSES: dict[str, list[tuple[int, int]]] = {
 }
 _CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "a": 0x07}
 _MAX_REPEATS = 100_000
-_LONGEST_PATTERN = 100_000
+LONGEST_PATTERN = 100_000
 # The characters of several bytes that a vocabulary may lack, those of the unused planes, by the first of their bytes.
 _PLANES = {0xF1: (0x40000, 0x7FFFF), 0xF2: (0x80000, 0xBFFFF), 0xF3: (0xC0000, 0xFFFFF), 0xF4: (0x100000, _LAST)}
 # Without a token for each of these, characters that are used could not be written byte by byte.
@@ -135,8 +135,8 @@ def parse_regex(builder: Builder[T], pattern: str, characters: Callable[[Ranges]
     Raises:
         UnknownLength: the pattern uses syntax that is not supported here.
     """
-    if len(pattern) > _LONGEST_PATTERN:
-        raise TooManyChoices(f"a pattern has {len(pattern)} characters and at most {_LONGEST_PATTERN} are read")
+    if len(pattern) > LONGEST_PATTERN:
+        raise TooManyChoices(f"a pattern has {len(pattern)} characters and at most {LONGEST_PATTERN} are read")
     return _Parser(builder, pattern, characters).parse()
 
 
