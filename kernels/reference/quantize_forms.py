@@ -260,7 +260,8 @@ def asymmetric_groups(
     None: by |x| and the root of the group's mean square, because large weights are multiplied with large inputs.
     """
     if importance is None:
-        importance = x.abs() + (ordered_sum(x.square()) / x.shape[-1]).sqrt()
+        # PyTorch rounds square roots of float32 wrongly now and then; by way of float64 they are right.
+        importance = x.abs() + (ordered_sum(x.square()) / x.shape[-1]).double().sqrt().float()
     low, high = x.amin(dim=-1, keepdim=True).clamp_(max=0.0), x.amax(dim=-1, keepdim=True).clamp_(min=0.0)
     full = high / _MOST_CODE - low / _MOST_CODE  # in this order infinite for no range
     full = torch.where(full > 0, full, torch.ones_like(full))

@@ -352,7 +352,10 @@ class ModelSlimWriter:
             grouped = layer.scheme != "W4A8_DYNAMIC" and layer.weight.scale.shape[1] > 1
             weight = layer.weight
             if weight.zero is not None or weight.minimum is not None or weight.columns is not None or grouped:
-                raise LLMError(f"{layer.name}: ModelSlim has no form for {layer.scheme} with groups or zero points.")
+                raise LLMError(
+                    f"{layer.name}: ModelSlim has no form for {layer.scheme} with groups or zero points; "
+                    "quantization={'scheme': ..., 'symmetric': True} leaves zero points out."
+                )
             parts |= self._quantized(layer, layer.weight)
         return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
 

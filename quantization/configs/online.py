@@ -50,7 +50,7 @@ RECIPES: dict[str, Recipe] = {
     "w8a8": Recipe("W8A8_DYNAMIC", 8, None, "w8a8", rotates=True),
     "w8a8_static": Recipe("W8A8", 8, None, "w8a8"),
     "w8a16": Recipe("W8A16", 8, None, "w8a16"),
-    "w4a8": Recipe("W4A8_DYNAMIC", 4, 128, "w8a8"),
+    "w4a8": Recipe("W4A8_DYNAMIC", 4, 32, "w8a8", "asymmetric"),
     "w4a16": Recipe("W4A16", 4, 32, "w8a16", "asymmetric"),
     "fp8": Recipe("W8A16_FP8", 8, None, "fp8", "float8"),
     "mxfp4": Recipe("W4A16", 4, 32, "fp8", "mxfp4", fixed=True),

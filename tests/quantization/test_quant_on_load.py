@@ -431,8 +431,7 @@ def test_the_integers_are_those_of_each_checkpoint_tensor(
             rotation = method.storage.rotation
             assert rotation == (block_for(reference[key].shape[1]) if name == "w8a8" else 0)
             if method.storage.form:
-                form, kernel = method.storage.form, method.storage._to_form
-                expected = quantize_weight_as(reference[key], form, size, kernel=kernel)
+                expected = quantize_weight_as(reference[key], method.storage.form, size)
             else:
                 expected = quantize_weight(reference[key], bits, size, search=bits == 4, rotation=rotation)
             values = values_of(expected, size)
