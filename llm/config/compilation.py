@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any
 
@@ -55,7 +55,7 @@ class CompilationConfig:
     mode: CompilationMode = CompilationMode.NONE
     backend: str = "inductor"
     custom_ops: tuple[str, ...] = ()
-    base_is_default: bool = False
+    base_is_default: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _parse_mode(self.mode))

@@ -30,12 +30,16 @@ def add_command(commands: Commands) -> None:
     command.add_argument("--model", dest="named", metavar="NAME", help="the same (default: the embedded model)")
     command.add_argument("--texts", metavar="FILE", type=Path, required=True, help="texts, separated by form feeds")
     command.add_argument(
-        "--schemes", metavar="NAME", nargs="+", default=list(SCHEMES), help=f"default: {' '.join(SCHEMES)}"
+        "--schemes", metavar="NAME,NAME", type=_names, default=list(SCHEMES), help=f"default: {','.join(SCHEMES)}"
     )
     command.add_argument("--calibration", metavar="FILE", type=Path, help="texts to calibrate with, other than those")
     command.add_argument(
         "--find", metavar="LOSS", type=_share, help="propose the smallest scheme whose perplexity is within e.g. 1%%"
     )
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _run(args: argparse.Namespace) -> int:

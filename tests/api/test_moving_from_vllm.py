@@ -58,7 +58,6 @@ def test_chat_takes_what_scripts_pass_along(llm: LLM) -> None:
     [
         (lambda llm: llm.generate(PROMPTS, GREEDY, priority=[1]), "1 values of priority for 3 prompts"),
         (lambda llm: llm.generate("x", GREEDY, priority=["high"]), "priority must be an integer"),
-        (lambda llm: llm.generate("x", GREEDY, priority=1), "priority must be a list"),
         (lambda llm: llm.beam_search(PROMPTS, BeamSearchParams(2, 2), priority=[1]), "1 values of priority for 3"),
         (lambda llm: llm.chat(MESSAGES, GREEDY, priority=[1, 2]), "2 values of priority for 1 prompts"),
         (lambda llm: llm.chat(MESSAGES, chat_template_content_format="openai"), "must be 'auto', got 'openai': "),

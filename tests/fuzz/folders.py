@@ -60,7 +60,8 @@ def bases(folder: Path) -> list[Path]:
     quantized = {folder / f"{scheme}-{format}": (scheme, format) for scheme, format in QUANTIZED}
     if not plain.exists():
         for path, (scheme, format) in quantized.items():
-            with LLM(quantization=scheme, num_threads=1) as llm:
+            old = format == "modelslim"  # it has no form for rotations and zero points
+            with LLM(quantization={"scheme": scheme, "rotate": not old, "symmetric": old}, num_threads=1) as llm:
                 llm.save_quantized(path, format)
         write_shards(EMBEDDED_MODEL, shards)
         write_blocks(EMBEDDED_MODEL, gguf)

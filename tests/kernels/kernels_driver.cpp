@@ -151,16 +151,18 @@ template <class T> void quantized(Kind kind, int64_t n, int64_t k, int64_t group
     Exactly<float> scale(groups), minimum(groups), table(16);
     Exactly<double> energies(2 * (n > up(groups, 16) / 16 ? n : up(groups, 16) / 16));
     for (int64_t j = 0; j < 16; ++j) table.data[j] = static_cast<float>(j) / 8 - 1;
-    const auto to = [&](WeightForm form) {
-        if (llm_quantize_weight(kind, form, values.data, q.data, scale.data,
-                                form == WeightForm::Q4_K ? minimum.data : nullptr, energies.data, table.data, n, k, 7,
-                                group, 1))
+    const auto to = [&](WeightForm form, int64_t rotation = 0) {
+        const bool has_minimum = form == WeightForm::Q4_K || form == WeightForm::ASYMMETRIC;
+        if (llm_quantize_weight(kind, form, values.data, q.data, scale.data, has_minimum ? minimum.data : nullptr,
+                                energies.data, table.data, n, k, 7, group, rotation, 1))
             std::exit(1);
         ++calls;
     };
-    for (WeightForm form :
-         {WeightForm::ROUNDED, WeightForm::SEARCHED, WeightForm::FLOAT8, WeightForm::MXFP4, WeightForm::NF4})
+    for (WeightForm form : {WeightForm::ROUNDED, WeightForm::SEARCHED, WeightForm::FLOAT8, WeightForm::MXFP4,
+                            WeightForm::NF4, WeightForm::ASYMMETRIC})
         to(form);
+    for (int64_t block = 16; block <= 256; block *= 2)
+        if (k % block == 0) to(WeightForm::ROUNDED, block);
     if (group != 32) return;
     to(WeightForm::Q8_0), to(WeightForm::Q4_0);
     if (k % 256 == 0) to(WeightForm::Q4_K);

@@ -294,7 +294,7 @@ def test_the_command_prints_the_table(tmp_path: Any, capsys: pytest.CaptureFixtu
     lines = out.splitlines()
     assert lines[0].startswith("| quantization | weights |") and len(lines) == 4
     assert lines[2].startswith("| none | 5,898,240 B |") and lines[3].startswith("| w8a16 | 3,033,088 B (51%) |")
-    assert main(["quantization", "--texts", str(tmp_path / "texts.txt"), "--schemes", "w8a16", "w9"]) == 1
+    assert main(["quantization", "--texts", str(tmp_path / "texts.txt"), "--schemes", "w8a16,w9"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and "schemes must be of w8a8" in err  # before any work
     assert main(["quantization", "--texts", str(tmp_path / "none.txt")]) == 1
