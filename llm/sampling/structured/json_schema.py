@@ -44,6 +44,8 @@ _MOST_OPTIONAL = 600
 _MOST_LISTED = 2000
 _MOST_DISTINCT = 8  # values of different items; a state for each set of them
 _MOST_PATTERNS = 5  # of properties; a kind of names for each set of them
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_LARGEST_BOUND = 10**40
 _LARGEST_DIVISOR = 64  # of `multipleOf`; a state for each remainder
 
 
@@ -188,7 +190,14 @@ class _Compiler:
     def _boolean(self, item: Alternative) -> int:
         return self._language.alt(*(self._literal(_written(value)) for value in item.get("enum", (True, False))))
 
+    @staticmethod
+    def _check_bounds(item: Alternative) -> None:
+        """The pattern of a bound grows with the square of its digits."""
+        if any(abs(item[name]) >= _LARGEST_BOUND for name in _BOUNDS if name in item):
+            raise UnknownLength("bounds of numbers with hundreds of digits")
+
     def _number(self, item: Alternative) -> int:
+        self._check_bounds(item)
         if "enum" in item:
             return self._words.lexeme(self._words.any_of(map(_written, item["enum"])))
         if not set(item) - {"type", "negated"}:
@@ -218,6 +227,7 @@ class _Compiler:
         return self._words.lexeme(self._decimal(pattern))
 
     def _integer(self, item: Alternative) -> int:
+        self._check_bounds(item)
         if "enum" in item:
             return self._words.lexeme(self._words.any_of(map(_written, item["enum"])))
         lows = [math.ceil(item[name]) for name in ("minimum",) if name in item]
