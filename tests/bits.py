@@ -28,9 +28,15 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "dtype=bfloat16": {"dtype": "bfloat16"},
     **{name: {"quantization": name} for name in ("w8a8", "w8a16", "w4a8", "w4a16")},
 }
-# Of the embedded model; groups divide few of the tiny models' columns.
+# Of the embedded model; groups and blocks divide few of the tiny models' columns.
 GROUPED: dict[str, dict[str, Any]] = {
-    f"{name} in groups of 32": {"quantization": {"scheme": name, "group_size": 32}} for name in ("w4a8", "w4a16")
+    **{
+        f"{name} in groups of 32": {"quantization": {"scheme": name, "group_size": 32, "symmetric": True}}
+        for name in ("w4a8", "w4a16")
+    },
+    **{name: {"quantization": name} for name in ("fp8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k")},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
 }
 LIMITS: dict[str, Any] = {
     "max_model_len": 64,
